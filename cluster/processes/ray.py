@@ -120,9 +120,11 @@ class RayWorkers:
         """End its guardians, with their processes, and then give back what it held."""
 
         async def release(name: str) -> None:
-            await asyncio.gather(*map(_end, guardians))
-            if name:
-                await asyncio.to_thread(_remove_group, name)
+            try:
+                await asyncio.gather(*map(_end, guardians))
+            finally:
+                if name:
+                    await asyncio.to_thread(_remove_group, name)
 
         ending = asyncio.ensure_future(release(self._placed.pop(worker, (0, ""))[1]))
         self._ending.add(ending)
@@ -164,10 +166,10 @@ class RayWorkers:
             self._release(spec.worker)
             self._tell(StartFailed(spec.worker, spec.epoch, first_line(error), False))
             return
-        self._tell(outcome)
         if isinstance(outcome, StartFailed):
-            self._release(spec.worker)
-        else:
+            self._release(spec.worker)  # before the controller starts it again
+        self._tell(outcome)
+        if isinstance(outcome, WorkerStarted):
             await self._watch(spec.worker, spec.epoch, guardian)
 
     async def _create(self, spec: WorkerSpec) -> tuple[Any, WorkerStarted | StartFailed]:
@@ -207,10 +209,7 @@ class RayWorkers:
             lifetime="detached",
             bundle_label_selector=[{"ray.io/node-id": machine} for machine in machines],
         )
-        is_held = await asyncio.to_thread(group.wait, PLACE_TIMEOUT_S)
-        if not is_held:
-            self._release(spec.worker)
-        return group if is_held else None
+        return group if await asyncio.to_thread(group.wait, PLACE_TIMEOUT_S) else None
 
     async def _start_ranks(
         self, spec: WorkerSpec, running: _Running, group: PlacementGroup
@@ -289,7 +288,12 @@ class RayWorkers:
 
 def remove_groups(cluster: str, keep: Collection[str] = ()) -> None:
     """The placement groups of `cluster`'s workers but those to keep. Blocks."""
-    for group in placement_group_table().values():
+    try:
+        groups = placement_group_table().values()
+    except RayError as error:
+        log.warning("placement groups of lost workers stay: %s", first_line(error))
+        return
+    for group in groups:
         if group["name"].startswith(f"{cluster}/") and group["name"] not in keep:
             _remove_group(group["name"])
 
