@@ -233,6 +233,7 @@ class WorkerLives:
         self.suspects.forget((worker.node, worker.epoch))
         self.drains.forget((worker.node, worker.epoch))
         worker.peer = worker.info = None
+        worker.pid = 0  # nobody's: the kernel may give it to another process
         worker.is_draining = worker.comes_back = False
         worker.waiting_for.clear()
         effects: list[Effect] = [StopWorker(worker.node, worker.epoch, gently)]

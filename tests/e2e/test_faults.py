@@ -85,9 +85,26 @@ STORY_FORMAT = {
 }
 
 
-def kill(url: str, worker: str, how: signal.Signals = signal.SIGKILL) -> None:
-    (pid,) = [entry["pid"] for entry in status(url)["workers"] if entry["worker"] == worker]
-    os.kill(pid, how)
+def worker_of(state: dict[str, Any], name: str) -> dict[str, Any]:
+    (worker,) = [each for each in state["workers"] if each["worker"] == name]
+    return worker
+
+
+def kill(url: str, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(worker_of(status(url), name)["pid"], how)
+
+
+def wait_until_replaced(url: str, before: dict[str, Any]) -> dict[str, Any]:
+    """A stream that goes on elsewhere may end before the controller knows of the death: until then
+    the worker that was killed is shown as up. Gives the new one."""
+
+    def is_replaced(state: dict[str, Any]) -> bool:
+        now = worker_of(state, before["worker"])
+        return bool(now["epoch"] > before["epoch"] and now["state"] == "up")
+
+    wait_for(url, is_replaced, 60, f"{before['worker']} is not replaced")
+    wait_for(url, all_up, 10, "it gets no requests")
+    return worker_of(status(url), before["worker"])
 
 
 def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
@@ -104,11 +121,6 @@ def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
     return text
 
 
-def decode_worker(url: str) -> dict[str, Any]:
-    (worker,) = [w for w in status(url)["workers"] if w["worker"] == "decode-0"]
-    return worker
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,7 +133,7 @@ def test_a_worker_whose_connections_break_goes_on_with_its_stream(
     url: str, options: dict[str, Any]
 ) -> None:
     undisturbed = stream(url, options)
-    before, num_cut = decode_worker(url), []
+    before, num_cut = worker_of(status(url), "decode-0"), []
 
     def disturb(number: int) -> None:
         if number in (10, 25, 40):
@@ -129,7 +141,7 @@ def test_a_worker_whose_connections_break_goes_on_with_its_stream(
 
     assert stream(url, options, disturb) == undisturbed
     assert all(num >= 2 for num in num_cut)
-    after = decode_worker(url)
+    after = worker_of(status(url), "decode-0")
     assert [after[name] for name in ("pid", "epoch", "restarts")] == [
         before[name] for name in ("pid", "epoch", "restarts")
     ]
@@ -148,20 +160,21 @@ def test_a_worker_whose_connections_break_goes_on_with_its_stream(
 )
 def test_stream_goes_on_when_the_decode_worker_is_killed(url: str, options: dict[str, Any]) -> None:
     undisturbed = stream(url, options)
+    before = worker_of(status(url), "decode-0")
 
     def disturb(number: int) -> None:
         if number == 20:
             kill(url, "decode-0")
 
     assert stream(url, options, disturb) == undisturbed
-    wait_for(url, all_up, 60, "the worker is not back")
+    wait_until_replaced(url, before)
 
 
 def test_a_stopped_worker_is_left_by_its_streams_and_then_replaced(url: str) -> None:
     """Its process is there, and answers nothing: it stayed up for ever."""
     options = {"temperature": 0, "max_tokens": 300}
     undisturbed = stream(url, options)
-    (before,) = [w for w in status(url)["workers"] if w["worker"] == "decode-0"]
+    before = worker_of(status(url), "decode-0")
     times: list[float] = []
 
     def disturb(number: int) -> None:
@@ -172,15 +185,7 @@ def test_a_stopped_worker_is_left_by_its_streams_and_then_replaced(url: str) -> 
     assert stream(url, options, disturb) == undisturbed
     silence_s = max(b - a for a, b in pairwise(times))
     assert 2.5 < silence_s < 15.0, "probes alone take 20 s"
-
-    def is_replaced(state: dict[str, Any]) -> bool:
-        (now,) = [w for w in state["workers"] if w["worker"] == "decode-0"]
-        return bool(now["epoch"] > before["epoch"] and now["state"] == "up")
-
-    wait_for(url, is_replaced, 60, "the worker is not replaced")
-    (now,) = [w for w in status(url)["workers"] if w["worker"] == "decode-0"]
-    assert "has said nothing for" in now["last_error"]
-    wait_for(url, all_up, 10, "it gets no requests")
+    assert "has said nothing for" in wait_until_replaced(url, before)["last_error"]
 
 
 def test_a_stream_does_not_notice_that_the_controller_is_killed(url: str) -> None:
@@ -207,12 +212,13 @@ def test_a_stream_does_not_notice_that_the_controller_is_killed(url: str) -> Non
 def test_request_is_answered_when_the_prefill_worker_is_killed(url: str) -> None:
     words = " ".join(str(number) for number in range(450))
     body = {"model": MODEL, "prompt": words, "max_tokens": 8, "temperature": 0}
+    before = worker_of(status(url), "prefill-0")
     timer = threading.Timer(0.5, kill, (url, "prefill-0"))
     timer.start()
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     timer.join()
     assert answer.status_code == 200, answer.text
-    wait_for(url, all_up, 60, "the worker is not back")
+    wait_until_replaced(url, before)
     again = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     assert again.json()["choices"] == answer.json()["choices"]
 
