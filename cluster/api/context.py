@@ -94,7 +94,8 @@ class ApiContext:
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
     cors_origins: tuple[str, ...] = ()  # of pages that may call, in a browser
-    operations_key: str = ""  # "": operators have to be on this machine
+    operations_key: str = ""
+    operators_are_here: bool = True  # those on this machine, with its user, need no key
     rates: RateLimits = field(default_factory=RateLimits)
     tool_parser: str = "auto"  # as of `Dialect.of`, and so is the next
     reasoning_parser: str = "auto"

