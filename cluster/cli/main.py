@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvrelay.cluster.processes.supervisor import Ready
 
 COMMANDS = {
+    "backup": ("backup", "backup", "Copy what a server has to find again."),
+    "restore": ("backup", "restore", "Bring back what `kvrelay backup` has copied."),
     "audit": ("audit", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("explain", "explain", "Where a request's time went, and why."),
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),

@@ -17,6 +17,7 @@ from pathlib import Path
 log = logging.getLogger("kvrelay.responses")
 
 FILE = "responses.db"
+VERSION = 1  # of the table, in the file's header
 KEEP_S = 30 * 86_400.0
 # Beyond these, each tenant keeps its share of them, the youngest.
 MAX_RESPONSES = 100_000
@@ -139,9 +140,15 @@ class ResponseStore:
         try:
             _write_ahead(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > VERSION:
+                raise sqlite3.DatabaseError(
+                    f"version {version}, of a newer KVRelay; this one reads up to {VERSION}"
+                )
             with connection:
                 connection.execute(_TABLE)
                 connection.execute(_INDEX)
+                connection.execute(f"PRAGMA user_version = {VERSION}")
         except BaseException:
             connection.close()
             raise

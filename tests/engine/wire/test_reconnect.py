@@ -132,7 +132,7 @@ def test_a_refusal_of_another_machine_is_no_proof_of_death() -> None:
 
 CHILD = f"""
 import asyncio
-from engine.wire.wire import Wire
+from kvrelay.engine.wire.wire import Wire
 
 async def main():
     wire = Wire("b", {TOKEN!r}, lambda to, message: None)
