@@ -1,4 +1,4 @@
-"""`kvrelay backup` and `restore` bring state and disk tier from one machine to another."""
+"""What `kvrelay backup` copies from one machine is found on another after `kvrelay restore`."""
 
 from __future__ import annotations
 
