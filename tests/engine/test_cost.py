@@ -71,12 +71,6 @@ def test_features_of_a_prompt_are_the_sums_over_its_chunks(
     assert prompt_features(num_new, start, budget) == pytest.approx(tuple(sums), rel=1e-9)
 
 
-def test_a_prompt_that_goes_on_costs_what_its_parts_cost() -> None:
-    whole = fitted_s(TRUE, prompt_features(3 * BUDGET, 0, BUDGET))
-    parts = [fitted_s(TRUE, prompt_features(BUDGET, i * BUDGET, BUDGET)) for i in range(3)]
-    assert whole == pytest.approx(sum(parts))
-
-
 def test_a_fit_never_says_less_than_no_time() -> None:
     assert fitted_s((-1.0, 0.0), (1.0, 1.0)) == 0.0
 
