@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.samples import Sample
 
 from benchmarks.serving.served import Served
-from tests.operations import dashboards
 from tests.operations.expressions import Expression, alert_rules, expressions, missing, selectors
 from tests.operations.served import full_server, scrape, use
 from tests.structure import ROOT
@@ -30,14 +29,6 @@ def test_alerts_have_names_severities_and_runbooks() -> None:
         kebab = re.sub(r"(?<!^)(?=[A-Z])", "-", name.removeprefix("KVRelay")).lower()
         assert rule["annotations"]["runbook_url"] == f"docs/runbooks/{kebab}.md"
         assert int(rule.get("for", "0s").removesuffix("s")) <= MAX_FOR_S
-
-
-@pytest.mark.parametrize("name", dashboards.DASHBOARDS)
-def test_dashboards_are_the_ones_that_are_made(name: str) -> None:
-    """If this fails: `python -m tests.operations.dashboards`."""
-    path = dashboards.FOLDER / f"{name}.json"
-    assert path.read_text(encoding="utf-8") == dashboards.text_of(name)
-    assert {each.stem for each in dashboards.FOLDER.glob("*.json")} == {*dashboards.DASHBOARDS}
 
 
 @pytest.mark.parametrize("each", expressions(), ids=lambda each: each.place)
