@@ -62,7 +62,6 @@ class Recorder:
 
 
 async def test_what_fits_into_no_message_comes_back_to_its_sender() -> None:
-    """It was dropped, and its request waited for its deadline."""
     node = Toy("a", lambda m: [Send("b", Abort("r", 1))] if m == "start" else [])
     host = NodeHost(asyncio.get_running_loop(), lambda _to, _message: "too large")
     host.add(node)

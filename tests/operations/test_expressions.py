@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.samples import Sample
 
 from benchmarks.serving.served import Served
 from tests.operations.expressions import Expression, alert_rules, expressions, missing, selectors
@@ -35,17 +34,6 @@ def test_alerts_have_names_severities_and_runbooks() -> None:
 def test_expressions_are_promql(each: Expression) -> None:
     assert selectors(each.text)
     assert selectors(each.unfiltered)
-
-
-def test_what_is_missing_is_found() -> None:
-    known = [Sample("kvrelay_x_total", {"worker": "w"}, 1.0)]
-    assert missing("sum by (worker) (rate(kvrelay_x_total[1m])) > 0", known) == []
-    assert missing('kvrelay_x_total{worker=~"w|v"}', known) == []
-    assert len(missing("kvrelay_y_total", known)) == 1
-    assert len(missing('kvrelay_x_total{worker!="w"}', known)) == 1
-    assert len(missing("max by (role) (kvrelay_x_total)", known)) == 1
-    with pytest.raises(ValueError):
-        missing("sum by (rate(kvrelay_x_total[1m])", known)
 
 
 @pytest.fixture(scope="module")
