@@ -32,6 +32,26 @@ def smollm2_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny random checkpoint of a family, with other sizes than `tiny` has where they are given.
+    All tests share it, and none may change it."""
+    from tests.engine.model.tiny import make_checkpoint
+
+    @functools.cache
+    def made(family: str, **changes: int) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        make_checkpoint(family, path, changes)
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoint_of: Callable[..., Path]) -> Path:
+    return checkpoint_of("llama")
+
+
+@pytest.fixture(scope="session")
 def make_padded_model(
     smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.roofline import count_weights
-from tests.engine.model.tiny import Driver, make_checkpoint, tokens_of
+from tests.engine.model.tiny import Driver, tokens_of
 
 Tensors = dict[str, torch.Tensor]
 BITS4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -83,19 +83,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # format, arguments of the wei
         },
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            make_checkpoint(family, made[family])
-        return made[family]
-
-    return of
 
 
 def is_quantized(name: str) -> bool:
@@ -180,11 +167,11 @@ def _ordered(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["llama", "deepseek3"])
 def test_compressed_tensors(
-    plain: Callable[[str], Path], tmp_path: Path, family: str, case: str
+    checkpoint_of: Callable[[str], Path], tmp_path: Path, family: str, case: str
 ) -> None:
     kind, fields = CASES[case]
     args = QuantizationArgs(**fields)
-    tensors = load_file(plain(family) / "model.safetensors")
+    tensors = load_file(checkpoint_of(family) / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     num_quantized = 0
     for name, weight in tensors.items():
@@ -198,8 +185,8 @@ def test_compressed_tensors(
     assert num_quantized > 10
     groups = {"group_0": {"targets": ["Linear"], "weights": fields}}
     config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
-    write(plain(family), tmp_path / "stored", stored, config)
-    write(plain(family), tmp_path / "widened", widened, None)
+    write(checkpoint_of(family), tmp_path / "stored", stored, config)
+    write(checkpoint_of(family), tmp_path / "widened", widened, None)
     assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
     counts = [
         count_weights(tmp_path / each, read_config(tmp_path / each), "cpu", "float32", "none")
@@ -209,10 +196,10 @@ def test_compressed_tensors(
     assert counts[0].bytes_per_number == counts[1].bytes_per_number
 
 
-def test_groups_of_different_widths(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_groups_of_different_widths(llama: Path, tmp_path: Path) -> None:
     """As layers of a mixed scheme: one names modules, another their class."""
     wide, narrow = CASES["int8-packed"], CASES["int4-groups"]
-    tensors = load_file(plain("llama") / "model.safetensors")
+    tensors = load_file(llama / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     for name in filter(is_quantized, tensors):
         kind, fields = wide if "down_proj" in name else narrow
@@ -227,17 +214,17 @@ def test_groups_of_different_widths(plain: Callable[[str], Path], tmp_path: Path
             "wide": {"targets": ["re:.*down_proj"], "weights": wide[1]},
         },
     }
-    write(plain("llama"), tmp_path / "stored", stored, config)
-    write(plain("llama"), tmp_path / "widened", widened, None)
+    write(llama, tmp_path / "stored", stored, config)
+    write(llama, tmp_path / "widened", widened, None)
     assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
     # What was widened may be made narrow again, for the integer kernels.
     again = {"quantization": "int8"}
     assert torch.equal(logits(tmp_path / "stored", **again), logits(tmp_path / "widened", **again))
 
 
-def test_deepseek_as_it_is_published(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_deepseek_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
     """FP8 with a scale, called inverse, for every 128 x 128."""
-    tensors = load_file(plain("deepseek3") / "model.safetensors")
+    tensors = load_file(checkpoint_of("deepseek3") / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     for name in filter(is_quantized, tensors):
         rows, columns = tensors[name].shape
@@ -247,29 +234,29 @@ def test_deepseek_as_it_is_published(plain: Callable[[str], Path], tmp_path: Pat
         stored[f"{name}_scale_inv"] = scale
         widened[name] = stored[name].float() * each
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    write(plain("deepseek3"), tmp_path / "stored", stored, config)
-    write(plain("deepseek3"), tmp_path / "widened", widened, None)
+    write(checkpoint_of("deepseek3"), tmp_path / "stored", stored, config)
+    write(checkpoint_of("deepseek3"), tmp_path / "widened", widened, None)
     assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
 
 
-def test_parts_that_do_not_fit_are_named(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    tensors = load_file(plain("llama") / "model.safetensors")
+def test_parts_that_do_not_fit_are_named(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
     config = {"quant_method": "fp8"}
-    write(plain("llama"), tmp_path / "without", tensors, config)
+    write(llama, tmp_path / "without", tensors, config)
     with pytest.raises(ModelError, match=f"there is no tensor {name}.weight_scale"):
         logits(tmp_path / "without")
     tensors[f"{name}.weight_scale"] = torch.ones(3)
-    write(plain("llama"), tmp_path / "other", tensors, config)
+    write(llama, tmp_path / "other", tensors, config)
     with pytest.raises(ModelError, match=f"{name}: its quantized parts do not fit"):
         logits(tmp_path / "other")
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
-def test_modelopt(plain: Callable[[str], Path], tmp_path: Path, algorithm: str) -> None:
+def test_modelopt(llama: Path, tmp_path: Path, algorithm: str) -> None:
     """Its second scale multiplies; the file that states it may be one of its own."""
-    tensors = load_file(plain("llama") / "model.safetensors")
+    tensors = load_file(llama / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     for name in filter(is_quantized, tensors):
@@ -286,8 +273,8 @@ def test_modelopt(plain: Callable[[str], Path], tmp_path: Path, algorithm: str) 
         stored[f"{name}_scale"], stored[f"{name}_scale_2"] = scale, torch.tensor(0.03)
         each = (scale.float() * 0.03).repeat_interleave(16, 1)
         widened[name] = fp4[codes.int()] * each
-    write(plain("llama"), tmp_path / "stored", stored, None)
+    write(llama, tmp_path / "stored", stored, None)
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
     (tmp_path / "stored" / "hf_quant_config.json").write_text(json.dumps(stated))
-    write(plain("llama"), tmp_path / "widened", widened, None)
+    write(llama, tmp_path / "widened", widened, None)
     assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))

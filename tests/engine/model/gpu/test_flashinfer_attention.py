@@ -136,18 +136,6 @@ def test_pages_are_views_of_the_pool_and_queries_of_qkv():
         assert run["q"].stride() == (8 * 64, 64, 1)
 
 
-def test_page_lists_name_each_page_once_and_in_order():
-    case = paged(MIXED, 2, 64, dtype=torch.bfloat16)
-    tables = case.block_tables
-    lists = page_lists(case.spans, 16, tables.shape[1])
-    assert lists.query_starts.tolist() == [0, 1, 8, 24, 25, 65]
-    assert lists.page_starts.tolist() == [0, 2, 4, 7, 11, 17]
-    assert lists.last_page_len.tolist() == [4, 14, 16, 16, 10]
-    pages = [page for row, (_, _, n) in zip(tables, case.spans, strict=True)
-             for page in row[: -(-n // 16)].tolist()]  # fmt: skip
-    assert tables.flatten()[torch.from_numpy(lists.entries)].tolist() == pages
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, 70), st.integers(0, 200)).map(lambda n: (n[0], n[0] + n[1])),
