@@ -14,36 +14,19 @@ from tests.engine.model.paged import DEVICE, expected, paged
 
 pytest.importorskip("triton")
 
-from kvrelay.engine.model.config import Latent, ModelConfig, Rope
+from kvrelay.engine.model.config import Latent
 from kvrelay.engine.model.gpu.cache_pool import Pool
 from kvrelay.engine.model.gpu.flashinfer import division
 from kvrelay.engine.model.gpu.flashinfer.attention import PagedAttention, page_lists
 from kvrelay.engine.model.gpu.flashinfer.division import Division, divide
 from kvrelay.engine.model.gpu.flashinfer.trial import trial_batch
+from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.gpu.flashinfer_parameters import PARAMETERS, VERSION
 from tests.engine.model.gpu.flashinfer_standin import StandIn
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="a stand-in, for the CPU")
 HOPPER, ADA = (9, 0), (8, 9)
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=256,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    intermediate_size=512,
-    vocab_size=131,
-    rms_norm_eps=1e-5,
-    ropes=(Rope(10_000.0, 64),),
-    tie_word_embeddings=True,
-    attention_bias=False,
-    output_bias=False,
-    qk_norm=False,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_ids=(2,),
-)
+CONFIG = config_of(4, 2, 64, hidden=256)
 LATENT = replace(
     CONFIG, num_kv_heads=1, head_dim=576, latent=Latent(512, None, 128, 64, 128), ropes=()
 )
