@@ -25,63 +25,34 @@ from kvrelay.engine.model.roofline import count_weights
 from tests.engine.model.tiny import Driver, tokens_of
 
 Tensors = dict[str, torch.Tensor]
-BITS4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def ints(num_bits: int, strategy: str, *, symmetric: bool, **more: Any) -> dict[str, Any]:
+    more["symmetric"] = symmetric
+    return {"num_bits": num_bits, "type": "int", "strategy": strategy, **more}
+
+
+def floats(num_bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": num_bits, "type": "float", "strategy": strategy, **more}
+
+
+OF_32 = {"group_size": 32}
+MX = {"group_size": 32, "scale_dtype": "torch.uint8"}
+NV = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # format, arguments of the weights
-    "int4-groups": ("pack-quantized", BITS4 | {"symmetric": True}),
-    "int4-groups-zeros": ("pack-quantized", BITS4 | {"symmetric": False}),
-    "int4-ordered": ("pack-quantized", BITS4 | {"symmetric": False}),
-    "int3-channels": (
-        "pack-quantized",
-        {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": True},
-    ),
-    "int8-packed": (
-        "pack-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
-    ),
-    "int8-channels": (
-        "int-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-    ),
-    "int8-whole": (
-        "int-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False},
-    ),
-    "fp8-whole": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-    "fp8-channels": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "fp8-blocks": (
-        "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 128]},
-    ),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "scale_dtype": "torch.float8_e4m3fn",
-        },
-    ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
-    "mxfp8": (
-        "mxfp8-quantized",
-        {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
+    "int4-groups": ("pack-quantized", ints(4, "group", symmetric=True, **OF_32)),
+    "int4-groups-zeros": ("pack-quantized", ints(4, "group", symmetric=False, **OF_32)),
+    "int4-ordered": ("pack-quantized", ints(4, "group", symmetric=False, **OF_32)),
+    "int3-channels": ("pack-quantized", ints(3, "channel", symmetric=True)),
+    "int8-packed": ("pack-quantized", ints(8, "channel", symmetric=False)),
+    "int8-channels": ("int-quantized", ints(8, "channel", symmetric=True)),
+    "int8-whole": ("int-quantized", ints(8, "tensor", symmetric=False)),
+    "fp8-whole": ("float-quantized", floats(8, "tensor")),
+    "fp8-channels": ("float-quantized", floats(8, "channel")),
+    "fp8-blocks": ("float-quantized", floats(8, "block", block_structure=[64, 128])),
+    "nvfp4": ("nvfp4-pack-quantized", floats(4, "tensor_group", **NV)),
+    "mxfp4": ("mxfp4-pack-quantized", floats(4, "group", **MX)),
+    "mxfp8": ("mxfp8-quantized", floats(8, "group", **MX)),
 }
 
 
@@ -100,6 +71,15 @@ def write(source: Path, path: Path, tensors: Tensors, config: dict[str, Any] | N
 
 def logits(path: Path, **options: Any) -> torch.Tensor:
     return Driver(path, "torch", **options).feed(("a", tokens_of(20, 1)), ("b", tokens_of(5, 2)))
+
+
+def assert_alike(
+    source: Path, folder: Path, stored: Tensors, widened: Tensors, config: dict[str, Any] | None
+) -> None:
+    """What is stored gives the logits of the weights that it stands for."""
+    write(source, folder / "stored", stored, config)
+    write(source, folder / "widened", widened, None)
+    assert torch.equal(logits(folder / "stored"), logits(folder / "widened"))
 
 
 def extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,9 +165,7 @@ def test_compressed_tensors(
     assert num_quantized > 10
     groups = {"group_0": {"targets": ["Linear"], "weights": fields}}
     config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
-    write(checkpoint_of(family), tmp_path / "stored", stored, config)
-    write(checkpoint_of(family), tmp_path / "widened", widened, None)
-    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    assert_alike(checkpoint_of(family), tmp_path, stored, widened, config)
     counts = [
         count_weights(tmp_path / each, read_config(tmp_path / each), "cpu", "float32", "none")
         for each in ("stored", "widened")
@@ -214,9 +192,7 @@ def test_groups_of_different_widths(llama: Path, tmp_path: Path) -> None:
             "wide": {"targets": ["re:.*down_proj"], "weights": wide[1]},
         },
     }
-    write(llama, tmp_path / "stored", stored, config)
-    write(llama, tmp_path / "widened", widened, None)
-    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    assert_alike(llama, tmp_path, stored, widened, config)
     # What was widened may be made narrow again, for the integer kernels.
     again = {"quantization": "int8"}
     assert torch.equal(logits(tmp_path / "stored", **again), logits(tmp_path / "widened", **again))
@@ -234,9 +210,7 @@ def test_deepseek_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_p
         stored[f"{name}_scale_inv"] = scale
         widened[name] = stored[name].float() * each
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    write(checkpoint_of("deepseek3"), tmp_path / "stored", stored, config)
-    write(checkpoint_of("deepseek3"), tmp_path / "widened", widened, None)
-    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    assert_alike(checkpoint_of("deepseek3"), tmp_path, stored, widened, config)
 
 
 def test_parts_that_do_not_fit_are_named(llama: Path, tmp_path: Path) -> None:
