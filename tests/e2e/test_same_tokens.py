@@ -18,8 +18,7 @@ from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.lab.local import Completion, LocalCluster
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.settings import EngineSection
-from tests.e2e.prompts import prompts
-from tests.e2e.reference import greedy
+from tests.e2e.prompts import greedy, prompts
 from tests.e2e.serving import wait_until
 
 pytestmark = pytest.mark.e2e
