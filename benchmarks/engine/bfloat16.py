@@ -17,8 +17,7 @@ from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
-from tests.e2e.prompts import prompts
-from tests.e2e.reference import greedy
+from tests.e2e.prompts import greedy, prompts
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:

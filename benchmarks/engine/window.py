@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import load_config
 from kvrelay.cluster.prepare import prepare_model
@@ -160,14 +160,12 @@ def runs_of(spec: Spec) -> dict[str, tuple[int, int]]:
 
 
 def results_table(spec: Spec, results: dict[str, dict[str, Any]]) -> Table:
-    table = Table(
+    table = number_table(
+        *("tokens", *results),
         title="blocks held | mean log-probability | share of 4-grams that were there before",
         caption=f"of each {spec.every:,} tokens; temperature {spec.temperature:g}, top_p"
         f" {spec.top_p:g}, frequency_penalty {spec.frequency_penalty:g}",
     )
-    table.add_column("tokens", justify="right")
-    for name in results:
-        table.add_column(name, justify="right")
     for index in range(spec.num_tokens // spec.every):
         cells = []
         for result in results.values():
@@ -208,9 +206,7 @@ def show_text(console: Console, spec: Spec, results: dict[str, dict[str, Any]]) 
 @click.option(
     "--only", type=click.IntRange(1, 3), default=3, help="The first so many of the three."
 )
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), default=DEFAULT_JSON, show_default=True
-)
+@json_option(DEFAULT_JSON)
 def main(only: int, json_path: Path, **options: Any) -> None:
     """Write the texts, and tell what became of them."""
     spec = Spec(**options)

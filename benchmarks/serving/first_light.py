@@ -20,7 +20,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import json_option, write_json
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
@@ -206,7 +206,7 @@ CASES: dict[str, Callable[[], tuple[list[Row], dict[str, Any]]]] = {
 
 @click.command()
 @click.argument("case", type=click.Choice([*CASES, "all"]), default="all")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def main(case: str, json_path: Path | None) -> None:
     """Measure CASE, or all of them."""
     console = Console()

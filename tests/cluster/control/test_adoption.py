@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
-from kvrelay.cluster.control.drains import NUM_CLEAN
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Introduce,
     Kept,
     MachinesChanged,
     Record,
-    RestartWorker,
     RouterStarted,
     SetRole,
     StartRouter,
@@ -34,7 +32,7 @@ from kvrelay.engine.stats import (
     RouterDown,
     RouterUp,
 )
-from kvrelay.router.messages import DrainReport, WorkerDown, WorkerDraining, WorkerUp
+from kvrelay.router.messages import WorkerDown, WorkerUp
 from kvrelay.worker.messages import Introduced, Peer, WorkerStarted
 from tests.cluster.control.test_controller import ONE, info, of
 
@@ -186,16 +184,3 @@ def test_a_router_that_lost_messages_meets_the_worker_again_once_that_has_answer
     assert Send("router-0", WorkerUp(info("decode-0", 1))) in lives.sent
     assert Send("decode-0", RouterUp("router-0")) in lives.sent
     assert lives.controller.all_up()
-
-
-def test_a_worker_that_an_operator_restarts_comes_back_under_a_new_epoch(lives: Lives) -> None:
-    lives.say(RestartWorker("decode-0", "an operator asks"))
-    assert Send("router-0", WorkerDraining("decode-0", 1)) in lives.sent
-    assert of(StopWorker, lives.done) == []
-    for _ in range(NUM_CLEAN):
-        lives.say(DrainReport("router-0", "decode-0", 1, 0))
-        lives.say(ProgressReport("decode-0", 1, 5, Progress.MADE, num_busy=0))
-        lives.say(Woken("drain 1 decode-0"))
-    assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1, gently=True)]
-    lives.say(Woken("backoff 1 decode-0"))
-    assert of(StartWorker, lives.done)[-1].epoch == 2

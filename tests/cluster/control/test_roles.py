@@ -87,20 +87,16 @@ def test_while_a_worker_is_down_no_router_is_told_and_it_comes_back_in_its_new_r
     assert of(StartWorker, again) == [StartWorker("decode-0", Role.BOTH, 2, "m1")]
 
 
-def test_a_role_that_is_set_while_a_worker_starts_is_the_one_it_is_announced_with() -> None:
+@pytest.mark.parametrize("state", [WorkerState.STARTING, WorkerState.INTRODUCING])
+def test_a_role_that_is_set_before_a_worker_is_up_is_the_one_it_is_announced_with(
+    state: WorkerState,
+) -> None:
     script = Script()
-    assert script.state("decode-0") is WorkerState.STARTING
+    introductions = script.started("decode-0", 1) if state is WorkerState.INTRODUCING else []
+    assert script.state("decode-0") is state
     assert script.say(SetRole("decode-0", Role.PREFILL)) == []  # no router knows the worker
-    said = announced(script, script.started("decode-0", 1))
+    said = announced(script, introductions or script.started("decode-0", 1))
     assert said == [up_as(Role.PREFILL, "decode-0", 1)]
-
-
-def test_a_role_that_is_set_while_a_worker_is_introduced_is_the_one_it_is_announced_with() -> None:
-    script = Script()
-    introductions = script.started("decode-0", 1)
-    assert script.state("decode-0") is WorkerState.INTRODUCING
-    assert script.say(SetRole("decode-0", Role.PREFILL)) == []
-    assert announced(script, introductions) == [up_as(Role.PREFILL, "decode-0", 1)]
 
 
 def test_a_router_that_comes_later_hears_of_the_new_role_only() -> None:

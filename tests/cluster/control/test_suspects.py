@@ -41,7 +41,6 @@ def report(progress: Progress = Progress.MADE, epoch: int = 1) -> ProgressReport
 
 
 def test_a_worker_that_does_not_answer_is_killed_and_started_again() -> None:
-    """It stayed up for ever: its process was there."""
     script = up()
     effects = complain(script)
     assert of(Send, effects) == [Send(WORKER, ProgressRequest("controller"))]

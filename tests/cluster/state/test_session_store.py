@@ -221,10 +221,7 @@ def test_a_write_that_failed_is_tried_again(
     monkeypatch.setattr(store, "_commit", fail_at_first)
     store.perform(SaveSession(record("a", num_turns=1)))
     store.perform(SaveSession(record("b")))
-    deadline = time.monotonic() + 20
-    while failures:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    stores.until(lambda: not failures)
     store.close()
     assert {name: found.num_turns for name, found in kept(path).items()} == {"a": 2, "b": 3}
     assert caplog.text.count("database or disk is full") == 1
@@ -241,10 +238,7 @@ def test_what_waits_to_be_written_is_bounded(path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(store, "_commit", fail)
     store.perform(SaveSession(record("first")))
-    deadline = time.monotonic() + 20
-    while not (store._unwritten and store._changed._waiters):  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    stores.until(lambda: store._unwritten and store._changed._waiters)  # type: ignore[attr-defined]
     for name in ("a", "b", "c", "a"):
         store.perform(SaveSession(record(name)))
     assert store.num_dropped == 2

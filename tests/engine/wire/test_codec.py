@@ -108,13 +108,6 @@ def test_what_is_no_message_is_a_frame_error(body: bytes) -> None:
         decode_message(body)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_raise_nothing_but_frame_errors(body: bytes) -> None:
-    with pytest.raises(FrameError):
-        decode_message(body)
-
-
 def test_the_most_that_a_prompt_may_tell_fits_into_a_frame() -> None:
     best = tuple((2**32 - 1 - n, -1.2345678901) for n in range(MAX_PROMPT_LOGPROBS))
     row = TokenLogprobs(-1.2345678901, best)
