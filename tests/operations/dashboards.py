@@ -84,7 +84,7 @@ POOLS: list[Panel] = [
         {
             "attempts": _rate("kvrelay_router_attempts_total"),
             "handed over": _rate("kvrelay_router_handoffs_total"),
-            "migrations": _rate("kvrelay_router_migrations_total"),
+            "migrations": _rate("kvrelay.router.routers_total"),
         },
     ),
     ("Restarts", "short", {"{{worker}}": "max by (worker) (kvrelay_worker_restarts_total)"}),
