@@ -52,10 +52,9 @@ from kvrelay.router.placement.endpoint import Endpoint
 from kvrelay.router.placement.work import Decision
 from kvrelay.router.record import Attempt, Cause, Rejection, RequestRecord, Verdict
 from kvrelay.router.requests import Requests
-from kvrelay.router.sessions.session import SessionConfig, SessionRecord
+from kvrelay.router.sessions.session import SessionConfig, SessionRecord, SessionsUpdated
 from kvrelay.router.sessions.sessions import TICK as SESSIONS_TICK
 from kvrelay.router.sessions.sessions import Sessions
-from kvrelay.router.sessions.sharing import SessionsUpdated
 from kvrelay.router.state import TICK as STATE_TICK
 from kvrelay.router.state import (
     IndexLoaded,

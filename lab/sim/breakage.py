@@ -44,7 +44,7 @@ from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.transfer_loop import Answer
-from kvrelay.router.admission.flows import Entry, Level
+from kvrelay.router.admission.fair_queue import Entry, Level
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import RoleChanged, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord

@@ -25,9 +25,8 @@ from kvrelay.lab.sim.client import Client, JudgeFailure, Order
 from kvrelay.lab.sim.model import FULL, Attention, prompt_outputs
 from kvrelay.lab.sim.runtime import Life, SimRuntime
 from kvrelay.lab.sim.scenario import BLOCK_SIZE, Scenario
-from kvrelay.router.admission.estimates import OUTPUT_UNITS
-from kvrelay.router.admission.fair_queue import FairQueue
-from kvrelay.router.admission.flows import Entry
+from kvrelay.router.admission.admission import OUTPUT_UNITS
+from kvrelay.router.admission.fair_queue import Entry, FairQueue
 from kvrelay.router.messages import Failed
 from kvrelay.router.router import Router
 from kvrelay.worker.node import Worker

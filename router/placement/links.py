@@ -36,7 +36,7 @@ class Link:
     retry_at: float = 0.0
 
     def lost_share(self, now: float) -> float:
-        """Of what is read from now on; 0 while it is good, or is to be tried."""
+        """What is expected to get lost from now on; 0 while it is good, or is to be tried."""
         return self.lost / self.cases if self.is_bad and now < self.retry_at else 0.0
 
     def add(self, now: float, *, is_lost: bool) -> None:
@@ -85,7 +85,7 @@ class Links:
         return link.is_bad and not was_bad
 
     def forget(self, endpoint: Endpoint) -> None:
-        """That worker is gone."""
+        """Forget the links of a worker that is gone."""
         for ends in [each for each in self._links if endpoint in each]:
             del self._links[ends]
 

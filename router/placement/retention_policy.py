@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Fleet
 from kvrelay.router.record import RequestRecord, RetainOn
 
 REFRESH_S = 2.0  # room and reuse change slowly
@@ -44,12 +44,12 @@ class Kind:
     count for less: each new one weighs more than the last."""
 
     num_requests: float = 0.0
-    num_tokens: float = 0.0  # of KV, as `Reuse` weighs them: see `Reuse.rate`
+    num_tokens: float = 0.0  # KV, as `Reuse` weighs them: see `Reuse.rate`
     gaps: list[float] = field(default_factory=lambda: [0.0] * (len(GAPS_S) + 1))
-    weight: float = 1.0  # of the latest request, in `num_requests` and `gaps`
+    weight: float = 1.0  # what the latest request has, in `num_requests` and `gaps`
 
     def count(self) -> None:
-        """One request more."""
+        """One request more has come."""
         self.weight /= FORGET
         if self.weight > HEAVY:
             self.num_requests /= self.weight
@@ -89,7 +89,7 @@ class Reuse:
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
         self._since: float | None = None
         self._tokens_s = 0.0  # time over which tokens were counted, with the same weights
-        self._weight = 1.0  # of what comes now
+        self._weight = 1.0  # what comes now has
 
     def on_prompt(self, now: float, block_hashes: Sequence[bytes], num_tokens: int) -> int:
         """A prompt with these block hashes has arrived. Returns its kind."""

@@ -11,12 +11,10 @@ from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
-from kvrelay.router.index.table import EXPECTED, FACT, NOTHING, Held, IndexTable
-from kvrelay.router.placement.choice import Option
+from kvrelay.router.index.prefix_index import EXPECTED, FACT, NOTHING, Held, IndexTable
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
-from kvrelay.router.placement.policy import Choice, Policy
+from kvrelay.router.placement.policy import Choice, Fleet, Option, Policy
 from kvrelay.router.placement.work import HashedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
