@@ -21,8 +21,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.serving.served import Served
-from kvrelay.lab.agents.agents import MODEL
-from kvrelay.lab.agents.model import make_model
+from tests.agents.agents import MODEL
+from tests.support.random_model import make_model
 
 SYSTEM_WORDS, RESULT_WORDS = 12_000, 120  # agents begin with 5,000 to 20,000 tokens
 WORDS = [

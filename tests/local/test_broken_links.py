@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.placement.links import RETRY_S, Link
-from tests.lab.local.test_local import VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
+from tests.local.test_local import VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.support.local import LocalCluster
 
 PROMPTS = [[(11 * i + 5 * j + i * j) % VOCAB for j in range(200)] for i in range(48)]
 SAMPLING = SamplingParams(max_tokens=3, temperature=0.0)
