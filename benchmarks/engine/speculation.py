@@ -29,7 +29,7 @@ from kvrelay.cluster.config import load_config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.bench.lone_worker import Answer, LoneWorker
+from kvrelay.lab.bench.engine import Answer, LoneWorker
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16

@@ -67,8 +67,7 @@ def engine(json_path: Path | None, **options: Any) -> None:
     by them takes at least, at rates measured in the same run.
     """
     from kvrelay.cluster.config import ConfigError
-    from kvrelay.lab.bench.engine import EngineSpec, measure
-    from kvrelay.lab.bench.lone_worker import WorkerFailed
+    from kvrelay.lab.bench.engine import EngineSpec, WorkerFailed, measure
     from kvrelay.worker.kv_plan import BuildError
 
     console = Console(stderr=True, highlight=False)

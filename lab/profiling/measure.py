@@ -3,9 +3,8 @@
 What is served is measured last, because what a request takes beside its passes is what is left when
 they are known.
 
-How fast KV moves here: between two processes, between host memory and the device, from the disk.
-
-Each is measured as a worker does it, by its transfer thread and with the checksums of what has
+How fast KV moves (between two processes, between host memory and the device, from the disk) is
+measured as a worker does it, by its transfer thread and with the checksums of what has
 come: for several numbers of blocks, of which the slope is the rate and the rest the overhead.
 """
 
@@ -40,8 +39,7 @@ from kvrelay.kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_are
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from kvrelay.lab.profiling.forward import ForwardPasses, Grid, ProfileError, running
-from kvrelay.lab.profiling.neighbour import NAME
-from kvrelay.lab.profiling.pair import Neighbour
+from kvrelay.lab.profiling.pair import NAME, Neighbour
 from kvrelay.lab.profiling.served import measure_served
 from kvrelay.lab.timing.profile import arrays_of, profile_of
 from kvrelay.worker.disk_tier import open_disk_tier

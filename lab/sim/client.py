@@ -140,8 +140,8 @@ class Client:
         """One for each token, of what the oracle says."""
         wanted: list[Any] = []
         if job.sampling.logprobs is not None:
-            told = job.expected[: first + len(output.tokens)]
-            every = output_logprobs(job.prompt, told, job.sampling.logprobs, self._attention)
+            sent = job.expected[: first + len(output.tokens)]
+            every = output_logprobs(job.prompt, sent, job.sampling.logprobs, self._attention)
             wanted = every[first:]
         if list(output.logprobs) != wanted:
             self._on_violation(

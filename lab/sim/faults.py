@@ -16,7 +16,7 @@ from enum import StrEnum
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.lab.sim.transfers import ReadFate
+from kvrelay.lab.sim.executor import ReadFate
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Faults:
     _sick: dict[tuple[NodeId, int], tuple[Kind, float]] = field(default_factory=dict)
 
     def fall_sick(self, epoch: int, sickness: Sickness) -> None:
-        """Of the life of this epoch; one that is sick does not fall sick again."""
+        """The life of this epoch falls sick; one that is sick does not fall sick again."""
         if (sickness.worker, epoch) in self._sick:
             return
         self.injected[str(sickness.kind)] += 1

@@ -7,10 +7,9 @@ message delivered) tells whether two runs were the same.
 A worker has lives: each has an epoch, a pool, an executor and a transfer agent. A crash ends a life
 and all that belonged to it: steps, transfers, wake-ups, and messages on their way to it.
 
-The disk of a simulated worker: blocks and an index that survive its death.
-
-A block is written slot by slot at moments of its own, so a death in the middle leaves it half
-written; the index changes at once or not at all, as a transaction does.
+Its disk, blocks and an index, survives its death. A block is written slot by slot at moments of its
+own, so a death in the middle leaves it half written; the index changes at once or not at all, as a
+transaction does.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
 from kvrelay.kvtransfer.ranks import RankAnswers
-from kvrelay.lab.sim.executor import POISON, SimExecutor, SimPool
+from kvrelay.lab.sim.executor import POISON, SimAgent, SimExecutor, SimPool
 from kvrelay.lab.sim.faults import Faults
 from kvrelay.lab.sim.model import FULL, Attention
-from kvrelay.lab.sim.transfers import SimAgent
 from kvrelay.lab.virtual_time import VirtualTime
 
 
@@ -54,7 +52,7 @@ class SimDisk:
         for record in change.put:
             if not 0 <= record.slot < len(self.pool.blocks):
                 return f"slot {record.slot} of {len(self.pool.blocks)}"
-            there = self.index.get(record.slot)  # the same block: its retention is renewed
+            there = self.index.get(record.slot)  # if it is this block, its retention is renewed
             if lossless and there is not None and there[0].block_hash != record.block_hash:
                 wrong = f"slot {record.slot} is in the index"
             if lossless and slots.get(record.block_hash, record.slot) != record.slot:
@@ -147,7 +145,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     after_receive: Callable[[SimRuntime, Life], None] | None = None  # a check on every event
     perform_other: Callable[[Life, Effect], None] | None = None  # effects that are not known here
     join_answers: type[RankAnswers] = RankAnswers
-    attention: Attention = FULL  # of the model that all workers run
+    attention: Attention = FULL  # what the model of all workers has
     poison: dict[str, str] = field(default_factory=dict)  # request -> what it does to its steps
     _places: dict[NodeId, _Place] = field(default_factory=dict)
     _last_arrival: dict[tuple[NodeId, NodeId], float] = field(default_factory=dict)

@@ -61,12 +61,12 @@ class Scenario:
     faults: FaultPlan
     orders: tuple[PlannedOrder, ...]
     role_changes: tuple[RoleChange, ...]
-    silent_grace_s: float  # of the controller
+    silent_grace_s: float  # the controller's
     routers: tuple[NodeId, ...]
     attention: Attention
 
     def router_of(self, request_id: str) -> NodeId:
-        """In turn."""
+        """Routers get requests in turn."""
         return self.routers[int(request_id[1:]) % len(self.routers)]
 
     @property
@@ -144,7 +144,7 @@ def _make_room_for_crowd(
 def _make_unlike(
     more: random.Random, workers: list[WorkerConfig], attention: Attention
 ) -> list[WorkerConfig]:
-    """Of one model, and else of unequal machines: some of a host that others share, some with more
+    """Workers of one model on unequal machines: some on a host that others share, some with more
     memory, a longer context, or another layout."""
     chances = [0.3 if more.random() < 0.4 else 0.0 for _ in range(4)]
 

@@ -44,11 +44,11 @@ class Job:
     cancel_at_output: int | None = None  # as soon as so many tokens have come
     scope: CacheScope = UNSALTED
     poison: Poison | None = None
-    tenant: tuple[str, TenantShare] | None = None  # of a crowd
+    tenant: tuple[str, TenantShare] | None = None  # in a crowd
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and the longest possible output."""
+        """What prompt and the longest possible output have."""
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
@@ -60,11 +60,11 @@ class Job:
 class Limits:
     """What fits: taken from the workers of the run."""
 
-    max_model_len: int  # of the worker with the shortest
+    max_model_len: int  # the shortest of all workers'
     longest_model_len: int
-    pool_tokens: int  # of the smallest pool that decodes
+    pool_tokens: int  # in the smallest pool that decodes
     attention: Attention = FULL
-    # Of the requests of the first wave that are poison, by kind.
+    # Shares of the first wave's requests that are poison, by kind.
     poison: tuple[tuple[Poison, float], ...] = ()
 
 
@@ -95,7 +95,7 @@ def draw_crowd(more: random.Random, limits: Limits) -> list[Job]:
     sizes = [more.randint(8, 32) for _ in tenants]
     turns = [n % count for n in range(count * more.randint(50, 70))]
     more.shuffle(turns)
-    # Of the tenant with the largest share, whose others may go first.
+    # They are the tenant's with the largest share, whose others may go first.
     most = max(range(count), key=lambda turn: tenants[turn][1].weight)
     early = [number for number in range(len(turns) // 4) if turns[number] == most]
     large = set(more.sample(early, min(more.randint(1, 3), len(early))))

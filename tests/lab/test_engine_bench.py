@@ -25,8 +25,15 @@ from kvrelay.engine.model.roofline import (
 from kvrelay.engine.request import FinishReason
 from kvrelay.lab.bench import engine as engine_bench
 from kvrelay.lab.bench import engine_start
-from kvrelay.lab.bench.engine import EngineSpec, Prompts, decode_step_s, greedy
-from kvrelay.lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
+from kvrelay.lab.bench.engine import (
+    Answer,
+    EngineSpec,
+    LoneWorker,
+    Prompts,
+    WorkerFailed,
+    decode_step_s,
+    greedy,
+)
 from kvrelay.lab.cli.bench import bench
 from tests.engine.model.tiny import VOCAB, make_checkpoint
 

@@ -27,19 +27,20 @@ from kvrelay.lab.bench.load import Timing
 from kvrelay.lab.cli.profile import profile, profile_tables
 from kvrelay.lab.profiling.forward import Grid, ProfileError
 from kvrelay.lab.profiling.measure import fit_line
-from kvrelay.lab.profiling.mixture import (
+from kvrelay.lab.profiling.served import (
     LOAD,
     contention_of,
+    fit_gaps,
+    gaps_together,
+    least_gap_s,
     merged,
     plan_mixture,
     prompts_slowed,
     steps_slowed,
 )
-from kvrelay.lab.profiling.served import fit_gaps, gaps_together, least_gap_s
 from kvrelay.lab.replay.replay import Replay, replay
 from kvrelay.lab.replay.trace import Trace, TraceRequest
-from kvrelay.lab.timing.file import load_timing
-from kvrelay.lab.timing.profile import arrays_of, profile_of
+from kvrelay.lab.timing.profile import arrays_of, load_timing, profile_of
 from kvrelay.lab.timing.timing import overheads_of
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Output

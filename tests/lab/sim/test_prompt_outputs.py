@@ -73,7 +73,7 @@ def test_outputs_tell_prompts_apart() -> None:
 
 
 def complaints(sampling: SamplingParams, *outputs: PromptOutputs) -> list[str]:
-    """Of a client that gets a token with each of `outputs`."""
+    """What a client says that gets a token with each of `outputs`."""
     runtime = SimRuntime(1)
     sampling = replace(sampling, max_tokens=8, temperature=0.0)
     expected, finish = generate(PROMPT, sampling, 100)
