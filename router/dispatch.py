@@ -25,7 +25,7 @@ from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint, Ends, model_number
 from kvrelay.router.placement.policy import GROUP, POOL, Fleet, Option, Policy, TtftPredictor
 from kvrelay.router.placement.retention_policy import RetentionPolicy
-from kvrelay.router.placement.work import Decision, HashedPrompt, Work
+from kvrelay.router.placement.work import HashedPrompt, RoutingDecision, Work
 from kvrelay.router.record import Attempt, Rejection, RequestRecord
 
 
@@ -69,7 +69,9 @@ def clamp_max_tokens(
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended
-APART = 8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
+STREAM_WEIGHT_ON_PREFILL = (
+    8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
+)
 LATE_S = 1.0  # KV that comes so much later than estimated, and than it takes to compute, is lost
 Accepts = Callable[[float, RequestRecord, float, float, float], bool]  # `Admission.accepts`
 STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
@@ -84,7 +86,9 @@ class Dispatcher:
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
         has_target = config.ttft_target_s > 0
-        self.cost = CostModel(prefilling_at_least=APART) if has_target else CostModel()
+        self.cost = (
+            CostModel(prefilling_at_least=STREAM_WEIGHT_ON_PREFILL) if has_target else CostModel()
+        )
         self._fleets = {pool: Fleet(name, self.cost) for pool in (Role.DECODE, Role.PREFILL)}
         self._kinds: dict[
             tuple[bytes, int], WorkerInfo
@@ -275,7 +279,7 @@ class Dispatcher:
         self._book(now, record, best, work, decodes=True, computes=first is None)
         if first is not None:
             self._book(now, record, first, work, decodes=False, computes=True)
-        attempt.decision = Decision(
+        attempt.decision = RoutingDecision(
             request_id=record.request_id,
             attempt=attempt.number,
             at_s=now,

@@ -30,7 +30,7 @@ from statistics import median
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.router.placement.endpoint import LinkLoss
-from kvrelay.router.placement.work import Candidate, Decision
+from kvrelay.router.placement.work import Candidate, RoutingDecision
 from kvrelay.router.record import Attempt, RequestRecord
 
 MAX_ERRORS = 512  # predictions that the median is taken over
@@ -220,7 +220,7 @@ def _prediction(record: RequestRecord) -> Prediction | None:
     return None
 
 
-def reason(decision: Decision) -> str:
+def reason(decision: RoutingDecision) -> str:
     """Why the chosen workers were chosen, in a sentence for operators."""
     best, *others = decision.decode_candidates
     computing = best

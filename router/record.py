@@ -29,7 +29,7 @@ from kvrelay.engine.stats import WorkerInfo
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.messages import Submit
 from kvrelay.router.placement.endpoint import Endpoint, Ends
-from kvrelay.router.placement.work import Decision
+from kvrelay.router.placement.work import RoutingDecision
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
 EVICT_FIRST = Retention(keep_s=0.0, to_disk=False)
@@ -70,7 +70,7 @@ class RetainOn(StrEnum):
     NONE = "none"
 
 
-class Verdict(StrEnum):
+class DeltaFit(StrEnum):
     """How a delta fits to the tokens so far."""
 
     NEXT = "next"  # its tokens, if it brings new ones, are in the record now
@@ -91,7 +91,7 @@ class Attempt:
     num_tokens: int = 0  # prompt and output, when it was sent
     is_apart: bool = False  # no other suspect was where it is
     retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
-    decision: Decision | None = None  # what was known when it was sent
+    decision: RoutingDecision | None = None  # what was known when it was sent
     route_s: float = 0.0  # that deciding took
     last_delta_at: float = field(init=False)  # from either worker; before the first, `sent_at`
     started: bool = False  # its first token is in the record
@@ -191,17 +191,17 @@ class RequestRecord:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - len(self.submit.tokens)
 
-    def accept(self, delta: TokenDelta) -> Verdict:
+    def accept(self, delta: TokenDelta) -> DeltaFit:
         """Append what is new in `delta`. A repeat is NEXT and brings nothing."""
         overlap = len(self.tokens) - delta.position
         if overlap < 0:
-            return Verdict.GAP
+            return DeltaFit.GAP
         known = self.tokens[delta.position : delta.position + len(delta.tokens)]
         ends_early = delta.finish is not None and len(delta.tokens) < overlap
         if delta.position < 0 or ends_early or tuple(known) != delta.tokens[:overlap]:
-            return Verdict.DIVERGED
+            return DeltaFit.DIVERGED
         self.tokens.extend(delta.tokens[overlap:])
-        return Verdict.NEXT
+        return DeltaFit.NEXT
 
     def take_outputs(self, outputs: PromptOutputs) -> None:
         """They have come with the first token: no later attempt has to give them."""

@@ -14,11 +14,11 @@ from kvrelay.engine.request import FinishReason, Refusal, TokenDelta, TokenLogpr
 from kvrelay.router.admission.admission import (
     OUTPUT_UNITS,
     Admission,
-    Call,
+    IncomingCall,
     computed_tokens,
     units_done,
 )
-from kvrelay.router.admission.fair_queue import Entry, FairQueue
+from kvrelay.router.admission.fair_queue import FairQueue, QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Accepts, Dispatcher
 from kvrelay.router.explain import Explanations
@@ -64,7 +64,9 @@ class Requests:
         self.ended_turns: list[tuple[RequestRecord, Attempt | None]] = []  # for `Sessions`
         self._is_held_back = False  # a request would wait too long at the workers
         self.room_changed = False  # True: a worker may have room for a queued request
-        self._tried: dict[str, Entry] = {}  # that no worker has room for, while others are tried
+        self._tried: dict[
+            str, QueueEntry
+        ] = {}  # that no worker has room for, while others are tried
 
     def send(self, to: NodeId, message: object) -> None:
         self._effects.append(Send(to, message))
@@ -104,7 +106,7 @@ class Requests:
         else:
             self._admit(now, record)
 
-    def refuse(self, now: float, call: Call) -> Failed | None:
+    def refuse(self, now: float, call: IncomingCall) -> Failed | None:
         """Why `call` would be refused, by a cheap check; it counts as if it was submitted."""
         rejection = self.admission.quick_refusal(now, call)
         if rejection is None:

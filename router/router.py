@@ -31,7 +31,7 @@ from kvrelay.engine.request import Refusal, TokenDelta
 from kvrelay.engine.stats import Progress, Role, RouterDown, RouterUp, WorkerInfo, WorkerStats
 from kvrelay.kvtransfer.messages import CacheOrderDone
 from kvrelay.prefill_worker.messages import Prefill
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.explain import Explanations
 from kvrelay.router.index.prefix_index import PrefixIndex
@@ -49,8 +49,8 @@ from kvrelay.router.messages import (
     WorkerUp,
 )
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.work import Decision
-from kvrelay.router.record import Attempt, Cause, Rejection, RequestRecord, Verdict
+from kvrelay.router.placement.work import RoutingDecision
+from kvrelay.router.record import Attempt, Cause, DeltaFit, Rejection, RequestRecord
 from kvrelay.router.requests import Requests
 from kvrelay.router.sessions.session import SessionConfig, SessionRecord, SessionsUpdated
 from kvrelay.router.sessions.sessions import TICK as SESSIONS_TICK
@@ -184,11 +184,11 @@ class Router:
         known = ((e, e.stats) for e in self._dispatcher.endpoints if e.alive)
         return [(e.info, e.struct.last_seen_at, stats) for e, stats in known if stats is not None]
 
-    def refuse(self, now: float, call: Call) -> Failed | None:
+    def refuse(self, now: float, call: IncomingCall) -> Failed | None:
         """Why `call` would be refused, by a cheap check, under overload; None: submit it."""
         return self._requests.refuse(now, call)
 
-    def explain(self, request_id: str) -> tuple[Decision, ...]:
+    def explain(self, request_id: str) -> tuple[RoutingDecision, ...]:
         """The decisions about `request_id` that are still kept, oldest first."""
         record, ended = self._requests.live.get(request_id), self.explanations.get(request_id)
         attempts = record.attempts if record else ended.attempts if ended else []
@@ -278,14 +278,14 @@ class Router:
             attempt.prefill_reported |= bool(delta.tokens)
         num_before = len(record.tokens)
         verdict = record.accept(delta)
-        if verdict is Verdict.NEXT:
+        if verdict is DeltaFit.NEXT:
             if from_decode:
                 attempt.probed_at, attempt.silent_probes = None, 0
             if record.leaving is not None and not has_left and attempt.handed_over:
                 self._requests.start(now, record, attempt)
                 self._requests.leave(now, record, Cause.MIGRATED)
             self._requests.advance(now, record, attempt, endpoint, delta, num_before)
-        elif verdict is Verdict.GAP:
+        elif verdict is DeltaFit.GAP:
             self._totals.gaps += 1
             self._probe(now, record, attempt)
         elif has_left:

@@ -79,7 +79,7 @@ class _NoAgent:
 
 
 @dataclass(slots=True)
-class Answer:
+class Generated:
     """What came for one request. Times are of time.perf_counter."""
 
     tokens: list[int] = field(default_factory=list)
@@ -131,15 +131,15 @@ class LoneWorker:
         prompts: Iterable[Sequence[int]],
         sampling: SamplingParams,
         *,
-        on_step: Callable[[list[Answer]], None] = lambda _: None,
+        on_step: Callable[[list[Generated]], None] = lambda _: None,
         timeout_s: float = 86_400.0,
-    ) -> list[Answer]:
+    ) -> list[Generated]:
         """All prompts at once; their answers in order. `on_step` is called whenever tokens have
         come. Raises WorkerFailed."""
-        answers: dict[str, Answer] = {}
+        answers: dict[str, Generated] = {}
         for prompt in prompts:
             name = f"request-{next(self._ids)}"
-            answers[name] = Answer()
+            answers[name] = Generated()
             work = Decode(
                 request_id=name,
                 attempt=1,
@@ -163,7 +163,7 @@ class LoneWorker:
                 on_step(found)
         return found
 
-    def _perform(self, effects: list[Effect], answers: dict[str, Answer]) -> bool:
+    def _perform(self, effects: list[Effect], answers: dict[str, Generated]) -> bool:
         """True if tokens have come. Without ticks: they are for peers, tiers and deadlines."""
         has_tokens = False
         for effect in effects:
@@ -180,7 +180,7 @@ class LoneWorker:
         return has_tokens
 
 
-def _take(frame: TokenDeltas, answers: dict[str, Answer]) -> None:
+def _take(frame: TokenDeltas, answers: dict[str, Generated]) -> None:
     now = time.perf_counter()
     for delta in frame.deltas:
         answer = answers[delta.request_id]
@@ -347,7 +347,7 @@ def _machine(rates: Rates, weights: Weights, kv_bytes: float) -> dict[str, Any]:
     }
 
 
-def decode_step_s(answers: list[Answer]) -> float:
+def decode_step_s(answers: list[Generated]) -> float:
     """Seconds of a step in which all of `answers` decode: from when the last of them had its first
     token. Raises WorkerFailed if there was no such step."""
     began = max(answer.arrived_at[0] for answer in answers)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_STATIC_TRIES = 4
-BESIDE = ("static", "oracle")
+BASELINES = ("static", "oracle")
 
 
 def autoscale_options(command: F) -> F:
@@ -65,7 +65,7 @@ def autoscale_options(command: F) -> F:
             click.option("--percentile", type=above_0, help="Of requests, wanted; default 90."),
             click.option(
                 "--beside",
-                default=",".join(BESIDE),
+                default=",".join(BASELINES),
                 show_default=True,
                 help="What is replayed beside the autoscaler; none: nothing.",
             ),
@@ -108,7 +108,7 @@ def run_autoscale(
 
     scaling = scaling_of(options)
     beside = {name.strip() for name in options["beside"].split(",")} - {"none", ""}
-    if unknown := beside - set(BESIDE):
+    if unknown := beside - set(BASELINES):
         raise ConfigError(f"--beside {unknown.pop()!r} is unknown; there are static, oracle, none")
     slo = Slo(scaling.ttft_target_ms, scaling.itl_target_ms)
     found = _replays(console, trace, config, scaling, beside, slo)

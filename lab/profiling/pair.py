@@ -30,7 +30,7 @@ from kvrelay.engine.kv.events import KVSnapshotRequest
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.kvtransfer.agents.nixl import NixlAgent
-from kvrelay.lab.profiling.forward import ForwardPasses, ProfileError, running
+from kvrelay.lab.profiling.forward import PassRunner, ProfileError, running
 from kvrelay.worker.threads import NICENESS
 
 NAME, ASKER = "profile-neighbour", "profile"
@@ -68,7 +68,7 @@ def main() -> None:
 
 def _serve(setup: Setup, runner: ModelRunner) -> None:
     engine = setup.config.engine.sized(gpu=not setup.on_cpu)
-    passes = ForwardPasses(runner, 0.0, engine.max_num_batched_tokens)
+    passes = PassRunner(runner, 0.0, engine.max_num_batched_tokens)
     passes.fill_pool()
     agent = NixlAgent(NAME, runner.kv_pool)
     loop = LoopThread(NAME)
@@ -105,7 +105,7 @@ async def _echo(setup: Setup) -> tuple[str, int]:
     return await wire.listen(LOOPBACK)
 
 
-def _compute(passes: ForwardPasses, num_tokens: int, lines: queue.SimpleQueue[str]) -> list[float]:
+def _compute(passes: PassRunner, num_tokens: int, lines: queue.SimpleQueue[str]) -> list[float]:
     """Seconds of each pass of so many tokens, until there is a line."""
     found: list[float] = []
     while not found or lines.empty():
@@ -189,7 +189,7 @@ class Neighbour:
         return statistics.median(found)
 
     def slowed(
-        self, passes: ForwardPasses, tokens: int, batch: int, context: int, least_s: float
+        self, passes: PassRunner, tokens: int, batch: int, context: int, least_s: float
     ) -> Slowed:
         """Prompts of `tokens` there, decodes here: apart, then at once. In rounds, so that what
         else goes on here slows both alike."""
@@ -206,7 +206,7 @@ class Neighbour:
             decode.append(beside_s / alone_s)
         return Slowed(max(1.0, statistics.median(prefill)), max(1.0, statistics.median(decode)))
 
-    def _decode_for(self, passes: ForwardPasses, decodes: Any, least_s: float) -> float:
+    def _decode_for(self, passes: PassRunner, decodes: Any, least_s: float) -> float:
         """Mean seconds of a step: what others cost it comes in lumps."""
         found: list[float] = []
         while len(found) < 3 or sum(found) < least_s:

@@ -35,18 +35,17 @@ import numpy as np
 from msgspec import structs
 
 from kvrelay.cluster.config import Config, TenantsSection
-from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_arrivals, make_prompts
+from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_arrivals, make_prompts
 from kvrelay.lab.profiling.forward import ProfileError
 from kvrelay.lab.replay.runtime import SPREAD_S
 from kvrelay.lab.timing.profile import Profile
-from kvrelay.lab.timing.timing import Overheads, overheads_of
-from kvrelay.lab.timing.timing import Timing as PassTiming
+from kvrelay.lab.timing.timing import Overheads, Timing, overheads_of
 
 NUM_REQUESTS = 80
 WORDS, TOKENS = (16, 256), (16, 64)  # in a prompt and in its answer, at least and at most
 LOAD = 0.4  # requests under way on average, if they did not slow each other
 SEED = 11
-LEAST, MOST = 0.5, 16.0  # slowdowns that are tried
+MIN_SLOWDOWN, MAX_SLOWDOWN = 0.5, 16.0  # slowdowns that are tried
 NORMAL_P90 = 1.2816  # 90th percentile of a normal distribution, in standard deviations
 NEVER_MET = "prompts and streams never met, or always: is something else running?"
 CLEAR = 0.02  # share of a time that may differ from the rest of it
@@ -76,7 +75,7 @@ def plan_mixture(service_s: Callable[[int, int], float]) -> list[Mixed]:
     return [Mixed(at_s, *each) for at_s, each in zip(arrivals, drawn, strict=True)]
 
 
-def contention_of(timing: PassTiming, seen: Sequence[Timing]) -> Overheads:
+def contention_of(timing: Timing, seen: Sequence[RequestTiming]) -> Overheads:
     """`timing` knows all but the slowdowns and the spread. Raises ProfileError."""
     overheads = overheads_of(timing)
     prompts = [
@@ -127,7 +126,7 @@ def prompts_slowed(
     alone = statistics.median(lonely)
     shared_s = sum(shared for _, shared, _ in others)
     done_s = sum(work_s - apart_s / alone for apart_s, _, work_s in others)
-    return alone, shared_s / done_s if done_s > 0 else MOST
+    return alone, shared_s / done_s if done_s > 0 else MAX_SLOWDOWN
 
 
 def steps_slowed(
@@ -167,22 +166,22 @@ def _overlap(span: Span, others: Sequence[Span]) -> float:
 
 
 def _within(slowdown: float) -> float:
-    return min(MOST, max(LEAST, slowdown))
+    return min(MAX_SLOWDOWN, max(MIN_SLOWDOWN, slowdown))
 
 
-def prompt_s(timing: PassTiming, each: Timing) -> float:
+def prompt_s(timing: Timing, each: RequestTiming) -> float:
     """What its prompt takes to be computed, alone. All begin with the few tokens of a template,
     which are in the cache."""
     tokens = each.num_prompt_tokens - each.num_cached_tokens
     return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
 
 
-def mean_context(timings: Sequence[Timing]) -> float:
+def mean_context(timings: Sequence[RequestTiming]) -> float:
     """Tokens of KV of each of them, on average."""
     return statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in timings)
 
 
-def alone_s(timing: PassTiming, tokens: int) -> float:
+def alone_s(timing: Timing, tokens: int) -> float:
     """What a first token takes on an idle cluster."""
     pass_s = timing.pass_s(tokens, tokens**2 / 2, 1, 0, 0, 1)
     return overheads_of(timing).request_s + pass_s
@@ -199,11 +198,11 @@ HANDS_OVER = "round_robin"  # a policy that hands every prompt to a prefill work
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Measured:
     """What the client saw of a cluster that had nothing else to do."""
 
-    singles: list[Timing]
-    streams: dict[int, list[list[Timing]]]  # so many at once, several times
+    singles: list[RequestTiming]
+    streams: dict[int, list[list[RequestTiming]]]  # so many at once, several times
 
 
 def measure_served(config: Config, timing: Profile, *, shares_cores: bool) -> Overheads:
@@ -233,12 +232,12 @@ async def _measure_alone(url: str, model: str, timing: Profile) -> tuple[Overhea
         return overheads, gap_s, asker.num_tokens / asker.num_words
 
 
-async def _measure_mixture(url: str, model: str, planned: Sequence[Mixed]) -> list[Timing]:
+async def _measure_mixture(url: str, model: str, planned: Sequence[Mixed]) -> list[RequestTiming]:
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
         return await _send_mixture(_Asker(url, model, http), planned)
 
 
-def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:
+def _alone(timing: Profile, seen: _Measured) -> tuple[Overheads, float]:
     """What requests take beside their passes; the gap between tokens of one stream."""
     found_s: dict[int, float] = {}
     rests_s: dict[int, float] = {}
@@ -257,14 +256,14 @@ def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:
     return overheads, found_s[min(found_s)]
 
 
-def least_gap_s(rounds: Sequence[Sequence[Timing]]) -> float | None:
+def least_gap_s(rounds: Sequence[Sequence[RequestTiming]]) -> float | None:
     """The median gap of the quickest round. None if in none all streamed at once: short ones may be
     over before the last prompt is computed."""
     gaps = [found for timings in rounds if (found := gaps_together(timings))]
     return min(map(statistics.median, gaps)) if gaps else None
 
 
-def gaps_together(timings: Sequence[Timing]) -> list[float]:
+def gaps_together(timings: Sequence[RequestTiming]) -> list[float]:
     """Between tokens, while all of them stream; none if they never do."""
     began, ended = max(t.chunk_at[0] for t in timings), min(t.chunk_at[-1] for t in timings)
     return [
@@ -299,7 +298,7 @@ class _Asker:
         self._start = time.perf_counter()
         self.num_words = self.num_tokens = 0  # in all prompts so far
 
-    async def ask(self, num_words: int, num_tokens: int) -> Timing:
+    async def ask(self, num_words: int, num_tokens: int) -> RequestTiming:
         """Raises ProfileError if the server refuses."""
         seed = next(self._numbers)
         asked = replace(self._spec, input_len=num_words, output_len=num_tokens, seed=seed)
@@ -314,21 +313,21 @@ class _Asker:
         return timing
 
 
-async def _send(asker: _Asker) -> _Seen:
+async def _send(asker: _Asker) -> _Measured:
     for _ in range(2):  # the first requests connect peers
         await asker.ask(PROMPT_WORDS, STREAM_TOKENS)
     singles = [await asker.ask(SINGLE_WORDS, 4) for _ in range(NUM_SINGLE)]
-    streams: dict[int, list[list[Timing]]] = {number: [] for number in STREAMS}
+    streams: dict[int, list[list[RequestTiming]]] = {number: [] for number in STREAMS}
     for number in STREAM_ROUNDS * STREAMS:
         asked = [asker.ask(PROMPT_WORDS, STREAM_TOKENS) for _ in range(number)]
         streams[number].append(list(await asyncio.gather(*asked)))
-    return _Seen(singles, streams)
+    return _Measured(singles, streams)
 
 
-async def _send_mixture(asker: _Asker, planned: Sequence[Mixed]) -> list[Timing]:
+async def _send_mixture(asker: _Asker, planned: Sequence[Mixed]) -> list[RequestTiming]:
     """Each at its time, whatever the others do."""
 
-    async def ask(each: Mixed) -> Timing:
+    async def ask(each: Mixed) -> RequestTiming:
         await asyncio.sleep(each.at_s)
         return await asker.ask(each.num_words, each.num_tokens)
 

@@ -37,7 +37,7 @@ DRAIN_LOOK_S = 0.5  # between two looks at a worker that drains
 AGAIN_S = 2.0  # what found no room elsewhere is moved again
 
 
-class Cluster(Protocol):
+class WorkerHost(Protocol):
     """What workers are placed in."""
 
     @property
@@ -59,7 +59,7 @@ class SimulatedFleet:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: WorkerHost,
         start_s: float,
         places: float = float("inf"),
         pending_timeout_s: float = 60.0,

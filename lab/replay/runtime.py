@@ -158,7 +158,7 @@ class TokenLog:
         return self.second_at.pop(request, None)
 
 
-class ForwardPasses:
+class TimedPasses:
     """Stands for the model of every worker. Holds nothing of its own but the log."""
 
     def __init__(self, timing: Timing, log: TokenLog) -> None:
@@ -214,7 +214,7 @@ MAX_BURST_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class Life:
+class ReplayNode:
     """One incarnation of a node. Nothing of it happens after `alive` is False."""
 
     node: Node
@@ -233,31 +233,31 @@ class BurstEnd:
 
 
 @dataclass(slots=True)
-class ReplayRuntime(VirtualTime[Life, Any]):
+class ReplayRuntime(VirtualTime[ReplayNode, Any]):
     """Owns the lives. An event is a message, or for no life a call."""
 
     timing: Timing
     block_size: int
     to_client: Callable[[float, Any], None]
-    lives: dict[NodeId, Life] = field(default_factory=dict)
+    lives: dict[NodeId, ReplayNode] = field(default_factory=dict)
     log: TokenLog = field(default_factory=TokenLog)
     notes: dict[str, int] = field(default_factory=dict)
     client: NodeId = "client"
-    _passes: ForwardPasses = field(init=False)
+    _passes: TimedPasses = field(init=False)
     _contention: Contention | None = None  # None: no two workers share anything but links
 
     def __post_init__(self) -> None:
-        self._passes = ForwardPasses(self.timing, self.log)
+        self._passes = TimedPasses(self.timing, self.log)
         overheads = overheads_of(self.timing)
         if overheads.shares_cores:
             self._contention = Contention(overheads)
 
-    def begin(self, node: Node, epoch: int = 0, pool_tokens: int = 0) -> Life:
+    def begin(self, node: Node, epoch: int = 0, pool_tokens: int = 0) -> ReplayNode:
         """Start a node, or the next life of one whose last has ended."""
         old = self.lives.get(node.node_id)
         assert old is None or not old.alive
         scheduler = node.core.scheduler if hasattr(node, "core") else None
-        life = self.lives[node.node_id] = Life(node, epoch, scheduler, pool_tokens)
+        life = self.lives[node.node_id] = ReplayNode(node, epoch, scheduler, pool_tokens)
         self._perform(life, node.start(self.now))
         return life
 
@@ -298,7 +298,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             self._deliver(life, message)
         return False
 
-    def _deliver(self, life: Life, message: Any) -> None:
+    def _deliver(self, life: ReplayNode, message: Any) -> None:
         self._perform(life, life.node.receive(self.now, message))
         burst = life.burst
         if burst is None or burst.repeats == 1:
@@ -309,7 +309,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             if count < burst.repeats:
                 self._start(life, burst, count)
 
-    def _perform(self, life: Life, effects: list[Effect]) -> None:
+    def _perform(self, life: ReplayNode, effects: list[Effect]) -> None:
         message_s = self.timing.links.message_s
         for effect in effects:
             kind = type(effect)
@@ -333,7 +333,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             else:
                 assert kind is StoreIndex, f"unknown effect {effect!r}"
 
-    def _execute(self, life: Life, step: Step) -> None:
+    def _execute(self, life: ReplayNode, step: Step) -> None:
         assert life.scheduler is not None
         first_s, growth_s = self._passes.seconds(step, life.pool_tokens)
         repeats = step.repeats
@@ -358,7 +358,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             life.burst = replace(life.burst)
             self.schedule(max(at_s, self.now), life, BurstEnd(life.burst, 1))
 
-    def _start(self, life: Life, burst: Burst, count: int) -> None:
+    def _start(self, life: ReplayNode, burst: Burst, count: int) -> None:
         """Let the burst end after `count` steps."""
         shorter = Burst(
             burst.step, burst.start_s, burst.first_s, burst.growth_s, count, burst.running
@@ -367,14 +367,14 @@ class ReplayRuntime(VirtualTime[Life, Any]):
         ends_s = max(burst.start_s + shorter.ends_s(count), self.now)  # but for what rounding takes
         self.schedule(ends_s, life, BurstEnd(shorter, count))
 
-    def _connect(self, life: Life, effect: ConnectPeer) -> None:
+    def _connect(self, life: ReplayNode, effect: ConnectPeer) -> None:
         peer = self.lives.get(effect.peer)
         there = peer is not None and peer.alive and peer.epoch == effect.epoch
         error = None if there else f"{effect.peer} epoch {effect.epoch} is not there"
         done = PeerConnected(effect.peer, effect.epoch, error)
         self.schedule(self.now + 2 * self.timing.links.message_s, life, done)
 
-    def _read(self, life: Life, effect: CopyBlocks) -> None:
+    def _read(self, life: ReplayNode, effect: CopyBlocks) -> None:
         """A transfer waits for the ends of the links that it takes."""
         links, own = self.timing.links, effect.peer == life.node.node_id
         source = self.lives.get(effect.peer)

@@ -106,7 +106,7 @@ class Bursts:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
+class ConversationShape:
     """What conversations are like. `think` counts from the end of an answer, which comes at
     `token_s` a token: arrivals are fixed beforehand, and do not wait for the cluster."""
 
@@ -131,7 +131,7 @@ class Unshared:
     answer: Size
 
 
-_CHAT = Conversations(
+_CHAT = ConversationShape(
     tenants=4,
     system_prompts=3,
     system=Size(800, 0.6, 4_000),
@@ -140,11 +140,11 @@ _CHAT = Conversations(
     answer=Size(220, 0.8, 2_000),
     think=Size(25, 1.0, 600),
 )
-PRESETS: dict[str, tuple[str, Conversations | Unshared]] = {
+PRESETS: dict[str, tuple[str, ConversationShape | Unshared]] = {
     "chat": ("people, about 4 turns, 4 tenants", _CHAT),
     "agents": (
         "programs, about 15 quick turns, long system prompts",
-        Conversations(
+        ConversationShape(
             tenants=2,
             system_prompts=4,
             system=Size(6_000, 0.4, 16_000),
@@ -237,7 +237,7 @@ class _Talk:
 
 
 def synthetic(
-    kind: Conversations,
+    kind: ConversationShape,
     requests: int,
     rate: float,
     seed: int = 0,
@@ -269,7 +269,7 @@ def synthetic(
     return Trace(name, tuple(made), block_tokens)
 
 
-def _measured(kind: Conversations) -> tuple[float, float]:
+def _measured(kind: ConversationShape) -> tuple[float, float]:
     """How many turns a conversation has in the mean, and how many seconds nearly all of them end
     within. The limits on sizes have their part in both, so they are counted, not computed."""
     rng = np.random.default_rng(0)
@@ -279,7 +279,7 @@ def _measured(kind: Conversations) -> tuple[float, float]:
 
 
 def _systems(
-    kind: Conversations, rng: Generator, block_tokens: int, ids: Iterator[int]
+    kind: ConversationShape, rng: Generator, block_tokens: int, ids: Iterator[int]
 ) -> list[list[_System]]:
     """Returns what each has: [tenants][system prompts]."""
     lengths = [
@@ -294,7 +294,7 @@ def _systems(
     ]
 
 
-def _turns(kind: Conversations, rng: Generator, system_tokens: int) -> list[_Turn]:
+def _turns(kind: ConversationShape, rng: Generator, system_tokens: int) -> list[_Turn]:
     """Draws at least one of them."""
     num_turns = min(kind.max_turns, int(rng.geometric(1 / kind.turns)))
     turns: list[_Turn] = []

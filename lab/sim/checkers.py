@@ -24,13 +24,13 @@ from kvrelay.engine.request import NO_OUTPUTS, Refusal
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.stats import Progress, Role
 from kvrelay.engine.waiting import MAX_PASSED
-from kvrelay.lab.sim.client import Client, JudgeFailure, Order
-from kvrelay.lab.sim.faults import Kind
+from kvrelay.lab.sim.client import ClientRequest, JudgeFailure, SimClient
+from kvrelay.lab.sim.faults import SicknessKind
 from kvrelay.lab.sim.model import FULL, Attention, prompt_outputs
-from kvrelay.lab.sim.runtime import Life, SimRuntime
+from kvrelay.lab.sim.runtime import SimNode, SimRuntime
 from kvrelay.lab.sim.scenario import BLOCK_SIZE, Scenario
 from kvrelay.router.admission.admission import OUTPUT_UNITS
-from kvrelay.router.admission.fair_queue import Entry, FairQueue
+from kvrelay.router.admission.fair_queue import FairQueue, QueueEntry
 from kvrelay.router.messages import Failed
 from kvrelay.router.record import RequestRecord
 from kvrelay.router.router import Router
@@ -49,7 +49,7 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
     lengths = [w.max_model_len for w in scenario.workers]
     pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers]
 
-    def judge(order: Order, failed: Failed, now: float) -> str | None:
+    def judge(order: ClientRequest, failed: Failed, now: float) -> str | None:
         job, reason = order.job, failed.reason
         assert order.submitted_at is not None
         if reason is Refusal.CONTEXT_LENGTH:
@@ -91,7 +91,7 @@ class QueueBounds:
         self._max_new = config.max_queue
         self._slots = num_workers * config.max_inflight_per_worker
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         node = life.node
         if isinstance(node, Worker):
             config, waiting = node.config, len(node.core.scheduler.waiting)
@@ -121,7 +121,7 @@ class Starvation:
         self._since: dict[tuple[NodeId, str, int], float] = {}
         self._due_at = 0.0
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if runtime.faults.active or runtime.now < self._due_at:
             return
         self._due_at = runtime.now + STARVATION_S / 8
@@ -191,7 +191,7 @@ class Fairness:
         self._starts: dict[str, float] = {}  # in virtual time: who was owed service before
         self._is_reported = False
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if not self._crowd.look(runtime, life):
             return
         waiting = self._crowd.waiting
@@ -242,7 +242,7 @@ class Overtaken:
         self._admitted: dict[NodeId, set[tuple[str, int]]] = {}
         self._passes: Counter[tuple[NodeId, str]] = Counter()
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if self._crowd.look(runtime, life):
             self._look_at_router(runtime)
         elif self._crowd.tenants and life.node_id in self._workers:
@@ -303,8 +303,8 @@ class _Crowd:
             for job in scenario.jobs
             if job.tenant is not None and scenario.router_of(job.request_id) == router
         }
-        self.waiting: dict[str, Entry] = {}
-        self.sent: dict[str, Entry] = {}
+        self.waiting: dict[str, QueueEntry] = {}
+        self.sent: dict[str, QueueEntry] = {}
         self.holds = False  # memory for one that waits at a worker
         self._queue: FairQueue | None = None
         self.was_hidden = False  # faults were active between this look and the last
@@ -318,7 +318,7 @@ class _Crowd:
         flows = [flow for level in self._queue.levels for flow in level.flows.values()]
         return {flow.tenant: flow.start for flow in flows}
 
-    def look(self, runtime: SimRuntime, life: Life) -> bool:
+    def look(self, runtime: SimRuntime, life: SimNode) -> bool:
         """Whether it may have changed."""
         router = life.node
         if not self.tenants or router.node_id != self.router:
@@ -408,7 +408,9 @@ def _check_disk(runtime: SimRuntime, node_id: NodeId, held: set[bytes]) -> None:
         )
 
 
-def check_prompt_outputs(runtime: SimRuntime, client: Client, attention: Attention = FULL) -> None:
+def check_prompt_outputs(
+    runtime: SimRuntime, client: SimClient, attention: Attention = FULL
+) -> None:
     """What a prompt gives has come once, whole, with the first token and with no other; whatever
     has become of the request since."""
     for order in client.orders.values():
@@ -424,7 +426,7 @@ def check_prompt_outputs(runtime: SimRuntime, client: Client, attention: Attenti
             )
 
 
-def check_finished(runtime: SimRuntime, client: Client) -> None:
+def check_finished(runtime: SimRuntime, client: SimClient) -> None:
     for left in client.describe_open():
         runtime.violate("stuck", left)
 
@@ -449,7 +451,7 @@ class Silence:
         self._seen: dict[str, tuple[int, float]] = {}  # request -> tokens that it had, since when
         self._due_at = 0.0
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if runtime.faults.active or runtime.now < self._due_at:
             return
         self._due_at = runtime.now + LOOK_S
@@ -497,7 +499,7 @@ class NoProgress:
         self._since: dict[tuple[NodeId, int], float] = {}  # when something went wrong with a life
         self._due_at = 0.0
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if runtime.now < self._due_at:
             return
         self._due_at = runtime.now + LOOK_S
@@ -515,18 +517,18 @@ class NoProgress:
                 since[key] = float("inf")
         self._since = since
 
-    def _limit_s(self, runtime: SimRuntime, life: Life) -> float | None:
+    def _limit_s(self, runtime: SimRuntime, life: SimNode) -> float | None:
         """How long this may go on; None: there is nothing wrong that shows."""
         kind, executor = (
             runtime.faults.sickness(runtime.now, life.node_id, life.epoch),
             life.executor,
         )
         assert isinstance(life.node, Worker)
-        if kind is Kind.STOPPED:
+        if kind is SicknessKind.STOPPED:
             return STOPPED_S
-        if kind is Kind.HANGS and executor.is_busy:
+        if kind is SicknessKind.HANGS and executor.is_busy:
             return self._hang_s[life.node_id]
-        if kind is Kind.FAILS and executor.failed_in_a_row > _most_failed(life.node.config):
+        if kind is SicknessKind.FAILS and executor.failed_in_a_row > _most_failed(life.node.config):
             return 0.0
         return None
 

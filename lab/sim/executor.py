@@ -316,7 +316,7 @@ class ReadFate:
     flip: tuple[int, int] | None = None  # (index of the block, index of the slot) damaged
 
 
-class Peer(Protocol):
+class SimPeer(Protocol):
     """One life of a worker, as its peers see it."""
 
     node_id: NodeId
@@ -336,7 +336,7 @@ class SimAgent:
         self,
         own: NodeId,
         executor: SimExecutor,
-        find_peer: Callable[[NodeId], Peer | None],
+        find_peer: Callable[[NodeId], SimPeer | None],
         after: Callable[[float, Callable[[], None]], None],
         on_violation: OnViolation,
         num_ranks: int = 1,
@@ -349,7 +349,7 @@ class SimAgent:
         self._find_peer = find_peer
         self._after = after  # calls back after that many seconds, unless this worker died
         self._on_violation = on_violation
-        self._peers: dict[NodeId, Peer] = {}
+        self._peers: dict[NodeId, SimPeer] = {}
         self._live: dict[TransferId, int] = {}  # ranks that can still write
 
     @property
@@ -367,7 +367,7 @@ class SimAgent:
             self._peers[effect.peer] = peer
         return PeerConnected(effect.peer, effect.epoch, error)
 
-    def source(self, effect: CopyBlocks) -> Peer | None:
+    def source(self, effect: CopyBlocks) -> SimPeer | None:
         """The process to read from, dead or alive; None if it was never connected. Its own blocks
         a worker can always move."""
         peer = self._peers.get(effect.peer)
@@ -401,7 +401,7 @@ class SimAgent:
     def _post(
         self,
         effect: CopyBlocks,
-        source: Peer | None,
+        source: SimPeer | None,
         rank: int,
         fate: ReadFate,
         answers: RankAnswers,
@@ -434,7 +434,7 @@ class SimAgent:
     def _copy(
         self,
         effect: CopyBlocks,
-        source: Peer,
+        source: SimPeer,
         rank: int,
         index: int,
         flip: tuple[int, int] | None,
@@ -456,7 +456,7 @@ class SimAgent:
     def _settle(
         self,
         effect: CopyBlocks,
-        source: Peer | None,
+        source: SimPeer | None,
         rank: int,
         fate: ReadFate,
         before: tuple[int, ...] | None,

@@ -1,6 +1,6 @@
 """One seed from beginning to end: faults, then none, then quiet, then the last checks.
 
-The controller is the production node; `Control` performs its effects on simulated workers.
+The controller is the production node; `SimControl` performs its effects on simulated workers.
 Processes start and end at once or after a while; a process that is stopped is introduced to others
 only when it goes on. The controller may die; the next one finds what that has kept.
 """
@@ -36,10 +36,10 @@ from kvrelay.engine.stats import Role
 from kvrelay.lab.sim import checkers
 from kvrelay.lab.sim.breakage import Break, break_worker, join_answers, make_controller, make_router
 from kvrelay.lab.sim.checkers import NoProgress, Silence
-from kvrelay.lab.sim.client import Client, Outcome, SecondWave
+from kvrelay.lab.sim.client import Outcome, SecondWave, SimClient
 from kvrelay.lab.sim.faults import Rot, Sickness
 from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
-from kvrelay.lab.sim.runtime import Life, PoolShape, SimRuntime, Violation
+from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime, Violation
 from kvrelay.lab.sim.scenario import RoleChange, Scenario, draw_scenario
 from kvrelay.worker.messages import CONTROLLER, Introduced, Peer, WorkerStarted
 
@@ -47,7 +47,7 @@ MACHINES = (Machine("m", "sim", 64.0),)
 START_S = 0.3  # a worker takes up to so long to start again
 
 
-class Control:
+class SimControl:
     """Owned by a run. Invariant: a worker has the epoch that a controller started last."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Control:
         runtime.add(CONTROLLER, lambda epoch, records: self.node)
         runtime.post("", CONTROLLER, MachinesChanged(MACHINES))
 
-    def perform(self, life: Life, effect: Effect) -> None:
+    def perform(self, life: SimNode, effect: Effect) -> None:
         runtime = self._runtime
         match effect:
             case Exit(reason):
@@ -207,7 +207,7 @@ STEPS_AHEAD = (0, 1)
 """That a worker's executor takes; not drawn either."""
 
 
-class Cluster:
+class SimCluster:
     """The nodes of one run, and when what goes wrong."""
 
     def __init__(self, seed: int, broken: Break | None) -> None:
@@ -226,7 +226,7 @@ class Cluster:
         runtime.trusted = {*self.routers, CLIENT, CONTROLLER}
         runtime.attention = self.scenario.attention
         runtime.poison = {j.request_id: j.poison for j in self.scenario.jobs if j.poison}
-        checks: list[Callable[[SimRuntime, Life], None]] = [
+        checks: list[Callable[[SimRuntime, SimNode], None]] = [
             checkers.QueueBounds(self.scenario),
             NoProgress(self.worker_ids, self.scenario),
         ]
@@ -237,7 +237,7 @@ class Cluster:
             workers = self.worker_ids if router == self.routers[0] else []
             checks.append(checkers.Overtaken(router, workers, self.scenario))
 
-        def check(runtime: SimRuntime, life: Life) -> None:
+        def check(runtime: SimRuntime, life: SimNode) -> None:
             for each in checks:
                 each(runtime, life)
 
@@ -258,14 +258,14 @@ class Cluster:
                 num_ranks=RANKS[(seed // 4 + index) % len(RANKS)],
             )
             runtime.prepare(config.node_id, _WorkerMaker(config, broken), shape)
-        self.control = Control(
+        self.control = SimControl(
             runtime,
             self._configs,
             self.routers,
             self.scenario.silent_grace_s,
             lambda config: make_controller(config, broken),
         )
-        self.client = Client(
+        self.client = SimClient(
             CLIENT,
             self.routers,
             list(self.scenario.jobs),
@@ -376,7 +376,7 @@ class _WorkerMaker:
 
 def run_seed(seed: int, broken: Break | None = None) -> Report:
     """Run one seed. The same seed gives the same events, in every process."""
-    cluster = Cluster(seed, broken)
+    cluster = SimCluster(seed, broken)
     cluster.run()
     runtime = cluster.runtime
     outcomes: Counter[str] = Counter()

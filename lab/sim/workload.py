@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class JobLimits:
     """What fits: taken from the workers of the run."""
 
     max_model_len: int  # the shortest of all workers'
@@ -68,7 +68,9 @@ class Limits:
     poison: tuple[tuple[Poison, float], ...] = ()
 
 
-def draw_jobs(rng: random.Random, more: random.Random, limits: Limits, until_s: float) -> list[Job]:
+def draw_jobs(
+    rng: random.Random, more: random.Random, limits: JobLimits, until_s: float
+) -> list[Job]:
     """20 to 60 jobs that arrive while there are faults, until `until_s`, and 4 to 8 for later.
     `more`: draws what older seeds did not have."""
     writer = _JobWriter(rng, more, limits)
@@ -84,7 +86,7 @@ def draw_jobs(rng: random.Random, more: random.Random, limits: Limits, until_s: 
     return jobs
 
 
-def draw_crowd(more: random.Random, limits: Limits) -> list[Job]:
+def draw_crowd(more: random.Random, limits: JobLimits) -> list[Job]:
     """Two to four tenants of unequal weights, with equally many short requests of unequal sizes,
     all waiting after the first moment; and up to three that need most of a pool, early on."""
     count, at_s = more.randint(2, 4), 1.0
@@ -127,7 +129,7 @@ def draw_crowd(more: random.Random, limits: Limits) -> list[Job]:
 class _JobWriter:
     """Draws one job after the other. Owns the shared prefixes and the conversations so far."""
 
-    def __init__(self, rng: random.Random, more: random.Random, limits: Limits) -> None:
+    def __init__(self, rng: random.Random, more: random.Random, limits: JobLimits) -> None:
         self._rng = rng
         self._more = more
         self._has_grammars, self._has_logprobs, self._has_least, self._has_salts = (

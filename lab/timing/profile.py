@@ -45,7 +45,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Interpolation:
     """Through measured points, straight between them. Beyond them it goes on as between the last
     two, but does not fall; before them as between the first two, but not below a tenth of the
     least. Invariant: `xs` ascends, and has at least one element."""
@@ -73,7 +73,7 @@ class DecodeSteps:
     comes out exactly, in the measured range and outside of it. Owned by a Profile."""
 
     contexts: tuple[float, ...]  # ascending
-    lines: tuple[Line, ...]
+    lines: tuple[Interpolation, ...]
 
     def at(self, batch: float, context: float) -> float:
         contexts = self.contexts
@@ -93,7 +93,7 @@ class Profile:
     """A Timing that was measured. Owned by whoever read it."""
 
     name: str
-    prefill: Line  # ms over tokens of one prompt
+    prefill: Interpolation  # ms over tokens of one prompt
     decode: DecodeSteps
     pair_ms: float  # what a (query, key) pair of a prompt takes
     mixed_saved_ms: float = 0.0  # by a pass of prompts and decodes: weights are read once
@@ -194,13 +194,13 @@ def _fitted_steps(batch: Array, context: Array, itl: Array) -> DecodeSteps:
     return DecodeSteps(tuple(map(float, contexts)), tuple(lines))
 
 
-def _line(x: Array, y: Array) -> Line:
+def _line(x: Array, y: Array) -> Interpolation:
     """Points in order; of several at the same x, their mean."""
     xs = np.unique(x)
-    return Line(tuple(map(float, xs)), tuple(float(y[x == each].mean()) for each in xs))
+    return Interpolation(tuple(map(float, xs)), tuple(float(y[x == each].mean()) for each in xs))
 
 
-def _fitted_pair_ms(prefill: Line) -> float:
+def _fitted_pair_ms(prefill: Interpolation) -> float:
     """From how the time of a prompt curves: a + b n + pair_ms n^2 / 2. 0 where it does not."""
     if len(prefill.xs) < 3:
         return 0.0

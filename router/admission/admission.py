@@ -190,7 +190,7 @@ NEW_WAIT = 0.5  # share of the allowed wait, for new clients while others have r
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class IncomingCall:
     """What is known of a client's call before its prompt is tokenised."""
 
     name: bytes  # as `Submit.call`
@@ -308,7 +308,7 @@ class Admission:
         reservations = self._reservations
         return len(reservations) > 0 and reservations.redeem(now, _client(record.submit))
 
-    def quick_refusal(self, now: float, call: Call) -> Rejection | None:
+    def quick_refusal(self, now: float, call: IncomingCall) -> Rejection | None:
         """Why `call`, which is not yet submitted, would be refused if it was. A cheap check, that
         does not find every reason."""
         level, flow = self._queue.find(call.priority, call.tenant)

@@ -33,7 +33,7 @@ from kvrelay.router.state import TenantLoad
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueueEntry:
     """A live request is here from `push` to `settle`."""
 
     record: Any  # its RequestRecord
@@ -56,9 +56,11 @@ class Flow:
     share: TenantShare
     floor: float = 0.0  # virtual time when it began to wait
     finish: float = 0.0  # virtual finish of the last request that was charged
-    on_time: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
-    late: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
-    by_size: list[tuple[float, int, Entry]] = field(default_factory=list)  # a heap, longest first
+    on_time: OrderedDict[str, QueueEntry] = field(default_factory=OrderedDict)
+    late: OrderedDict[str, QueueEntry] = field(default_factory=OrderedDict)
+    by_size: list[tuple[float, int, QueueEntry]] = field(
+        default_factory=list
+    )  # a heap, longest first
     on_time_units: float = 0.0
     num_before_late: int = 0  # sent while late ones waited, since the last of those
     units: float = 0.0
@@ -76,7 +78,7 @@ class Flow:
         return next(reversed((self.late or self.on_time).values())).record
 
     @property
-    def longest(self) -> Entry | None:
+    def longest(self) -> QueueEntry | None:
         """The one with most work among those that are on time."""
         while self.by_size:
             entry = self.by_size[0][2]
@@ -85,19 +87,19 @@ class Flow:
             heappop(self.by_size)
         return None
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueueEntry) -> None:
         """To the end of those that are on time."""
         self.on_time[entry.record.request_id] = entry
         heappush(self.by_size, (-entry.units, entry.record.arrival, entry))
         self.on_time_units += entry.units
         self.units += entry.units
 
-    def put_late(self, entry: Entry) -> None:
+    def put_late(self, entry: QueueEntry) -> None:
         if self._leave(entry):
             entry.is_late = True
             self.late[entry.record.request_id] = entry
 
-    def remove(self, entry: Entry) -> bool:
+    def remove(self, entry: QueueEntry) -> bool:
         """Returns whether it was waiting here."""
         if entry.is_late:
             found = self.late.pop(entry.record.request_id, None) is not None
@@ -108,7 +110,7 @@ class Flow:
             self.units = self.units - entry.units if self else 0.0
         return found
 
-    def _leave(self, entry: Entry) -> bool:
+    def _leave(self, entry: QueueEntry) -> bool:
         if self.on_time.pop(entry.record.request_id, None) is None:
             return False
         self.on_time_units = self.on_time_units - entry.units if self.on_time else 0.0
@@ -116,7 +118,7 @@ class Flow:
             self.by_size.clear()
         return True
 
-    def head(self, skip: Mapping[str, Entry], late_share: float) -> Entry | None:
+    def head(self, skip: Mapping[str, QueueEntry], late_share: float) -> QueueEntry | None:
         """Returns the one that goes next."""
         parts = [self.on_time, self.late]
         if self.num_before_late * late_share >= 1:
@@ -130,7 +132,7 @@ class Level:
 
     priority: int
     flows: dict[str, Flow] = field(default_factory=dict)
-    returned: list[tuple[int, Entry]] = field(default_factory=list)  # by arrival
+    returned: list[tuple[int, QueueEntry]] = field(default_factory=list)  # by arrival
     virtual: float = 0.0  # start of the last request that was charged
     credit: float = 0.0  # service owed to it while higher priorities are served
     units: float = 0.0  # sum over all that waits
@@ -150,7 +152,7 @@ class FairQueue:
     def __init__(self, low_share: float) -> None:
         self._low_share = low_share
         self._levels: list[Level] = []  # by priority, those where something waits
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, QueueEntry] = {}
         self._num_waiting = 0
         self.units_running = self.units_left = 0.0  # sums over all that are served
         self.num_running: Counter[str] = Counter()
@@ -180,7 +182,7 @@ class FairQueue:
             for flow in list(level.flows.values()):
                 yield from [e.record for e in (*flow.on_time.values(), *flow.late.values())]
 
-    def entry(self, record: RequestRecord) -> Entry:
+    def entry(self, record: RequestRecord) -> QueueEntry:
         return self._entries[record.request_id]
 
     def is_limited(self, flow: Flow) -> bool:
@@ -219,7 +221,7 @@ class FairQueue:
         if flow is None:
             flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share)
         flow.share = submit.share
-        entry = self._entries[record.request_id] = Entry(record, units, level, flow)
+        entry = self._entries[record.request_id] = QueueEntry(record, units, level, flow)
         self._add(entry)
 
     def restore(self, record: RequestRecord) -> None:
@@ -233,7 +235,9 @@ class FairQueue:
         entry.level.units += entry.units
         self._num_waiting += 1
 
-    def next(self, skip: Mapping[str, Entry], without: Collection[str] = ()) -> Entry | None:
+    def next(
+        self, skip: Mapping[str, QueueEntry], without: Collection[str] = ()
+    ) -> QueueEntry | None:
         """The next request to be served; None: none, or only those in `skip`, of tenants `without`
         which others go on, and of tenants that have as many running as they may. It waits until it
         is charged."""
@@ -241,8 +245,8 @@ class FairQueue:
             for _, stream in level.returned:
                 if stream.record.num_output_tokens and stream.record.request_id not in skip:
                     return stream
-        first: Entry | None = None
-        credited: tuple[float, Entry] | None = None
+        first: QueueEntry | None = None
+        credited: tuple[float, QueueEntry] | None = None
         for level in self._levels:
             entry = self._head(level, skip, without)
             if entry is None:
@@ -351,8 +355,8 @@ class FairQueue:
         return level
 
     def _head(
-        self, level: Level, skip: Mapping[str, Entry], without: Collection[str]
-    ) -> Entry | None:
+        self, level: Level, skip: Mapping[str, QueueEntry], without: Collection[str]
+    ) -> QueueEntry | None:
         """What is next of `level`."""
         for _, entry in level.returned:
             if entry.record.request_id not in skip and entry.flow.tenant not in without:
@@ -366,7 +370,7 @@ class FairQueue:
         found = min(heads, key=lambda each: (each[0], each[1].record.arrival), default=None)
         return None if found is None else found[1]
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: QueueEntry) -> None:
         level, flow = entry.level, entry.flow
         if not flow:
             flow.floor = level.virtual
@@ -376,7 +380,7 @@ class FairQueue:
         self.num_queued[flow.tenant] += 1
         self._num_waiting += 1
 
-    def _take_out(self, entry: Entry) -> None:
+    def _take_out(self, entry: QueueEntry) -> None:
         level, flow = entry.level, entry.flow
         if flow.remove(entry):
             level.num_new -= 1
@@ -388,7 +392,7 @@ class FairQueue:
         if not level:
             self._levels.remove(level)
 
-    def _stop_running(self, entry: Entry) -> None:
+    def _stop_running(self, entry: QueueEntry) -> None:
         entry.is_served = False
         _decrement(self.num_running, entry.record.submit.tenant)
         self.units_running = self.units_running - entry.units if self.num_running else 0.0

@@ -47,7 +47,7 @@ from kvrelay.router.index.prefix_index import Held, IndexTable
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.links import Links
+from kvrelay.router.placement.links import KVLinks
 from kvrelay.router.placement.work import Candidate, Intake, Seconds, Work
 
 
@@ -182,7 +182,7 @@ class Chooser:
         self._question = ffi.new("question *", limits)
         self._question_address = address_of(self._question)
         self._hashed = ffi.new("hashed_prompt[]", 0)
-        self.links = Links()
+        self.links = KVLinks()
 
     def put(self, endpoint: Endpoint, slot: int | None) -> None:
         """`endpoint` has this slot of the index from now on; None: none any more, it may go."""
@@ -297,11 +297,11 @@ FETCH_SOURCES_PER_ROLE = 4  # the best ones of a role; more would only make the 
 RATE = 0.15  # share of a miss that is corrected at once
 BOUND = 0.25  # for a miss, as a logarithm: the many near ones count, not the few far off
 UNIT_S = 0.02  # for the part that all share: corrected by requests that are as short
-MOST, LEAST = 8.0, 0.125  # factors of what is computed
+MAX_FACTOR, MIN_FACTOR = 8.0, 0.125  # factors of what is computed
 LEAST_S = 1e-4
 
 
-class Choice(NamedTuple):
+class Placement(NamedTuple):
     """What was chosen, and from which options."""
 
     best: Option
@@ -345,7 +345,7 @@ class Policy:
 
     def choose(
         self, now: float, work: Work, sticky: Callable[[], bytes], *, trusting: bool = False
-    ) -> Choice | None:
+    ) -> Placement | None:
         """None: no worker is usable. Prompts are handed over only between workers of the same
         fingerprint. `sticky`, for a baseline: equal for what should go to the same
         worker. `trusting`: silent workers, and those that have failed this request, are better than
@@ -366,7 +366,7 @@ class Policy:
         best.endpoint.chosen_at = self._num_choices
         if best.prefill is not None:
             best.prefill.chosen_at = self._num_choices
-        return Choice(best, first, options)
+        return Placement(best, first, options)
 
     def _pick(
         self, pool: Role, sticky: Callable[[], bytes], *, decodes: bool = False
@@ -410,7 +410,7 @@ class TtftPredictor:
         whole_s = predicted_s + UNIT_S
         case = others_decode, seconds.queue > 0
         factor = self.factors.get(case, 1.0) * exp(miss * computed_s / whole_s)
-        self.factors[case] = min(MOST, max(LEAST, factor))
+        self.factors[case] = min(MAX_FACTOR, max(MIN_FACTOR, factor))
         self.overhead_s = max(0.0, overhead_s + miss * (overhead_s + UNIT_S) / whole_s * UNIT_S)
 
     def _parts(self, seconds: Seconds, others_decode: bool) -> tuple[float, float, float]:

@@ -39,7 +39,7 @@ GAPS_S = tuple(0.5 * 2 ** (i / 2) for i in range(28))
 
 
 @dataclass(slots=True)
-class Kind:
+class RequestKind:
     """Requests that are alike. `gaps[i]` of them were continued after a gap in bin i. Old requests
     count for less: each new one weighs more than the last."""
 
@@ -85,7 +85,7 @@ class Reuse:
     for each beginning of a prompt that it remembers, at most MAX_REMEMBERED."""
 
     def __init__(self) -> None:
-        self.kinds = [Kind() for _ in range(NUM_TURNS + 1)]
+        self.kinds = [RequestKind() for _ in range(NUM_TURNS + 1)]
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
         self._since: float | None = None
         self._tokens_s = 0.0  # time over which tokens were counted, with the same weights
@@ -115,7 +115,7 @@ class Reuse:
         self._count(now, self.kinds[kind], num_tokens)
         return kind
 
-    def rate(self, kind: Kind) -> float:
+    def rate(self, kind: RequestKind) -> float:
         """Tokens of KV that requests of this kind bring per second."""
         return kind.num_tokens / self._tokens_s if self._tokens_s else 0.0
 
@@ -147,10 +147,10 @@ class Reuse:
                     best, best_found = shares, found
         return best
 
-    def _kind(self, turn: int, num_blocks: int) -> Kind:
+    def _kind(self, turn: int, num_blocks: int) -> RequestKind:
         return self.kinds[_kind_number(turn, num_blocks)]
 
-    def _count(self, now: float, kind: Kind, num_tokens: int) -> None:
+    def _count(self, now: float, kind: RequestKind, num_tokens: int) -> None:
         kind.count()
         self._weight /= FORGET
         if self._weight > HEAVY:

@@ -87,7 +87,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Decision:
+class RoutingDecision:
     """A choice and its alternatives, so that it can be explained."""
 
     request_id: str
