@@ -28,7 +28,9 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # requests whose first token can still come within this go before those whose cannot; 0: in the
     # order of arrival
     ttft_target_s: float = 0.0
-    low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait
+    low_priority_share: float = (
+        0.05  # part of the service, for lower priorities while higher ones wait
+    )
     max_inflight_per_worker: int = 128  # requests of this router; the rest waits in its queue
     max_memory_wait_s: float = 3.0  # no worker is chosen where KV blocks are free only later
     max_attempts: int = 6  # in a row that bring no new token; then the request fails

@@ -26,8 +26,7 @@ from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.lab.bench.engine import EngineSpec, greedy
-from kvrelay.lab.bench.lone_worker import LoneWorker
+from kvrelay.lab.bench.engine import EngineSpec, LoneWorker, greedy
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "fp8.json"

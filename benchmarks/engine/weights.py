@@ -24,8 +24,7 @@ from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.quantize import QUANTIZATIONS as BY_DEVICE
 from kvrelay.engine.model.runner import ModelRunner
-from kvrelay.lab.bench.engine import EngineSpec, greedy
-from kvrelay.lab.bench.lone_worker import LoneWorker
+from kvrelay.lab.bench.engine import EngineSpec, LoneWorker, greedy
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "weights.json"
 QUANTIZATIONS = BY_DEVICE["cpu"]

@@ -25,7 +25,7 @@ from kvrelay.cluster.config import load_config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import NO_BLOCK
-from kvrelay.lab.bench.lone_worker import Answer, LoneWorker
+from kvrelay.lab.bench.engine import Generated, LoneWorker
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window.json"
 BLOCK_SIZE = 16
@@ -78,7 +78,7 @@ class Writing:
         self._every = every
         self.most_blocks = 0
 
-    def look(self, answer: Answer) -> None:
+    def look(self, answer: Generated) -> None:
         seqs = self._worker.node.core.seqs.values()
         held = [sum(block != NO_BLOCK for block in seq.block_ids) for seq in seqs]
         count = len(answer.tokens)
@@ -135,7 +135,7 @@ def write(
     with LoneWorker(config, model, on_gpu=False, threads=threads) as worker:
         writing = Writing(worker, tokenizer, spec.every)
 
-        def on_step(answers: list[Answer]) -> None:
+        def on_step(answers: list[Generated]) -> None:
             writing.look(answers[0])
             on_tokens(len(answers[0].tokens))
 

@@ -46,7 +46,7 @@ from kvrelay.lab.bench.load import percentile
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.placement.choice import GROUP
+from kvrelay.router.placement.policy import GROUP
 
 EVENT_BLOCKS = 64
 NUM_EVENTS = 2000

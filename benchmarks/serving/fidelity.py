@@ -49,8 +49,7 @@ from kvrelay.cluster.prepare import PreparedModel, prepare_model
 from kvrelay.engine.config import STATS_INTERVAL_S
 from kvrelay.lab.bench.load import percentile
 from kvrelay.lab.replay.config import ReplayConfig
-from kvrelay.lab.replay.replay import replay
-from kvrelay.lab.replay.results import ReplayResult
+from kvrelay.lab.replay.replay import ReplayResult, replay
 from kvrelay.lab.timing.profile import profile_of
 from kvrelay.lab.timing.timing import Timing
 

@@ -28,7 +28,7 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.lab.bench.load import (
     Client,
     LoadSpec,
-    Timing,
+    RequestTiming,
     make_prompts,
     percentile,
     run_load,
@@ -47,12 +47,12 @@ def load(spec: LoadSpec) -> dict[str, Any]:
     return result
 
 
-def time_one(url: str, prompt: str, output_len: int = 8) -> Timing:
+def time_one(url: str, prompt: str, output_len: int = 8) -> RequestTiming:
     """One streamed chat request, alone."""
 
-    async def ask() -> Timing:
+    async def ask() -> RequestTiming:
         spec = LoadSpec(url, MODEL, num_requests=1, concurrency=1, output_len=output_len)
-        done: list[Timing] = []
+        done: list[RequestTiming] = []
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             run = Client(spec, client, done.append)
             return await run.request(prompt)

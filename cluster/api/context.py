@@ -22,7 +22,7 @@ from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.stats import Role
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.explain import Explanations
 from kvrelay.router.messages import Failed
 
@@ -87,7 +87,7 @@ class ApiContext:
     is_draining: Callable[[], bool] = lambda: False  # no new request is taken
     order: Callable[[Service], None] | None = None  # begins what is asked
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
-    refuse_early: Callable[[Call], Failed | None] = lambda call: None
+    refuse_early: Callable[[IncomingCall], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)
     public_prompts: PublicPrompts = field(default_factory=PublicPrompts)
     retention_s: float = DEFAULT_RETENTION.keep_s  # of KV, where a request does not say

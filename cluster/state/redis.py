@@ -28,7 +28,7 @@ from kvrelay.cluster.state.index_keys import IndexKeys
 from kvrelay.cluster.state.session_keys import SessionKeys, Stamped
 from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.node import Effect, NodeId
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.router.sessions.session import DeleteSession, SaveSession
 from kvrelay.router.state import (
     ForgetView,
     IndexView,

@@ -23,8 +23,13 @@ from kvrelay.cluster.config import Config
 from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import Effect
-from kvrelay.router.sessions.session import TOKEN_BYTES, SessionConfig, SessionRecord
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.router.sessions.session import (
+    TOKEN_BYTES,
+    DeleteSession,
+    SaveSession,
+    SessionConfig,
+    SessionRecord,
+)
 
 log = logging.getLogger("kvrelay.sessions")
 

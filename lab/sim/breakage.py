@@ -44,7 +44,7 @@ from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.transfer_loop import Answer
-from kvrelay.router.admission.flows import Entry, Level
+from kvrelay.router.admission.fair_queue import Level, QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import RoleChanged, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord
@@ -236,8 +236,8 @@ def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> 
     if broken is Break.TURNS:
 
         def oldest(
-            level: Level, skip: Mapping[str, Entry], without: Collection[str]
-        ) -> Entry | None:
+            level: Level, skip: Mapping[str, QueueEntry], without: Collection[str]
+        ) -> QueueEntry | None:
             returned = [each for _, each in level.returned]
             heads = [flow.head(skip, 0.0) for flow in level.flows.values()]
             heads = [each for each in heads if each and not queue.is_limited(each.flow)]

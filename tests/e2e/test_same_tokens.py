@@ -15,11 +15,11 @@ import torch
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.request import Refusal, SamplingParams
-from kvrelay.lab.local import Completion, LocalCluster
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import greedy, prompts
 from tests.e2e.serving import wait_until
+from tests.support.local import Completion, LocalCluster
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,6 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import (
     STORE_CHECK_BUSY_S,
@@ -28,6 +27,7 @@ from kvrelay.kvtransfer.executor import (
 from kvrelay.kvtransfer.store import StoreError
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
+from tests.support.local_agent import LocalAgent, LocalRegistry
 
 NUM_BLOCKS, BLOCK = 8, 256
 HOST, DISK = Tier.HOST, Tier.DISK

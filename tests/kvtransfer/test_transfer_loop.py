@@ -21,12 +21,12 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
+from tests.support.local_agent import LocalAgent, LocalRegistry
 
 DEADLINE_S = 30.0
 NUM_BLOCKS, BLOCK = 8, 256

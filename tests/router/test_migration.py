@@ -13,7 +13,7 @@ from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.engine.stats import Role
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.messages import Cancel, Failed, Output, RoleChanged
-from kvrelay.router.migration import PAUSE_S
+from kvrelay.router.router import PAUSE_S
 from tests.router.script import CLIENT, Script, worker_stats
 from tests.router.test_explain import explained
 

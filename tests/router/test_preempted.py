@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.messages import Abort, Preempted
-from kvrelay.router.migration import PAUSE_S
+from kvrelay.router.router import PAUSE_S
 from tests.router.script import Script, worker_stats
 from tests.router.test_migration import PAIR, THREE, finish, others, running
 

@@ -35,7 +35,7 @@ from kvrelay.cluster.api.text.tool_prompt import TemplateError
 from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import ReasoningBudget, Refusal, SamplingParams
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
@@ -48,7 +48,7 @@ def call_name(body: bytes) -> bytes:
     return blake2b(body, digest_size=8).digest()
 
 
-def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes) -> Call:
+def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes) -> IncomingCall:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
     most_chars = CHARS_PER_TOKEN * ctx.max_model_len
     if isinstance(request, ChatRequest):
@@ -62,7 +62,7 @@ def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes)
         )
         wanted = getattr(request, "max_tokens", 1)
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
-    return Call(
+    return IncomingCall(
         name=name,
         tenant=tenant.name,
         priority=priority_of(request, tenant),

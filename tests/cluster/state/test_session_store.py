@@ -30,8 +30,7 @@ from kvrelay.engine.messages import TokenDeltas
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
 from kvrelay.router.messages import Submit, WorkerUp
 from kvrelay.router.router import Router
-from kvrelay.router.sessions.session import SessionRecord
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionRecord
 from tests.cluster.state import stores
 from tests.router.script import worker_info
 

@@ -13,12 +13,12 @@ import pytest
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.agents.model import make_model
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import prompts
 from tests.e2e.serving import status, wait_until
+from tests.support.local import LocalCluster
+from tests.support.random_model import make_model
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -15,13 +15,13 @@ import pytest
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.model.parallel.link import SILENT_S
-from kvrelay.lab.agents.model import make_model
 from kvrelay.worker.processes import RANKS_MODULE
 from tests.chaos.hosts_file import kvrelay, write_hosts_file
 from tests.chaos.network import Hosts, what_is_missing
 from tests.e2e.parallel.test_role_sizes import NUM_BLOCKS, complete, of_one_rank_each
 from tests.e2e.prompts import prompts
 from tests.e2e.serving import status, wait_until
+from tests.support.random_model import make_model
 
 pytestmark = [
     pytest.mark.long,

@@ -13,10 +13,10 @@ import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import Agent, AgentError
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.layout import HeadShare
 from tests.kvtransfer.agents.nixl_peer import content
+from tests.support.local_agent import LocalAgent, LocalRegistry
 
 DEADLINE_S = 60.0
 NUM_BLOCKS, BLOCK = 64, 4096

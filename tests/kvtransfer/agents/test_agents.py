@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.agents.pool import pool_bytes
 from tests.kvtransfer.agents.agent_kit import (
@@ -25,6 +24,7 @@ from tests.kvtransfer.agents.agent_kit import (
     settle,
 )
 from tests.kvtransfer.agents.nixl_peer import content, peer_process
+from tests.support.local_agent import LocalAgent, LocalRegistry
 
 
 @pytest.fixture(params=["local", "nixl"])

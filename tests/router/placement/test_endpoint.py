@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Fleet
 from tests.router.fleet import STATS, endpoint
 from tests.router.script import worker_info, worker_stats
 

@@ -19,7 +19,7 @@ from kvrelay.cluster.control.router_processes import RouterLoad, RouterState, ro
 from kvrelay.engine.request import Refusal
 from kvrelay.lab.bench.load import (
     LoadSpec,
-    Timing,
+    RequestTiming,
     make_arrivals,
     make_prompts,
     percentile,
@@ -245,11 +245,11 @@ def test_prompts_and_arrivals_are_a_function_of_the_seed(tokenizer: Tokenizer) -
 
 def test_summary_of_known_timings() -> None:
     timings = [
-        Timing(0.0, 0.5, [0.1, 0.2, 0.4], num_prompt_tokens=10, num_output_tokens=3),
-        Timing(
+        RequestTiming(0.0, 0.5, [0.1, 0.2, 0.4], num_prompt_tokens=10, num_output_tokens=3),
+        RequestTiming(
             1.0, 2.0, [1.9, 2.0], num_prompt_tokens=10, num_cached_tokens=5, num_output_tokens=2
         ),
-        Timing(1.0, 1.1, error="timeout"),
+        RequestTiming(1.0, 1.1, error="timeout"),
     ]
     spec = replace(SPEC, ttft_slo_ms=500.0, itl_slo_ms=200.0)
     found = summarize(spec, timings, elapsed_s=2.0)

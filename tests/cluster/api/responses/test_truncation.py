@@ -17,7 +17,7 @@ from kvrelay.cluster.api.openai.schema import Message
 from kvrelay.cluster.api.responses import truncation
 from kvrelay.cluster.api.responses.truncation import first_that_fits, units_of, with_their_calls
 from kvrelay.cluster.api.text.tokenizer import ChatPrompt, Tokenizer
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 from tests.cluster.api.conftest import MAX_MODEL_LEN, Served, wait_until
 from tests.cluster.api.responses.asking import (
     PATH,
@@ -304,7 +304,7 @@ def test_few_prompts_are_tokenised_and_none_that_is_much_too_long(
 def test_admission_expects_no_more_than_fits(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected: list[Call] = []
+    expected: list[IncomingCall] = []
     monkeypatch.setattr(served.ctx, "refuse_early", lambda call: expected.append(call))
     ask(served, long_chat(200), **AUTO)
     assert [call.num_prompt_tokens for call in expected] == [MAX_MODEL_LEN]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.local import Completion, LocalCluster
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.explain import Explanation
-from tests.lab.local.test_local import PROMPTS, REMOTE, small
-from tests.lab.local.test_local import model_dir as model_dir
+from tests.local.test_local import PROMPTS, REMOTE, small
+from tests.local.test_local import model_dir as model_dir
+from tests.support.local import Completion, LocalCluster
 
 LONG = SamplingParams(max_tokens=80, temperature=0.0)
 LATE_S = 0.02  # what the client's own turn of the loop may take

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.lab.local import LocalCluster
-from kvrelay.router.placement.links import RETRY_S, Link
-from tests.lab.local.test_local import VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
+from kvrelay.router.placement.links import RETRY_S, LinkHistory
+from tests.local.test_local import VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.support.local import LocalCluster
 
 PROMPTS = [[(11 * i + 5 * j + i * j) % VOCAB for j in range(200)] for i in range(48)]
 SAMPLING = SamplingParams(max_tokens=3, temperature=0.0)
@@ -48,7 +48,7 @@ def test_prompts_are_not_handed_over_where_their_kv_is_always_damaged(model_dir:
         assert [link.source for link in status.bad_links] == ["prefill-0"]
         is_broken = False
         ((_, link),) = dispatcher.links._links.items()
-        assert isinstance(link, Link)
+        assert isinstance(link, LinkHistory)
         link.retry_at -= RETRY_S
         assert ask(cluster, PROMPTS[24:]) == expected[24:]
         explained = list(cluster.router.explanations.recent())[:24]

@@ -17,11 +17,11 @@ import pytest
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, SamplingParams
 from kvrelay.engine.stats import Role
-from kvrelay.lab.local import ROUTER, Completion, LocalCluster
 from kvrelay.router.messages import RoleChanged
 from kvrelay.router.record import Cause
-from tests.lab.local.test_local import PROMPTS, REMOTE, VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
+from tests.local.test_local import PROMPTS, REMOTE, VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.support.local import ROUTER, Completion, LocalCluster
 
 DEADLINE_S = 60.0
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0)
@@ -70,7 +70,7 @@ def answers_at_rest(model_dir: Path) -> Iterator[Callable[[str], list[Completion
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may move again as soon as it has arrived: those of the tiny model end too soon to
     move twice otherwise."""
-    monkeypatch.setattr("kvrelay.router.migration.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvrelay.router.router.PAUSE_S", 0.0)
 
 
 def chase(cluster: LocalCluster, futures: list[Future[Completion]]) -> list[Completion]:

@@ -12,10 +12,10 @@ import pytest
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.local import LocalCluster
-from tests.lab.local.test_local import VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
-from tests.lab.local.test_local_tiers import assert_clean, load_all, settle, wait_for
+from tests.local.test_local import VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.local.test_local_tiers import assert_clean, load_all, settle, wait_for
+from tests.support.local import LocalCluster
 
 BLOCKS_EACH, NUM_PROMPTS = 8, 63
 NUM_BLOCKS = BLOCKS_EACH * NUM_PROMPTS  # all of them are damaged, in each of the two tiers

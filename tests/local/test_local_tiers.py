@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.lab.local import LocalCluster
-from tests.lab.local.test_local import GREEDY, REMOTE, VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
+from tests.local.test_local import GREEDY, REMOTE, VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.support.local import LocalCluster
 
 LENGTH, NUM_PROMPTS = 150, 10
 PROMPTS = [[(7 * i + 3 * j + i * j) % VOCAB for j in range(LENGTH)] for i in range(NUM_PROMPTS)]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.request import Pooling, PromptOutputs, SamplingParams
-from kvrelay.lab.local import Completion, LocalCluster
-from tests.lab.local.test_local import REMOTE, VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
+from tests.local.test_local import REMOTE, VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.support.local import Completion, LocalCluster
 
 DEADLINE_S = 60.0
 PROMPTS = [[(7 * i + 3 * j + j * j) % VOCAB for j in range(1 + 47 * i)] for i in range(7)]

@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerUp
 from kvrelay.worker.settings import EngineSection
+from tests.support.local import LocalCluster
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS = 64, 4, 2, 16, 128, 256, 2
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

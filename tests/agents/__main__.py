@@ -1,4 +1,4 @@
-"""`python -m kvrelay.lab.agents`: each agent reads a file, changes it and runs a command, in a
+"""`python -m tests.agents`: each agent reads a file, changes it and runs a command, in a
 scratch folder, and again with the worker killed that writes its last call.
 
 The agents come from npm: `npm install @anthropic-ai/claude-code @openai/codex opencode-ai
@@ -23,9 +23,18 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.lab.agents.agents import AGENTS, MODEL, PACKAGES, Agent
-from kvrelay.lab.agents.model import make_model
-from kvrelay.lab.agents.script import AFTER, BEFORE, COPY, FILE, FIRST_TEXT
+from tests.agents.agents import (
+    AFTER,
+    AGENTS,
+    BEFORE,
+    COPY,
+    FILE,
+    FIRST_TEXT,
+    MODEL,
+    PACKAGES,
+    Agent,
+)
+from tests.support.random_model import make_model
 
 AGENT_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
@@ -62,7 +71,7 @@ def scripted_server(model: Path, folder: Path, *, kills: bool) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "kvrelay.lab.agents.scripted",
+        "tests.agents.scripted",
         str(folder),
         how,
         "serve",

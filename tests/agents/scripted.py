@@ -1,6 +1,6 @@
 """`kvrelay serve` whose model says what a script says.
 
-`python -m kvrelay.lab.agents.scripted FOLDER kill serve ARGUMENTS`. FOLDER is the one that agents
+`python -m tests.agents.scripted FOLDER kill serve ARGUMENTS`. FOLDER is the one that agents
 work in. `kill`, or `live`: whether the worker that writes the third call is killed when a part of
 it has been sent."""
 
@@ -20,8 +20,8 @@ from kvrelay.cluster.api.openai.parts import Piece
 from kvrelay.cluster.api.openai.schema import ChatRequest
 from kvrelay.cluster.api.output.dialect import Reading
 from kvrelay.cluster.cli.main import main as main_command
-from kvrelay.lab.agents.script import COMMAND, answer_to
 from kvrelay.router.messages import Output
+from tests.agents.agents import COMMAND, answer_to
 
 BUSY_FROM, KILL_AT = 50, 200  # tokens of the answer; what works in between is what writes it
 

@@ -21,13 +21,13 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
 from kvrelay.worker.settings import EngineSection
 from tests.engine.model.tiny import FAMILIES, make_checkpoint, tokens_of
-from tests.lab.local.test_local_tiers import MIB, assert_clean, counted, load_all, settle
-from tests.lab.local.test_local_tiers import num_cached as num_cached_of
+from tests.local.test_local_tiers import MIB, assert_clean, counted, load_all, settle
+from tests.local.test_local_tiers import num_cached as num_cached_of
+from tests.support.local import LocalCluster
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt, however short

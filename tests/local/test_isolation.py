@@ -10,10 +10,10 @@ import pytest
 
 from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.lab.local import Completion, LocalCluster
-from tests.lab.local.test_local import GREEDY, VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
-from tests.lab.local.test_local_tiers import assert_clean, counted, load_all, settle
+from tests.local.test_local import GREEDY, VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.local.test_local_tiers import assert_clean, counted, load_all, settle
+from tests.support.local import Completion, LocalCluster
 
 PROMPT = [(5 * i + i * i) % VOCAB for i in range(150)]  # 9 blocks that can be hits
 FILLER = [[(3 * i + 7 * j) % VOCAB for j in range(150)] for i in range(1, 4)]

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.lab.local import LocalCluster
-from tests.lab.local.test_local import model_dir as model_dir
-from tests.lab.local.test_local_tiers import (
+from tests.local.test_local import model_dir as model_dir
+from tests.local.test_local_tiers import (
     CACHED,
     ENGINE,
     MIB,
@@ -25,6 +24,7 @@ from tests.lab.local.test_local_tiers import (
     fill,
     wait_for,
 )
+from tests.support.local import LocalCluster
 
 expected = expected  # a fixture
 NOTICED_S = 30.0

@@ -16,11 +16,11 @@ from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.lab.local import LocalCluster
 from kvrelay.worker.settings import EngineSection
-from tests.lab.local.test_local import GREEDY, REMOTE, VOCAB, small
-from tests.lab.local.test_local import model_dir as model_dir
-from tests.lab.local.test_local_tiers import assert_clean, counted, load_all, settle
+from tests.local.test_local import GREEDY, REMOTE, VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.local.test_local_tiers import assert_clean, counted, load_all, settle
+from tests.support.local import LocalCluster
 
 LENGTH, MIB = 150, 1 << 20
 PROMPTS = [[(7 * i + 3 * j + i * j) % VOCAB for j in range(LENGTH)] for i in range(4)]

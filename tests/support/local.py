@@ -31,7 +31,6 @@ from kvrelay.engine.request import (
     TokenLogprobs,
 )
 from kvrelay.engine.stats import Role, RouterUp
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerUp
@@ -40,6 +39,7 @@ from kvrelay.router.status import RouterStatus
 from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
+from tests.support.local_agent import LocalAgent, LocalRegistry
 
 ROUTER, CLIENT = "router-0", "client-0"
 
