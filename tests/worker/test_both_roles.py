@@ -51,9 +51,9 @@ class Both(World):
     ) -> None:
         """The prompt is computed by one worker and the output by another."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
-        rest = (tuple(prompt), len(prompt), params, TIMEOUT_S)
-        self.queue.append((computes, Prefill(name, 0, "router", decodes, *rest)))
-        self.queue.append((decodes, Decode(name, 0, "router", computes, *rest)))
+        work = (name, 0, "router", tuple(prompt), len(prompt), params, TIMEOUT_S)
+        self.queue.append((computes, Prefill(*work, decode_to=decodes)))
+        self.queue.append((decodes, Decode(*work, prefill_from=computes)))
 
     def decode_at(self, worker: str, name: str, prompt: list[int], max_tokens: int) -> None:
         """All of it is computed there."""

@@ -201,15 +201,11 @@ class World:
     ) -> None:
         """`options`: of the `Prefill` if it is handed over, else of the `Decode`."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **(sampling or {}))
-        tokens = tuple(prompt)
-        common = (name, attempt, "router")
-        rest = (tokens, len(prompt), params, 60.0)
+        work = (name, attempt, "router", tuple(prompt), len(prompt), params, 60.0)
         if remote:
-            self.queue.append(("prefill", Prefill(*common, decode, *rest, **options)))
-            options = {}
-        self.queue.append(
-            (decode, Decode(*common, "prefill" if remote else None, *rest, **options))
-        )
+            self.queue.append(("prefill", Prefill(*work, decode_to=decode, **options)))
+            options = {"prefill_from": "prefill"}
+        self.queue.append((decode, Decode(*work, **options)))
 
     def output(self, name: str, prompt: list[int]) -> list[int]:
         """What the router knows: gapless, and the same token wherever one came twice."""
