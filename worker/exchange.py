@@ -26,9 +26,8 @@ from kvrelay.kvtransfer.messages import (
     KVRelease,
 )
 from kvrelay.kvtransfer.peer.arrival import Mode, Settled, choose_loads
-from kvrelay.kvtransfer.peer.connector import Connector
+from kvrelay.kvtransfer.peer.connector import Connector, Orphans
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
-from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS

@@ -7,18 +7,25 @@ fingerprint before any address is given out: not a byte moves between the two.
 Life of an arrival: expected (the request has come) -> started (destination blocks are allocated)
 -> reading, as blocks are announced -> confirming, if a producer held them -> settled, with those
 blocks that are certain to be good; the worker computes the rest. The same for all sources. A read
-has a deadline; one that does not settle when it is given up is left behind (`Orphans`).
+has a deadline.
+
+Life of an orphaned read: given up, and not settled in time (the worker that it reads from may be
+stopped) -> the sequence goes on with other blocks, and the read keeps its own -> settled: they are
+free. One that never settles keeps them as long as the process lives; nothing that a peer says ends
+that, since bytes on their way may arrive after it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, islice
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import Rate
+from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.sequence import Sequence
@@ -42,7 +49,6 @@ from kvrelay.kvtransfer.messages import (
 )
 from kvrelay.kvtransfer.peer.arrival import Arrival, Mode, Read, Settled, mismatch
 from kvrelay.kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
-from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS, memory_tiers
@@ -206,6 +212,51 @@ class ReadRates:
         for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
             key = f"kv_read_{name}:{source}"
             self.counters[key] = self.counters.get(key, 0.0) + amount
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphan:
+    blocks: Seq[int]  # its destination
+    sources: Seq[Source]  # in a lower tier; pinned
+
+
+class Orphans:
+    """Owned by a worker's exchange. Invariant: each block that such a read may write to has a
+    reference from here, so that it is neither allocated nor sealed."""
+
+    def __init__(self, pool: BlockPool, tiers: Tiers) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._reads: dict[TransferId, _Orphan] = {}
+        self.num_taken = 0  # since the start
+
+    @property
+    def num_reads(self) -> int:
+        return len(self._reads)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the device that are kept for them."""
+        return sum(len(orphan.blocks) for orphan in self._reads.values())
+
+    def take(self, transfer_id: TransferId, blocks: Seq[int], sources: Seq[Source]) -> None:
+        """A read whose sequence still has its blocks, and may free them from now on. `sources` are
+        pinned, and stay so."""
+        self._pool.hold(blocks)
+        self._reads[transfer_id] = _Orphan(blocks, sources)
+        self.num_taken += 1
+
+    def on_copy_done(self, done: CopyDone) -> bool:
+        """Whether it was one of these."""
+        orphan = self._reads.pop(done.transfer_id, None)
+        if orphan is None:
+            return False
+        self._pool.release(orphan.blocks)
+        self._tiers.unpin(orphan.sources)
+        return True
+
+    def check_idle(self) -> list[str]:
+        return [f"an orphaned read holds {len(o.blocks)} blocks" for o in self._reads.values()]
 
 
 class Connector:

@@ -7,7 +7,7 @@ import pytest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Abort, Probe
 from kvrelay.kvtransfer.agent import CopyDone
-from kvrelay.kvtransfer.peer.orphans import Orphans
+from kvrelay.kvtransfer.peer.connector import Orphans
 from kvrelay.worker.node import Worker
 from tests.worker.world import World, reference
 
