@@ -35,7 +35,7 @@ from kvrelay.worker.kv_plan import (
 from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.ranks import Ranks
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
-from kvrelay.worker.threads import WorkerThreads, giving_way
+from kvrelay.worker.threads import WorkerThreads, at_low_priority
 from kvrelay.worker.transfers import MakeRankTransfers, open_transfers
 
 log = logging.getLogger("kvrelay.build")
@@ -46,7 +46,7 @@ MakeWorker = Callable[[WorkerConfig, StoreRecords], Node]
 def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> BuiltWorker:
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
-    giving_way(lambda: import_module("kvrelay.engine.model.runner"))
+    at_low_priority(lambda: import_module("kvrelay.engine.model.runner"))
     from kvrelay.engine.model.device import gpu_bytes
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.step_executor import StepExecutor
@@ -146,7 +146,7 @@ def open_runner(
         from kvrelay.engine.model.runner import ModelRunner
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        return giving_way(lambda: ModelRunner(path, **options)), None
+        return at_low_priority(lambda: ModelRunner(path, **options)), None
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(

@@ -25,7 +25,7 @@ from kvrelay.kvtransfer.probes import Probes
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
-from kvrelay.worker.transfer_loops import TransferLoops
+from kvrelay.worker.threads import TransferLoops
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.parallel.companion import Tell
