@@ -17,17 +17,14 @@ SOURCES = sorted(
 )
 # Where sentences are still to be mended. What is wrong there may only become less.
 NOT_YET = (
-    "kvtransfer/",
     "worker/",
-    "prefill_worker/",
-    "decode_worker/",
     "router/",
     "cluster/",
     "lab/sim/",
 )
 NOT_YET += ("engine/model/gguf/", "engine/model/checkpoint/", "engine/scheduling/")
-NOT_YET += ("engine/waiting.py", "tests/lab/sim/", "tests/cluster/api/")
-MOST_NOT_YET = 744
+NOT_YET += ("tests/lab/sim/", "tests/cluster/api/")
+MOST_NOT_YET = 651
 
 # Words that stood for the field's own -> those.
 WORDS = {

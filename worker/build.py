@@ -66,7 +66,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         needed_bytes = 0 if spec.on_gpu else plan.needed_bytes // num_machines
         free_bytes = available_bytes - needed_bytes
         host_bytes = spec.host_bytes
-        if not host_bytes:  # of each of its machines as much as of this one
+        if not host_bytes:  # each of its machines gives as much as this one
             gpus = spec.num_ranks_here * gpu_bytes() if spec.on_gpu else 0
             here = auto_host_bytes(plan, spec.num_sharing_host, free_bytes, gpus)
             host_bytes = here * num_machines

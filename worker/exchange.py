@@ -151,7 +151,7 @@ class KVExchange:
         core.scheduler.compute_here(seq)
 
     def _end_phases(self, now: float, settled: Settled) -> None:
-        """Of a sequence that waited for what has come: until the producer had computed all of it,
+        """The sequence has waited for what has come: until the producer had computed all of it,
         and from then on; or all of it is lost."""
         arrival, seq = settled.arrival, settled.arrival.seq
         if arrival.mode is not Mode.HANDOFF:

@@ -70,7 +70,7 @@ class StepThread(Generic[T, R]):
         self._deliver = deliver
         self._low_priority = low_priority
         self._at_end = at_end
-        self._given: SimpleQueue[T | None] = SimpleQueue()  # of two at most, as the node asks
+        self._given: SimpleQueue[T | None] = SimpleQueue()  # two at most, as the node asks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class LaunchThreads:
     prepared while one runs. Results are delivered in the order of the steps."""
 
     def __init__(self, launch: Launch, deliver: Callable[[StepDone], None], name: str) -> None:
-        """`launch`: as of StepExecutor."""
+        """`launch` is that of StepExecutor."""
         waits: StepThread[Callable[[], StepDone], StepDone]
         waits = StepThread(lambda wait: wait(), deliver, f"{name}-wait")
         launches = StepThread(launch, waits.submit, name, at_end=waits.stop)
@@ -127,7 +127,6 @@ class TransferLoops:
 
     @property
     def loops(self) -> dict[str, TransferLoop]:
-        """By name."""
         return {"memory": self._memory, **{str(tier): loop for tier, loop in self._storage.items()}}
 
     def submit(self, request: ConnectPeer | CopyBlocks | StoreIndex) -> None:

@@ -39,13 +39,13 @@ class RankFacts:
 
     share: HeadShare
     metadata: bytes
-    records: Mapping[Tier, tuple[DiskRecord, ...]]  # of its stores
+    records: Mapping[Tier, tuple[DiskRecord, ...]]  # what its stores hold
     notices: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    config: WorkerConfig  # of the worker, with the metadata of this rank
+    config: WorkerConfig  # the worker's, with the metadata of this rank
     share: HeadShare
     pool: BlockBytes  # the device's
     memory: TransferExecutor
@@ -121,7 +121,7 @@ def open_transfers(
 
 @dataclass(frozen=True, slots=True)
 class MakeRankTransfers:
-    """MakeCompanion."""
+    """Makes the companion of a follower: what moves its KV."""
 
     spec: WorkerSpec
     plan: KVPlan

@@ -47,7 +47,7 @@ class LocalRegistry:
 @dataclass(slots=True)
 class _Peer:
     incarnation: str
-    spans: tuple[CopySpan, ...]  # of each block
+    spans: tuple[CopySpan, ...]
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ CONFIRM_TIMEOUT_S = 5.0
 SETTLE_S = 0.5  # for a read that is given up; then it is left behind
 FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
 CONNECT_RETRY_S = 1.0
-MAX_LINKS = 32  # that are told: they are in every message of statistics
+MAX_LINKS = 32  # that are reported: they are in every message of statistics
 
 SLACK = 10.0  # a read may take so many times as long as at the measured rate
 MAX_COUNTED_PEERS = 32  # each with counters of its own: they are in every message of statistics
@@ -78,7 +78,7 @@ class Reach(StrEnum):
 class _Peer:
     epoch: int = -1
     connected: bool = False
-    bytes_per_s: float = 0.0  # of a small read, when it was connected; 0: not known
+    bytes_per_s: float = 0.0  # by a small read, when it was connected; 0: not known
     asked_at: float = float("-inf")
 
 
@@ -164,7 +164,7 @@ class ReadRates:
         self._config = config
         self._tiers = tiers
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
-        self._at_connection = Rate()  # of small reads from peers when they were connected
+        self._at_connection = Rate()  # by small reads from peers when they were connected
         self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER", and seconds
         self._peers: set[str] = set()  # with counters of their own
 
@@ -343,7 +343,7 @@ class Connector:
         return self._advance(now, arrival)
 
     def _keep_early(self, key: Key, ready: KVReady) -> None:
-        """Of more than may be here the oldest are dropped, whose requests may never come."""
+        """Keeps it until its request comes. The oldest of too many are dropped: theirs may not."""
         if key in self._missed:
             return
         self._early.setdefault(key, []).append(ready)

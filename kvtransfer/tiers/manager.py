@@ -190,7 +190,7 @@ class Tiers:
         return tier in self._pools and self._pools[tier].get(block_hash) is not None
 
     def written_bytes_per_s(self, tier: Tier) -> float:
-        """Of the copies down to `tier`, since the start; 0 before the first."""
+        """How fast copies down to `tier` were, since the start; 0 before the first."""
         top = next(iter(TIERS))
         way = f"{Tier.DEVICE if tier is top else top}_{tier}"
         seconds = self.counters.get(f"moved_s_{way}", 0.0)
