@@ -31,7 +31,7 @@ class Space(msgspec.Struct, frozen=True, array_like=True):
 class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
     """Immutable facts about one incarnation of an agent."""
 
-    transport: str  # "local", "nixl/UCX", ...: agents of different transports cannot talk
+    transport: str  # say "nixl/UCX": agents of different transports cannot talk
     agent: str  # unique to the incarnation
     bytes_per_block: int
     spaces: dict[Tier, Space]  # the device pool, and the host arena if there is one

@@ -73,7 +73,7 @@ def test_one_request_at_a_time_and_again_from_every_tier(
     }
     for host_bytes, source in ((1 << 30, "host"), (0, "disk")):
         with LocalCluster(
-            smollm2_dir, prefill=0, engine=engine, nixl=True, host_bytes=host_bytes, **disk
+            smollm2_dir, prefill=0, engine=engine, host_bytes=host_bytes, **disk
         ) as cluster:
             if source == "host":
                 check([cluster.submit(p, sampling).result(120) for p in all_prompts], reference)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
-from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, read
+from tests.kvtransfer.agents.agent_kit import AgentMaker, read
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")
 LAYOUT = BlockLayout(SPEC)
@@ -21,12 +20,6 @@ NUM_BLOCKS = 12
 SHAPE = (NUM_BLOCKS, 3, 2, 4, 4 * 8 * 2)
 
 SIZES = [(1, 2), (2, 1), (4, 2), (2, 4), (4, 1), (1, 4), (2, 2), (1, 1)]
-
-
-@pytest.fixture(params=["local", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
-    with agent_maker(request.param) as maker:
-        yield maker
 
 
 def whole_cache(seed: int) -> np.ndarray:

@@ -92,14 +92,13 @@ def expected(model_dir: Path) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("nixl", [False, True])
 @pytest.mark.parametrize("prefill", [0, 1])
 def test_evicted_kv_comes_back_from_host_memory(
-    model_dir: Path, expected: list[list[int]], prefill: int, nixl: bool
+    model_dir: Path, expected: list[list[int]], prefill: int
 ) -> None:
     router = REMOTE if prefill else None
     with LocalCluster(
-        model_dir, prefill=prefill, engine=ENGINE, router=router, nixl=nixl, host_bytes=4 * MIB
+        model_dir, prefill=prefill, engine=ENGINE, router=router, host_bytes=4 * MIB
     ) as cluster:
         load_all(cluster)
         assert fill(cluster) == expected
