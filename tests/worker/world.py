@@ -219,6 +219,11 @@ class World:
         assert sorted(tokens) == list(range(len(prompt), len(prompt) + len(tokens)))
         return [tokens[position] for position in sorted(tokens)]
 
+    def assert_finishes(self, name: str, prompt: list[int], count: int) -> None:
+        """Come to rest; `name` has got `count` tokens by then, the model's."""
+        self.drain()
+        assert self.output(name, prompt) == reference(prompt, count)
+
     def refused(self) -> list[Refused]:
         return [m for m in self.to_router if isinstance(m, Refused)]
 

@@ -54,10 +54,13 @@ class Ranked:
         return add_checksums([checksum_blocks(p, blocks, s) for p, s, is_c in each if is_c])
 
 
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 @pytest.mark.parametrize("num_heads", [1, 2, 4])
 @pytest.mark.parametrize("dst_size", SIZES)
 @pytest.mark.parametrize("src_size", SIZES)
-def test_any_sizes(make: AgentMaker, src_size: int, dst_size: int, num_heads: int) -> None:
+def test_every_head_arrives_where_it_belongs_and_no_other_is_touched(
+    make: AgentMaker, src_size: int, dst_size: int, num_heads: int, tier: Tier
+) -> None:
     shape = layout(num_heads, "float8_e4m3" if src_size == 2 else "bfloat16")
     cache, before = cache_of(shape, 1), cache_of(shape, 2)
     producer = Ranked(make, "p", shape, src_size, cache)
@@ -65,7 +68,7 @@ def test_any_sizes(make: AgentMaker, src_size: int, dst_size: int, num_heads: in
     src, dst = [5, 0, 3], [1, 2, 4]
     for agent in reader.agents:
         agent.connect("p", 1, NUM_BLOCKS, producer.metadata)
-        read(agent, "p", src, dst, src_tier=Tier.HOST)
+        read(agent, "p", src, dst, src_tier=tier)
     after = before.copy()
     after[dst] = cache[src]
     for pool, share in zip(reader.pools, reader.shares, strict=True):
