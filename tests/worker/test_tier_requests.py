@@ -214,7 +214,9 @@ def test_two_requests_with_one_prefix_load_it_once() -> None:
     world.assert_idle()
 
 
-def test_abort_while_loading_drains_before_free() -> None:
+@pytest.fixture
+def loading() -> World:
+    """The prefix of a request "b" is being loaded."""
     world = world_of()
     finish(world, "a", PROMPT)
     push_out(world)
@@ -222,6 +224,11 @@ def test_abort_while_loading_drains_before_free() -> None:
     world.submit("b", PROMPT, 4, remote=False)
     world.drain()
     assert world.reads
+    return world
+
+
+def test_abort_while_loading_drains_before_free(loading: World) -> None:
+    world = loading
     world.deliver("decode", Abort("b", 0))
     world.drain()
     assert world.decode.check_idle()
@@ -230,13 +237,8 @@ def test_abort_while_loading_drains_before_free() -> None:
     world.assert_idle()
 
 
-def test_a_failed_load_is_computed() -> None:
-    world = world_of()
-    finish(world, "a", PROMPT)
-    push_out(world)
-    world.hold_reads = True
-    world.submit("b", PROMPT, 4, remote=False)
-    world.drain()
+def test_a_failed_load_is_computed(loading: World) -> None:
+    world = loading
     world.settle_read("the disk is on fire")
     world.hold_reads = False
     world.assert_finishes("b", PROMPT, 4)
