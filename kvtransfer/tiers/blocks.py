@@ -113,9 +113,6 @@ class IndexUpdates:
         )
         return [Note("warning", f"{self._tier}_store_failed", text)]
 
-    def has_work(self, now: float) -> bool:
-        return self.may_write(now) and bool(self._removed or self._put or self._stale)
-
 
 class BackingTier:
     """A tier behind the first one: what of that is to be written to it, and promoted from it. Owned
@@ -156,10 +153,6 @@ class BackingTier:
             if self._lacks(entry):
                 return entry
         return None
-
-    def may_be_due(self, now: float) -> bool:
-        """Whether `next_to_write` may find something."""
-        return bool(self._to_park) or self._is_due(self._to_write.first(), now)
 
     def _lacks(self, entry: Entry) -> bool:
         return self._takes(entry) and entry.block_hash not in self.pool
@@ -343,17 +336,6 @@ class TierBlocks:
             assert entry is not None
             entry.indexed_until = None  # there is no record to remove
             pool.forget(entry, "lost")
-
-    def has_work(self, now: float) -> bool:
-        """Whether a move could start, or an index be changed; not while a store fails."""
-        if self.to_copy and self.may_write(now, self.first.tier):
-            return True
-        if any(index.has_work(now) for index in self.indexes.values()):
-            return True
-        return any(
-            bool(each.to_promote) or (self.may_write(now, each.pool.tier) and each.may_be_due(now))
-            for each in self.backing
-        )
 
     def count(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + amount

@@ -20,6 +20,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import greedy
+from tests.kvtransfer.tiers.quiet import is_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -93,7 +94,7 @@ def test_one_request_at_a_time_and_again_from_every_tier(
 def wait_until_on_disk(cluster: LocalCluster) -> None:
     node: Any = cluster.workers["decode-0"].node
     deadline = time.monotonic() + 60
-    while not cluster.run(lambda: node.exchange.tiers.is_quiet):
+    while not cluster.run(lambda: is_quiet(node.exchange.tiers, node.core.now)):
         assert time.monotonic() < deadline, "the tiers never come to rest"
         time.sleep(0.05)
 

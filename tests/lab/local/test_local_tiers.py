@@ -16,6 +16,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
 from kvrelay.lab.local import LocalCluster
+from tests.kvtransfer.tiers.quiet import is_quiet
 from tests.lab.local.test_local import GREEDY, REMOTE, VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
 
@@ -45,7 +46,7 @@ def settle(cluster: LocalCluster) -> None:
     """Until all blocks are where the tiers want them."""
     nodes: list[Any] = [worker.node for worker in cluster.workers.values()]
     deadline = time.monotonic() + TIMEOUT_S
-    while not cluster.run(lambda: all(node.exchange.tiers.is_quiet for node in nodes)):
+    while not cluster.run(lambda: all(is_quiet(n.exchange.tiers, n.core.now) for n in nodes)):
         cluster.check()
         assert time.monotonic() < deadline, "the tiers do not come to rest"
         time.sleep(0.002)
