@@ -119,7 +119,7 @@ class TransferLoop:
                 self._store.close()
 
     def _work(self, request: Request | None) -> bool:
-        """Whether anything has happened."""
+        """Returns whether anything has happened."""
         if request is not None:
             self._begin(request)
         answers = self._executor.poll_copies()

@@ -343,7 +343,7 @@ def dispatch_messages(
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST
     there = retention if attempt.retain_on in (RetainOn.PREFILL, RetainOn.BOTH) else EVICT_FIRST
     if prefill is None:
-        alone = Decode(prefill_from=None, retention=here, fetch_from=attempt.fetch_from, **common)
+        alone = Decode(retention=here, fetch_from=attempt.fetch_from, **common)
         return [Send(decode, alone)]
     to_prefill = Prefill(decode_to=decode, retention=there, fetch_from=attempt.fetch_from, **common)
     return [

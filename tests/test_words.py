@@ -17,15 +17,12 @@ SOURCES = sorted(
 )
 # Where sentences are still to be mended. What is wrong there may only become less.
 NOT_YET = (
-    "kvtransfer/",
     "worker/",
-    "prefill_worker/",
-    "decode_worker/",
     "cluster/",
 )
 NOT_YET += ("engine/model/gguf/", "engine/model/checkpoint/", "engine/scheduling/")
-NOT_YET += ("engine/waiting.py", "tests/cluster/api/")
-MOST_NOT_YET = 527
+NOT_YET += ("tests/cluster/api/",)
+MOST_NOT_YET = 438
 
 # Words that stood for the field's own -> those.
 WORDS = {

@@ -35,7 +35,7 @@ from kvrelay.worker.kv_plan import (
 from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.ranks import Ranks
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
-from kvrelay.worker.threads import WorkerThreads, giving_way
+from kvrelay.worker.threads import WorkerThreads, at_low_priority
 from kvrelay.worker.transfers import MakeRankTransfers, open_transfers
 
 log = logging.getLogger("kvrelay.build")
@@ -46,7 +46,7 @@ MakeWorker = Callable[[WorkerConfig, StoreRecords], Node]
 def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> BuiltWorker:
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
-    giving_way(lambda: import_module("kvrelay.engine.model.runner"))
+    at_low_priority(lambda: import_module("kvrelay.engine.model.runner"))
     from kvrelay.engine.model.device import gpu_bytes
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.step_executor import StepExecutor
@@ -66,7 +66,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         needed_bytes = 0 if spec.on_gpu else plan.needed_bytes // num_machines
         free_bytes = available_bytes - needed_bytes
         host_bytes = spec.host_bytes
-        if not host_bytes:  # of each of its machines as much as of this one
+        if not host_bytes:  # each of its machines gives as much as this one
             gpus = spec.num_ranks_here * gpu_bytes() if spec.on_gpu else 0
             here = auto_host_bytes(plan, spec.num_sharing_host, free_bytes, gpus)
             host_bytes = here * num_machines
@@ -146,7 +146,7 @@ def open_runner(
         from kvrelay.engine.model.runner import ModelRunner
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        return giving_way(lambda: ModelRunner(path, **options)), None
+        return at_low_priority(lambda: ModelRunner(path, **options)), None
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(

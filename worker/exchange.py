@@ -26,17 +26,19 @@ from kvrelay.kvtransfer.messages import (
     KVRelease,
 )
 from kvrelay.kvtransfer.peer.arrival import Mode, Settled, choose_loads
-from kvrelay.kvtransfer.peer.connector import Connector
+from kvrelay.kvtransfer.peer.connector import Connector, Orphans
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
-from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 
+Handler = Callable[[float, Any], list[Effect]]
+"""What a worker does about messages of one type: (now, message) -> effects."""
+
 
 class KVExchange:
     """Owned by a worker node, over its core. Invariant: every `CopyDone` goes to who
-    asked for the copy: the connector or the tiers."""
+    asked for the copy: the connector, which may have left it to `orphans`, or the tiers."""
 
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
@@ -45,7 +47,7 @@ class KVExchange:
         self.connector = Connector(config, self.tiers, self.orphans)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
         core.publisher.lower = self.tiers
-        self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
+        self.handlers: dict[type, Handler] = {
             CopyDone: self._on_copy_done,
             KVReady: lambda now, message: self.connector.on_ready(now, message),
             KVConfirmed: self._on_confirmed,
@@ -59,11 +61,6 @@ class KVExchange:
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
         }
-
-    def handle(self, now: float, message: object) -> list[Effect] | None:
-        """Effects; None if `message` is something else."""
-        handler = self._handlers.get(type(message))
-        return None if handler is None else handler(now, message)
 
     def has_external_kv(self, seq: Sequence) -> bool:
         """Whether KV of `seq`, which was just allocated, is read or loaded. Decides which blocks
@@ -154,7 +151,7 @@ class KVExchange:
         core.scheduler.compute_here(seq)
 
     def _end_phases(self, now: float, settled: Settled) -> None:
-        """Of a sequence that waited for what has come: until the producer had computed all of it,
+        """The sequence has waited for what has come: until the producer had computed all of it,
         and from then on; or all of it is lost."""
         arrival, seq = settled.arrival, settled.arrival.seq
         if arrival.mode is not Mode.HANDOFF:

@@ -61,7 +61,7 @@ class Listening:
         on_message: OnMessage,
         on_peer_lost: OnPeerLost = lambda _peer, _epoch: None,
     ) -> Wire:
-        """Of a process that is called `node`; it does not listen yet."""
+        """Makes that of a process that is called `node`; it does not listen yet."""
         limits = WireLimits(max_frame_bytes=self.max_frame_bytes, give_up_s=self.reconnect_s)
         return Wire(node, self.token, on_message, on_peer_lost, limits, epoch, self.tls)
 

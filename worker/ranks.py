@@ -35,7 +35,7 @@ class Ranks:
         self._forget_the_rest()
 
     def config(self) -> WorkerConfig:
-        """Of the worker."""
+        """The worker's, with what all ranks have."""
         config = self._own.config
         each = [facts.metadata for facts in self._facts]
         config = replace(config, agent_metadata=join_ranks(config.node_id, each))
@@ -51,7 +51,7 @@ class Ranks:
         return answers
 
     def add_checksums(self, step: Step, own: list[int]) -> list[int]:
-        """Of the blocks that `step` filled, from those of rank 0's heads."""
+        """Completes those of the blocks that `step` filled, given those of rank 0's heads."""
         each = zip([own, *self._runner.checksums(step)], self._counted, strict=True)
         return add_checksums([sums for sums, is_counted in each if is_counted])
 

@@ -37,7 +37,7 @@ class WorkerSpec:
     on_gpu: bool
     threads: int  # 0: as the runner chooses
     engine: EngineSection
-    host_bytes: int = 0  # of this worker's tiers; 0: no such tier
+    host_bytes: int = 0  # this worker's tiers; 0: no such tier
     num_sharing_host: int = 0  # workers of its machine among which a host tier of auto is divided
     disk_bytes: int = 0
     disk_path: str = ""  # "": in the user's cache
@@ -60,7 +60,7 @@ class WorkerSpec:
 
     @property
     def num_ranks_here(self) -> int:
-        """Of its ranks, those on each of its machines."""
+        """How many ranks it has on each of its machines."""
         return self.engine.tensor_parallel_size // (1 + len(self.further))
 
     def find_model(self) -> Path:

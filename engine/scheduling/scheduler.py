@@ -205,7 +205,7 @@ class Scheduler:
                 step.may_be_followed = may_be_followed(decodes)
             else:
                 step.repeats = repeats(decodes, self.config)
-        step.gives_way = not decodes and not any(seq.reserve_growth for seq, _ in chosen)
+        step.low_priority = not decodes and not any(seq.reserve_growth for seq, _ in chosen)
         if not is_apart:
             self._paused_at = None
         elif self._paused_at is None:

@@ -144,7 +144,6 @@ class LoneWorker:
                 request_id=name,
                 attempt=1,
                 router=ASKER,
-                prefill_from=None,
                 tokens=tuple(prompt),
                 num_prompt_tokens=len(prompt),
                 sampling=sampling,

@@ -38,9 +38,8 @@ from kvrelay.engine.waiting import Passes
 from kvrelay.kvtransfer.agent import CopyDone, TransferId
 from kvrelay.kvtransfer.messages import KVRelease
 from kvrelay.kvtransfer.peer.arrival import Arrival
-from kvrelay.kvtransfer.peer.connector import Connector
+from kvrelay.kvtransfer.peer.connector import Connector, Orphans
 from kvrelay.kvtransfer.peer.handoff import ConsumerEvent
-from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.transfer_loop import Answer

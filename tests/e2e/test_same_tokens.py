@@ -19,6 +19,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import greedy, prompts
 from tests.e2e.serving import wait_until
+from tests.kvtransfer.tiers.quiet import is_quiet
 from tests.support.local import Completion, LocalCluster
 
 pytestmark = pytest.mark.e2e
@@ -61,7 +62,7 @@ def test_one_request_at_a_time_and_again_from_every_tier(
     }
     for host_bytes, source in ((1 << 30, "host"), (0, "disk")):
         with LocalCluster(
-            smollm2_dir, prefill=0, engine=engine, nixl=True, host_bytes=host_bytes, **disk
+            smollm2_dir, prefill=0, engine=engine, host_bytes=host_bytes, **disk
         ) as cluster:
             if source == "host":
                 asked.check([cluster.submit(p, asked.sampling).result(120) for p in asked.prompts])
@@ -80,7 +81,11 @@ def test_one_request_at_a_time_and_again_from_every_tier(
 
 def wait_until_on_disk(cluster: LocalCluster) -> None:
     node: Any = cluster.workers["decode-0"].node
-    wait_until(lambda: cluster.run(lambda: node.exchange.tiers.is_quiet), 60, "they never rest")
+    wait_until(
+        lambda: cluster.run(lambda: is_quiet(node.exchange.tiers, node.core.now)),
+        60,
+        "they never rest",
+    )
 
 
 def test_one_pool_in_a_batch(smollm2_dir: Path, asked: Asked) -> None:

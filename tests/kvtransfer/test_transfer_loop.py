@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer import transfer_loop
@@ -21,12 +22,12 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
+from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
-from tests.support.local_agent import LocalAgent, LocalRegistry
 
 DEADLINE_S = 30.0
 NUM_BLOCKS, BLOCK = 8, 256
@@ -64,10 +65,9 @@ def start() -> Iterator[Callable[..., Loop]]:
 
 class TestTransferLoop:
     def test_many_reads_between_two_workers(self, start: Callable[..., Loop]) -> None:
-        registry = LocalRegistry()
-        pool, source = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
-        producer = LocalAgent("p", source, registry)
-        executor = executor_of(LocalAgent("me", pool, registry), pool)
+        producer = NixlAgent("p", torch.from_numpy(source := content(NUM_BLOCKS, BLOCK, 1)))
+        pool = content(NUM_BLOCKS, BLOCK, 0)
+        executor = executor_of(NixlAgent("me", torch.from_numpy(pool)), pool)
         loop = start(executor)
         loop.submit(ConnectPeer("p", 3, NUM_BLOCKS, producer.metadata()))
         for i in range(200):
@@ -80,6 +80,7 @@ class TestTransferLoop:
         assert sorted(a.transfer_id for a in answers if isinstance(a, CopyDone)) == [*range(200)]
         assert np.array_equal(pool, source)
         assert executor.audit() == 0
+        producer.close()
 
     def test_a_stalled_read_times_out_by_itself(self, start: Callable[..., Loop]) -> None:
         agent = FakeAgent()

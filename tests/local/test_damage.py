@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.request import SamplingParams
+from kvrelay.worker import transfers
 from tests.local.test_local import VOCAB, small
 from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import assert_clean, load_all, settle, wait_for
@@ -54,14 +54,21 @@ def expected(model_dir: Path) -> list[list[int]]:
 
 
 def test_every_changed_byte_in_host_memory_is_noticed(
-    model_dir: Path, expected: list[list[int]]
+    model_dir: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(1)
+    arenas: list[Any] = []
+    make_arena = transfers.make_arena
+
+    def make_and_keep(*args: Any, **options: Any) -> Any:
+        arenas.append(make_arena(*args, **options))
+        return arenas[-1]
+
+    monkeypatch.setattr(transfers, "make_arena", make_and_keep)
     with LocalCluster(model_dir, prefill=0, engine=ENGINE, host_bytes=16 * MIB) as cluster:
         load_all(cluster)
         assert fill(cluster) == expected
-        (pools,) = cluster.registry.pools.values()
-        host = np.asarray(pools[Tier.HOST]).reshape(len(pools[Tier.HOST]), -1).view(np.uint8)
+        (host,) = arenas
         for block in host:
             block[rng.randrange(len(block))] ^= 1 << rng.randrange(8)
         assert ask(cluster) == expected

@@ -62,7 +62,6 @@ def test_two_ranks_go_on_with_the_kv_of_one_and_the_worker_ends_with_its_ranks(
         engines=engines,
         router=HAND_OVER,
         threads=2,
-        nixl=True,
         host_bytes=1 << 20,
     ) as cluster:
         answers = cluster.generate(PROMPTS, GREEDY)
@@ -104,7 +103,7 @@ def test_workers_of_any_sizes_hand_over(
         expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
     sizes = {Role.PREFILL: src_size, Role.DECODE: dst_size}
     engines = {role: replace(ENGINE, tensor_parallel_size=size) for role, size in sizes.items()}
-    with LocalCluster(tmp_path, engines=engines, router=HAND_OVER, threads=2, nixl=True) as cluster:
+    with LocalCluster(tmp_path, engines=engines, router=HAND_OVER, threads=2) as cluster:
         answers = cluster.generate(PROMPTS, GREEDY)
         cluster.wait_idle()
         totals = cluster.status().totals
@@ -140,9 +139,7 @@ def test_a_configuration_gives_each_role_its_size_up_to_the_kv_that_is_handed_ov
     engines = {role: spec.engine for role, spec in specs.items()}
     with LocalCluster(model_dir, prefill=0, engine=ENGINE, threads=2) as cluster:
         expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
-    with LocalCluster(
-        model.path, engines=engines, router=HAND_OVER, threads=2, nixl=True
-    ) as cluster:
+    with LocalCluster(model.path, engines=engines, router=HAND_OVER, threads=2) as cluster:
         assert len(followers()) == 1
         assert [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)] == expected
         cluster.wait_idle()

@@ -1,8 +1,7 @@
 """The local runtime: a whole cluster in one process, for tests and measurements.
 
-The router and the workers are the real nodes over real models; only the wire is missing (messages
-are handed over in memory) and, unless asked for, NIXL between memories (KV blocks are copied). The
-disk tier is the real one. The event loop runs
+The router and the workers are the real nodes over real models, with NIXL between their memories and
+a real disk tier; only the wire is missing: messages are handed over in memory. The event loop runs
 on a thread of its own; everything public here blocks or returns a future.
 """
 
@@ -31,7 +30,6 @@ from kvrelay.engine.request import (
     TokenLogprobs,
 )
 from kvrelay.engine.stats import Role, RouterUp
-from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerUp
 from kvrelay.router.router import Router
@@ -39,7 +37,6 @@ from kvrelay.router.status import RouterStatus
 from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
-from tests.support.local_agent import LocalAgent, LocalRegistry
 
 ROUTER, CLIENT = "router-0", "client-0"
 
@@ -112,7 +109,6 @@ class LocalCluster:
         engines: Mapping[Role, EngineSection] | None = None,
         router: RouterConfig | None = None,
         threads: int = 0,
-        nixl: bool = False,
         corrupt: Callable[..., None] | None = None,
         **tiers: Any,
     ) -> None:
@@ -144,12 +140,7 @@ class LocalCluster:
             )
             for i, role in enumerate(roles)
         ]
-        self.registry = LocalRegistry()
-
-        def local_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> LocalAgent:
-            return LocalAgent(name, pool, self.registry, host=host, share=share)
-
-        self._options = BuildOptions(None if nixl else local_agent, corrupt)
+        self._options = BuildOptions(corrupt=corrupt)
         self.workers: dict[NodeId, BuiltWorker] = {}
 
     def __enter__(self) -> LocalCluster:

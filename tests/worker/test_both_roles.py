@@ -51,18 +51,18 @@ class Both(World):
     ) -> None:
         """The prompt is computed by one worker and the output by another."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
-        rest = (tuple(prompt), len(prompt), params, TIMEOUT_S)
-        self.queue.append((computes, Prefill(name, 0, "router", decodes, *rest)))
-        self.queue.append((decodes, Decode(name, 0, "router", computes, *rest)))
+        work = (name, 0, "router", tuple(prompt), len(prompt), params, TIMEOUT_S)
+        self.queue.append((computes, Prefill(*work, decode_to=decodes)))
+        self.queue.append((decodes, Decode(*work, prefill_from=computes)))
 
     def decode_at(self, worker: str, name: str, prompt: list[int], max_tokens: int) -> None:
         """All of it is computed there."""
         self.submit(name, prompt, max_tokens, remote=False, decode=worker)
 
     def seqs_of(self, node: str) -> list[tuple[set[str], bool]]:
-        """The requests in each step of a worker, and whether it gives way."""
+        """The requests in each step of a worker, and whether it has low priority."""
         return [
-            ({seq.request_id.partition("#")[0] for seq in step.seqs}, step.gives_way)
+            ({seq.request_id.partition("#")[0] for seq in step.seqs}, step.low_priority)
             for where, step in self.steps
             if where == node
         ]
@@ -126,14 +126,14 @@ def test_small_pools_in_which_both_kinds_compete_finish_right() -> None:
     assert sum(world.num_preemptions(each) for each in workers) > 0
 
 
-def test_a_step_of_prompts_for_others_gives_way_and_one_with_an_own_request_does_not(
+def test_a_step_of_prompts_for_others_has_low_priority_and_one_with_an_own_request_has_not(
     world: Both,
 ) -> None:
     world.hand_over("a", PROMPT, 4, computes="decode", decodes="decode-1")
     world.hand_over("b", LONG, 4, computes="decode", decodes="decode-1")
     finished(world)
-    assert [gives_way for _, gives_way in world.seqs_of("decode")] == [True] * 11  # 82 tokens
-    assert not any(gives_way for _, gives_way in world.seqs_of("decode-1"))  # they decode
+    assert [low_priority for _, low_priority in world.seqs_of("decode")] == [True] * 11  # 82 tokens
+    assert not any(low_priority for _, low_priority in world.seqs_of("decode-1"))  # they decode
 
     world.steps.clear()
     world.decode_at("decode", "own", [7] * 30, 20)
@@ -142,7 +142,7 @@ def test_a_step_of_prompts_for_others_gives_way_and_one_with_an_own_request_does
     steps = world.seqs_of("decode")
     assert steps[0] == ({"own"}, False)  # the prompt of an own request
     assert ({"own", "c"}, False) in steps
-    assert all(gives_way == (names == {"c"}) for names, gives_way in steps)
+    assert all(low_priority == (names == {"c"}) for names, low_priority in steps)
 
 
 def test_routers_are_told_once_of_each_preemption_when_it_happens() -> None:
