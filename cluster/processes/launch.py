@@ -35,7 +35,7 @@ from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.processes.life import open_life
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
-from kvrelay.cluster.processes.supervisor import Ready, Supervisor, Tell
+from kvrelay.cluster.processes.supervisor import OnProgress, Ready, Supervisor
 from kvrelay.cluster.state.opening import with_url
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.kv_plan import BuildError
@@ -87,7 +87,7 @@ HEAD_START_S = 3.0
 
 async def serve(
     config: Config,
-    tell: Tell,
+    on_progress: OnProgress,
     stop: asyncio.Event,
     on_ready: Callable[[Ready, Config], None],
     source: Source | None = None,
@@ -100,7 +100,7 @@ async def serve(
     tenants, the store and an extra that is not installed."""
     config = with_operations_key(with_url(config))
     config = await asyncio.to_thread(with_certificates, config)
-    config = _for_gpus(config, tell)
+    config = _for_gpus(config, on_progress)
     _check_chat_template(config)
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -113,14 +113,14 @@ async def serve(
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
     supervisor: Supervisor | None = None
     try:
-        preparing = asyncio.create_task(_prepare(config, tell, found))
+        preparing = asyncio.create_task(_prepare(config, on_progress, found))
         tasks.append(preparing)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEAD_START_S):
                 await found.wait()
         if preparing.done():
             preparing.result()
-        supervisor = await _supervise(config, access, sockets, tell, source)
+        supervisor = await _supervise(config, access, sockets, on_progress, source)
         on_cluster(supervisor.cluster)
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
@@ -140,7 +140,7 @@ async def serve(
             sock.close()
 
 
-def _for_gpus(config: Config, tell: Tell) -> Config:
+def _for_gpus(config: Config, on_progress: OnProgress) -> Config:
     """As many workers as the GPUs of this machine are for. Raises ServeError."""
     try:
         check_machines(config)
@@ -148,7 +148,7 @@ def _for_gpus(config: Config, tell: Tell) -> Config:
     except BuildError as error:
         raise ServeError(str(error)) from error
     if told:
-        tell("GPUs", told, True)
+        on_progress("GPUs", told, True)
     return config
 
 
@@ -190,7 +190,7 @@ async def _supervise(
     config: Config,
     access: Access,
     sockets: dict[NodeId, socket.socket],
-    tell: Tell,
+    on_progress: OnProgress,
     source: Source | None,
 ) -> Supervisor:
     port = next(iter(sockets.values())).getsockname()[1]
@@ -210,7 +210,7 @@ async def _supervise(
         orphan_s=cluster.orphan_s,
         tls=identity_of(config.tls) if config.tls.frames else None,
     )
-    supervisor = Supervisor(config, access, sockets, life, listening, host, tell, source)
+    supervisor = Supervisor(config, access, sockets, life, listening, host, on_progress, source)
     await supervisor.start()
     return supervisor
 
@@ -251,7 +251,7 @@ def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
     return sockets
 
 
-async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> PreparedModel:
+async def _prepare(config: Config, on_progress: OnProgress, found: asyncio.Event) -> PreparedModel:
     """The model on disk. `found` is set once it is clear that the model is there, or is not, or
     will take a while."""
     loop = asyncio.get_running_loop()
@@ -261,20 +261,20 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> Prepared
         num_here = num_prefill = 0
 
     def prepare() -> PreparedModel:
-        def on_news(news: str) -> None:
+        def progress(state: str) -> None:
             loop.call_soon_threadsafe(found.set)
-            tell("model", news, False)
+            on_progress("model", state, False)
 
         try:
             model = prepare_model(
-                config, num_here, on_news, num_prefill_here=num_prefill, on_gpu=on_gpu
+                config, num_here, progress, num_prefill_here=num_prefill, on_gpu=on_gpu
             )
         except BuildError as error:
             raise ServeError(str(error)) from error
-        tell("model", str(model.path), True)
+        on_progress("model", str(model.path), True)
         return model
 
-    tell("model", config.model.name, False)
+    on_progress("model", config.model.name, False)
     try:
         return await _in_thread(prepare, "prepare-model")
     finally:

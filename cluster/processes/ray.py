@@ -45,12 +45,13 @@ from kvrelay.decode_worker.actor import DecodeWorker
 from kvrelay.engine.host import first_line
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire.channel import pack, unpack
 from kvrelay.prefill_worker.actor import PrefillWorker
 from kvrelay.worker.messages import StartFailed, WorkerStarted
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import name_of
 from kvrelay.worker.rank_host import RankHostSpec
-from kvrelay.worker.spec import WorkerSpec
+from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 
 log = logging.getLogger("kvrelay.ray")
 
@@ -191,7 +192,8 @@ class RayWorkers:
                     return None, place
             spec = replace(spec, host=listening.host, rank_hosts=tuple(places))
         running.guardian = self._guardian(spec, group, 0)
-        return running.guardian, await _result(running.guardian.start.remote(spec, listening))
+        order = pack(WorkerOrder(spec, listening))
+        return running.guardian, unpack(await _result(running.guardian.start.remote(order)))
 
     async def _place(self, spec: WorkerSpec) -> PlacementGroup | None:
         """A bundle for each of the worker's machines, once Ray holds them; None: it does not."""
@@ -228,8 +230,8 @@ class RayWorkers:
             )
             guardian = self._guardian(spec, group, number)
             running.of_ranks.append(guardian)
-            answers.append(_result(guardian.start_ranks.remote(of_ranks)))
-        return await asyncio.gather(*answers)
+            answers.append(_result(guardian.start_ranks.remote(pack(of_ranks))))
+        return [unpack(answer) for answer in await asyncio.gather(*answers)]
 
     def _host_of(self, machine: str) -> str:
         """Where a worker on it listens."""
