@@ -99,7 +99,7 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     from rich.console import Console
 
     from kvrelay.cluster.config import ConfigError
-    from kvrelay.cluster.processes.errors import ServeError
+    from kvrelay.cluster.processes.supervisor import ServeError
 
     sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
     sections |= {"host": "api", "port": "api", "dtype": "model"}

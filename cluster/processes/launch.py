@@ -30,12 +30,11 @@ from kvrelay.cluster.prepare import (
     uses_gpus,
 )
 from kvrelay.cluster.processes.certificates import identity_of, with_certificates
-from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.processes.life import open_life
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
-from kvrelay.cluster.processes.supervisor import OnProgress, Ready, Supervisor
+from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
 from kvrelay.cluster.state.opening import with_url
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.kv_plan import BuildError

@@ -27,7 +27,6 @@ from kvrelay.cluster.control.messages import (
     StopRouter,
 )
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.life import Life
 from kvrelay.cluster.processes.orders import (
     AllUp,
@@ -61,6 +60,10 @@ SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
 RESTART_S, MAX_RESTART_S = 0.1, 10.0  # before a controller that ended is started again
 STABLE_S = 60.0  # one that ran for so long is started again at once
 END_S = 20.0  # for a process to end by itself once it was told to
+
+
+class ServeError(Exception):
+    """Serving cannot begin, or cannot go on; one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
