@@ -44,7 +44,7 @@ register(RankHostSpec, RankHost)
 
 
 def serve(spec: RankHostSpec, guardian: BlockingChannel) -> str:
-    """Returns why it ends."""
+    """Serves the worker; returns the reason why it ends."""
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
     try:
         server = socket.create_server((spec.host, 0), family=family)

@@ -168,7 +168,7 @@ class LaunchError(Exception):
 
 
 class Launch:
-    """Owned by one command."""
+    """What one command does; it owns the launch."""
 
     def __init__(self, hosts: Hosts, on_step: OnStep, home: Path | None = None) -> None:
         """`home`: where this machine's token is; None: the user's."""

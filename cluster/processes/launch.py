@@ -72,7 +72,7 @@ def _toward(host: str) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # of a datagram socket: only the route is looked up
+            probe.connect((host, 9))  # only looks up the route: it is a datagram socket
         except OSError:
             return LOOPBACK
         return str(probe.getsockname()[0])
@@ -143,11 +143,11 @@ def _for_gpus(config: Config, on_progress: OnProgress) -> Config:
     """As many workers as the GPUs of this machine are for. Raises ServeError."""
     try:
         check_machines(config)
-        config, told = for_gpus(config, num_gpus())
+        config, notice = for_gpus(config, num_gpus())
     except BuildError as error:
         raise ServeError(str(error)) from error
-    if told:
-        on_progress("GPUs", told, True)
+    if notice:
+        on_progress("GPUs", notice, True)
     return config
 
 
@@ -163,7 +163,7 @@ def _check_chat_template(config: Config) -> None:
 
 
 class _Stopped(Exception):
-    """Asked to stop."""
+    """Raised when serving is to stop before what is awaited has come."""
 
 
 async def _first(awaited: asyncio.Future[T], until: tuple[asyncio.Future[Any], ...]) -> T:
@@ -178,7 +178,7 @@ async def _first(awaited: asyncio.Future[T], until: tuple[asyncio.Future[Any], .
 
 
 async def _forward(source: Source, supervisor: Supervisor) -> None:
-    """SIGHUP, to the routers."""
+    """Has routers read tenants again whenever SIGHUP comes."""
     while True:
         await source.hangup.wait()
         source.hangup.clear()
@@ -237,7 +237,7 @@ def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
-    """A listening socket for each router: at the API's port and those after it."""
+    """Opens a listening socket for each router: at the API's port and those after it."""
     sockets: dict[NodeId, socket.socket] = {}
     try:
         for number in range(config.cluster.routers):

@@ -85,7 +85,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """Read tenants again."""
+    """To a router: read the tenants' files again."""
 
 
 @dataclass(frozen=True, slots=True)

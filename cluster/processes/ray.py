@@ -59,7 +59,8 @@ POLL_MACHINES_S = 1.0
 END_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 30.0  # for the GPUs of a machine, which its last worker may still have
 RANKS_WAIT_S = 120.0  # for a worker to connect to its ranks; it imports torch before that
-HELD = 0.001  # of a machine, by each worker: Ray's autoscaler would think it idle otherwise
+# Each worker holds so much of its machine: Ray's autoscaler would think that idle otherwise.
+HELD = 0.001
 ACTORS = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
 
 
@@ -68,7 +69,7 @@ class _Running:
     epoch: int
     guardian: Any  # None: not created yet
     task: asyncio.Task[None]
-    # Of its ranks on other machines. They end with the worker; by force where it never began.
+    # Guardians of its ranks on other machines end with the worker; by force where it never began.
     of_ranks: list[Any] = field(default_factory=list)
 
 
@@ -154,7 +155,7 @@ class RayWorkers:
         await asyncio.to_thread(ask_for_machines, num_machines, resources)
 
     async def close(self) -> None:
-        """End all, within `END_TIMEOUT_S`."""
+        """End all workers, within `END_TIMEOUT_S`."""
         for worker in {*self._running, *self._placed}:
             self.end(worker, sys.maxsize)
         if self._ending:
@@ -241,7 +242,7 @@ class RayWorkers:
         return ray.util.get_node_ip_address() if own else self._raylets[machine][0]
 
     def _guardian(self, spec: WorkerSpec, group: PlacementGroup, number: int) -> Any:
-        """`number`: of the machine among the worker's."""
+        """`number` says which of the worker's machines it is on."""
         who = f"ranks of {spec.worker}" if number else spec.worker
         name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
         env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}

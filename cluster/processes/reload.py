@@ -32,7 +32,7 @@ class Source:
     hangup: asyncio.Event  # set by SIGHUP
 
     def read(self) -> Config:
-        """Raises ConfigError."""
+        """Reads the file again. Raises ConfigError if it is not right."""
         return load_config(self.path, self.overrides)
 
 

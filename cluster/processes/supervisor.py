@@ -70,7 +70,7 @@ class ServeError(Exception):
 class Ready:
     """All are up, and the first router takes requests."""
 
-    ports: dict[NodeId, int]  # of each router's API
+    ports: dict[NodeId, int]  # where each router's API listens
     lines: tuple[str, ...]  # what the KV cache costs
     model: str
 
@@ -222,7 +222,7 @@ class Supervisor:
         if self._controller is not None and self._controller.is_alive:
             self._controller.send(Stop())
             await _end(self._controller, 2 * END_S)
-        kill_workers(self.cluster)  # of a controller that could not end them, if they are here
+        kill_workers(self.cluster)  # where the controller could not, if they are here
         for task in self._tasks:
             task.cancel()
         if not self.failed.done():
@@ -314,7 +314,7 @@ class Supervisor:
             self._failures = 0
         pause_s = min(RESTART_S * 2**self._failures, MAX_RESTART_S)
         self._failures += 1
-        log.warning("the controller has ended (%s); again in %g s", told(code), pause_s)
+        log.warning("the controller has ended (%s); again in %g s", shown(code), pause_s)
         if self._restarting is not None and not self._restarting.done():
             self._restarting.set_result("the controller has ended")
 
@@ -377,7 +377,7 @@ class Supervisor:
         if started is not None and started.peer.epoch == epoch:
             del self._started[name]
         if not self._is_ending:
-            self._to_controller(RouterLost(name, epoch, f"its process has ended ({told(code)})"))
+            self._to_controller(RouterLost(name, epoch, f"its process has ended ({shown(code)})"))
 
     def _stop_router(self, name: NodeId, epoch: int) -> None:
         child, started = self._routers.get(name), self._started.get(name)
@@ -425,8 +425,8 @@ async def _end(child: Child, timeout_s: float) -> None:
         await child.ended(END_S)
 
 
-def told(code: int) -> str:
-    """An exit code, for people."""
+def shown(code: int) -> str:
+    """Says an exit code as people know it."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
