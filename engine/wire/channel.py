@@ -22,6 +22,7 @@ import os
 import socket
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,7 +36,7 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
 MAX_NOISE_BYTES = 64 << 10  # before the preamble: what a login shell prints
 MAX_QUEUED_BYTES = 1 << 20  # not read by the other end; what comes then is dropped
-MAX_QUEUED_MESSAGES = 1024  # not taken yet: then no more is read
+READ_BYTES = 1 << 16
 BEAT_S = 1.0
 
 
@@ -268,80 +269,60 @@ class BlockingChannel:
 
     def _read(self) -> None:
         try:
-            data = self._end.recv(1 << 16)
+            data = self._end.recv(READ_BYTES)
         except ConnectionError:
             data = b""
-        if not data:
-            raise EOFError
-        try:
-            self._messages += self._incoming.feed(data)
-        except ChannelError as error:
-            self.send(NotUnderstood(str(error)))
-            raise
+        self._messages += _understood(self._incoming, data, self.send)
 
     def close(self) -> None:
         self._end.close()
 
 
-class Channel(asyncio.Protocol):
+class Channel:
     """One end, on an event loop. Owns its socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
         self._incoming = Incoming()
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
-        self._transport: asyncio.Transport | None = None
+        self._messages: deque[Any] = deque()
+        writer.write(greeting())
 
     @classmethod
     async def over(cls, end: socket.socket) -> Channel:
-        _, channel = await asyncio.get_running_loop().create_connection(cls, sock=end)
-        return channel
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(greeting())
-
-    def data_received(self, data: bytes) -> None:
-        assert self._transport is not None
-        try:
-            messages = self._incoming.feed(data)
-        except ChannelError as error:
-            self.send(NotUnderstood(str(error)))
-            self._messages.put_nowait(error)
-            self._transport.close()
-            return
-        for message in messages:
-            self._messages.put_nowait(message)
-        if self._messages.qsize() > MAX_QUEUED_MESSAGES:
-            self._transport.pause_reading()
-
-    def connection_lost(self, _: Exception | None) -> None:
-        self._messages.put_nowait(EOFError())
+        return cls(*await asyncio.open_connection(sock=end))
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return not self._writer.is_closing()
 
     def send(self, message: Any) -> None:
         """Without waiting. An other end that does not read for minutes misses some."""
-        if self.is_open:
-            assert self._transport is not None
-            if self._transport.get_write_buffer_size() < MAX_QUEUED_BYTES:
-                self._transport.write(frame(message))
+        if self.is_open and self._writer.transport.get_write_buffer_size() < MAX_QUEUED_BYTES:
+            self._writer.write(frame(message))
 
     async def receive(self) -> Any:
         """Raises EOFError when the other end is gone, and ChannelError."""
-        message = await self._messages.get()
-        if isinstance(message, Exception):
-            raise message
-        if self.is_open and self._messages.qsize() <= MAX_QUEUED_MESSAGES // 2:
-            assert self._transport is not None
-            self._transport.resume_reading()
-        return message
+        while not self._messages:
+            try:
+                data = await self._reader.read(READ_BYTES)
+            except ConnectionError:
+                data = b""
+            self._messages += _understood(self._incoming, data, self.send)
+        return self._messages.popleft()
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._writer.close()
+
+
+def _understood(incoming: Incoming, data: bytes, send: Callable[[Any], None]) -> list[Any]:
+    """The messages that `data` completes; who sent what is none hears why."""
+    if not data:
+        raise EOFError
+    try:
+        return incoming.feed(data)
+    except ChannelError as error:
+        send(NotUnderstood(str(error)))
+        raise
 
 
 register(Hello, Beat, NotUnderstood)

@@ -160,25 +160,28 @@ def on_loop(other: socket.socket, talk: Callable[[BlockingChannel], None], ours:
 def test_an_end_on_a_loop_talks_and_hears_the_end(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    num_messages = 3 * channel.MAX_QUEUED_MESSAGES
+    num_messages = 20_000  # more than the buffers between the two hold
+    has_sent_all = threading.Event()
 
     def echo(theirs: BlockingChannel) -> None:
         message = theirs.receive()
         for _ in range(num_messages):
             theirs.send(message)
+        has_sent_all.set()
         theirs.close()
 
     async def ours() -> None:
         end = await Channel.over(ends[0])
         end.send(SAMPLE)
-        await asyncio.sleep(0.2)  # what comes meanwhile is bounded
-        assert 0 < end._messages.qsize() < num_messages
+        await asyncio.sleep(0.2)
+        assert not has_sent_all.is_set(), "who is not read has to wait"
         for _ in range(num_messages):
             assert await end.receive() == SAMPLE
         with pytest.raises(EOFError):
             await end.receive()
-        assert not end.is_open
         end.send(SAMPLE)  # is lost
+        end.close()
+        assert not end.is_open
 
     on_loop(ends[1], echo, ours)
 
