@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import WorkerInfo
+from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.codec import register
 
 CONTROLLER: NodeId = "controller"
@@ -41,6 +42,13 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessEnds:
+    """To its guardian, from a worker's process or one with ranks: it ends for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Introduced:
     to: NodeId
     about: NodeId
@@ -71,3 +79,4 @@ class End:
 
 
 register(Introduced, WorkerStarted, Meet, Adopt, End)
+channel.register(WorkerStarted, StartFailed, ProcessEnds)

@@ -13,6 +13,8 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire import channel
+from kvrelay.worker.process import Listening
 from kvrelay.worker.settings import EngineSection
 
 log = logging.getLogger("kvrelay.build")
@@ -70,6 +72,17 @@ class WorkerSpec:
             return path
         cache_dir = Path(self.cache_dir) if self.cache_dir else None
         return resolve_model(self.model_name, cache_dir=cache_dir, progress=log.info)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """To a worker's process: what it is to be. Answered by WorkerStarted or StartFailed."""
+
+    spec: WorkerSpec
+    listening: Listening
+
+
+channel.register(WorkerOrder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from kvrelay.cluster.control.wanted import Worker, WorkerState
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.life import read_record, write_private
 from kvrelay.cluster.processes.operators_desk import OperatorsDesk
-from kvrelay.cluster.processes.orders import AllUp, ControlSpec, PartNews
+from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
@@ -280,7 +280,7 @@ class ControlProcess:
                     self._end_now(why)
                 log.warning("%s; again in %g s", why, RAY_RETRY_S)
                 await asyncio.sleep(RAY_RETRY_S)
-        self._tell(PartNews("ray", "up", True))
+        self._tell(StartupProgress("ray", "up", True))
         await self._model
         self._workers = ray.RayWorkers(self.spec.listening, self.say)
         cluster = self.spec.cluster
@@ -309,8 +309,8 @@ class ControlProcess:
         except Exception as error:  # of Ray: what serves goes on with the machines that there are
             log.warning("Ray was not asked for %d machines: %s", num_machines, error)
 
-    def _tell_ray(self, news: str) -> None:
-        self._loop.call_soon_threadsafe(self._tell, PartNews("ray", news, False))
+    def _tell_ray(self, state: str) -> None:
+        self._loop.call_soon_threadsafe(self._tell, StartupProgress("ray", state, False))
 
     def _start_worker(self, start: StartWorker) -> None:
         machines = {machine.machine_id: machine for machine in self.controller.machines}
@@ -353,7 +353,7 @@ class ControlProcess:
             for part in parts:
                 is_up = part.state in (WorkerState.UP, RouterState.UP)
                 why = f" ({part.last_error})" if part.last_error and not is_up else ""
-                self._tell(PartNews(part.node, f"{part.state}{why}", is_up))
+                self._tell(StartupProgress(part.node, f"{part.state}{why}", is_up))
             await asyncio.sleep(0.1)
         infos = [w.info for w in self.controller.workers.values() if w.info is not None]
         model = await self._model

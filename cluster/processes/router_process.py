@@ -44,6 +44,7 @@ from kvrelay.cluster.state.opening import open_state
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
+from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
@@ -71,8 +72,21 @@ class RouterProcessSpec:
     config: Config
     model: ServedModel
     access: Access
-    # of tenants that may change: `path` and `read` of a `Source`
-    source: tuple[Path | None, Callable[[], Config]] | None = None
+    # where tenants come from that may change: `path` and `overrides` of a `Source`
+    source: tuple[Path | None, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOrder:
+    """What a router's process is to be. `sock`: the number of its listening socket here."""
+
+    spec: RouterProcessSpec
+    listening: Listening
+    host: str  # where its wire listens
+    sock: int
+
+
+channel.register(RouterOrder)
 
 
 class RouterProcess:

@@ -1,7 +1,6 @@
-"""A worker's process whose first step hangs: `python -m tests.worker.hung_worker FOLDER`.
+"""A worker's process whose first step hangs: `python -m tests.worker.hung_worker FOLDER FD`.
 
-All of it is the real thing but for the function that computes. It writes, pickled, to stdout what
-it tells its guardian.
+All of it is the real thing but for the function that computes. FD is the channel to its guardian.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.process import Listening, WorkerProcess
 from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import WorkerSpec
@@ -63,7 +63,7 @@ def main() -> None:
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     worker_main.start = start
-    guardian = sys.stdout.buffer
+    guardian = BlockingChannel(inherited(sys.argv[2]))
     sys.exit(worker_main.serve(spec, Listening("127.0.0.1", b"token" * 8, 1 << 20), guardian))
 
 

@@ -27,7 +27,7 @@ ENTRIES = (
 
 @pytest.fixture(scope="module")
 def shared(tokenizer: Tokenizer) -> Iterator[Served]:
-    context = {"tenants": Tenants(ENTRIES, b"a secret")}
+    context = {"tenants": Tenants.of(ENTRIES, b"a secret")}
     with serve(tokenizer, ApiLimits(), context=context) as served:
         yield served
 

@@ -76,7 +76,7 @@ def test_lists_have_pages_and_say_what_is_wrong(served: Served) -> None:
 @pytest.mark.parametrize("path", ["", "/messages"])
 def test_one_is_its_tenants_alone(tokenizer: Tokenizer, path: str) -> None:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     with serve(tokenizer, ApiLimits(), context=context) as served:
         red, blue = ({"authorization": f"Bearer {key}-key"} for key in ("red", "blue"))
         body = {"model": MODEL, "messages": ASK, "store": True}

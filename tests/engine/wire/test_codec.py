@@ -45,7 +45,7 @@ MODULES += [
     "kvrelay.worker.messages",
     "kvrelay.cluster.control.process_messages",
 ]
-INSIDE = {"StartFailed"}  # it goes from a guardian to its controller
+INSIDE = {"StartFailed", "ProcessEnds"}  # they go to a guardian
 INSIDE |= {"WorkRequest"}  # the base of two
 
 

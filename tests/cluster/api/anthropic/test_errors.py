@@ -172,7 +172,7 @@ def test_a_failure_in_mid_stream_is_an_event_that_ends_it(served: Served) -> Non
 @pytest.fixture(scope="module")
 def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     limits = ApiLimits(max_live_requests=1, body_timeout_s=0.2)
     with serve(tokenizer, limits, context=context) as served:
         yield served

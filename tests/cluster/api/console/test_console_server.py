@@ -161,7 +161,7 @@ def test_scaling_is_passed_on(served: Served, monkeypatch: pytest.MonkeyPatch) -
 
 def test_data_is_for_operators_and_the_page_is_not(tokenizer: Tokenizer) -> None:
     tenants = [TenantEntry(name="team", keys=("tenant-key",))]
-    context = {"operations_key": KEY, "tenants": Tenants(tenants, b"secret")}
+    context = {"operations_key": KEY, "tenants": Tenants.of(tenants, b"secret")}
     context |= {"operators_are_here": False}
     with serve(tokenizer, ApiLimits(), context=context) as served:
         assert served.http.get("/console").status_code == 200

@@ -116,7 +116,7 @@ def test_a_conversation_has_a_bound(served: Served, monkeypatch: pytest.MonkeyPa
 
 def test_a_conversation_is_its_tenants_alone(tokenizer: Tokenizer) -> None:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     with serve(tokenizer, ApiLimits(), context=context) as served:
         red, blue = ({"authorization": f"Bearer {key}-key"} for key in ("red", "blue"))
         made = served.http.post(BASE, json={"items": [user("Hi")]}, headers=red).json()["id"]

@@ -134,7 +134,7 @@ def test_silent_connections_are_closed(served: Served, monkeypatch: pytest.Monke
 
 def test_keys_and_origins_are_asked_for(tokenizer: Tokenizer) -> None:
     entries = (TenantEntry("red", keys=("red-key",)),)
-    context = {"tenants": Tenants(entries, b"a secret"), "cors_origins": ("https://a.example",)}
+    context = {"tenants": Tenants.of(entries, b"a secret"), "cors_origins": ("https://a.example",)}
     with serve(tokenizer, ApiLimits(), context=context) as served:
         key = {"authorization": "Bearer red-key"}
         own = f"http://127.0.0.1:{served.port}"
