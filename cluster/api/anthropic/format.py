@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from kvrelay.cluster.api.anthropic.schema import TTL_S, MessagesChat
 from kvrelay.cluster.api.context import ApiContext
@@ -176,7 +177,7 @@ class MessageFormat(Format):
 def _object(text: str) -> dict[str, Any]:
     """The input of a call. One that was cut short is what there is of it, as a text."""
     try:
-        value = json.loads(text or "{}")
-    except ValueError:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
         return {"partial_json": text}
     return value if isinstance(value, dict) else {"value": value}

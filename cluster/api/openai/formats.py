@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import time
 from abc import ABC, abstractmethod
@@ -13,10 +14,11 @@ from itertools import chain, compress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.openai.logprobs import (
     COMPLETION_LISTS,
-    EncodedLists,
     Runs,
     TokenIdNames,
     TokenNames,
@@ -35,6 +37,21 @@ if TYPE_CHECKING:
 COMMENT = b": alive\n\n"  # of server-sent events, which clients skip
 _DONE = b"data: [DONE]\n\n"
 _ENTRIES_AT_ONCE = 256  # of log-probabilities of a prompt, encoded in one go
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("kvrelay-json", _escaped)
+
+
+def ascii_json(content: dict[str, Any]) -> bytes:
+    """What stands in it as `msgspec.Raw` is ASCII already. Clients that read an event line by line
+    may take U+2028 and the like, which JSON may contain, for the end of one."""
+    data = msgspec.json.encode(content)
+    return data if data.isascii() else data.decode().encode("ascii", "kvrelay-json")
 
 
 class Format(ABC):
@@ -63,10 +80,6 @@ class Format(ABC):
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         """`pieces` of all choices, each choice's in order, condensed."""
 
-    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
-        """Parts of the JSON of what `whole` returned."""
-        return [json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()]
-
     async def settled(self) -> None:
         """Called when the answer is complete, before its end is sent."""
         return
@@ -80,9 +93,9 @@ class Format(ABC):
         return self.failed(error)
 
     def encode(self, event: dict[str, Any]) -> bytes:
-        """As a server-sent event."""
+        """Returns a server-sent event."""
         name = f"event: {event['type']}\n".encode() if self.names_events else b""
-        return name + b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+        return b"%bdata: %b\n\n" % (name, ascii_json(event))
 
 
 @dataclass(slots=True)
@@ -233,11 +246,10 @@ class _WithLogprobs(Format):
 
     def __init__(self, plan: Plan) -> None:
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
-        self._lists = EncodedLists()
 
     @abstractmethod
     def _encoded(self, names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
-        """What `logprobs` of a condensed piece are."""
+        """Makes the `logprobs` of a condensed piece."""
 
     def condensed(self, piece: Piece) -> Piece:
         if not piece.tokens:
@@ -250,19 +262,13 @@ class _WithLogprobs(Format):
         plan = self._answer.plan.choices[piece.index]
         if plan.prompt_logprobs is None:
             return {}
-        told, tokens = piece.prompt_logprobs, plan.tokens[1:]
-        runs = [b"null"]  # the first token follows nothing
-        for begin in range(0, len(told), _ENTRIES_AT_ONCE):
+        logprobs, tokens = piece.prompt_logprobs, plan.tokens[1:]
+        runs = [msgspec.Raw(b"null")]  # the first token follows nothing
+        for begin in range(0, len(logprobs), _ENTRIES_AT_ONCE):
             part = slice(begin, begin + _ENTRIES_AT_ONCE)
-            runs.append(prompt_entries(self._answer.names, tokens[part], told[part]))
+            runs.append(prompt_entries(self._answer.names, tokens[part], logprobs[part]))
             await asyncio.sleep(0)
-        return {"prompt_logprobs": self._lists.value(tuple(runs))}
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        return b"".join([b"data: ", *self._lists.encode(event, ascii=True), b"\n\n"])
-
-    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
-        return self._lists.encode(content, ascii=False)
+        return {"prompt_logprobs": runs}
 
 
 class ChatFormat(_WithLogprobs):
@@ -348,7 +354,7 @@ class ChatFormat(_WithLogprobs):
         if not self._wants_logprobs:
             return None
         runs = piece.logprobs[0] if piece.logprobs else ()
-        return {"content": self._lists.value(runs), "refusal": None}
+        return {"content": runs, "refusal": None}
 
 
 class CompletionFormat(_WithLogprobs):
@@ -397,4 +403,4 @@ class CompletionFormat(_WithLogprobs):
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         lists = piece.logprobs or ((),) * len(COMPLETION_LISTS)
-        return dict(zip(COMPLETION_LISTS, map(self._lists.value, lists), strict=True))
+        return dict(zip(COMPLETION_LISTS, lists, strict=True))

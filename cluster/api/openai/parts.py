@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import SamplingParams, TokenLogprobs
@@ -66,7 +68,7 @@ class Piece:
     stopped_by: str | None = None  # the stop string that ended it
     stop_token: int | None = None  # that ended it, if it is not the model's own
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[tuple[bytes, ...], ...] = ()  # of `tokens`, encoded by the answer's format
+    logprobs: tuple[tuple[msgspec.Raw, ...], ...] = ()  # lists, encoded by the answer's format
     embedding: bytes = b""  # float32
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token and the others
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -38,7 +39,7 @@ from kvrelay.router.messages import Failed
 Request = TypeVar("Request", bound=ModelRequest)
 
 _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
-_PARTS_AT_ONCE = 16  # of an answer's JSON: some 100 kB of log-probabilities each
+_BYTES_AT_ONCE = 1 << 20  # of an answer
 _CANCELLED = "cancelled"
 
 
@@ -220,12 +221,12 @@ async def _whole(
         return _CANCELLED
     content = await format.whole(pieces, generation.usage())
     await format.settled()
-    parts = format.encode_whole(content)
+    body = msgspec.json.encode(content)
     start = Response(media_type="application/json", headers=headers)
-    start.headers["content-length"] = str(sum(map(len, parts)))
+    start.headers["content-length"] = str(len(body))
     await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
-    for begin in range(0, len(parts), _PARTS_AT_ONCE):
-        await _send_body(send, b"".join(parts[begin : begin + _PARTS_AT_ONCE]))
+    for begin in range(0, len(body), _BYTES_AT_ONCE):
+        await _send_body(send, body[begin : begin + _BYTES_AT_ONCE])
         await asyncio.sleep(0)
     await _end_body(send)
     return generation.choices[0].finish_reason or _CANCELLED

@@ -19,7 +19,6 @@ from starlette.types import Message, Receive, Scope
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.openai.formats import COMMENT
-from kvrelay.cluster.api.openai.logprobs import EncodedLists
 from kvrelay.cluster.api.responses.format import AskedCall, begun, error_event
 
 MAX_EVENT_BYTES = 16 * 2**20  # of a stream in the background that can be read again
@@ -79,7 +78,7 @@ class Background:
         response = begun(call.request, model, call.response_id, status)
         if status == "failed":
             response["error"] = self._error()
-        await call.keep(response, EncodedLists())
+        await call.keep(response)
 
     async def events(self, first: int) -> AsyncIterator[bytes]:
         """From number `first` to the end of the stream, with a comment where it is silent."""

@@ -7,19 +7,19 @@ of its calls.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
 from starlette.types import ASGIApp, Receive
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.openai.formats import Format, joined
-from kvrelay.cluster.api.openai.logprobs import EncodedLists, Runs, chat_entry
+from kvrelay.cluster.api.openai.logprobs import Runs, chat_entry
 from kvrelay.cluster.api.openai.parts import Piece, Plan, TokenText
 from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Span, Text
 from kvrelay.cluster.api.responses.schema import (
@@ -42,17 +42,19 @@ class TextLogprobs:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, bytes]] = deque()  # where its text begins, and its entry
+        self._waiting: deque[tuple[int, msgspec.Raw]] = (
+            deque()
+        )  # where its text begins, and its entry
 
     def add(self, tokens: Sequence[TokenText], entries: Runs) -> None:
-        """entries: as JSON, one of each token."""
+        """entries: one of each token, as JSON."""
         places = (token.offset for token in tokens)
         self._waiting.extend(zip(places, entries, strict=True))
 
-    def take(self, spans: Sequence[Span]) -> list[bytes]:
+    def take(self, spans: Sequence[Span]) -> list[msgspec.Raw]:
         """Entries of the tokens of a text that was read at `spans`. All that begin before the end
         of it have been added: a piece's tokens come no later than its text."""
-        waiting, entries = self._waiting, []
+        waiting, entries = self._waiting, list[msgspec.Raw]()
         for begin, end in spans:
             while len(waiting) > 1 and waiting[0][0] < begin and waiting[1][0] <= begin:
                 waiting.popleft()  # it ends where the next one begins
@@ -61,10 +63,9 @@ class TextLogprobs:
         return entries
 
 
-Keep = Callable[[dict[str, Any], EncodedLists], Awaitable[bool]]
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]
 """Keeps a response that is done, if that is asked for and possible; whether it did."""
 
-_ENTRIES_OF_A_RUN = 16  # of log-probabilities
 _REPEATED = (
     *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"),
     *("tools", "tool_choice", "parallel_tool_calls", "metadata", "user", "truncation"),
@@ -153,7 +154,7 @@ class AskedCall(Protocol):
     def receive(self, after: Receive) -> Receive:
         """The body of the chat that it means, then what `after` receives."""
 
-    async def keep(self, response: dict[str, Any], lists: EncodedLists) -> bool: ...
+    async def keep(self, response: dict[str, Any]) -> bool: ...
 
     async def keep_events(self, events: list[bytes]) -> None: ...
 
@@ -220,10 +221,8 @@ class ResponseFormat(Format):
         self._open: dict[str, Any] | None = None  # the item that is being written
         self._text = ""  # of its content, or its arguments
         self._names = ctx.token_names
-        self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
         self._logprobs = TextLogprobs()
-        self._entries: list[bytes] = []  # of its content: log-probabilities
-        self._lists = EncodedLists()
+        self._entries: list[msgspec.Raw] = []  # log-probabilities of its text
         self._finish: str | None = None
         self._num_events = 0
 
@@ -236,7 +235,7 @@ class ResponseFormat(Format):
     def condensed(self, piece: Piece) -> Piece:
         if not piece.tokens:
             return piece
-        entries = tuple(chat_entry(self._names, token) for token in piece.tokens)
+        entries = tuple(msgspec.Raw(chat_entry(self._names, token)) for token in piece.tokens)
         places = tuple(TokenText(token.token, None, token.offset) for token in piece.tokens)
         return replace(piece, tokens=places, logprobs=(entries,))
 
@@ -261,13 +260,6 @@ class ResponseFormat(Format):
         self._end_item(is_last=True)
         return self._ended(usage)
 
-    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
-        return self._lists.encode(content, ascii=False)
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        name = f"event: {event['type']}\ndata: ".encode()
-        return b"".join([name, *self._lists.encode(event, ascii=True), b"\n\n"])
-
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         told = {"code": error.code or "server_error", "message": error.message}
         response = self._response | {"status": "failed", "error": told}
@@ -277,7 +269,7 @@ class ResponseFormat(Format):
         return [*self.opening(usage), *self.failed(error)]  # clients wait for `response.created`
 
     async def settled(self) -> None:
-        self._response["store"] = await self._keep(self._response, self._lists)
+        self._response["store"] = await self._keep(self._response)
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         response = self._response
@@ -313,7 +305,7 @@ class ResponseFormat(Format):
             if isinstance(event, Text):
                 entries = self._logprobs.take(event.spans)
                 self._entries += entries
-                name, extra = "output_text", self._told(entries)
+                name, extra = "output_text", {"logprobs": entries}
             made.append(self._of_item(f"response.{name}.delta", delta=event.text, **extra))
             return made
         assert isinstance(event, Arguments)
@@ -347,14 +339,6 @@ class ResponseFormat(Format):
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
 
-    def _told(self, entries: list[bytes], *, lasts: bool = False) -> dict[str, Any]:
-        """The log-probabilities of a text. lasts: several events repeat them."""
-        if not self._wants_logprobs:
-            return {"logprobs": []}
-        parts = range(0, len(entries), _ENTRIES_OF_A_RUN)
-        runs = tuple(b",".join(entries[begin : begin + _ENTRIES_OF_A_RUN]) for begin in parts)
-        return {"logprobs": self._lists.value(runs, lasts=lasts)}
-
     def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         self._open, self._text, self._entries = item, "", []
         index = len(self._output)
@@ -372,7 +356,7 @@ class ResponseFormat(Format):
         logprobs: dict[str, Any] = {}
         match item["type"]:
             case "message":
-                logprobs = self._told(self._entries, lasts=True)
+                logprobs = {"logprobs": self._entries}
                 made.append(self._of_item("response.output_text.done", text=text, **logprobs))
             case "reasoning":
                 if self._encrypts:
@@ -413,8 +397,8 @@ def _part(item: str, text: str, logprobs: dict[str, Any]) -> dict[str, Any]:
 def _input_of(arguments: str) -> str:
     """Of a custom tool, from the JSON that the model wrote."""
     try:
-        value = json.loads(arguments)
-    except ValueError:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     given = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
     return given if isinstance(given, str) else arguments

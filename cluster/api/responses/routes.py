@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -26,7 +27,6 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.incoming import caller, held_body, page_of, utility_call
 from kvrelay.cluster.api.openai.formats import Format
-from kvrelay.cluster.api.openai.logprobs import EncodedLists
 from kvrelay.cluster.api.openai.parts import Plan
 from kvrelay.cluster.api.openai.plan import chat_prompt, plan_chat
 from kvrelay.cluster.api.openai.respond import GenerateEndpoint
@@ -217,13 +217,11 @@ class Responses:
             record["response"] = response | {"status": "failed", "error": error}
         return record
 
-    async def keep(self, tenant: Tenant, record: dict[str, Any], lists: EncodedLists) -> bool:
-        """lists: that are in `record`. False: the file cannot be written, which is no reason to
-        withhold the answer."""
+    async def keep(self, tenant: Tenant, record: dict[str, Any]) -> bool:
+        """False: the file cannot be written, which is no reason to withhold the answer."""
 
         def write() -> None:
-            data = b"".join(lists.encode(record, ascii=True))
-            self._ctx.responses.put(tenant.name, response_id, data)
+            self._ctx.responses.put(tenant.name, response_id, msgspec.json.encode(record))
 
         response_id = record["response"]["id"]
         try:
@@ -253,7 +251,7 @@ class Responses:
             await running.admitted.wait()
             if running.refusal is not None:
                 return running.refusal
-            if not await call.keep(response, EncodedLists()):
+            if not await call.keep(response):
                 raise ApiError(503, "Responses cannot be stored now", type="server_error")
         except BaseException:
             running.task.cancel()
@@ -312,17 +310,17 @@ class ResponseCall:
             self._format,
         )
 
-    async def keep(self, response: dict[str, Any], lists: EncodedLists) -> bool:
+    async def keep(self, response: dict[str, Any]) -> bool:
         if not self.request.is_kept:
             return False
         record = {"response": response, "items": self.request.input, "root": self._root}
-        return await self._responses.keep(self.tenant, record, lists)
+        return await self._responses.keep(self.tenant, record)
 
-    async def _settle(self, response: dict[str, Any], lists: EncodedLists) -> bool:
+    async def _settle(self, response: dict[str, Any]) -> bool:
         if self.may_settle is not None:
             await self.may_settle.wait()
         await self._hand_on(response)
-        self.has_settled = await self.keep(response, lists)
+        self.has_settled = await self.keep(response)
         return self.has_settled
 
     async def _hand_on(self, response: dict[str, Any]) -> None:

@@ -176,6 +176,29 @@ def test_the_input_of_a_custom_tool_is_told_as_a_text(thinking: Served, as_strea
     assert item["status"] == "completed"
 
 
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_input_that_is_no_text_is_shown_as_it_was_written(
+    thinking: Served, as_stream: bool
+) -> None:
+    """Half a surrogate pair is no character: no answer could be encoded with it."""
+    written = '{"input": "\\ud800"}'
+    says(thinking, call_text("patch", written))
+    if as_stream:
+        item = stream(thinking, tools=[PATCH])[-1]["response"]["output"][0]
+    else:
+        item = ask(thinking, tools=[PATCH]).output[0].to_dict()
+    assert item["input"] == written
+
+
+def test_events_are_ascii_and_whole_answers_utf_8(thinking: Served) -> None:
+    """Some clients take U+2028 for the end of a line."""
+    says(thinking, "caf\u00e9 \u2028 \U0001f600")
+    events = post(thinking, stream=True)
+    assert events.content.isascii()
+    assert r"caf\u00e9 \u2028 \ud83d\ude00" in events.text
+    assert "caf\u00e9 \u2028 \U0001f600" in post(thinking).text
+
+
 def test_a_custom_tools_grammar_is_described(thinking: Served) -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
     ask(thinking, tools=[{**PATCH, "format": form}])
