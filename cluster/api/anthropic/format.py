@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,9 +9,9 @@ import msgspec
 from kvrelay.cluster.api.anthropic.schema import TTL_S, MessagesChat
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.openai.formats import Format, joined
-from kvrelay.cluster.api.openai.parts import Piece, Plan
-from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from kvrelay.cluster.api.openai.formats import BlockFormat
+from kvrelay.cluster.api.openai.parts import Plan
+from kvrelay.cluster.api.output.events import Arguments, CallBegin, Reasoning, Text
 
 _TYPES = {
     400: "invalid_request_error",
@@ -33,81 +32,41 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class MessageFormat(Format):
-    """`/v1/messages`. One choice."""
+class MessageFormat(BlockFormat):
+    """`/v1/messages`."""
 
-    names_events = True
     alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, ctx: ApiContext, plan: Plan, request: MessagesChat, request_id: str) -> None:
-        assert plan.reading is not None
+        super().__init__(plan)
         self._model, self._id = ctx.model_name, f"msg_{request_id}"
-        self._new_call_id = plan.reading.new_id
-        self._parser = plan.reading.parser()
         self._marks_cache, self._keep_s = request.keep_s is not None, request.keep_s or 0.0
-        self._num_blocks = self._num_calls = 0
-        self._open: dict[str, Any] | None = None  # the content block that is being written
-        self._reason: str | None = None
-        self._stopped_by: str | None = None
+        self._num_calls = 0
+        self._content: list[dict[str, Any]] = []  # blocks that are closed
+        self._block: dict[str, Any] = {}  # that is being written
+        self._text = ""  # what was written to it
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        message = self._message([], None) | {"usage": self._usage(usage)}
-        return [{"type": "message_start", "message": message}, {"type": "ping"}]
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        for event in self._events(piece):
-            made += self._written(event)
-        return made
-
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        delta = {"stop_reason": self._reason, "stop_sequence": self._stopped_by}
-        told = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
-        return [*self._end_block(), told, {"type": "message_stop"}]
-
-    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        content: list[dict[str, Any]] = []
-        inputs: list[str] = []  # of each block, the JSON of its input
-        for event in self._events(joined(pieces, 0)):
-            if isinstance(event, Arguments):
-                inputs[-1] += event.text
-                continue
-            content.append(self._block(event))
-            inputs.append("")
-            if isinstance(event, Text):
-                content[-1]["text"] = event.text
-            elif isinstance(event, Reasoning):
-                content[-1] |= {"thinking": event.text, "signature": self._id}
-        for block, text in zip(content, inputs, strict=True):
-            if block["type"] == "tool_use":
-                block["input"] = _object(text)
-        return self._message(content, self._reason) | {"usage": self._usage(usage)}
+        return [{"type": "message_start", "message": self._answer(usage)}, {"type": "ping"}]
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         return [error_body(error)]
 
-    def _events(self, piece: Piece) -> list[Event]:
-        events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
-        if piece.finish_reason is not None:
-            self._stopped_by = piece.stopped_by
-            self._reason = _REASONS.get(piece.finish_reason, "end_turn")
-            if piece.stopped_by is not None:
-                self._reason = "stop_sequence"
-            elif self._parser.has_calls and piece.finish_reason == "stop":
-                self._reason = "tool_use"
-        return events
+    def _open_block(self, event: Text | Reasoning | CallBegin) -> list[dict[str, Any]]:
+        self._text = ""
+        match event:
+            case Text():
+                self._block = {"type": "text", "text": ""}
+            case Reasoning():
+                self._block = {"type": "thinking", "thinking": "", "signature": ""}
+            case CallBegin(name, call_id):
+                self._num_calls += 1
+                call_id = call_id or self._new_call_id(f"{self._id}-{self._num_calls}")
+                self._block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        return [self._event("start", content_block=self._block)]
 
-    def _written(self, event: Event) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        kind = {Text: "text", Reasoning: "thinking", CallBegin: "tool_use", Arguments: "tool_use"}
-        is_new = self._open is None or self._open["type"] != kind[type(event)]
-        if is_new or isinstance(event, CallBegin):
-            made += self._end_block()
-            self._open = self._block(event)
-            index = self._num_blocks
-            made.append(
-                {"type": "content_block_start", "index": index, "content_block": self._open}
-            )
+    def _write(self, event: Text | Reasoning | Arguments) -> list[dict[str, Any]]:
+        self._text += event.text
         match event:
             case Text(text):
                 delta = {"type": "text_delta", "text": text}
@@ -115,45 +74,51 @@ class MessageFormat(Format):
                 delta = {"type": "thinking_delta", "thinking": text}
             case Arguments(text):
                 delta = {"type": "input_json_delta", "partial_json": text}
+        return [self._event("delta", delta=delta)]
+
+    def _close_block(self, *, is_last: bool) -> list[dict[str, Any]]:
+        made, block = [], self._block
+        match block["type"]:
+            case "thinking":
+                delta = {"type": "signature_delta", "signature": self._id}
+                made.append(self._event("delta", delta=delta))
+                closed = block | {"thinking": self._text, "signature": self._id}
+            case "tool_use":
+                closed = block | {"input": _object(self._text)}
             case _:
-                return made
-        return [*made, self._delta(delta)]
-
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
-
-    def _end_block(self) -> list[dict[str, Any]]:
-        if self._open is None:
-            return []
-        made = []
-        if self._open["type"] == "thinking":
-            made.append(self._delta({"type": "signature_delta", "signature": self._id}))
-        made.append({"type": "content_block_stop", "index": self._num_blocks})
-        self._num_blocks += 1
-        self._open = None
+                closed = block | {"text": self._text}
+        made.append(self._event("stop"))
+        self._content.append(closed)
         return made
 
-    def _block(self, event: Event) -> dict[str, Any]:
-        """One that begins with `event`."""
-        match event:
-            case Reasoning():
-                return {"type": "thinking", "thinking": "", "signature": ""}
-            case CallBegin(name, call_id):
-                self._num_calls += 1
-                call_id = call_id or self._new_call_id(f"{self._id}-{self._num_calls}")
-                return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-        return {"type": "text", "text": ""}
+    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"content_block_{name}", "index": len(self._content), **fields}
 
-    def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    def _end(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        ended = {"type": "message_delta", "delta": self._stopped(), "usage": self._usage(usage)}
+        return [ended, {"type": "message_stop"}]
+
+    def _answer(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": content,
-            "stop_reason": reason,
-            "stop_sequence": self._stopped_by,
+            "content": [*self._content],
+            **self._stopped(),
+            "usage": self._usage(usage),
         }
+
+    def _stopped(self) -> dict[str, Any]:
+        """Why the message ended, where it has."""
+        if self._last is None or self._last.finish_reason is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        reason = _REASONS.get(self._last.finish_reason, "end_turn")
+        if self._last.stopped_by is not None:
+            reason = "stop_sequence"
+        elif self._parser.has_calls and self._last.finish_reason == "stop":
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": self._last.stopped_by}
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Anthropic's prompt has three parts: read from the cache, written to it where the request

@@ -111,15 +111,6 @@ class PooledFormat(Format):
     def __init__(self, ctx: ApiContext, plan: Plan) -> None:
         self._ctx, self._num_texts = ctx, len(plan.choices)
 
-    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return []
-
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
     def _vectors(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """In the order of the texts, as the model gave them. Raises `ApiError`."""
         found = {piece.index: piece.embedding for piece in pieces if piece.embedding}

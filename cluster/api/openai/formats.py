@@ -61,16 +61,17 @@ class Format(ABC):
     names_events = False  # each by its type
     alive = COMMENT  # where a stream that has begun is silent
 
-    @abstractmethod
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events before the first text."""
+        """Returns the events before the first text."""
+        return []
 
-    @abstractmethod
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the events of a piece."""
+        return []
 
-    @abstractmethod
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events after the last piece."""
+        """Returns the events after the last piece."""
+        return []
 
     def condensed(self, piece: Piece) -> Piece:
         """What `whole` needs of it; what takes time is done now."""
@@ -96,6 +97,70 @@ class Format(ABC):
         """Returns a server-sent event."""
         name = f"event: {event['type']}\n".encode() if self.names_events else b""
         return b"%bdata: %b\n\n" % (name, ascii_json(event))
+
+
+class BlockFormat(Format):
+    """A row of blocks (reasoning, texts, calls): each is opened, gets what is new of it, and is
+    closed before the next is opened. One choice. What the events look like is the API's."""
+
+    names_events = True
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.reading is not None
+        self._parser = plan.reading.parser()
+        self._new_call_id = plan.reading.new_id
+        self._kind: type[Event] | None = None  # of the open block: what begins one
+        self._last: Piece | None = None  # the one with a `finish_reason`
+
+    @abstractmethod
+    def _open_block(self, event: Text | Reasoning | CallBegin) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _write(self, event: Text | Reasoning | Arguments) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _close_block(self, *, is_last: bool) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _end(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the events after the last block."""
+
+    @abstractmethod
+    def _answer(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Returns all of it, once every block is closed."""
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        return self._read(self.condensed(piece))
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*self._close(is_last=True), *self._end(usage)]
+
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        self._read(joined(pieces, 0))
+        self._close(is_last=True)
+        return self._answer(usage)
+
+    def _read(self, piece: Piece) -> list[dict[str, Any]]:
+        """piece: condensed."""
+        if piece.finish_reason is not None:
+            self._last = piece
+        made: list[dict[str, Any]] = []
+        for event in self._parser.read(piece.text, is_last=self._last is not None):
+            if isinstance(event, Arguments):
+                made += self._write(event)
+                continue
+            if isinstance(event, CallBegin) or self._kind is not type(event):
+                made += [*self._close(), *self._open_block(event)]
+                self._kind = type(event)
+            if not isinstance(event, CallBegin):
+                made += self._write(event)
+        return made
+
+    def _close(self, *, is_last: bool = False) -> list[dict[str, Any]]:
+        if self._kind is None:
+            return []
+        self._kind = None
+        return self._close_block(is_last=is_last)
 
 
 @dataclass(slots=True)
@@ -365,9 +430,6 @@ class CompletionFormat(_WithLogprobs):
     ) -> None:
         self._answer = _Answer(ctx, plan, request, f"cmpl-{request_id}")
         super().__init__(plan)
-
-    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         self._answer.count(piece)

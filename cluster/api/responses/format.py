@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Receive
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.openai.formats import Format, joined
+from kvrelay.cluster.api.openai.formats import BlockFormat, Format, joined
 from kvrelay.cluster.api.openai.logprobs import Runs, chat_entry
 from kvrelay.cluster.api.openai.parts import Piece, Plan, TokenText
-from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Span, Text
+from kvrelay.cluster.api.output.events import Arguments, CallBegin, Reasoning, Span, Text
 from kvrelay.cluster.api.responses.schema import (
     CUSTOM_INPUT,
     ENCRYPTED,
@@ -169,15 +169,6 @@ class CompactFormat(Format):
         self._id, self._said = response_id, said
         self._parser = plan.reading.parser()
 
-    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return []
-
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         events = self._parser.read(joined(pieces, 0).text, is_last=True)
         text = "".join(event.text for event in events if isinstance(event, Text)).strip()
@@ -197,33 +188,28 @@ class CompactFormat(Format):
         }
 
 
-class ResponseFormat(Format):
-    """`/v1/responses`. One choice."""
-
-    names_events = True
+class ResponseFormat(BlockFormat):
+    """`/v1/responses`."""
 
     def __init__(
         self, ctx: ApiContext, plan: Plan, request: ResponsesChat, response_id: str, keep: Keep
     ) -> None:
-        assert plan.reading is not None
+        super().__init__(plan)
         self._id, self._keep = response_id, keep
         self._custom = frozenset(request.custom)
         self._spaces = request.spaces
         self._encrypts = ENCRYPTED in (request.asked.include or ())
-        self._parser = plan.reading.parser()
-        self._new_call_id = plan.reading.new_id
         self._response = begun(request.asked, ctx.model_name, response_id, "in_progress")
         sampling = plan.choices[0].sampling
         for name in ("temperature", "top_p"):  # as the model's makers recommend it, if not given
             if getattr(request.asked, name) is None:
                 self._response[name] = getattr(sampling, name)
         self._output: list[dict[str, Any]] = self._response["output"]
-        self._open: dict[str, Any] | None = None  # the item that is being written
+        self._item: dict[str, Any] = {}  # that is being written
         self._text = ""  # of its content, or its arguments
         self._names = ctx.token_names
         self._logprobs = TextLogprobs()
         self._entries: list[msgspec.Raw] = []  # log-probabilities of its text
-        self._finish: str | None = None
         self._num_events = 0
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -239,26 +225,10 @@ class ResponseFormat(Format):
         places = tuple(TokenText(token.token, None, token.offset) for token in piece.tokens)
         return replace(piece, tokens=places, logprobs=(entries,))
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return self._read(self.condensed(piece))
-
     def _read(self, piece: Piece) -> list[dict[str, Any]]:
-        """piece: condensed."""
         if piece.logprobs:
             self._logprobs.add(piece.tokens, piece.logprobs[0])
-        self._finish = piece.finish_reason
-        events = self._parser.read(piece.text, is_last=self._finish is not None)
-        return [made for event in events for made in self._written(event)]
-
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        made = self._end_item(is_last=True)
-        response = self._ended(usage)
-        return [*made, self._event(f"response.{response['status']}", response=response)]
-
-    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        self._read(joined(pieces, 0))
-        self._end_item(is_last=True)
-        return self._ended(usage)
+        return super()._read(piece)
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         told = {"code": error.code or "server_error", "message": error.message}
@@ -271,10 +241,14 @@ class ResponseFormat(Format):
     async def settled(self) -> None:
         self._response["store"] = await self._keep(self._response)
 
-    def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        response = self._answer(usage)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def _answer(self, usage: dict[str, Any]) -> dict[str, Any]:
         response = self._response
         response["status"], response["completed_at"] = "completed", int(time.time())
-        if self._finish == "length":
+        if self._is_cut():
             response["status"] = "incomplete"
             response["completed_at"] = None
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -285,42 +259,37 @@ class ResponseFormat(Format):
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._open is not None
-        place = {"output_index": len(self._output), "item_id": self._open["id"]}
-        if self._open["type"] in _PARTS:
+    def _is_cut(self) -> bool:
+        return self._last is not None and self._last.finish_reason == "length"
+
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        place = {"output_index": len(self._output), "item_id": self._item["id"]}
+        if self._item["type"] in _PARTS:
             place["content_index"] = 0
         return self._event(kind, **place, **fields)
 
-    def _written(self, event: Event) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        kind = "message" if isinstance(event, Text) else "reasoning"
-        if isinstance(event, CallBegin):
-            return [*self._end_item(), *self._begin_item(self._call(event))]
-        if isinstance(event, Text | Reasoning):
-            if self._open is None or self._open["type"] != kind:
-                made = [*self._end_item(), *self._begin_item(self._said(kind))]
-            self._text += event.text
-            name, extra = "reasoning_text", {}
-            if isinstance(event, Text):
-                entries = self._logprobs.take(event.spans)
-                self._entries += entries
-                name, extra = "output_text", {"logprobs": entries}
-            made.append(self._of_item(f"response.{name}.delta", delta=event.text, **extra))
-            return made
-        assert isinstance(event, Arguments)
-        assert self._open is not None
+    def _write(self, event: Text | Reasoning | Arguments) -> list[dict[str, Any]]:
         self._text += event.text
-        if self._open["type"] == "function_call":  # a custom tool's input is told when it is whole
-            kind = "response.function_call_arguments.delta"
-            made.append(self._of_item(kind, delta=event.text))
-        return made
+        match event:
+            case Text(text, spans):
+                entries = self._logprobs.take(spans)
+                self._entries += entries
+                kind = "response.output_text.delta"
+                return [self._item_event(kind, delta=text, logprobs=entries)]
+            case Reasoning(text):
+                return [self._item_event("response.reasoning_text.delta", delta=text)]
+            case Arguments(text) if self._item["type"] == "function_call":
+                kind = "response.function_call_arguments.delta"
+                return [self._item_event(kind, delta=text)]
+        return []  # a custom tool's input is sent when it is whole
 
-    def _said(self, kind: str) -> dict[str, Any]:
-        if kind == "message":
-            item = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
-            return item | {"status": "in_progress", "content": []}
-        return {"type": "reasoning", "id": self._item_id("rs"), "summary": [], "content": []}
+    def _begun(self, event: Text | Reasoning | CallBegin) -> dict[str, Any]:
+        if isinstance(event, CallBegin):
+            return self._call(event)
+        if isinstance(event, Reasoning):
+            return {"type": "reasoning", "id": self._item_id("rs"), "summary": [], "content": []}
+        item = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
+        return item | {"status": "in_progress", "content": []}
 
     def _call(self, event: CallBegin) -> dict[str, Any]:
         is_custom = event.name in self._custom
@@ -339,49 +308,46 @@ class ResponseFormat(Format):
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
 
-    def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        self._open, self._text, self._entries = item, "", []
+    def _open_block(self, event: Text | Reasoning | CallBegin) -> list[dict[str, Any]]:
+        self._item = item = self._begun(event)
+        self._text, self._entries = "", []
         index = len(self._output)
         made = [self._event("response.output_item.added", output_index=index, item=dict(item))]
         if item["type"] in _PARTS:
             part = _part(item["type"], "", {"logprobs": []})
-            made.append(self._of_item("response.content_part.added", part=part))
+            made.append(self._item_event("response.content_part.added", part=part))
         return made
 
-    def _end_item(self, is_last: bool = False) -> list[dict[str, Any]]:
-        item, text = self._open, self._text
-        if item is None:
-            return []
+    def _close_block(self, *, is_last: bool) -> list[dict[str, Any]]:
+        item, text = self._item, self._text
         made: list[dict[str, Any]] = []
         logprobs: dict[str, Any] = {}
         match item["type"]:
             case "message":
                 logprobs = {"logprobs": self._entries}
-                made.append(self._of_item("response.output_text.done", text=text, **logprobs))
+                made.append(self._item_event("response.output_text.done", text=text, **logprobs))
             case "reasoning":
                 if self._encrypts:
                     item["encrypted_content"] = encoded(text)
-                made.append(self._of_item("response.reasoning_text.done", text=text))
+                made.append(self._item_event("response.reasoning_text.done", text=text))
             case "function_call":
                 item["arguments"] = text
                 kind = "response.function_call_arguments.done"
-                made.append(self._of_item(kind, arguments=text, name=item["name"]))
+                made.append(self._item_event(kind, arguments=text, name=item["name"]))
             case _:
                 item["input"] = _input_of(text)
                 for name, key in (("delta", "delta"), ("done", "input")):
                     kind = f"response.custom_tool_call_input.{name}"
-                    made.append(self._of_item(kind, **{key: item["input"]}))
+                    made.append(self._item_event(kind, **{key: item["input"]}))
         if item["type"] in _PARTS:
             part = _part(item["type"], text, logprobs)
             item["content"] = [part]
-            made.append(self._of_item("response.content_part.done", part=part))
+            made.append(self._item_event("response.content_part.done", part=part))
         if "status" in item:
-            is_cut = is_last and self._finish == "length"
-            item["status"] = "incomplete" if is_cut else "completed"
+            item["status"] = "incomplete" if is_last and self._is_cut() else "completed"
         index = len(self._output)
         made.append(self._event("response.output_item.done", output_index=index, item=item))
         self._output.append(item)
-        self._open = None
         return made
 
 

@@ -93,6 +93,7 @@ def test_a_stream_that_comes_all_at_once_has_the_same_events(thinking: Served) -
     events = stream(thinking, tools=[WEATHER], thinking=THINK)
     thinking.router.per_output = 1000
     at_once = stream(thinking, tools=[WEATHER], thinking=THINK)
+    assert at_once[0]["message"]["content"] == []
     assert shape(at_once) == shape(events)
     assert len(at_once) < len(events) / 2
     begun = [e["content_block"] for e in at_once if e["type"] == "content_block_start"]
