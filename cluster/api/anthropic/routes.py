@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from kvrelay.cluster.api.anthropic.format import MessageFormat, error_body
 from kvrelay.cluster.api.anthropic.schema import (
+    CHAT_NAMES,
     CountRequest,
     MessagesChat,
     as_chat,
@@ -18,7 +19,7 @@ from kvrelay.cluster.api.anthropic.schema import (
     read_request,
 )
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.errors import ApiError, renamed
 from kvrelay.cluster.api.incoming import held_body, utility_call
 from kvrelay.cluster.api.openai.parts import Plan
 from kvrelay.cluster.api.openai.plan import chat_prompt, plan_chat
@@ -46,11 +47,8 @@ def message_routes(ctx: ApiContext) -> list[Route]:
 async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
     if ctx.tokenizer.token_id(THINK_END) is None:  # nothing that could end the reasoning
         request = request.model_copy(update={"thinking_budget": None})
-    try:
+    with renamed(CHAT_NAMES):
         plan = await plan_chat(ctx, request, tenant)
-    except ApiError as error:  # about what is called otherwise in a chat
-        error.message = error.message.replace("'response_format'", "'output_format'")
-        raise
     if request.keep_s is None:
         return plan
     return replace(plan, retention=Retention(max(request.keep_s, ctx.retention_s)))

@@ -8,6 +8,7 @@ the fields that are not here are refused is said in `cluster.api.parameters`. Er
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -417,10 +418,19 @@ def parse(kind: type[Request], body: bytes) -> Request:
         raise _explain(error) from None
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in a sentence."""
+def build(kind: type[Request], fields: Mapping[str, Any], place: str = "") -> Request:
+    """Makes it of what has been read already. place: where a client wrote it, for errors. Raises
+    `ApiError` (400)."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _explain(error, place) from None
+
+
+def _explain(error: ValidationError, place: str = "") -> ApiError:
+    """Says the first thing that is wrong, in a sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
-    param = ""
+    param = place
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     message = first["msg"].removeprefix("Value error, ")

@@ -6,15 +6,13 @@ of its calls.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Receive
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
@@ -90,7 +88,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def begun(request: ResponsesRequest, model: str, response_id: str, status: str) -> dict[str, Any]:
     """A response without output."""
-    given = request.model_dump()
+    given = request.model_dump(exclude={"input"})
     repeated = {key: given.get(key) for key in _REPEATED}
     for key, default in _DEFAULTS.items():
         if repeated[key] is None:
@@ -138,27 +136,6 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
 def error_event(error: ApiError) -> dict[str, Any]:
     """An error in a stream, beside the response."""
     return {"type": "error", "status": error.status, **error.body}
-
-
-class AskedCall(Protocol):
-    """A request for a response, read and prepared, for whoever serves it."""
-
-    request: ResponsesRequest
-    response_id: str
-    on_planned: Callable[[], None]  # called when it is about to be submitted
-    may_settle: asyncio.Event | None  # once set, its end may be kept; None: at once
-    has_settled: bool
-
-    def endpoint(self) -> ASGIApp: ...
-
-    def receive(self, after: Receive) -> Receive:
-        """The body of the chat that it means, then what `after` receives."""
-
-    async def keep(self, response: dict[str, Any]) -> bool: ...
-
-    async def keep_events(self, events: list[bytes]) -> None: ...
-
-    async def remember(self, response: dict[str, Any]) -> None: ...
 
 
 class CompactFormat(Format):

@@ -23,14 +23,15 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, draining, invalid, overloaded
 from kvrelay.cluster.api.incoming import caller
+from kvrelay.cluster.api.responses.call import ResponseCall
 from kvrelay.cluster.api.responses.conversations import Remembered
-from kvrelay.cluster.api.responses.format import AskedCall, begun, error_event
+from kvrelay.cluster.api.responses.format import begun, error_event
 from kvrelay.cluster.api.tenants import Tenant
 
 IDLE_S = 600.0  # without a message of the client
 MAX_WAITING = 8  # messages of the client that wait for the one that is answered
 WRITE_TIMEOUT_S = 60.0  # for a client that does not read
-Read = Callable[[bytes, Tenant, str, Remembered], Awaitable[AskedCall]]
+Read = Callable[[bytes, Tenant, str, Remembered], Awaitable[ResponseCall]]
 """A body, whose it is, the response's id, and what the connection remembers. Raises `ApiError`."""
 _NOT_HERE = ("stream", "stream_options", "type")  # a connection always streams
 
@@ -136,12 +137,12 @@ class _Connection:
             if not is_generated:
                 await self._warm_up(call)
                 return
-            await call.endpoint()(self._scope(request_id), call.receive(self._left), self._take)
+            await call.serve(self._scope(request_id), self._left, self._take)
         finally:
             if self._has_failed:
                 self._remembered.forget(previous)
 
-    async def _warm_up(self, call: AskedCall) -> None:
+    async def _warm_up(self, call: ResponseCall) -> None:
         """What is said is remembered, and continued by the next."""
         response = begun(call.request, self._ctx.model_name, call.response_id, "completed")
         await call.remember(response)

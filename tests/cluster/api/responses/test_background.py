@@ -136,7 +136,7 @@ def test_a_bug_of_the_server_is_a_failure_that_shows_nothing_of_it(
     async def broken(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.plan_chat", broken)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.call.plan_chat", broken)
     with caplog.at_level(logging.CRITICAL):
         failed = post(served, background=True)
     assert (failed.status_code, failed.json()["error"]["message"]) == (500, "Internal error")
