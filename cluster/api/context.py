@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.errors import overloaded
-from kvrelay.cluster.api.limiter import ByteBudget, ConcurrencyLimiter, LimitReached, Turns
+from kvrelay.cluster.api.limiter import (
+    ByteBudget,
+    ConcurrencyLimiter,
+    LimitReached,
+    RateLimits,
+    Turns,
+)
 from kvrelay.cluster.api.metrics import ApiMetrics
-from kvrelay.cluster.api.rates import RateLimits
 from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer

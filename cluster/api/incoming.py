@@ -11,15 +11,17 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection, Request
 
-from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthorized
 from kvrelay.cluster.api.limiter import TENANT, LimitReached
 from kvrelay.cluster.api.tenants import Tenant
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import ApiContext
 
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 # Of zlib, by content-encoding. zstd is not in this version of Python's library.

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -19,8 +19,10 @@ from starlette.types import Message, Scope
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.openai.formats import COMMENT
-from kvrelay.cluster.api.responses.call import ResponseCall
 from kvrelay.cluster.api.responses.format import begun, error_event
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.responses.call import ResponseCall
 
 MAX_EVENT_BYTES = 16 * 2**20  # of a stream in the background that can be read again
 STOP_TIMEOUT_S = 5.0  # for one that is cancelled

@@ -12,7 +12,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -23,15 +23,17 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, draining, invalid, overloaded
 from kvrelay.cluster.api.incoming import caller
-from kvrelay.cluster.api.responses.call import ResponseCall
 from kvrelay.cluster.api.responses.conversations import Remembered
 from kvrelay.cluster.api.responses.format import begun, error_event
 from kvrelay.cluster.api.tenants import Tenant
 
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.responses.call import ResponseCall
+
 IDLE_S = 600.0  # without a message of the client
 MAX_WAITING = 8  # messages of the client that wait for the one that is answered
 WRITE_TIMEOUT_S = 60.0  # for a client that does not read
-Read = Callable[[bytes, Tenant, str, Remembered], Awaitable[ResponseCall]]
+Read = Callable[[bytes, Tenant, str, Remembered], Awaitable["ResponseCall"]]
 """A body, whose it is, the response's id, and what the connection remembers. Raises `ApiError`."""
 _NOT_HERE = ("stream", "stream_options", "type")  # a connection always streams
 
