@@ -22,7 +22,7 @@ from kvrelay.cluster.api.client import RequestStream
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.router.explain import Explanation, Explanations, Phase
 
-MAX_TOKENS = 2**22  # of all prompts that are kept
+MAX_TOKENS = 2**22  # all prompts that are kept together
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PromptHistory:
         self._num_tokens = 0
 
     def add(self, call: str, tenant: str, ended_at: float, tokens: Sequence[int]) -> None:
-        """`call` has ended."""
+        """Keeps the prompt of `call`, which has ended."""
         self._kept[call] = _Kept(tenant, ended_at, array("I", tokens))
         self._num_tokens += len(tokens)
         while self._num_tokens > MAX_TOKENS:
@@ -63,13 +63,13 @@ class PromptHistory:
             self._num_tokens -= len(oldest.tokens)
 
     def tokens(self, call: str) -> Sequence[int]:
-        """Of its prompt; empty, if it is kept no more."""
+        """Returns those of its prompt; empty, if it is kept no more."""
         kept = self._kept.get(call)
         return () if kept is None else kept.tokens
 
     def closest(self, call: str) -> Earlier | None:
-        """Of those of the same tenant that ended before; of several the last. None: there is none
-        that begins as this one does."""
+        """Finds it among those of the tenant that ended before; of several the last. None: none
+        begins as this one does."""
         mine = self._kept.get(call)
         if mine is None:
             return None
@@ -226,7 +226,7 @@ class Calls:
         return None if found is None else (served, found)
 
     def recent(self, tenant: str) -> Iterator[ServedCall]:
-        """The youngest first."""
+        """Yields those that are kept, the youngest first."""
         return (served for served in reversed(self._kept.values()) if served.tenant == tenant)
 
     def _served(self, call: Call, result: CallResult) -> ServedCall:
@@ -262,7 +262,7 @@ class Calls:
 
 
 def _phases(call: Call, stream: RequestStream, explanation: Explanation | None) -> Iterator[Phase]:
-    """Of one choice, from the arrival of `call` to its end."""
+    """Takes the phases of one choice, from the arrival of `call` to its end."""
     assert call.received_at is not None
     assert call.submitted_at is not None
     has_first = stream.first_at is not None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.context import ApiContext
 
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-# Of zlib, by content-encoding. zstd is not in this version of Python's library.
+# zlib's, by content-encoding. zstd is not in this version of Python's library.
 _WINDOW_BITS = {
     "gzip": 16 + zlib.MAX_WBITS,
     "x-gzip": 16 + zlib.MAX_WBITS,
@@ -173,7 +173,7 @@ def utility_call(ctx: ApiContext, http: Request) -> Iterator[Tenant]:
 
 
 async def read_body(ctx: ApiContext, request: Request) -> bytes:
-    """A small body, as of `held_body`."""
+    """Reads a small body as `held_body` does."""
     async with held_body(ctx, request) as body:
         return body
 

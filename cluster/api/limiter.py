@@ -95,7 +95,7 @@ class ConcurrencyLimiter:
         self._since = 0.0  # sum of the times at which those that are taken were
         self._stay_s = 0.0  # mean of those that were left
         self._num_left = 0
-        self._told = 0.0  # the latest time that a client was told to come back at
+        self._promised = 0.0  # the latest time that a client was asked to come back at
 
     def check(self) -> None:
         """Raises LimitReached, and takes nothing."""
@@ -127,16 +127,16 @@ class ConcurrencyLimiter:
             self._stay_s += weight * (self._clock() - began - self._stay_s)
 
     def _retry_after_s(self) -> float:
-        """In a line of those who were told, but no later than when all places will have changed
-        hands: not all who were told come back."""
+        """In a line of those who were refused, but no later than when all places will have changed
+        hands: not all of them come back."""
         now = self._clock()
         age_s = now - self._since / self.num_taken
         # Calls that hang, or the first ones, have been there for longer than those that have ended.
         stay_s = max(self._stay_s, age_s)
         if stay_s <= 0.0:
             return UNKNOWN_RETRY_AFTER_S
-        self._told = min(max(now, self._told) + stay_s / self.limit, now + stay_s)
-        return self._told - now
+        self._promised = min(max(now, self._promised) + stay_s / self.limit, now + stay_s)
+        return self._promised - now
 
 
 class Turns:

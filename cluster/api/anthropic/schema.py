@@ -111,7 +111,7 @@ class MessagesRequest(BaseModel):
 
 
 class CountRequest(MessagesRequest):
-    """Of `/v1/messages/count_tokens`, which generates nothing."""
+    """Body of `/v1/messages/count_tokens`, which generates nothing."""
 
     max_tokens: int = 1
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.openai.schema import GenerationRequest
     from kvrelay.cluster.api.output.dialect import Reading
 
-COMMENT = b": alive\n\n"  # of server-sent events, which clients skip
+COMMENT = b": alive\n\n"  # a server-sent event that clients skip
 _DONE = b"data: [DONE]\n\n"
-_ENTRIES_AT_ONCE = 256  # of log-probabilities of a prompt, encoded in one go
+_ENTRIES_AT_ONCE = 256  # log-probabilities of a prompt, encoded in one go
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
@@ -109,7 +109,7 @@ class BlockFormat(Format):
         assert plan.reading is not None
         self._parser = plan.reading.parser()
         self._new_call_id = plan.reading.new_id
-        self._kind: type[Event] | None = None  # of the open block: what begins one
+        self._kind: type[Event] | None = None  # what began the open block
         self._last: Piece | None = None  # the one with a `finish_reason`
 
     @abstractmethod
@@ -173,7 +173,7 @@ class _Answer:
     answer_id: str
     created: int = field(default_factory=lambda: int(time.time()))
     names: TokenNames = field(init=False)
-    _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice, so far
+    _num_tokens: Counter[int] = field(default_factory=Counter)  # so far, by choice
 
     def __post_init__(self) -> None:
         own = self.request.return_tokens_as_token_ids
@@ -184,7 +184,7 @@ class _Answer:
         self._num_tokens[piece.index] += len(piece.token_ids)
 
     def chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-        """Of a stream, with the usage so far where that is asked for."""
+        """Returns one of a stream, with the usage so far where that is asked for."""
         envelope = self.envelope(kind, [choice])
         if self.request.continuous_usage:
             num_prompt = len(self.plan.choices[choice["index"]].tokens)
@@ -215,7 +215,7 @@ class _Answer:
         return [self.envelope(kind, []) | {"usage": usage}] if self.plan.include_usage else []
 
     def ids(self, piece: Piece) -> dict[str, Any]:
-        """Of a choice: the tokens of `piece`, where they are asked for."""
+        """Returns the tokens of `piece`, where they are asked for."""
         if not self.request.return_token_ids:
             return {}
         return {"token_ids": list(piece.token_ids)}
@@ -249,15 +249,15 @@ class _Reader:
     """One choice's text as what it says: deltas of OpenAI's messages."""
 
     def __init__(self, reading: Reading, choice: str, *, reasoning: bool) -> None:
-        """choice: what tells its calls from others'. reasoning: whether it is told."""
+        """choice: what tells its calls from others'. reasoning: whether it is shown."""
         self._parser = reading.parser()
         self._reading, self._choice, self._reasoning = reading, choice, reasoning
         self._num_calls = 0
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
         events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
-        is_told = [self._reasoning or not isinstance(event, Reasoning) for event in events]
-        return [self._delta(event) for event in compress(events, is_told)]
+        is_shown = [self._reasoning or not isinstance(event, Reasoning) for event in events]
+        return [self._delta(event) for event in compress(events, is_shown)]
 
     def finish_reason(self, piece: Piece) -> str | None:
         is_call = piece.finish_reason == "stop" and self._parser.has_calls

@@ -121,7 +121,7 @@ def _logprob(token: TokenText) -> bytes:
 
 
 def _completion_top(names: TokenNames, token: TokenText) -> bytes:
-    """The chosen token, first as in vLLM, and the best; of two with the same text, the better."""
+    """Writes the chosen token, first as in vLLM, and the best; of two with one text, the better."""
     if token.logprobs is None:
         return b"null"
     top: dict[bytes, float] = {}

@@ -146,7 +146,7 @@ def most_calls(request: ChatRequest) -> int | None:
     """How many calls of tools an answer has at most."""
     if not request.parallel_tool_calls:
         return 1
-    most: int | None = getattr(request, "max_tool_calls", None)  # of the Responses API
+    most: int | None = getattr(request, "max_tool_calls", None)  # a field of the Responses API
     return most
 
 
@@ -200,7 +200,7 @@ async def chat_prompt(
 
 
 def _chars_of_calls(request: ChatRequest) -> int:
-    """Of what the assistant said beside texts."""
+    """Counts what the assistant said beside texts."""
     calls = (call.function for message in request.messages for call in message.tool_calls or ())
     thoughts = sum(len(message.reasoning_content or "") for message in request.messages)
     return thoughts + sum(len(call.arguments) for call in calls)

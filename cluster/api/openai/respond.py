@@ -38,7 +38,7 @@ from kvrelay.router.messages import Failed
 
 Request = TypeVar("Request", bound=ModelRequest)
 
-_BYTES_AT_ONCE = 1 << 20  # of an answer
+_BYTES_AT_ONCE = 1 << 20  # bytes of an answer
 _CANCELLED = "cancelled"
 
 
@@ -112,14 +112,14 @@ class GenerateEndpoint(Generic[Request]):
         a client likes."""
         live, gauge = self._ctx.live, self._ctx.metrics.live_requests
         try:
-            with self._told_when_full(), live.take():
+            with self._refuse_when_full(), live.take():
                 gauge.set(live.num_taken)
                 yield
         finally:
             gauge.set(live.num_taken)
 
     @contextlib.contextmanager
-    def _told_when_full(self) -> Iterator[None]:
+    def _refuse_when_full(self) -> Iterator[None]:
         try:
             yield
         except LimitReached as taken:
@@ -143,7 +143,7 @@ class GenerateEndpoint(Generic[Request]):
         tenant = caller(self._ctx, http)
         clock = asyncio.get_running_loop().time
         deadline = call.arrived_at + self._ctx.limits.request_timeout_s
-        with self._told_when_full():
+        with self._refuse_when_full():
             self._ctx.live.check()
         async with contextlib.AsyncExitStack() as arrived:
             async with self._until(deadline):

@@ -103,7 +103,7 @@ MAX_SESSION_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORDS = 128
 MAX_PROMPT_LOGPROBS = 5  # a prompt may have 100,000 tokens
-MAX_SCORED_TOKENS = 600_000  # of a prompt that gives them: they come in one frame of 64 MiB
+MAX_SCORED_TOKENS = 600_000  # a prompt that gives them: they come in one frame of 64 MiB
 # What chat templates are given by other fields, or not at all.
 _NO_OPTIONS = (
     *("messages", "tools", "documents", "chat_template", "tokenize"),
@@ -223,7 +223,7 @@ def prompts_of(prompt: Any, most: int = MAX_CHOICES) -> list[str | list[int]]:
 
 
 def or_default(default: Any) -> BeforeValidator:
-    """null means the default."""
+    """Takes null for the default value."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -261,7 +261,7 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, under vLLM's newer name
+    reasoning: str | None = None  # vLLM's newer name for it
 
     @model_validator(mode="before")
     @classmethod
@@ -335,7 +335,7 @@ class GenerationRequest(ModelRequest):
     logprob_token_ids: _LogprobIds | None = None
     return_tokens_as_token_ids: Flag = False
     include_stop_str_in_output: Flag = False
-    no_stop_trim: Flag = False  # the same, under SGLang's name
+    no_stop_trim: Flag = False  # SGLang's name for it
     skip_special_tokens: Annotated[bool, or_default(True)] = True
     stream: Flag = False
     stream_options: StreamOptions | None = None

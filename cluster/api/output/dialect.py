@@ -157,7 +157,7 @@ class Reading:
         return cls(tools, given, thinks, thinks and opened >= 0)
 
     def new_id(self, seed: str) -> str:
-        """Of a call; the same for the same seed."""
+        """Makes the id of a call; one seed always makes one id."""
         return self.tools.new_id(seed) if self.tools else seed
 
     def parser(self) -> OutputParser:

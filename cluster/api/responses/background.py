@@ -24,7 +24,7 @@ from kvrelay.cluster.api.responses.format import begun, error_event
 if TYPE_CHECKING:
     from kvrelay.cluster.api.responses.call import ResponseCall
 
-MAX_EVENT_BYTES = 16 * 2**20  # of a stream in the background that can be read again
+MAX_EVENT_BYTES = 16 * 2**20  # a stream in the background with more cannot be read again
 STOP_TIMEOUT_S = 5.0  # for one that is cancelled
 _log = logging.getLogger("kvrelay.api")
 

@@ -42,7 +42,7 @@ from kvrelay.cluster.api.responses.schema import (
 from kvrelay.cluster.api.responses.truncation import truncated, with_their_calls
 from kvrelay.cluster.api.tenants import Tenant
 
-MAX_TURNS = 2000  # of a conversation that is read back
+MAX_TURNS = 2000  # that are read back of a conversation
 LOST_AFTER_S = 5.0  # beyond its timeout one in the background cannot run, wherever it does
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
 _log = logging.getLogger("kvrelay.api")
@@ -116,8 +116,8 @@ class ResponseCall:
         self._before: list[dict[str, Any]] = []  # items of earlier turns
         self._root = response_id  # the conversation's first response, or its name
         self.chat: ResponsesChat  # once it is prepared, as are the next two
-        self._name: bytes  # of the call
-        self._num_bytes: int  # of all that the model is to read
+        self._name: bytes  # the call's
+        self._num_bytes: int  # that the model is to read, all together
 
     async def prepare(self, body: bytes) -> None:
         """Reads back what came before. body: what is asked. Raises `ApiError`."""

@@ -27,7 +27,7 @@ from kvrelay.cluster.api.tenants import Tenant
 
 PREFIX = "conv_"
 MAX_ITEMS = 10_000
-MAX_BYTES = 8 * 2**20  # of all items
+MAX_BYTES = 8 * 2**20  # all items together
 MAX_ITEMS_AT_ONCE = 20  # OpenAI's, of those that a client adds
 
 Record = dict[str, Any]

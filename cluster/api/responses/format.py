@@ -87,7 +87,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def begun(request: ResponsesRequest, model: str, response_id: str, status: str) -> dict[str, Any]:
-    """A response without output."""
+    """Makes a response that has no output yet."""
     given = request.model_dump(exclude={"input"})
     repeated = {key: given.get(key) for key in _REPEATED}
     for key, default in _DEFAULTS.items():
@@ -134,7 +134,7 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_event(error: ApiError) -> dict[str, Any]:
-    """An error in a stream, beside the response."""
+    """Makes an error in a stream, beside the response."""
     return {"type": "error", "status": error.status, **error.body}
 
 
@@ -183,7 +183,7 @@ class ResponseFormat(BlockFormat):
                 self._response[name] = getattr(sampling, name)
         self._output: list[dict[str, Any]] = self._response["output"]
         self._item: dict[str, Any] = {}  # that is being written
-        self._text = ""  # of its content, or its arguments
+        self._text = ""  # its content, or its arguments
         self._names = ctx.token_names
         self._logprobs = TextLogprobs()
         self._entries: list[msgspec.Raw] = []  # log-probabilities of its text
@@ -208,8 +208,8 @@ class ResponseFormat(BlockFormat):
         return super()._read(piece)
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
-        told = {"code": error.code or "server_error", "message": error.message}
-        response = self._response | {"status": "failed", "error": told}
+        failure = {"code": error.code or "server_error", "message": error.message}
+        response = self._response | {"status": "failed", "error": failure}
         return [self._event("response.failed", response=response)]
 
     def refused(self, error: ApiError, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -328,7 +328,7 @@ class ResponseFormat(BlockFormat):
         return made
 
 
-# Of the one part of an item of a type.
+# An item's type -> the type of its one part.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -338,7 +338,7 @@ def _part(item: str, text: str, logprobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input_of(arguments: str) -> str:
-    """Of a custom tool, from the JSON that the model wrote."""
+    """Takes a custom tool's input from the JSON that the model wrote."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

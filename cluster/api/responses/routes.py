@@ -41,8 +41,8 @@ from kvrelay.cluster.api.responses.schema import (
 from kvrelay.cluster.api.responses.websocket import ResponsesSocket
 from kvrelay.cluster.api.tenants import Tenant
 
-MAX_BACKGROUND = 64  # of one tenant
-COMPACT_SHARE = 8  # of the context, that a summary may have
+MAX_BACKGROUND = 64  # for one tenant
+COMPACT_SHARE = 8  # a summary may have an 8th of the context
 SUM_UP = (
     "Write a summary of this conversation, for an assistant that is to go on with it and sees "
     "nothing else of it: what the user wants, what was decided, found and done, with names, paths "

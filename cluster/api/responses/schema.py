@@ -24,10 +24,10 @@ from kvrelay.cluster.api.parameters import RESPONSES
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
-# Of `include`.
+# Values of `include`.
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-SUMMARY = "Summary of the conversation so far:\n\n"  # of a compaction, before its text
+SUMMARY = "Summary of the conversation so far:\n\n"  # before a compaction's text
 UNREADABLE = "[Earlier turns were compacted by another server and cannot be read here.]"
 ROLES = ("user", "assistant", "system", "developer")
 CHAT_NAMES = {
@@ -56,7 +56,7 @@ def _items_of(given: Any) -> Any:
 
 
 def _id_of(given: Any) -> Any:
-    """Of a conversation: it is named by its id, or by an object with it."""
+    """A conversation is named by its id, or by an object with it."""
     return given.get("id") if isinstance(given, dict) else given
 
 
@@ -184,7 +184,7 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[Message]:
     """Items as messages: what the assistant said in a row is one. `first`: the place of the first
     item in the request's input; those before it are of earlier requests."""
     messages: list[Message] = []
-    texts: list[str] = []  # of a turn of the assistant, as are the following
+    texts: list[str] = []  # what the assistant says in one turn: texts, thoughts, calls
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     is_said = False
@@ -270,7 +270,7 @@ def _as_text(value: Any) -> str:
 
 
 def _summary(item: dict[str, Any]) -> str:
-    """Of a compaction."""
+    """Returns the text of a compaction."""
     text = _decoded(item)
     return text if text.startswith(SUMMARY) else UNREADABLE
 

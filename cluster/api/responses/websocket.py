@@ -153,7 +153,7 @@ class _Connection:
             await self.send({"type": kind, "sequence_number": i, "response": response})
 
     def _scope(self, request_id: str) -> dict[str, Any]:
-        """Of the call over HTTP that a message means."""
+        """Makes the scope of the call over HTTP that a message means."""
         scope = {key: self._socket.scope[key] for key in ("headers", "client", "server", "path")}
         state = {**self._socket.scope.get("state", {}), "request_id": request_id}
         return {**scope, "type": "http", "method": "POST", "query_string": b"", "state": state}
