@@ -7,10 +7,9 @@ import json
 import pytest
 
 from tests.cluster.api.anthropic.claude import ASK, THINK, WEATHER, ask, client, shape, stream
-from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.conftest import ANSWER, MODEL, Served
 from tests.cluster.api.tools.templates import CALL, OSLO, SPOKEN, THOUGHT, call_text, prompt, says
 
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 REASONED = f"{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
 
 

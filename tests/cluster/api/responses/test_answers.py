@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.conftest import ANSWER, MODEL, Served
 from tests.cluster.api.responses.asking import (
     ASK,
     PATCH,
@@ -31,7 +31,6 @@ from tests.cluster.api.tools.templates import (
     says,
 )
 
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 REASONED = f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
 TEXT_EVENTS = [
     *("output_item.added 0", "content_part.added 0", "output_text.delta 0"),

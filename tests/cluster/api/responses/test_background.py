@@ -14,11 +14,9 @@ from openai.types.responses import Response
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter
 from kvrelay.engine.request import Refusal
 from kvrelay.router.messages import Failed
-from tests.cluster.api.conftest import MODEL, Served, wait_until
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, wait_until
 from tests.cluster.api.responses.asking import ASK, PATH, Event, ask, post, refused, stream
 from tests.cluster.api.tools.templates import events_of, prompt
-
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 
 
 def begin(served: Served, given: Any = ASK, **changes: Any) -> Response:

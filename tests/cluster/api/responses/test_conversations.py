@@ -18,11 +18,9 @@ from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve
 from tests.cluster.api.responses.asking import ASK, PATH, WEATHER, ask, post, refused, stream, user
 from tests.cluster.api.tools.templates import CALL, SPOKEN, THOUGHT, prompt, says
-
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 
 
 def is_unknown(response: httpx.Response) -> bool:
