@@ -101,6 +101,17 @@ def wrong_imports(path: Path) -> Iterator[str]:
             yield f"{name} imports {top}: that is for {', '.join(places[top])}"
 
 
+def test_the_api_needs_nothing_of_the_cluster_but_its_settings() -> None:
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in sources("cluster/api")
+        for module in imports(path)
+        if module.split(".")[0] == "cluster"
+        and not f"{module}.".startswith(("cluster.api.", "cluster.config."))
+    ]
+    assert not wrong
+
+
 def test_no_modules_import_each_other() -> None:
     assert Structure(ROOT).cycles() == []
 

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kvrelay.cluster.api.calls import num_common
 from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.openai.generation import Generation
 from kvrelay.cluster.api.tenants import Tenants
-from kvrelay.cluster.api.text.prefixes import num_common
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until

@@ -10,11 +10,10 @@ from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve
 
 PATH = "/v1/chat/completions"
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
-ANSWER = " The capital of France is Paris."
 
 
 def test_one_lives_as_the_sdk_knows_it(served: Served) -> None:

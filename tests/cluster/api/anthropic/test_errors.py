@@ -80,6 +80,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [WEATHER, WEATHER]}, "'tools': two tools are called 'weather'"),
     ({"tools": [{"input_schema": {}}]}, "'tools[0].name' is missing"),
+    ({"tools": [WEATHER, {"name": "a b"}]}, "'tools[1].name': "),
+    ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "'thinking.budget_tokens': "),
 ]
 
 

@@ -10,12 +10,11 @@ from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve
 from tests.cluster.api.responses.asking import ASK, PATH, ask, post, refused, stream, user
 from tests.cluster.api.tools.templates import prompt
 
 BASE = "/v1/conversations"
-ANSWER = " The capital of France is Paris."
 
 
 def begin(served: Served, *items: Any, **fields: Any) -> str:

@@ -207,7 +207,7 @@ def test_a_chain_is_cut_like_a_conversation_that_is_sent(served: Served) -> None
 def test_a_chain_of_very_many_turns_is_read_back_as_far_as_that_goes(
     thinking: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_TURNS", 2)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.call.MAX_TURNS", 2)
     says(thinking, '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', "Dry.")
     first = ask(thinking, "Is it dry?", tools=[WEATHER])
     output = {"type": "function_call_output", "call_id": "", "output": "An output."}
