@@ -11,6 +11,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.messages import Preempted
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
@@ -21,8 +22,7 @@ from kvrelay.router.record import Attempt, Cause, RequestRecord
 if TYPE_CHECKING:
     from kvrelay.router.requests import Requests
 
-PAUSE_S = 0.2  # between two migrations of a request; doubles each time
-MAX_DOUBLINGS = 8
+PAUSE = Backoff(0.2, 51.2)  # between two migrations of a request
 
 
 class Migrations:
@@ -85,8 +85,8 @@ class Migrations:
         attempt = self._dispatcher.place(now, record, leaves=leaves)
         if isinstance(attempt, Attempt):
             self._requests.totals.migrations += 1
-            record.next_move_at = now + PAUSE_S * 2.0 ** min(record.num_moves, MAX_DOUBLINGS)
             record.num_moves += 1
+            record.next_move_at = now + PAUSE.pause_s(record.num_moves)
             self._requests.send_attempt(now, record, attempt)
         else:
             record.stay()

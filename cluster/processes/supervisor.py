@@ -45,6 +45,7 @@ from kvrelay.cluster.processes.orders import (
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterProcessSpec
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
@@ -55,7 +56,7 @@ Tell = Callable[[str, str, bool], None]  # part, news, done
 
 WATCH_S = 1.0
 SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
-RESTART_S, MAX_RESTART_S = 0.1, 10.0  # before a controller that ended is started again
+RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
 STABLE_S = 60.0  # one that ran for so long is started again at once
 END_S = 20.0  # for a process to end by itself once it was told to
 
@@ -228,8 +229,8 @@ class Supervisor:
             return
         if self._loop.time() - started_at >= STABLE_S:
             self._failures = 0
-        pause_s = min(RESTART_S * 2**self._failures, MAX_RESTART_S)
         self._failures += 1
+        pause_s = RESTART.pause_s(self._failures)
         log.warning("the controller has ended (%s); again in %g s", told(code), pause_s)
         if self._restarting is not None and not self._restarting.done():
             self._restarting.set_result("the controller has ended")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.processes.router_process import RouterProcess
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.host import NodeExit, NodeHost, keep_running
 from kvrelay.engine.messages import Abort
 from kvrelay.engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
@@ -274,7 +275,7 @@ def test_a_task_that_must_live_begins_again_however_it_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`watch_machines` died in silence: no machine that came later was ever used."""
-    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART", Backoff(0.001, 0.1))
     restarts: Counter[str] = Counter()
 
     async def scenario() -> None:
@@ -307,7 +308,7 @@ def test_a_task_that_must_live_begins_again_however_it_ends(
 def test_a_router_that_fails_to_report_once_reports_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART", Backoff(0.001, 0.1))
 
     async def scenario() -> dict[str, int]:
         process = object.__new__(RouterProcess)  # without its node, wire and API
