@@ -27,7 +27,7 @@ NOT_YET = (
 )
 NOT_YET += ("engine/model/gguf/", "engine/model/checkpoint/", "engine/scheduling/")
 NOT_YET += ("engine/waiting.py", "tests/lab/sim/", "tests/cluster/api/")
-MOST_NOT_YET = 744
+MOST_NOT_YET = 727
 
 # Words that stood for the field's own -> those.
 WORDS = {

@@ -14,21 +14,20 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
-    Introduce,
-    Kept,
+    Checkpoint,
     MachinesChanged,
     Record,
+    SendPeers,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
-from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.node import Effect, Exit, NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.lab.sim.faults import Sickness
 from kvrelay.lab.sim.runtime import Life, SimRuntime
-from kvrelay.worker.messages import CONTROLLER, Introduced, Peer, WorkerStarted
+from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, WorkerStarted
 
 MACHINES = (Machine("m", "sim", 64.0),)
 START_S = 0.3  # a worker takes up to so long to start again
@@ -59,7 +58,7 @@ class Control:
             stable_s=1.0,
             silent_grace_s=silent_grace_s,
         )
-        self._kept = Kept()
+        self._kept = Checkpoint()
         self.node = make(self._config)
         runtime.perform_other = self.perform
         runtime.add(CONTROLLER, lambda epoch, records: self.node)
@@ -85,8 +84,8 @@ class Control:
                 if running is not None and running.epoch <= epoch:
                     runtime.crash(worker)
                     runtime.faults.injected["killed"] += 1
-            case Introduce(to, about, epoch):
-                self._introduce(Introduced(to, about, epoch))
+            case SendPeers(to, about, epoch):
+                self._introduce(PeersUpdated(to, about, epoch))
             case Record(kept):
                 self._kept = kept
             case AdoptWorker(worker, epoch):
@@ -142,7 +141,7 @@ class Control:
         return {worker.node: worker.up_at for worker in self.node.workers.values()}
 
     def all_up(self) -> bool:
-        return all(w.state is WorkerState.UP for w in self.node.workers.values())
+        return all(w.is_serving for w in self.node.workers.values())
 
     def _start(self, worker: NodeId, epoch: int) -> None:
         runtime, config = self._runtime, self._configs[worker]
@@ -153,7 +152,7 @@ class Control:
         started = WorkerStarted(replace(config, epoch=epoch).info(), "sim", 2)
         runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())
 
-    def _introduce(self, done: Introduced) -> None:
+    def _introduce(self, done: PeersUpdated) -> None:
         """Reliable, as a call is; one of a process that is dead never comes back."""
         runtime = self._runtime
         life, after_s = runtime.life(done.to), 0.005 * runtime.rng.random()

@@ -19,7 +19,7 @@ from kvrelay.engine.messages import Abort
 from kvrelay.engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer
+from kvrelay.worker.messages import CONTROLLER, Adopt, End, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import BuiltWorker, Listening, WorkerProcess
 from kvrelay.worker.threads import StepThread
 
@@ -225,11 +225,11 @@ async def greet(worker: WorkerProcess, peers: list[Peer], *more: Any) -> None:
     me, its = Peer(CONTROLLER, host, port, 1), worker._started
     wire.set_address(its.info.worker, its.host, its.port, 1)
     wire.send(its.info.worker, Adopt(me))
-    wire.send(its.info.worker, Meet("someone", 5, tuple(peers)))
+    wire.send(its.info.worker, UpdatePeers("someone", 5, tuple(peers)))
     for message in more:
         wire.send(its.info.worker, message)
     await until(lambda: len(said) == 2)
-    assert said == [its, Introduced(its.info.worker, "someone", 5)]
+    assert said == [its, PeersUpdated(its.info.worker, "someone", 5)]
     await wire.close()
 
 

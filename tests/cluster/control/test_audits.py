@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.control.audits import SharedAudit, audit_dict, uneven
-from kvrelay.cluster.control.router_processes import RouterState
-from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.cluster.control.lifecycle import DesiredProcess, ProcessState
 from kvrelay.cluster.processes import operators_desk
 from kvrelay.cluster.processes.operators_desk import OperatorsDesk
 from kvrelay.engine.stats import Audit, AuditRequest
@@ -70,23 +69,22 @@ class Control:
             "r1": Audit("r1", 1, {"live": 0}),
         }
         workers = {
-            name: SimpleNamespace(node=name, state=state)
+            name: DesiredProcess(name, state=state)
             for name, state in (
-                ("d0", WorkerState.UP),
-                ("d1", WorkerState.UP),
-                ("d2", WorkerState.STARTING),
+                ("d0", ProcessState.UP),
+                ("d1", ProcessState.UP),
+                ("d2", ProcessState.STARTING),
             )
         }
         routers = {
-            name: SimpleNamespace(node=name, state=state)
+            name: DesiredProcess(name, state=state)
             for name, state in (
-                ("r0", RouterState.UP),
-                ("r1", RouterState.UP),
-                ("r2", RouterState.STARTING),
+                ("r0", ProcessState.UP),
+                ("r1", ProcessState.UP),
+                ("r2", ProcessState.STARTING),
             )
         }
-        processes = SimpleNamespace(routers=routers)
-        self.controller = SimpleNamespace(workers=workers, router_processes=processes)
+        self.controller = SimpleNamespace(workers=workers, routers=routers)
         self.wire = self
         self.silent = silent
         self.desk = OperatorsDesk(self)  # type: ignore[arg-type]
