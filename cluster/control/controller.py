@@ -13,7 +13,7 @@ from typing import Any
 from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
 from kvrelay.cluster.control.autoscaling import Add, Autoscaling, Drain, Flip, Order, Remove
 from kvrelay.cluster.control.control_config import ControllerConfig as ControllerConfig
-from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessState
+from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessSet, ProcessState
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     Checkpoint,
@@ -111,20 +111,24 @@ class Controller:
                 worker = workers.current(about, epoch, ProcessState.INTRODUCING)
                 effects += workers.updated(now, worker, to) if worker else []
                 return effects + routers.announce(workers.up())
-            case RouterStarted() | RouterFailed() | RouterLost():
-                return routers.handle(now, message, workers.listening())
-            case StartFailed(node, epoch, reason, permanent):
-                worker = workers.current(node, epoch, ProcessState.STARTING)
-                return workers.failed(now, worker, reason, permanent) if worker else []
-            case WorkerLost(node, epoch, reason):
-                worker = workers.current(node, epoch, *RUNNING)
-                return workers.lost(now, worker, reason) if worker else []
+            case RouterStarted(peer):
+                router = routers.current(peer.node, peer.epoch, ProcessState.STARTING)
+                listening = workers.listening()
+                return routers.started(now, router, message, listening) if router else []
+            case StartFailed(node, epoch, why, final) | RouterFailed(node, epoch, why, final):
+                processes = self._set_of(node)
+                process = processes.current(node, epoch, ProcessState.STARTING)
+                return processes.failed(now, process, why, final) if process else []
+            case WorkerLost(node, epoch, reason) | RouterLost(node, epoch, reason):
+                processes = self._set_of(node)
+                process = processes.current(node, epoch, *RUNNING)
+                return processes.lost(now, process, reason) if process else []
             case WorkerSuspected(_, node, epoch, _):
                 worker = workers.current(node, epoch, *SERVING)
                 return workers.suspects.complain(now, message) if worker else []
-            case LinkLost(router, node, epoch):
+            case LinkLost(by, node, epoch):
                 worker = workers.current(node, epoch, *SERVING)
-                return self._on_link_lost(now, worker, router) if worker else []
+                return self._on_link_lost(now, worker, by) if worker else []
             case ProgressReport():
                 workers.drains.answered(message)
                 effects = workers.suspects.answered(message)
@@ -146,6 +150,9 @@ class Controller:
                 return self._woken(now, tag)
             case _:
                 return [Note("warning", "unexpected_message", type(message).__name__)]
+
+    def _set_of(self, node: NodeId) -> ProcessSet[Any]:
+        return self.router_set if node in self.routers else self.worker_set
 
     def all_up(self) -> bool:
         """With an autoscaler, some are, and no other is about to be: it may want more than there
@@ -205,7 +212,7 @@ class Controller:
         ]
 
     def _look_after(self, now: float, node: NodeId, epoch: int) -> list[Effect]:
-        """A worker of which routers complained."""
+        """Routers have complained of this worker."""
         workers = self.worker_set
         why, effects = workers.suspects.woken(now, (node, epoch))
         worker = workers.current(node, epoch, *SERVING) if why else None

@@ -51,35 +51,25 @@ class ProcessEvent(StrEnum):
 
 
 _S, _E = ProcessState, ProcessEvent
+COMING = (_S.ADOPTING, _S.STARTING)
+SERVING = (_S.UP, _S.DRAINING)
+RUNNING = (*COMING, _S.INTRODUCING, *SERVING)
+
 TRANSITIONS: dict[tuple[ProcessState, ProcessEvent], ProcessState] = {
     (_S.DOWN, _E.START): _S.STARTING,
     (_S.DOWN, _E.ADOPT): _S.ADOPTING,
     (_S.DOWN, _E.NO_ROOM): _S.DOWN,
     (_S.DOWN, _E.HOLD): _S.BACKOFF,
-    (_S.DOWN, _E.REMOVE): _S.GONE,
     (_S.ADOPTING, _E.LISTENS): _S.INTRODUCING,
-    (_S.ADOPTING, _E.END): _S.BACKOFF,
-    (_S.ADOPTING, _E.REMOVE): _S.GONE,
     (_S.STARTING, _E.LISTENS): _S.INTRODUCING,
-    (_S.STARTING, _E.END): _S.BACKOFF,
-    (_S.STARTING, _E.REMOVE): _S.GONE,
     (_S.INTRODUCING, _E.INTRODUCED): _S.UP,
-    (_S.INTRODUCING, _E.END): _S.BACKOFF,
-    (_S.INTRODUCING, _E.REMOVE): _S.GONE,
     (_S.UP, _E.DRAIN): _S.DRAINING,
-    (_S.UP, _E.END): _S.BACKOFF,
-    (_S.UP, _E.REMOVE): _S.GONE,
     (_S.DRAINING, _E.DRAIN): _S.DRAINING,
-    (_S.DRAINING, _E.END): _S.BACKOFF,
-    (_S.DRAINING, _E.REMOVE): _S.GONE,
     (_S.BACKOFF, _E.START): _S.STARTING,
     (_S.BACKOFF, _E.NO_ROOM): _S.DOWN,
-    (_S.BACKOFF, _E.REMOVE): _S.GONE,
+    **{(state, _E.END): _S.BACKOFF for state in RUNNING},
+    **{(state, _E.REMOVE): _S.GONE for state in (*RUNNING, _S.DOWN, _S.BACKOFF)},
 }
-
-SERVING = (ProcessState.UP, ProcessState.DRAINING)
-COMING = (ProcessState.ADOPTING, ProcessState.STARTING)
-RUNNING = (*COMING, ProcessState.INTRODUCING, *SERVING)
 
 
 class IllegalTransition(AssertionError):

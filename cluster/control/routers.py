@@ -24,8 +24,6 @@ from kvrelay.cluster.control.lifecycle import (
     ProcessState,
 )
 from kvrelay.cluster.control.messages import (
-    RouterFailed,
-    RouterLost,
     RouterStarted,
     SendPeers,
     StartRouter,
@@ -58,38 +56,22 @@ class Pair:
     unanswered: set[NodeId] = field(default_factory=set)
     in_use: bool = False  # announced, by this controller or by the one before
 
-    def address(self, newcomer: Incarnation) -> None:
-        self.state, self.newcomer = PairState.ADDRESSED, newcomer
-        self.unanswered = {self.router, self.worker}
-
     def updated(self, done: PeersUpdated) -> None:
         if (done.about, done.epoch) == self.newcomer and self.state is PairState.ADDRESSED:
             self.unanswered.discard(done.to)
             if not self.unanswered:
                 self.state = PairState.CONNECTED
 
-    def announce(self) -> None:
-        self.state, self.in_use = PairState.ANNOUNCED, True
-
-    def part(self) -> None:
-        """The router has given the worker up; each still knows where the other listens."""
-        self.in_use = False
-        if self.state is PairState.ANNOUNCED:
-            self.state = PairState.CONNECTED
-
 
 @dataclass(slots=True, kw_only=True)
 class DesiredRouter(DesiredProcess):
-    """Invariant: `pairs` has the workers that listen, while it is up."""
-
     http_port: int = 0
     is_fixed: bool = False  # it lives as long as the controller, and workers wait for it
-    pairs: dict[NodeId, Pair] = field(default_factory=dict)
 
 
 class RouterSet(ProcessSet[DesiredRouter]):
-    """Owned by the controller. Invariant: a router uses a worker only if the two are announced to
-    each other; a worker that is lost is in no pair."""
+    """Owned by the controller. Invariant: `pairs` has each router that is up with each worker that
+    listens; a router uses a worker only if the two are announced to each other."""
 
     kind = "router"
     tag = "router "
@@ -102,6 +84,7 @@ class RouterSet(ProcessSet[DesiredRouter]):
                 peer.node, peer.epoch, ProcessState.UP, peer, is_fixed=True
             )
         self.by_name |= {name: DesiredRouter(name) for name in config.further_routers}
+        self.pairs: dict[tuple[NodeId, NodeId], Pair] = {}  # by router and worker
         self._controller = controller
 
     @property
@@ -123,115 +106,98 @@ class RouterSet(ProcessSet[DesiredRouter]):
         running = {started.peer.node: started for started in self.config.running_routers}
         for router in self.by_name.values():
             if router.is_fixed or router.node in running:
-                router.pairs = {w: Pair(router.node, w, in_use=True) for w in workers}
+                pairs = [Pair(router.node, worker, in_use=True) for worker in workers]
+                self.pairs |= {(pair.router, pair.worker): pair for pair in pairs}
             if router.node in running:
                 started = running[router.node]
                 router.epoch = started.peer.epoch
                 router.on(ProcessEvent.ADOPT)
-                effects += self._started(now, router, started, workers)
+                effects += self.started(now, router, started, workers)
             elif not router.is_fixed:
                 router.epoch = self.config.kept.routers.get(router.node, 0)
                 effects += self.start(router)
         return effects
 
-    def handle(
-        self,
-        now: float,
-        message: RouterStarted | RouterFailed | RouterLost,
-        listening: Mapping[NodeId, Peer],
-    ) -> list[Effect]:
-        """`listening`: workers that have an address."""
-        starting, up = ProcessState.STARTING, ProcessState.UP
-        match message:
-            case RouterStarted(peer):
-                router = self.current(peer.node, peer.epoch, starting)
-                return self._started(now, router, message, listening) if router else []
-            case RouterFailed(node, epoch, reason, permanent):
-                router = self.current(node, epoch, starting)
-                return self.failed(now, router, reason, permanent) if router else []
-            case RouterLost(node, epoch, reason):
-                router = self.current(node, epoch, starting, up)
-                return self.lost(now, router, reason) if router else []
-
     def updated(self, done: PeersUpdated) -> list[Effect]:
         """A worker or router has got addresses."""
-        for router in self.by_name.values():
-            for pair in router.pairs.values():
-                if done.to in (pair.router, pair.worker):
-                    pair.updated(done)
+        for pair in self.pairs.values():
+            if done.to in (pair.router, pair.worker):
+                pair.updated(done)
         to = self.by_name.get(done.to)
         about = self.current(done.about, done.epoch, ProcessState.UP)
         if to is None or to.peer is None or about is None:
             return []
-        others = self._others(to) if about is to else [about.node]
+        others = [peer.node for peer in self._others(to)] if about is to else [about.node]
         return [Send(to.node, RouterUp(other)) for other in others]
 
-    def address(self, worker: NodeId, epoch: int) -> None:
-        """`worker` is sent where all routers that are up listen, and they where it does."""
-        for router in self.by_name.values():
-            if router.peer is not None:
-                pair = router.pairs.setdefault(worker, Pair(router.node, worker))
-                pair.address((worker, epoch))
+    def address(self, router: NodeId, worker: NodeId, newcomer: Incarnation) -> None:
+        """Each of the two is sent where the other listens, since `newcomer` does from now on."""
+        pair = self.pairs.setdefault((router, worker), Pair(router, worker))
+        pair.state, pair.newcomer = PairState.ADDRESSED, newcomer
+        pair.unanswered = {router, worker}
 
     def announce(self, up: Mapping[NodeId, WorkerInfo]) -> list[Effect]:
         """Announce to each other those that know each other by now. `up`: workers that requests
         may go to."""
         effects: list[Effect] = []
-        for router in self.by_name.values():
-            for info in up.values():
-                pair = router.pairs.get(info.worker)
-                if pair is not None and pair.state is PairState.CONNECTED:
-                    pair.announce()
-                    effects.append(Send(info.worker, RouterUp(router.node)))
-                    effects.append(Send(router.node, WorkerUp(info)))
+        for pair in self.pairs.values():
+            if pair.state is PairState.CONNECTED and pair.worker in up:
+                pair.state, pair.in_use = PairState.ANNOUNCED, True
+                effects.append(Send(pair.worker, RouterUp(pair.router)))
+                effects.append(Send(pair.router, WorkerUp(up[pair.worker])))
         return effects
 
     def part(self, router: NodeId, worker: NodeId) -> None:
-        """The router has given up this worker, until it is announced again."""
-        known = self.by_name.get(router)
-        if known is not None and worker in known.pairs:
-            known.pairs[worker].part()
+        """The router has given up this worker. Each still knows where the other listens."""
+        pair = self.pairs.get((router, worker))
+        if pair is not None:
+            pair.in_use = False
+            if pair.state is PairState.ANNOUNCED:
+                pair.state = PairState.CONNECTED
 
     def role_changed(self, change: RoleChanged) -> list[Effect]:
-        pairs = [r.pairs[change.worker] for r in self.by_name.values() if change.worker in r.pairs]
-        return [Send(p.router, change) for p in pairs if p.state is PairState.ANNOUNCED]
+        announced = [p for p in self.pairs.values() if p.state is PairState.ANNOUNCED]
+        return [Send(p.router, change) for p in announced if p.worker == change.worker]
 
     def worker_lost(self, worker: NodeId, epoch: int, reason: str) -> list[Effect]:
-        pairs = [router.pairs.pop(worker, None) for router in self.by_name.values()]
         down = WorkerDown(worker, epoch, reason)
-        return [Send(pair.router, down) for pair in pairs if pair is not None and pair.in_use]
+        return [Send(pair.router, down) for pair in self._take_pairs(worker) if pair.in_use]
+
+    def _take_pairs(self, node: NodeId) -> list[Pair]:
+        """Forget those of a router or worker that is gone."""
+        gone = [ends for ends in self.pairs if node in ends]
+        return [self.pairs.pop(ends) for ends in gone]
 
     def start(self, router: DesiredRouter) -> list[Effect]:
         bound = self.begin(router)
         return [StartRouter(router.node, router.epoch, router.http_port), bound]
 
     def lost(self, now: float, router: DesiredRouter, reason: str) -> list[Effect]:
-        users = [pair.worker for pair in router.pairs.values() if pair.in_use]
-        router.pairs.clear()
+        workers = [pair.worker for pair in self._take_pairs(router.node) if pair.in_use]
+        others = [peer.node for peer in self._others(router)]
         down = RouterDown(router.node)
         effects = self.back_off(now, router, reason)
-        return effects + [Send(node, down) for node in (*users, *self._others(router))]
+        return effects + [Send(node, down) for node in (*workers, *others)]
 
     def why_none(self, router: DesiredRouter, reason: str) -> str:
         return "" if router.http_port else f"{router.node}: {reason}"
 
-    def _started(
+    def started(
         self,
         now: float,
         router: DesiredRouter,
         started: RouterStarted,
         listening: Mapping[NodeId, Peer],
     ) -> list[Effect]:
-        """It listens. Nobody is waited for before it is up: each comes together with it in time."""
-        others = [peer for peer in self.peers if peer.node != router.node]
+        """It listens, and waits for nobody before it is up. `listening`: workers that do."""
         me = started.peer
         router.on(ProcessEvent.LISTENS)
         router.on(ProcessEvent.INTRODUCED)
         router.peer, router.up_at, router.pid = me, now, started.pid
         router.http_port = started.http_port
         for worker in listening:
-            router.pairs.setdefault(worker, Pair(me.node, worker)).address(router.incarnation)
-        known = (*listening.values(), *others)
+            self.address(me.node, worker, router.incarnation)
+        known = (*listening.values(), *self._others(router))
         text = f"{router.node} is up (epoch {router.epoch}) at port {router.http_port}"
         return [
             SendPeers(self._controller, me.node, me.epoch, (me,)),
@@ -240,9 +206,9 @@ class RouterSet(ProcessSet[DesiredRouter]):
             Note("info", "router_up", text),
         ]
 
-    def _others(self, router: DesiredRouter) -> list[NodeId]:
+    def _others(self, router: DesiredRouter) -> list[Peer]:
         """Routers that are up, but this one."""
-        return [peer.node for peer in self.peers if peer.node != router.node]
+        return [peer for peer in self.peers if peer.node != router.node]
 
 
 def api_url(host: str, port: int, scheme: str = "http") -> str:

@@ -187,7 +187,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch)
         others = [w for w in self.by_name.values() if w is not worker and w.peer is not None]
         peers = [*self.routers.peers, *(other.peer for other in others if other.peer is not None)]
-        self.routers.address(me.node, me.epoch)
+        for router in self.routers.peers:
+            self.routers.address(router.node, me.node, worker.incarnation)
         known = (*peers, *self.config.listeners)
         effects: list[Effect] = [SendPeers(worker.node, me.node, me.epoch, known)]
         effects += [SendPeers(peer.node, me.node, me.epoch, (me,)) for peer in peers]

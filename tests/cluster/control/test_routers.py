@@ -163,7 +163,7 @@ def test_a_worker_that_drains_hears_of_a_router_that_is_lost() -> None:
 def test_a_router_and_a_worker_are_announced_again_after_they_have_parted() -> None:
     script = TwoRouters()
     script.all_up()
-    pair = script.controller.routers["router-1"].pairs["decode-0"]
+    pair = script.controller.router_set.pairs["router-1", "decode-0"]
     assert (pair.state, pair.in_use) == (PairState.ANNOUNCED, True)
     script.say(LinkLost("router-1", "decode-0", 1))
     assert (pair.state, pair.in_use) == (PairState.CONNECTED, False)
