@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, TokenDelta
@@ -84,6 +85,7 @@ class Dispatcher:
     def __init__(self, config: RouterConfig, name: str = "") -> None:
         """`name` of the router: routers break ties differently."""
         self._config = config
+        self._backoff = Backoff(config.backoff_s, config.max_backoff_s)
         self._endpoints: dict[NodeId, Endpoint] = {}
         has_target = config.ttft_target_s > 0
         self.cost = (
@@ -208,7 +210,7 @@ class Dispatcher:
 
     def on_failure(self, now: float, endpoint: Endpoint, sent_at: float) -> None:
         """It has failed an attempt that it was sent at `sent_at`."""
-        endpoint.fail(now, sent_at, self._config.backoff_s, self._config.max_backoff_s)
+        endpoint.fail(now, sent_at, self._backoff)
 
     def has_room(self, now: float) -> bool:
         limit = self._config.max_inflight_per_worker

@@ -24,6 +24,7 @@ from math import inf
 from typing import Any
 
 from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Effect, NodeId, Note, Unsendable, Wake, Woken
@@ -70,8 +71,7 @@ from kvrelay.router.traffic import Traffic
 
 TICK = "tick"
 COMPLAINT_S = 1.0  # between two complaints about one worker
-PAUSE_S = 0.2  # between two migrations of a request; doubles each time
-MAX_DOUBLINGS = 8
+PAUSE = Backoff(0.2, 51.2)  # between two migrations of a request
 
 
 class Router:
@@ -478,8 +478,8 @@ class Router:
         attempt = self._dispatcher.place(now, record, leaves=leaves)
         if isinstance(attempt, Attempt):
             self._totals.migrations += 1
-            record.next_move_at = now + PAUSE_S * 2.0 ** min(record.num_moves, MAX_DOUBLINGS)
             record.num_moves += 1
+            record.next_move_at = now + PAUSE.pause_s(record.num_moves)
             self._requests.send_attempt(now, record, attempt)
         else:
             record.stay()

@@ -36,8 +36,12 @@ PURE_PLACES = (
 )
 PURE_PLACES += ("kvtransfer/tiers/", "kvtransfer/layout", "kvtransfer/messages", "kvtransfer/agent")
 PURE_PLACES += ("cluster/control/controller", "cluster/control/machines")
-PURE_PLACES += ("cluster/control/autoscaling", "cluster/control/drains", "cluster/control/fleet")
-PURE_PLACES += ("cluster/control/worker_lives", "cluster/scaling/")
+PURE_PLACES += (
+    "cluster/control/autoscaling",
+    "cluster/control/lifecycle",
+    "cluster/control/routers",
+)
+PURE_PLACES += ("cluster/control/workers", "cluster/control/watches", "cluster/scaling/")
 IMPURE_PLACES = ("engine/model/", "engine/wire/", "engine/host", "kvtransfer/agents/")
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)

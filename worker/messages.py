@@ -49,15 +49,15 @@ class ProcessEnds:
 
 
 @dataclass(frozen=True, slots=True)
-class Introduced:
+class PeersUpdated:
     to: NodeId
     about: NodeId
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
-    """To a process: where `peers` listen; answered by `Introduced`, with `about` and `epoch`."""
+class UpdatePeers:
+    """To a process: where `peers` listen; answered by `PeersUpdated`, with `about` and `epoch`."""
 
     about: NodeId
     epoch: int
@@ -78,5 +78,5 @@ class End:
     epoch: int
 
 
-register(Introduced, WorkerStarted, Meet, Adopt, End)
+register(PeersUpdated, WorkerStarted, UpdatePeers, Adopt, End)
 channel.register(WorkerStarted, StartFailed, ProcessEnds)

@@ -164,7 +164,7 @@ class RouterProcess:
 async def serve_as_router() -> None:
     """The child: what `cluster.processes.child` does."""
     from kvrelay.cluster.processes.router_process import RouterProcess, RouterProcessSpec, bind
-    from kvrelay.worker.process import meet
+    from kvrelay.worker.process import update_peers
 
     spec, token, peers = pickle.load(sys.stdin.buffer)
     began_at = time.time()
@@ -172,7 +172,7 @@ async def serve_as_router() -> None:
         RouterProcessSpec(**spec), Listening("127.0.0.1", token, MAX_FRAME_BYTES)
     )
     started = await process.start(bind("127.0.0.1", 0), "127.0.0.1")
-    meet(process.wire, peers)
+    update_peers(process.wire, peers)
     ready = {"host": started.peer.host, "port": started.peer.port, "began_at": began_at}
     ready["http_port"] = started.http_port
     sys.stdout.write(json.dumps(ready) + "\n")

@@ -188,7 +188,7 @@ def _exit_now(clusters: list[str]) -> None:
 
 
 def _print_ready(console: Any, ready: Ready, config: Config) -> None:
-    from kvrelay.cluster.control.router_processes import api_url
+    from kvrelay.cluster.control.routers import api_url
 
     tls = config.tls
     urls = {name: api_url(config.api.host, port, tls.scheme) for name, port in ready.ports.items()}

@@ -44,6 +44,7 @@ from kvrelay.cluster.processes.orders import (
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
 from kvrelay.worker.process import Listening
@@ -57,7 +58,7 @@ LAST_WORDS_S = 1.0  # for what a process has said before its end
 
 WATCH_S = 1.0
 SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
-RESTART_S, MAX_RESTART_S = 0.1, 10.0  # before a controller that ended is started again
+RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
 STABLE_S = 60.0  # one that ran for so long is started again at once
 END_S = 20.0  # for a process to end by itself once it was told to
 
@@ -312,8 +313,8 @@ class Supervisor:
             return
         if self._loop.time() - started_at >= STABLE_S:
             self._failures = 0
-        pause_s = min(RESTART_S * 2**self._failures, MAX_RESTART_S)
         self._failures += 1
+        pause_s = RESTART.pause_s(self._failures)
         log.warning("the controller has ended (%s); again in %g s", shown(code), pause_s)
         if self._restarting is not None and not self._restarting.done():
             self._restarting.set_result("the controller has ended")

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.node import Effect, Note
@@ -23,8 +24,7 @@ from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 
 WRITE_AHEAD_SHARE = 0.25  # where less of the first tier is blank, its oldest are written early
 
-FIRST_RETRY_S = 10.0  # after a failure, before the store is written again; doubles if it fails soon
-MAX_RETRY_S = 300.0
+RETRY = Backoff(10.0, 300.0)  # before a store that failed is written again
 REFRESH_SHARE = 0.5  # a record that lacks so much of its block's retention is put again
 MAX_REFRESHED = 64  # records that are put again at a time
 
@@ -53,7 +53,7 @@ class IndexUpdates:
         self._removed: list[int] = []  # slots
         self._put: list[Entry] = []
         self._stale: dict[Entry, None] = {}  # listed, with too little retention
-        self._retry_s = FIRST_RETRY_S
+        self._failures = 0  # each soon after the one before
         self._retry_at = float("-inf")
 
     def may_write(self, now: float) -> bool:
@@ -102,10 +102,11 @@ class IndexUpdates:
         """The store could not be written."""
         if not self.may_write(now):
             return []  # posted before the failure that was noted
-        was_well = now >= self._retry_at + self._retry_s
-        retry_s = FIRST_RETRY_S if was_well else self._retry_s
+        if now >= self._retry_at + RETRY.pause_s(self._failures + 1):  # it was well
+            self._failures = 0
+        self._failures += 1
+        retry_s = RETRY.pause_s(self._failures)
         self._retry_at = now + retry_s
-        self._retry_s = min(2 * retry_s, MAX_RETRY_S)
         text = (
             f"{error}. Nothing is written to the {self._tier} store for {retry_s:g} s, what it"
             " holds is still read; see that its folder exists, is writable, and has room for the"

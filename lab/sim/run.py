@@ -18,16 +18,15 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
-    Introduce,
-    Kept,
+    Checkpoint,
     MachinesChanged,
     Record,
+    SendPeers,
     SetRole,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
-from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Tier
@@ -41,7 +40,7 @@ from kvrelay.lab.sim.faults import Rot, Sickness
 from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
 from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime, Violation
 from kvrelay.lab.sim.scenario import RoleChange, Scenario, draw_scenario
-from kvrelay.worker.messages import CONTROLLER, Introduced, Peer, WorkerStarted
+from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, WorkerStarted
 
 MACHINES = (Machine("m", "sim", 64.0),)
 START_S = 0.3  # a worker takes up to so long to start again
@@ -72,7 +71,7 @@ class SimControl:
             stable_s=1.0,
             silent_grace_s=silent_grace_s,
         )
-        self._kept = Kept()
+        self._kept = Checkpoint()
         self.node = make(self._config)
         runtime.perform_other = self.perform
         runtime.add(CONTROLLER, lambda epoch, records: self.node)
@@ -98,8 +97,8 @@ class SimControl:
                 if running is not None and running.epoch <= epoch:
                     runtime.crash(worker)
                     runtime.faults.injected["killed"] += 1
-            case Introduce(to, about, epoch):
-                self._introduce(Introduced(to, about, epoch))
+            case SendPeers(to, about, epoch):
+                self._introduce(PeersUpdated(to, about, epoch))
             case Record(kept):
                 self._kept = kept
             case AdoptWorker(worker, epoch):
@@ -155,7 +154,7 @@ class SimControl:
         return {worker.node: worker.up_at for worker in self.node.workers.values()}
 
     def all_up(self) -> bool:
-        return all(w.state is WorkerState.UP for w in self.node.workers.values())
+        return all(w.is_serving for w in self.node.workers.values())
 
     def _start(self, worker: NodeId, epoch: int) -> None:
         runtime, config = self._runtime, self._configs[worker]
@@ -166,7 +165,7 @@ class SimControl:
         started = WorkerStarted(replace(config, epoch=epoch).info(), "sim", 2)
         runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())
 
-    def _introduce(self, done: Introduced) -> None:
+    def _introduce(self, done: PeersUpdated) -> None:
         """Reliable, as a call is; one of a process that is dead never comes back."""
         runtime = self._runtime
         life, after_s = runtime.life(done.to), 0.005 * runtime.rng.random()

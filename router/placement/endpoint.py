@@ -19,6 +19,7 @@ from math import exp
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
@@ -300,15 +301,15 @@ class Endpoint:
                 left_s = booking.prefill_tokens * booking.token_s * self.prompt_slowdown
                 self.prompts.correct(now, request_id, left_s)
 
-    def fail(self, now: float, sent_at: float, backoff_s: float, max_backoff_s: float) -> None:
+    def fail(self, now: float, sent_at: float, backoff: Backoff) -> None:
         """Leave the worker alone for a while; longer with every failure in a row. An attempt of
         `sent_at` was lost. One failure of the worker costs it many attempts: those that it had
         before the last failure tell nothing new."""
         if sent_at <= self._failed_at:
             return
         self._failed_at = now
-        self.excluded_until = now + min(max_backoff_s, backoff_s * 2.0 ** min(self.failures, 30))
         self.failures += 1
+        self.excluded_until = now + backoff.pause_s(self.failures)
 
     def succeed(self) -> None:
         self.failures = 0

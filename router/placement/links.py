@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.router.placement.endpoint import Endpoint, Ends, LinkLoss
 
 LEAST_LOST = 2.5  # about three losses; with fewer nothing changes
 MAX_CASES = 16.0  # cases that are remembered
 FADES_S = 600.0  # time constant with which they are forgotten
-RETRY_S = 30.0  # after the loss that makes a link bad
-MAX_RETRY_S = 480.0
+RETRY = Backoff(30.0, 480.0)  # after the loss that makes a link bad, and after each trial
 MAX_LINKS = 4096
 
 
@@ -32,7 +32,7 @@ class LinkHistory:
     lost: float = 0.0
     wait_s: float = 0.0  # that a loss took beyond what the KV should have taken, on average
     is_bad: bool = False
-    retry_s: float = RETRY_S
+    num_trials: int = 0
     retry_at: float = 0.0
 
     def lost_share(self, now: float) -> float:
@@ -58,8 +58,8 @@ class KVLinks:
         link = self._links.get(ends)
         if link is None or not link.is_bad or now < link.retry_at:
             return False
-        link.retry_s = min(MAX_RETRY_S, 2 * link.retry_s)
-        link.retry_at = now + link.retry_s
+        link.num_trials += 1
+        link.retry_at = now + RETRY.pause_s(1 + link.num_trials)
         return True
 
     def end(
@@ -81,7 +81,7 @@ class KVLinks:
         link.add(now, is_lost=is_lost)
         if is_lost:
             link.wait_s += (wait_s - link.wait_s) / max(1.0, link.lost)
-            link.retry_at = now + link.retry_s
+            link.retry_at = now + RETRY.pause_s(1 + link.num_trials)
         return link.is_bad and not was_bad
 
     def forget(self, endpoint: Endpoint) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.processes.router_process import RouterProcess
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.host import NodeExit, NodeHost, keep_running
 from kvrelay.engine.messages import Abort
 from kvrelay.engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer
+from kvrelay.worker.messages import CONTROLLER, Adopt, End, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import BuiltWorker, Listening, WorkerProcess
 from kvrelay.worker.threads import StepThread
 from tests.engine.wire.wire_peers import until
@@ -193,11 +194,11 @@ async def greet(worker: WorkerProcess, peers: list[Peer], *more: Any) -> None:
     me, its = Peer(CONTROLLER, host, port, 1), worker._started
     wire.set_address(its.info.worker, its.host, its.port, 1)
     wire.send(its.info.worker, Adopt(me))
-    wire.send(its.info.worker, Meet("someone", 5, tuple(peers)))
+    wire.send(its.info.worker, UpdatePeers("someone", 5, tuple(peers)))
     for message in more:
         wire.send(its.info.worker, message)
     await until(lambda: len(said) == 2)
-    assert said == [its, Introduced(its.info.worker, "someone", 5)]
+    assert said == [its, PeersUpdated(its.info.worker, "someone", 5)]
     await wire.close()
 
 
@@ -241,7 +242,7 @@ def test_a_worker_whose_node_fails_says_so_to_whoever_waits() -> None:
 async def test_a_task_that_must_live_begins_again_however_it_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART", Backoff(0.001, 0.1))
     restarts: Counter[str] = Counter()
     runs = 0
     lives = asyncio.Event()
@@ -269,7 +270,7 @@ async def test_a_task_that_must_live_begins_again_however_it_ends(
 async def test_a_router_that_fails_to_report_once_reports_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART", Backoff(0.001, 0.1))
     process = object.__new__(RouterProcess)  # without its node, wire and API
     process._loop, process._tasks = asyncio.get_running_loop(), []
     process._restarted = Counter()

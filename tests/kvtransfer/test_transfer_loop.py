@@ -270,5 +270,5 @@ def test_the_wait_between_polls_grows_from_nothing_to_its_cap() -> None:
     waits = [transfer_loop._wait_s(quiet) for quiet in range(5000)]
     assert waits == sorted(waits)
     assert waits[0] == 0.0
-    assert waits[transfer_loop.SPINS] == transfer_loop.FIRST_WAIT_S
-    assert waits[-1] == transfer_loop.MAX_WAIT_S
+    assert waits[transfer_loop.SPINS] == transfer_loop.WAIT.base_s
+    assert waits[-1] == transfer_loop.WAIT.max_s

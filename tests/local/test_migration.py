@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, SamplingParams
 from kvrelay.engine.stats import Role
@@ -70,7 +71,7 @@ def answers_at_rest(model_dir: Path) -> Iterator[Callable[[str], list[Completion
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may move again as soon as it has arrived: those of the tiny model end too soon to
     move twice otherwise."""
-    monkeypatch.setattr("kvrelay.router.router.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvrelay.router.router.PAUSE", Backoff(0.0, 0.0))
 
 
 def chase(cluster: LocalCluster, futures: list[Future[Completion]]) -> list[Completion]:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.control.audits import SharedAudit, audit_dict, uneven
-from kvrelay.cluster.control.router_processes import RouterState
-from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.cluster.control.lifecycle import DesiredProcess, ProcessState
 from kvrelay.cluster.processes import operators_desk
 from kvrelay.cluster.processes.operators_desk import OperatorsDesk
 from kvrelay.engine.stats import Audit, AuditRequest
@@ -70,13 +69,23 @@ class Control:
             "r0": Audit("r0", 1, {"live": 0}, ("request r is queued",)),
             "r1": Audit("r1", 1, {"live": 0}),
         }
-        up, starting = WorkerState.UP, WorkerState.STARTING
-        states: dict[str, Any] = {"d0": up, "d1": up, "d2": starting}
-        workers = {name: SimpleNamespace(node=name, state=each) for name, each in states.items()}
-        states = dict.fromkeys(("r0", "r1"), RouterState.UP) | {"r2": RouterState.STARTING}
-        routers = {name: SimpleNamespace(node=name, state=each) for name, each in states.items()}
-        processes = SimpleNamespace(routers=routers)
-        self.controller = SimpleNamespace(workers=workers, router_processes=processes)
+        workers = {
+            name: DesiredProcess(name, state=state)
+            for name, state in (
+                ("d0", ProcessState.UP),
+                ("d1", ProcessState.UP),
+                ("d2", ProcessState.STARTING),
+            )
+        }
+        routers = {
+            name: DesiredProcess(name, state=state)
+            for name, state in (
+                ("r0", ProcessState.UP),
+                ("r1", ProcessState.UP),
+                ("r2", ProcessState.STARTING),
+            )
+        }
+        self.controller = SimpleNamespace(workers=workers, routers=routers)
         self.wire = self
         self.silent = silent
         self.desk = OperatorsDesk(self)  # type: ignore[arg-type]

@@ -14,13 +14,13 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
-    Introduce,
-    Kept,
+    Checkpoint,
     MachinesChanged,
     Record,
     RequestMachines,
     RestartWorker,
     ScalingReport,
+    SendPeers,
     SetRole,
     StartWorker,
     StopWorker,
@@ -32,7 +32,7 @@ from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, Role
 from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
 from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen
-from kvrelay.worker.messages import Introduced, Peer, StartFailed, WorkerStarted
+from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.test_controller import info
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.cluster.scaling.connector_contract import state_of
@@ -55,7 +55,7 @@ class ControlledWorld:
         self.busy: dict[str, int] = {}  # what workers still do
         self.fails: set[str] = set()  # these do not start
         self.effects: list[Any] = []
-        self.kept = Kept()
+        self.kept = Checkpoint()
         self._events: list[tuple[float, int, int, Any]] = []
         self._count = 0
         self._life = 0  # the controller's epoch
@@ -113,8 +113,8 @@ class ControlledWorld:
                     self.say(WorkerStarted(info(worker, epoch), "h", 100), self.start_s)
                 case AdoptWorker(worker, epoch, _, _, _):
                     self.say(WorkerStarted(info(worker, epoch), "h", 100), 0.01)
-                case Introduce(to, about, epoch):
-                    self.say(Introduced(to, about, epoch), 0.001)
+                case SendPeers(to, about, epoch):
+                    self.say(PeersUpdated(to, about, epoch), 0.001)
                 case Send(to, WorkerDraining(worker, epoch)):
                     left = self.live_requests.get(worker, 0)
                     self.say(DrainReport(to, worker, epoch, left), 0.001)

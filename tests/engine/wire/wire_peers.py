@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.wire.context import TlsIdentity, WireLimits
 from kvrelay.engine.wire.wire import Wire
 
@@ -17,8 +18,7 @@ LIMITS = WireLimits(
     max_unauthenticated=3,
     handshake_s=0.5,
     give_up_s=0.3,
-    backoff_s=0.01,
-    max_backoff_s=0.02,
+    reconnect=Backoff(0.01, 0.02),
 )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import StartWorker, StopWorker
-from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.node import Send, Wake, Woken
 from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp
 from kvrelay.router.messages import WorkerDown, WorkerSuspected
@@ -62,7 +62,7 @@ def test_one_that_answers_is_left_alone_and_told_of_the_routers_again() -> None:
     assert pass_time(script, 1, complaints=False) == []
     complain(script)
     assert of(StopWorker, pass_time(script, 4)) == [], "the grace begins again"
-    assert script.state(WORKER) is WorkerState.UP
+    assert script.state(WORKER) is ProcessState.UP
 
 
 def test_one_that_answers_that_it_makes_no_progress_is_killed() -> None:
@@ -83,7 +83,7 @@ def test_without_complaints_the_suspicion_ends() -> None:
     script = up()
     complain(script)
     assert of(StopWorker, pass_time(script, 10, complaints=False)) == []
-    assert script.state(WORKER) is WorkerState.UP
+    assert script.state(WORKER) is ProcessState.UP
 
 
 def test_complaints_of_an_earlier_life_and_of_one_that_is_not_up_are_nothing() -> None:
