@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.router.placement.links import RETRY_S, LinkHistory
+from kvrelay.router.placement.links import RETRY, LinkHistory
 from tests.local.test_local import VOCAB, small
 from tests.local.test_local import model_dir as model_dir
 from tests.support.local import LocalCluster
@@ -49,7 +49,7 @@ def test_prompts_are_not_handed_over_where_their_kv_is_always_damaged(model_dir:
         is_broken = False
         ((_, link),) = dispatcher.links._links.items()
         assert isinstance(link, LinkHistory)
-        link.retry_at -= RETRY_S
+        link.retry_at -= RETRY.base_s
         assert ask(cluster, PROMPTS[24:]) == expected[24:]
         explained = list(cluster.router.explanations.recent())[:24]
         again = [each.attempts[0].prefill for each in explained]
