@@ -154,7 +154,7 @@ def test_kv_of_two_ranks_comes_back_from_host_memory_and_from_disk(
     """`loses`: one rank has lost what it had. The others forget it, and nothing is wrong."""
     small = replace(PARALLEL, num_blocks=24)
     tiers: dict[str, Any] = {"host_bytes": MIB, "disk_bytes": 16 * MIB}
-    tiers |= {"disk_path": str(tmp_path), "disk_after_s": 0.0, "nixl": True, "threads": 2}
+    tiers |= {"disk_path": str(tmp_path), "disk_after_s": 0.0, "threads": 2}
     prompts = [tokens_of(150, seed=seed) for seed in range(4)]
     num_cached = len(prompts) * (150 // 16 * 16)
 
