@@ -175,7 +175,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from kvrelay.cluster.state.session_store import SessionStore
-from kvrelay.router.sessions.sharing import SaveSession
+from kvrelay.router.sessions.session import SaveSession
 from tests.cluster.state.test_session_store import record
 store = SessionStore(Path(sys.argv[1]), "model")
 for number in range(1_000_000):
