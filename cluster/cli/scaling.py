@@ -80,7 +80,7 @@ def _check(console: Console, log_file: Path) -> None:
     import msgspec
 
     from kvrelay.cluster.scaling.decisions import read_log
-    from kvrelay.cluster.scaling.scaler import replay_log
+    from kvrelay.cluster.scaling.planner import replay_log
 
     try:
         with log_file.open("rb") as lines:

@@ -14,7 +14,7 @@ from kvrelay.cluster.control.messages import RequestMachines, ScalingReport
 from kvrelay.cluster.control.wanted import Worker
 from kvrelay.cluster.scaling.decisions import Decision, Line, Reason
 from kvrelay.cluster.scaling.observations import Snapshot
-from kvrelay.cluster.scaling.scaler import Scaler
+from kvrelay.cluster.scaling.planner import Scaler
 from kvrelay.engine.node import Effect, NodeId, Note, Wake
 from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen, WorkerSeen

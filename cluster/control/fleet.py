@@ -1,4 +1,4 @@
-"""The controller's workers as the autoscaler sees them: a `Connector`.
+"""The controller's workers as the autoscaler sees them: a `WorkerProvider`.
 
 What it orders is noted, and the controller does it when the tick is over. A worker that dies after
 it was up counts as up, since the controller starts it again; one that fails again and again, or
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvrelay.cluster.control.wanted import Worker, WorkerState
-from kvrelay.cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
+from kvrelay.cluster.scaling.provider import ManagedWorker, ManagedWorkers, State
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 
@@ -45,7 +45,7 @@ Order = Add | Drain | Flip | Remove
 
 
 class ControlledFleet:
-    """Connector. `look` brings it up to date before it is asked or told anything."""
+    """WorkerProvider. `look` brings it up to date before it is asked or told anything."""
 
     def __init__(self, pending_timeout_s: float, num_named: int) -> None:
         """`num_named`: names with lower numbers may have been used."""

@@ -38,8 +38,8 @@ from kvrelay.cluster.control.router_processes import RouterState, router_entry
 from kvrelay.cluster.control.view import merged_status
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
-from kvrelay.cluster.scaling.snapshots import router_seen, worker_seen
-from kvrelay.cluster.scaling.targets import router_config
+from kvrelay.cluster.scaling.observations import router_seen, worker_seen
+from kvrelay.cluster.scaling.planner import router_config
 from kvrelay.cluster.state.opening import open_state
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import NodeId

@@ -60,12 +60,12 @@ _loads = msgspec.msgpack.Decoder(dict[str, TenantLoad])
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
     url: str
-    prefix: str  # of all keys
+    prefix: str  # before all keys
     run: str  # this life of the cluster
     router: NodeId
     routers: tuple[NodeId, ...]  # all of the cluster
     index: bool = True  # keep the prefix index, too
-    timeout_s: float = 2.0  # of each command
+    timeout_s: float = 2.0  # for each command
 
 
 def shown_url(url: str) -> str:
@@ -101,8 +101,8 @@ class RedisState:
         self._sessions: dict[tuple[str, str], Stamped] = {}
         self._views: dict[NodeId, IndexView | None] = {}  # None: to be forgotten
         self._events: list[KVEvents] = []
-        self._num_names = 0  # of them
-        self._in_flight = 0  # of all three, what is being written
+        self._num_names = 0  # that the events have
+        self._in_flight = 0  # what is being written, all three together
         self._has_gap = False  # events were dropped: all views have to be written anew
         self._own_loads: dict[str, TenantLoad] = {}
         self._closing = False
@@ -153,7 +153,7 @@ class RedisState:
             log.warning("state: the last changes are not written to %s", self._shown)
 
     def status(self) -> dict[str, Any]:
-        """For `/status` and metrics."""
+        """Returns what `/status` and metrics say."""
         with self._changed:
             return {
                 "store": self._shown,
@@ -187,7 +187,7 @@ class RedisState:
             self._num_names, self._has_gap = 0, True
 
     def _run(self) -> None:
-        """Body of the thread."""
+        """What the writing thread runs."""
         pause_s = 0.1
         while not self._closing:
             try:
@@ -231,14 +231,14 @@ class RedisState:
         self._redis.connection_pool.disconnect()
         self._index.forget_lease()
         with self._changed:
-            is_news = self._is_up or not self._last_error
-            self.num_outages += is_news
+            is_update = self._is_up or not self._last_error
+            self.num_outages += is_update
             self._is_up, self._last_error = False, reason
             self._views.clear()
             self._events.clear()
             self._num_names = self._in_flight = 0
         self._tell_writes(False)
-        if is_news and not self._closing:
+        if is_update and not self._closing:
             bug = None if isinstance(error, RedisError | OSError) else error
             text = "state: %s is away (%s): going on from memory"
             log.warning(text, self._shown, reason, exc_info=bug)
@@ -316,4 +316,4 @@ def _read_loads(data: bytes | None) -> dict[str, TenantLoad] | None:
     try:
         return _loads.decode(data) if data else None
     except msgspec.MsgspecError:
-        return None  # of another version
+        return None  # written by another version

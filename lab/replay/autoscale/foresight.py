@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from kvrelay.cluster.scaling.planner import decode_workers, for_prompts
 from kvrelay.cluster.scaling.shadows import Shadow
-from kvrelay.cluster.scaling.sizing import decode_workers, for_prompts
 from kvrelay.lab.replay.config import ReplayConfig
 from kvrelay.lab.replay.trace import Trace
 from kvrelay.lab.timing.timing import Timing

@@ -1,7 +1,7 @@
 """A replay whose workers come and go: the production router and workers, and the production
 autoscaler or a path that is given, all in virtual time.
 
-The simulator's connector: workers that take `start_s` to start, drain, and cost from the order
+The simulator's provider: workers that take `start_s` to start, drain, and cost from the order
 until they are gone.
 """
 
@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-from kvrelay.cluster.scaling.connector import COUNTED, ManagedWorker, ManagedWorkers, State
 from kvrelay.cluster.scaling.decisions import Line
-from kvrelay.cluster.scaling.moves import moves_to
-from kvrelay.cluster.scaling.scaler import Scaler
-from kvrelay.cluster.scaling.snapshots import router_seen, snapshot_of
-from kvrelay.cluster.scaling.targets import chunk_target_s, router_config
+from kvrelay.cluster.scaling.observations import router_seen, snapshot_of
+from kvrelay.cluster.scaling.planner import Scaler, chunk_target_s, moves_to, router_config
+from kvrelay.cluster.scaling.provider import COUNTED, ManagedWorker, ManagedWorkers, State
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.lab.replay.config import ReplayConfig
@@ -48,8 +46,8 @@ class Cluster(Protocol):
 
 
 class SimulatedFleet:
-    """A `Connector`. `places`: workers that there is room for at once, ordered ones included; those
-    beyond it are pending."""
+    """A `WorkerProvider`. `places`: workers that there is room for at once, ordered ones included;
+    those beyond it are pending."""
 
     def __init__(
         self,

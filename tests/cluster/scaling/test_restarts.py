@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvrelay.cluster.control.messages import RestartWorker, StopWorker
-from kvrelay.cluster.scaling.connector import State
+from kvrelay.cluster.scaling.provider import State
 from kvrelay.router.messages import WorkerDraining, WorkerUp
-from tests.cluster.scaling.connector_contract import state_of
+from tests.cluster.scaling.provider_contract import state_of
 from tests.cluster.scaling.test_controlled_fleet import CONFIG, ControlledWorld, world
 
 __all__ = ["world"]

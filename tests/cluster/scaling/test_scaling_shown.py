@@ -26,7 +26,7 @@ def world() -> ControlledWorld:
     world = ControlledWorld()
     worker = world.up()
     world.up(Role.PREFILL)
-    world.connector.drain(worker)
+    world.provider.drain(worker)
     world.pass_time(5)
     return world
 
