@@ -20,6 +20,7 @@ from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
+from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.stats import Role
 from kvrelay.router.admission.admission import Call
@@ -67,7 +68,7 @@ class ApiLimits:
 class ApiContext:
     """One model behind one router. Owned by the process that serves it.
 
-    `status()`: see `cluster.api.metrics`; `healthy()` says whether requests can be served,
+    `status()`: see `cluster.status`; `healthy()` says whether requests can be served,
     and why not. Both are called in the event loop and must not block.
     """
 
@@ -75,7 +76,7 @@ class ApiContext:
     tokenizer: Tokenizer
     client: RouterClient
     max_model_len: int  # tokens, prompt and output together
-    status: Callable[[], dict[str, Any]]
+    status: Callable[[], ClusterStatus]
     healthy: Callable[[], tuple[bool, dict[str, Any]]]
     metrics: ApiMetrics
     explanations: Explanations  # of the router behind `client`

@@ -26,6 +26,7 @@ from redis.retry import Retry
 
 from kvrelay.cluster.state.index_keys import IndexKeys
 from kvrelay.cluster.state.session_keys import SessionKeys, Stamped
+from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
@@ -152,23 +153,20 @@ class RedisState:
         if self._thread.is_alive():
             log.warning("state: the last changes are not written to %s", self._shown)
 
-    def status(self) -> dict[str, Any]:
-        """Returns what `/status` and metrics say."""
+    def status(self) -> StoreStatus:
         with self._changed:
-            return {
-                "store": self._shown,
-                "up": self._is_up,
-                "outages": self.num_outages,
-                "dropped": self.num_dropped,
-                "unreadable": self._index.num_unreadable + self._session_keys.num_unreadable,
-                "unwritten": len(self._sessions)
-                + len(self._views)
-                + len(self._events)
-                + self._in_flight,
-                "writes_index": self._writes,
-                "last_error": self._last_error,
-                "read_s": self._read_s,
-            }
+            num_waiting = len(self._sessions) + len(self._views) + len(self._events)
+            return StoreStatus(
+                store=self._shown,
+                up=self._is_up,
+                outages=self.num_outages,
+                dropped=self.num_dropped,
+                unreadable=self._index.num_unreadable + self._session_keys.num_unreadable,
+                unwritten=num_waiting + self._in_flight,
+                writes_index=self._writes,
+                last_error=self._last_error,
+                read_s=self._read_s,
+            )
 
     def _keep(self, key: tuple[str, str], change: SaveSession | DeleteSession) -> None:
         if key not in self._sessions and len(self._sessions) >= MAX_SESSIONS:

@@ -274,7 +274,7 @@ def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None
     assert start.role is Role.DECODE
     assert world.controller.scaling is not None
     view = world.controller.scaling.view()
-    woke = [each for each in view["decisions"] if each["starts"]]
+    woke = [each for each in view.decisions if each["starts"]]
     assert [each["reason"] for each in woke] == ["wake"]
     assert woke[0]["at_s"] > 1e9  # by the wall's clock
 
@@ -288,7 +288,7 @@ def test_reports_of_routers_that_are_gone_do_not_make_measurements_old() -> None
         world.say(ScalingReport(seen, ()))
         world.pass_time(1.0)
     assert world.controller.scaling is not None
-    assert world.controller.scaling.view()["reason"] == "idle"
+    assert world.controller.scaling.view().reason == "idle"
 
 
 def test_machines_are_asked_for_once_for_each_number() -> None:
