@@ -14,9 +14,8 @@ from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.tenants import Tenants, with_operations_key
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.cli.audit import audit
 from kvrelay.cluster.cli.client import status
-from kvrelay.cluster.cli.role import role
+from kvrelay.cluster.cli.operate import audit, role
 from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import Served, serve

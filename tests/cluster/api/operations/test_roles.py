@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.cli.role import role
+from kvrelay.cluster.cli.operate import role
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import STATUS, Served, cluster_status, serve
