@@ -195,15 +195,17 @@ class Router:
         return tuple(a.decision for a in attempts if a.decision is not None)
 
     def status(self, now: float) -> RouterStatus:
+        totals = deepcopy(self._totals)
         return RouterStatus(
             router=self.node_id,
             policy=self._config.policy,
             num_live=len(self._requests.live),
             num_queued=len(self._requests.queue),
-            totals=deepcopy(self._totals),
+            cache_hit_rate=totals.cached_tokens / max(1, totals.prompt_tokens),
+            totals=totals,
             bad_links=self._dispatcher.links.losses(now),
             prediction_error=self.explanations.prediction_error,
-            workers=tuple(worker_status(now, each) for each in self._dispatcher.endpoints),
+            workers=[worker_status(now, each) for each in self._dispatcher.endpoints],
         )
 
     def check_idle(self) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from math import inf
+
+from msgspec import Struct, field
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import KVLink, Role
@@ -13,8 +14,7 @@ from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 LAYOUT_DIGITS = 12
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(Struct):
     """Counts since the router's start; they only grow. Keys are metric labels."""
 
     requests: Counter[str] = field(default_factory=Counter)  # by FinishReason or Refusal
@@ -52,52 +52,61 @@ class Totals:
         self.work_by_tenant[tenant] = self.work_by_tenant.get(tenant, 0.0) + units
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
+    """A worker in `/status`. A router fills in what it measures, and nothing of a worker that it
+    does not know; the controller fills in the rest. None: not known, and left out.
+
+    Blocks are KV blocks. Units are in the names: `_s` seconds, `_bytes_per_s`, `_tokens_per_s`."""
+
     worker: NodeId
     role: Role
-    epoch: int
-    state: str  # "up" | "backoff" | "draining" | "down"
-    num_blocks: int
-    num_used_blocks: int  # held by requests
-    num_cached_blocks: int
-    num_running: int
-    num_waiting: int
-    num_handoffs: int
-    num_inflight: int  # from this router
-    num_decoding: int  # the ones whose output is generated there
-    pending_prefill_tokens: int
-    cache_hit_rate: float  # cached / prompt tokens of the requests it reported; 0 before the first
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    read_bytes_per_s: float
-    counters: dict[str, float]
-    num_host_blocks: int = 0  # blocks of its host memory that hold KV
-    num_disk_blocks: int = 0
-    host_read_bytes_per_s: float = 0.0
-    disk_read_bytes_per_s: float = 0.0
-    cached_tokens_by_source: dict[str, int] = field(default_factory=dict)
-    block_size: int = 0  # tokens
-    links: tuple[KVLink, ...] = ()  # by which it reads KV from others
-    layout: str = ""  # its KV's: only workers of one layout pass KV to each other
+    state: str  # a `ProcessState`, "draining", or as a router sees it: "up", "backoff" or "down"
+    epoch: int | None = None  # counts its starts
+    # By the router that is asked:
+    num_blocks: int | None = None
+    num_used_blocks: int | None = None  # held by requests
+    num_cached_blocks: int | None = None  # sealed: found by prefix
+    num_running: int | None = None  # requests in its batch
+    num_waiting: int | None = None
+    num_handoffs: int | None = None  # transfers not settled, and KV held for a consumer
+    num_inflight: int | None = None  # requests of this router
+    num_decoding: int | None = None  # those among them whose output is generated there
+    pending_prefill_tokens: int | None = None
+    cache_hit_rate: float | None = None  # cached / prompt tokens of the requests it reported
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+    read_bytes_per_s: float | None = None  # KV transfers
+    counters: dict[str, float] | None = None  # totals since its start
+    num_host_blocks: int | None = None  # blocks of its host memory that hold KV
+    num_disk_blocks: int | None = None
+    host_read_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float | None = None
+    cached_tokens_by_source: dict[str, int] | None = None
+    block_size: int | None = None  # tokens
+    links: tuple[KVLink, ...] | None = None  # by which it reads KV from others
+    layout: str | None = None  # of its KV: only workers of one layout pass KV to each other
+    # By the controller:
+    pid: int | None = None
+    machine: str | None = None  # "": it has none
+    further_machines: tuple[str, ...] | None = None  # that have some of its ranks
+    tensor_parallel_size: int | None = None  # ranks
+    restarts: int | None = None
+    hangs: int | None = None  # times that it was ended because it did not answer
+    last_error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RouterStatus:
-    """`totals` is a copy, and does not change."""
+class RouterStatus(Struct, kw_only=True):
+    """What a router knows. `totals` is a copy."""
 
     router: NodeId
     policy: str
-    num_live: int
-    num_queued: int
-    totals: Totals
-    workers: tuple[WorkerStatus, ...]
+    num_live: int = 0  # requests
+    num_queued: int = 0  # among them, those that wait for a worker
+    cache_hit_rate: float = 0.0  # cached / prompt tokens of all requests
+    totals: Totals = field(default_factory=Totals)
+    workers: list[WorkerStatus] = field(default_factory=list)
     bad_links: tuple[LinkLoss, ...] = ()  # by which KV often does not come
     prediction_error: float | None = None  # relative, of the time to the first token: the median
-
-    @property
-    def cache_hit_rate(self) -> float:
-        return self.totals.cached_tokens / max(1, self.totals.prompt_tokens)
 
 
 def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:

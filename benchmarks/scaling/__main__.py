@@ -38,7 +38,7 @@ from benchmarks.scaling.simulated import (
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
 from kvrelay.cluster.scaling.decisions import Line, read_log
-from kvrelay.cluster.scaling.scaler import replay_log
+from kvrelay.cluster.scaling.planner import replay_log
 from kvrelay.lab.bench.load import percentile
 
 TTFT_TARGET_S = 2.0

@@ -188,8 +188,8 @@ class Calls:
 
     def ended(self, call: Call) -> None:
         """`call` has sent its last byte. One that has submitted nothing has no phases."""
-        gen_ai, elapsed_s = self._metrics.gen_ai, call.ended_at - call.arrived_at
-        gen_ai.ended(call.endpoint, self._model, call.outcome, elapsed_s)
+        metrics, elapsed_s = self._metrics, call.ended_at - call.arrived_at
+        metrics.ended(call.endpoint, self._model, call.outcome, elapsed_s)
         if call.result is None or call.submitted_at is None:
             return
         served = self._served(call, call.result)
@@ -199,7 +199,7 @@ class Calls:
             if stream.first_at is not None:
                 ended_at = call.ended_at if stream.ended_at is None else stream.ended_at
                 first_s, rest_s = stream.first_at - call.arrived_at, ended_at - stream.first_at
-                gen_ai.served(
+                metrics.served(
                     call.endpoint, self._model, call.outcome, first_s, rest_s, stream.num_tokens
                 )
         if self._trace is not None:

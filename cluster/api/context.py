@@ -25,6 +25,7 @@ from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
+from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.stats import Role
 from kvrelay.router.admission.admission import IncomingCall
@@ -72,7 +73,7 @@ class ApiLimits:
 class ApiContext:
     """One model behind one router. Owned by the process that serves it.
 
-    `status()`: see `cluster.api.metrics`; `healthy()` says whether requests can be served,
+    `status()`: see `cluster.status`; `healthy()` says whether requests can be served,
     and why not. Both are called in the event loop and must not block.
     """
 
@@ -80,7 +81,7 @@ class ApiContext:
     tokenizer: Tokenizer
     client: RouterClient
     max_model_len: int  # tokens, prompt and output together
-    status: Callable[[], dict[str, Any]]
+    status: Callable[[], ClusterStatus]
     healthy: Callable[[], tuple[bool, dict[str, Any]]]
     metrics: ApiMetrics
     explanations: Explanations  # those of the router behind `client`
@@ -99,8 +100,8 @@ class ApiContext:
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
     cors_origins: tuple[str, ...] = ()  # pages in a browser that may call
-    operations_key: str = ""
-    operators_are_here: bool = True  # those on this machine, with its user, need no key
+    operations_key: str = ""  # "": none is taken
+    operators_are_here: bool = False  # with a key too: those here, of the same user, need none
     rates: RateLimits = field(default_factory=RateLimits)
     tool_parser: str = "auto"  # see `Dialect.of`, also for the next
     reasoning_parser: str = "auto"

@@ -1,83 +1,61 @@
 """Prometheus metrics of one API process.
 
-`ApiMetrics` counts what the API itself sees. `ClusterCollector` asks for the router's status at
-each scrape and turns it into gauges and counters. The status is a plain dictionary, so that it can
-be JSON too: `status_dict` makes it from `router.status.RouterStatus` and adds the model's name.
+What the API itself sees is counted here; `cluster_metrics` has the cluster's status. Three sets of
+names are shown: `kvrelay_`; `vllm:`, for what was written for vLLM (autoscalers, dashboards, the
+endpoint picker of the Gateway API inference extension); and `gen_ai_`, the names, buckets and
+attributes of OpenTelemetry's convention for model servers, in the form that Prometheus knows them
+in. `vllm:` names hold no counts of their own. There, a server is one router with all
+workers behind it, so each value is that of all of them together.
+
+https://github.com/kubernetes-sigs/gateway-api-inference-extension (docs/proposals/003)
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-
-from kvrelay.cluster.api.telemetry import known, vllm
-from kvrelay.cluster.api.telemetry.gen_ai import GenAiMetrics
-from kvrelay.cluster.api.telemetry.scaling import scaling_metrics
-from kvrelay.cluster.api.utility.version import VERSION
-from kvrelay.router.status import RouterStatus
+from prometheus_client.samples import Sample
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, *_LATENCY_S)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
-# Key of a worker's status -> (metric, help)
-_WORKER_GAUGES = {
-    "num_blocks": ("blocks", "KV blocks in the worker's pool."),
-    "num_used_blocks": ("used_blocks", "KV blocks held by requests."),
-    "num_cached_blocks": ("cached_blocks", "KV blocks that are sealed: found by prefix."),
-    "num_running": ("running", "Requests in the running batch."),
-    "num_waiting": ("waiting", "Requests that wait to run."),
-    "num_handoffs": ("handoffs", "KV transfers not settled, and KV held for a consumer."),
-    "pending_prefill_tokens": ("pending_prefill_tokens", "Tokens known and not computed."),
-    "prefill_tokens_per_s": ("prefill_tokens_per_second", "Rate of prefill, recent."),
-    "decode_step_s": ("decode_step_seconds", "Time of a decode step, recent."),
-    "read_bytes_per_s": ("read_bytes_per_second", "Rate of KV transfers, recent."),
-    "num_host_blocks": ("host_blocks", "Blocks of the worker's host memory that hold KV."),
-    "num_disk_blocks": ("disk_blocks", "Blocks of the worker's disk that hold KV."),
-    "host_read_bytes_per_s": ("host_read_bytes_per_second", "Rate of loads from host memory."),
-    "disk_read_bytes_per_s": ("disk_read_bytes_per_second", "Rate of loads from disk."),
-}
-_ROUTER_GAUGES = {
-    "num_live": ("live", "Requests that the router serves."),
-    "num_queued": ("queued", "Requests that wait for a worker."),
-    "prediction_error": (
-        "ttft_prediction_error",
-        "Relative error of the predicted time to the first token: median of the last requests.",
-    ),
-}
-# Of totals that are not by reason.
-_STATE_GAUGES = {
-    "up": "1 if the store of shared state can be reached; without it routers go on from memory.",
-    "writes_index": "1 if this router keeps the prefix index in the store.",
-    "unwritten": "Changes that wait to be written to the store.",
-}
-_STATE_COUNTERS = {
-    "outages": "How often the store was lost.",
-    "dropped": "Changes for the store that found no room; told again when it is back.",
-    "unreadable": "What was in the store and could not be read.",
-}
-_TOTAL_LABELS = {
-    "cached_tokens_by_source": "source",
-    "kv_lost": "kind",
-    "refused_by_tenant": "tenant",
-    "sent_by_tenant": "tenant",
-    "queue_seconds_by_tenant": "tenant",
-    "work_by_tenant": "tenant",
+PROVIDER = "kvrelay"
+_SUCCESS = ("stop", "length")
+_CANCELLED = "cancelled"  # by the client: not an error of the server
+_GEN_AI_DURATION_S = tuple(0.01 * 2**n for n in range(14))
+_GEN_AI_FIRST_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_GEN_AI_NEXT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_GEN_AI_LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
+_OPERATIONS = {
+    "completions": "text_completion",
+    **dict.fromkeys(("embeddings", "score", "rerank"), "embeddings"),
 }
 
+# Foreign name -> our metric, an attribute of `ApiMetrics`
+FOREIGN = {
+    "vllm:time_to_first_token_seconds": "ttft_s",
+    "vllm:inter_token_latency_seconds": "itl_s",
+    "vllm:e2e_request_latency_seconds": "e2e_s",
+    "vllm:prompt_tokens": "prompt_tokens",
+    "vllm:generation_tokens": "output_tokens",
+    "vllm:prefix_cache_queries": "prompt_tokens",
+    "vllm:prefix_cache_hits": "cached_tokens",
+    "vllm:request_success": "requests",
+}
+SPAN_OUTCOMES = ("sent", "failed", "dropped")
 
-def status_dict(status: RouterStatus, model: str) -> dict[str, Any]:
-    """The status as JSON's types: what `/status` answers and `ClusterCollector` reads."""
-    plain: dict[str, Any] = msgspec.to_builtins(status, str_keys=True)
-    plain["workers"] = list(plain["workers"])
-    return {"model": model, "cache_hit_rate": status.cache_hit_rate, **plain}
+
+def operation_of(endpoint: str) -> str:
+    """Returns the convention's name; every other endpoint that generates is a chat within."""
+    return _OPERATIONS.get(endpoint, "chat")
 
 
 class ApiMetrics:
@@ -129,21 +107,44 @@ class ApiMetrics:
             registry=registry,
         )
 
-        for outcome in known.SPAN_OUTCOMES:
+        self._gen_ai_duration_s = self._gen_ai(
+            "request_duration_seconds",
+            "From the arrival of a request to its last byte; error_type is empty without an error.",
+            _GEN_AI_DURATION_S,
+            ["error_type"],
+        )
+        self._gen_ai_first_s = self._gen_ai(
+            "time_to_first_token_seconds",
+            "From the arrival of a request that succeeded to its first token.",
+            _GEN_AI_FIRST_S,
+        )
+        self._gen_ai_next_s = self._gen_ai(
+            "time_per_output_token_seconds",
+            "Time per output token after the first, mean of a request that succeeded.",
+            _GEN_AI_NEXT_S,
+        )
+        for outcome in SPAN_OUTCOMES:
             self.spans.labels(outcome)
-        self.gen_ai = GenAiMetrics(registry)
-        renamed = {
-            "time_to_first_token_seconds": self.ttft_s,
-            "inter_token_latency_seconds": self.itl_s,
-            "e2e_request_latency_seconds": self.e2e_s,
-            "prompt_tokens": self.prompt_tokens,
-            "generation_tokens": self.output_tokens,
-            "prefix_cache_queries": self.prompt_tokens,
-            "prefix_cache_hits": self.cached_tokens,
-            "request_success": self.requests,
-        }
-        vllm.VllmAliases(registry, model, renamed)
+        ForeignNames(self, model)
         ProcessCollector(registry=registry)
+
+    def ended(self, endpoint: str, model: str, outcome: str, elapsed_s: float) -> None:
+        """A call is over, whether it was served or not. `outcome`: as in `kvrelay_requests`."""
+        error = "" if outcome in (*_SUCCESS, _CANCELLED) else outcome
+        labels = operation_of(endpoint), PROVIDER, model, error
+        self._gen_ai_duration_s.labels(*labels).observe(elapsed_s)
+
+    def served(
+        self, endpoint: str, model: str, outcome: str, ttft_s: float, rest_s: float, num_tokens: int
+    ) -> None:
+        """One choice of a call is over. `rest_s`: from its first token to its last; `num_tokens`:
+        of its output. Times to and between tokens are those of requests that succeeded."""
+        if outcome not in _SUCCESS:
+            return
+        labels = operation_of(endpoint), PROVIDER, model
+        self._gen_ai_first_s.labels(*labels).observe(ttft_s)
+        if num_tokens > 1:
+            self._gen_ai_next_s.labels(*labels).observe(rest_s / (num_tokens - 1))
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"kvrelay_{name}", text, registry=self.registry)
@@ -151,172 +152,44 @@ class ApiMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"kvrelay_{name}", text, buckets=buckets, registry=self.registry)
 
+    def _gen_ai(
+        self, name: str, text: str, buckets: tuple[float, ...], more: Iterable[str] = ()
+    ) -> Histogram:
+        name, labels = f"gen_ai_server_{name}", [*_GEN_AI_LABELS, *more]
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
-class ClusterCollector(Collector):
-    """Turns `status()` into metrics at each scrape. Holds no state."""
 
-    def __init__(self, registry: CollectorRegistry, status: Callable[[], dict[str, Any]]) -> None:
-        """`status` as `status_dict` makes it; what is missing there is missing in the metrics."""
-        self._status = status
-        registry.register(self)
+class ForeignNames(Collector):
+    """What the API counts, by the names that others read. Made when it is scraped."""
+
+    def __init__(self, metrics: ApiMetrics, model: str) -> None:
+        self._model = model
+        self._sources = {name: getattr(metrics, ours) for name, ours in FOREIGN.items()}
+        metrics.registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
-        return []  # the status is not asked for before the first scrape
+        return []
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        workers = status.get("workers", [])
-        yield from self._process(status)
-        yield from vllm.status_gauges(status)
-        yield from self._worker_gauges(workers)
-        yield from self._worker_counters(workers)
-        for key, (name, text) in _ROUTER_GAUGES.items():
-            if status.get(key) is not None:
-                yield GaugeMetricFamily(f"kvrelay_router_{name}", text, value=status[key])
-        yield _lost_shares(status.get("bad_links", ()))
-        yield from scaling_metrics(status.get("scaling"))
-        yield from self._state(status.get("state", {}))
-        yield from self._totals(status.get("totals", {}))
+        for name, source in self._sources.items():
+            for metric in source.collect():
+                made = Metric(name, metric.documentation, metric.type)
+                for sample in self._samples(metric):
+                    suffix = sample.name.removeprefix(metric.name)
+                    labels = {"model_name": self._model, **sample.labels}
+                    made.samples.append(Sample(f"{name}{suffix}", labels, sample.value))
+                yield made
 
-    def _process(self, status: dict[str, Any]) -> Iterator[Metric]:
-        """Of the process that is asked, and what it knows of the others."""
-        build = GaugeMetricFamily(
-            "kvrelay_build_info", "1; the version, and what is served.", labels=["version", "model"]
-        )
-        build.add_metric([VERSION, str(status.get("model", ""))], 1.0)
-        yield build
-        text = "This machine's clock: to be compared with that of whoever asks."
-        yield GaugeMetricFamily("kvrelay_clock_seconds", text, value=time.time())
-        routers = GaugeMetricFamily(
-            "kvrelay_routers_up", "1 if the router process serves.", labels=["router", "state"]
-        )
-        for router in status.get("routers", []):
-            state = str(router["state"])
-            routers.add_metric([router["router"], state], float(state == "up"))
-        yield routers
-        wire = known.from_zero(known.WIRE_EVENTS, status.get("wire", {}))
-        yield _by_label(CounterMetricFamily, "wire_events", "event", wire, "Frames by their fate.")
-        tasks = status.get("restarted_tasks", {})
-        text = "Background tasks that had failed."
-        yield _by_label(CounterMetricFamily, "restarted_tasks", "task", tasks, text)
-        sessions = known.from_zero(known.SESSION_STATES, status.get("sessions", {}))
-        yield _by_label(GaugeMetricFamily, "sessions", "state", sessions, "Sessions by state.")
-
-    def _state(self, state: dict[str, Any]) -> Iterator[Metric]:
-        """Nothing where no store is configured."""
-        if state:
-            for key, text in _STATE_GAUGES.items():
-                yield GaugeMetricFamily(f"kvrelay_state_{key}", text, value=float(state[key]))
-            for key, text in _STATE_COUNTERS.items():
-                yield CounterMetricFamily(f"kvrelay_state_{key}", text, value=state[key])
-
-    def _worker_gauges(self, workers: list[dict[str, Any]]) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            "kvrelay_worker_up",
-            "1 if requests can be given to the worker.",
-            labels=["worker", "role", "state"],
-        )
-        for worker in workers:
-            state = str(worker["state"])
-            up.add_metric([*_labels(worker), state], float(state == "up"))
-        yield up
-        for key, (name, text) in _WORKER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"kvrelay_worker_{name}", text, labels=["worker", "role"])
-            for worker in workers:
-                if key in worker:
-                    gauge.add_metric(_labels(worker), float(worker[key]))
-            yield gauge
-        links = GaugeMetricFamily(
-            "kvrelay_worker_kv_link_bytes_per_second",
-            "Rate of a small read from the peer, timed when the worker connected to it.",
-            labels=["worker", "role", "peer"],
-        )
-        for worker in workers:
-            for link in worker.get("links", ()):
-                if link["bytes_per_s"]:
-                    links.add_metric([*_labels(worker), link["peer"]], link["bytes_per_s"])
-        yield links
-
-    def _worker_counters(self, workers: list[dict[str, Any]]) -> Iterator[Metric]:
-        events = CounterMetricFamily(
-            "kvrelay_worker_events",
-            "What the worker has counted since it started.",
-            labels=["worker", "role", "event"],
-        )
-        reads = {
-            what: CounterMetricFamily(
-                f"kvrelay_worker_{what}",
-                f"{text} that requests have read KV instead of computing it. source: a tier or a"
-                " peer.",
-                labels=["worker", "role", "source", "peer"],
-            )
-            for what, text in (("kv_read_bytes", "Bytes"), ("kv_read_seconds", "Seconds"))
-        }
-        restarts = CounterMetricFamily(
-            "kvrelay_worker_restarts",
-            "How often the worker was started again.",
-            labels=["worker", "role"],
-        )
-        hangs = CounterMetricFamily(
-            "kvrelay_worker_hangs",
-            "How often the worker was ended because it did not answer.",
-            labels=["worker", "role"],
-        )
-        for worker in workers:
-            if "restarts" in worker:
-                restarts.add_metric(_labels(worker), worker["restarts"])
-                hangs.add_metric(_labels(worker), worker.get("hangs", 0))
-            counters = worker.get("counters")
-            if not counters:  # it is not up: zeros would look like a fall of its counters
-                continue
-            for event, count in sorted(known.from_zero(known.WORKER_EVENTS, counters).items()):
-                what, _, place = event.partition(":")
-                if what in reads:
-                    reads[what].add_metric([*_labels(worker), *place.split(":", 1)], float(count))
-                else:
-                    events.add_metric([*_labels(worker), event], float(count))
-        yield from (restarts, hangs, events, *reads.values())
-
-    def _totals(self, totals: dict[str, Any]) -> Iterator[Metric]:
-        """A total is a number, or numbers by a label."""
-        tenants = tuple(totals.get("sent_by_tenant", ()))
-        for key, value in sorted(totals.items()):
-            name = f"kvrelay_router_{key}"
-            text = f"Total of '{key}' since the router started."
-            if isinstance(value, dict):
-                label = _TOTAL_LABELS.get(key, "reason")
-                known_values = tenants if label == "tenant" else known.TOTALS.get(key, ())
-                counts = known.from_zero(known_values, value)
-                yield _by_label(CounterMetricFamily, f"router_{key}", label, counts, text)
-            else:
-                yield CounterMetricFamily(name, text, value=value)
-
-
-def _lost_shares(links: Iterable[dict[str, Any]]) -> Metric:
-    shares = GaugeMetricFamily(
-        "kvrelay_router_kv_lost_share",
-        "Share of KV that did not come by a link that is avoided. source: who has it; reader: who"
-        " reads it; kind: what was handed over, or fetched.",
-        labels=["source", "reader", "kind"],
-    )
-    for link in links:
-        kind = "fetch" if link["fetches"] else "handoff"
-        shares.add_metric([link["source"], link["reader"], kind], link["lost_share"])
-    return shares
-
-
-def _labels(worker: dict[str, Any]) -> list[str]:
-    return [worker["worker"], worker["role"]]
-
-
-def _by_label(
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-    name: str,
-    label: str,
-    counts: dict[str, float],
-    text: str,
-) -> Metric:
-    family = kind(f"kvrelay_{name}", text, labels=[label])
-    for value, count in sorted(counts.items()):
-        family.add_metric([value], count)
-    return family
+    def _samples(self, metric: Metric) -> Iterable[Sample]:
+        """Returns those without labels as they are, and requests that were served by how."""
+        if metric.name != "kvrelay_requests":
+            return metric.samples
+        sums = dict.fromkeys(_SUCCESS, 0.0)
+        for sample in metric.samples:
+            outcome = sample.labels["outcome"]
+            if outcome in sums and sample.name.endswith("_total"):
+                sums[outcome] += sample.value
+        return [
+            Sample(f"{metric.name}_total", {"finished_reason": outcome}, count)
+            for outcome, count in sums.items()
+        ]

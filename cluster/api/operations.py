@@ -7,6 +7,7 @@ operators only.
 
 from __future__ import annotations
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
@@ -22,7 +23,7 @@ from kvrelay.engine.stats import Role
 
 
 class RoleRequest(BaseModel):
-    """Body of POST /workers/{worker}/role."""
+    """What the body of POST /workers/{worker}/role has."""
 
     model_config = ConfigDict(strict=True)
 
@@ -88,7 +89,8 @@ class _Operations:
 
     async def status(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        return JSONResponse(self._ctx.status())
+        data = msgspec.json.encode(self._ctx.status())
+        return Response(data, media_type="application/json")
 
     async def metrics(self, http: Request) -> Response:
         check_operator(self._ctx, http)
@@ -100,7 +102,7 @@ class _Operations:
         assert self._ctx.audit is not None
         try:
             return JSONResponse(await self._ctx.audit())
-        except (ControllerAway, TimeoutError):
+        except ControllerAway:
             raise controller_away() from None
 
     async def set_role(self, http: Request) -> Response:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvrelay.cluster.api.telemetry.gen_ai import operation_of
+from kvrelay.cluster.api.metrics import operation_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

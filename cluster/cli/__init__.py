@@ -1,1 +1,1 @@
-"""The command line of a cluster."""
+"""The command line asks a cluster, and starts it."""

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import click
@@ -20,11 +20,12 @@ import httpx
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
 _SIZE = "tensor_parallel_size"
 _ROUTER_KEYS = ("num_live", "num_queued")
-_MAX_LINKS = 8  # lines; the slowest are told
+_MAX_LINKS = 8  # lines; the slowest are shown
 _STATE_COLOURS = {
     "up": "green",
     "backoff": "yellow",
@@ -80,8 +81,8 @@ def _links_table(links: list[tuple[str, dict[str, Any]]]) -> Table:
     table.add_column("first read", justify="right")
     for worker, link in slowest[:_MAX_LINKS]:
         rate = link["bytes_per_s"]
-        told = f"{rate / 1e9:.2f} GB/s" if rate else "not timed"
-        table.add_row(worker, link["peer"], told)
+        timed = f"{rate / 1e9:.2f} GB/s" if rate else "not timed"
+        table.add_row(worker, link["peer"], timed)
     return table
 
 
@@ -149,7 +150,8 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_TIMEOUT = httpx.Timeout(10.0, read=600.0)
+TIMEOUT = httpx.Timeout(30.0)
+_CHAT_TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -182,6 +184,8 @@ api_key_option = click.option(
     default="",
     help="Key of a tenant, where the server has any; or KVRELAY_API_KEY, OPENAI_API_KEY.",
 )
+
+json_option = click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
 
 operations_key_option = click.option(
     "--operations-key",
@@ -218,6 +222,38 @@ def plain_errors(url: str) -> Iterator[None]:
         raise click.ClickException(f"what {url} answers is not JSON: is it KVRelay?") from error
 
 
+@contextmanager
+def connected(url: str, key: str = "", timeout: httpx.Timeout = TIMEOUT) -> Iterator[httpx.Client]:
+    """A client of the server, whose errors end the command in plain words."""
+    headers = key_headers(key)
+    with (
+        plain_errors(url),
+        httpx.Client(base_url=url, timeout=timeout, headers=headers) as client,
+    ):
+        yield client
+
+
+def show(
+    url: str, key: str, path: str, render: Callable[[Any], Any], as_json: bool, **params: Any
+) -> None:
+    """Print what the server answers at `path`: as JSON, or as `render` makes a table of it."""
+    with connected(url, key) as client:
+        print_answer(get_json(client, path, **params), render, as_json)
+
+
+def print_answer(found: Any, render: Callable[[Any], Any], as_json: bool) -> None:
+    console = Console(highlight=False)
+    if as_json:
+        console.print_json(data=found)
+    else:
+        console.print(render(found), crop=False)
+
+
+def line(text: str, style: str = "") -> Text:
+    """A line as it is: no markup, and as long as it is."""
+    return Text(text, style, no_wrap=True, overflow="ignore")
+
+
 def _error_text(response: httpx.Response) -> str:
     """OpenAI's error message, or whatever else came."""
     try:
@@ -227,7 +263,7 @@ def _error_text(response: httpx.Response) -> str:
 
 
 def key_headers(api_key: str) -> dict[str, str]:
-    """None without a key."""
+    """Returns none without a key."""
     key = api_key.strip()
     if not (key.isascii() and key.isprintable()):
         raise click.ClickException("the API key has characters that no key has: is it one?")
@@ -240,7 +276,7 @@ def get_json(client: httpx.Client, path: str, **params: Any) -> Any:
 
 
 def ask_json(client: httpx.Client, method: str, path: str, **request: Any) -> Any:
-    """As `get_json`, with any method and body."""
+    """What `get_json` does, with any method and body."""
     response = client.request(method, path, **request)
     if response.is_error:
         raise click.ClickException(_error_text(response))
@@ -323,11 +359,7 @@ def chat(
     given: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     given["prompt_cache_key"] = session
     options = {key: value for key, value in given.items() if value is not None}
-    headers = key_headers(api_key)
-    with (
-        plain_errors(url),
-        httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client,
-    ):
+    with connected(url, api_key, _CHAT_TIMEOUT) as client:
         options["model"] = model or get_json(client, "/v1/models")["data"][0]["id"]
         conversation = _Chat(client, console, system, options)
         if prompt:
@@ -361,27 +393,20 @@ def _ask_safely(conversation: _Chat, console: Console, text: str) -> None:
 
 @click.command()
 @url_option
-@click.option("--json", "as_json", is_flag=True, help="The status as JSON.")
+@json_option
 @click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
 @operations_key_option
 def status(url: str, as_json: bool, watch: bool, interval_s: float, operations_key: str) -> None:
     """Show workers, their load and their cache, and routers."""
-    console = Console()
-    headers = key_headers(operations_key)
+    if as_json or not watch:
+        show(url, operations_key, "/status", status_table, as_json)
+        return
     with (
-        plain_errors(url),
-        httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client,
+        connected(url, operations_key) as client,
+        suppress(KeyboardInterrupt),
+        Live(status_table(get_json(client, "/status"))) as live,
     ):
-        if as_json:
-            console.print_json(data=get_json(client, "/status"))
-        elif not watch:
-            console.print(status_table(get_json(client, "/status")))
-        else:
-            try:
-                with Live(status_table(get_json(client, "/status")), console=console) as live:
-                    while True:
-                        time.sleep(interval_s)
-                        live.update(status_table(get_json(client, "/status")), refresh=True)
-            except KeyboardInterrupt:
-                return
+        while True:
+            time.sleep(interval_s)
+            live.update(status_table(get_json(client, "/status")), refresh=True)

@@ -12,13 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.cluster.cli.client import (
-    ca_option,
-    get_json,
-    key_headers,
-    operations_key_option,
-    plain_errors,
-)
+from kvrelay.cluster.cli.client import ca_option, connected, get_json, operations_key_option
 from kvrelay.cluster.doctor.findings import Finding, Verdict
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
@@ -44,11 +38,7 @@ def doctor(config_path: Path | None, url: str | None, as_json: bool, operations_
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     if url:
-        headers, timeout = key_headers(operations_key), httpx.Timeout(10.0)
-        with (
-            plain_errors(url),
-            httpx.Client(base_url=url, timeout=timeout, headers=headers) as client,
-        ):
+        with connected(url, operations_key, httpx.Timeout(10.0)) as client:
             status = get_json(client, "/status")
             metrics = client.get("/metrics").raise_for_status().text
             checks |= server_checks(status, metrics, time.time())

@@ -10,29 +10,22 @@ from typing import Any
 from urllib.parse import quote
 
 import click
-import httpx
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
-from kvrelay.cluster.cli.client import (
-    api_key_option,
-    get_json,
-    key_headers,
-    plain_errors,
-    url_option,
-)
+from kvrelay.cluster.cli.client import api_key_option, json_option, line, show, url_option
 from kvrelay.router.explain import seconds_text
 
 BAR = 24  # characters for the whole of a request's time
-_TIMEOUT = httpx.Timeout(30.0)
 
 
 @click.command()
 @click.argument("request_id", required=False)
 @url_option
 @api_key_option
-@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+@json_option
 @click.option(
     "--last", type=click.IntRange(min=1, max=512), help="List this many that ended last instead."
 )
@@ -45,26 +38,15 @@ def explain(
     """
     if (request_id is None) == (last is None):
         raise click.UsageError("give either a REQUEST_ID or --last N")
-    console = Console(highlight=False)
-    headers = key_headers(api_key)
-    with (
-        plain_errors(url),
-        httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client,
-    ):
-        if request_id is None:
-            answer = get_json(client, "/requests", limit=last)
-        else:
-            answer = get_json(client, f"/requests/{quote(request_id, safe='')}/explanation")
-    if as_json:
-        console.print_json(data=answer)
-    elif request_id is None:
-        console.print(recent_table(answer["data"]))
+    if request_id is None:
+        show(url, api_key, "/requests", lambda a: recent_table(a["data"]), as_json, limit=last)
     else:
-        _show(console, answer)
+        path = f"/requests/{quote(request_id, safe='')}/explanation"
+        show(url, api_key, path, explanation, as_json)
 
 
 def recent_table(calls: list[dict[str, Any]]) -> Table:
-    """One row per call, the youngest first."""
+    """Makes one row per call, the youngest first."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("request", no_wrap=True)
     table.add_column("outcome", overflow="fold")
@@ -84,19 +66,18 @@ def recent_table(calls: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _show(console: Console, answer: dict[str, Any]) -> None:
-    for line in _head(answer):
-        console.print(line, markup=False, soft_wrap=True)
-    for line in _prefix(answer.get("prefix")):
-        console.print(line, markup=False)
-    console.print(phases_table(answer))
+def explanation(answer: dict[str, Any]) -> Group:
+    """All that is known of one request."""
+    parts: list[Any] = [line(text) for text in _head(answer)]
+    parts += map(Text, _prefix(answer.get("prefix")))
+    parts.append(phases_table(answer))
     for attempt in answer["attempts"]:
-        console.print(_attempt_line(attempt), style="bold", markup=False, soft_wrap=True)
+        parts.append(line(_attempt_line(attempt), "bold"))
         decision = attempt["decision"]
-        if decision is None:
-            continue
-        console.print(f"{decision['reason']}.", markup=False)
-        console.print(candidates_table(decision["decode_candidates"]))
+        if decision is not None:
+            parts.append(Text(f"{decision['reason']}."))
+            parts.append(candidates_table(decision["decode_candidates"]))
+    return Group(*parts)
 
 
 def _head(answer: dict[str, Any]) -> Iterator[str]:
@@ -135,7 +116,7 @@ def _prefix(found: dict[str, Any] | None) -> Iterator[str]:
 
 
 def phases_table(answer: dict[str, Any]) -> Table:
-    """In the order of time, with a line at the first token."""
+    """Phases are in the order of time, with a line at the first token."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("phase", no_wrap=True)
     table.add_column("worker", overflow="fold")
@@ -165,12 +146,12 @@ def phases_table(answer: dict[str, Any]) -> Table:
 
 
 def _attempt_line(attempt: dict[str, Any]) -> str:
-    line = f"attempt {attempt['number']}: {attempt['decode']}"
+    text = f"attempt {attempt['number']}: {attempt['decode']}"
     if attempt["prefill"]:
-        line += f", prompt computed by {attempt['prefill']}"
+        text += f", prompt computed by {attempt['prefill']}"
     if attempt["fetch_from"]:
-        line += f", prefix from {attempt['fetch_from']}"
-    return line + (f"; given up: {attempt['cause']}" if attempt["cause"] else "")
+        text += f", prefix from {attempt['fetch_from']}"
+    return text + (f"; given up: {attempt['cause']}" if attempt["cause"] else "")
 
 
 def candidates_table(candidates: list[dict[str, Any]]) -> Table:

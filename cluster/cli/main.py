@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 COMMANDS = {
     "backup": ("backup", "backup", "Copy what a server has to find again."),
     "restore": ("backup", "restore", "Bring back what `kvrelay backup` has copied."),
-    "audit": ("audit", "audit", "Do all KV blocks add up, and does any leak?"),
+    "audit": ("operate", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("explain", "explain", "Where a request's time went, and why."),
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
-    "role": ("role", "role", "Prefer a worker for prompts, decoding or both."),
+    "role": ("operate", "role", "Prefer a worker for prompts, decoding or both."),
     "up": ("hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
     "down": ("hosts", "down", "End what `kvrelay up` has started."),
-    "drain": ("service", "drain", "Let a server finish what it has, and end."),
-    "restart": ("service", "restart", "Every process anew, one after the other."),
+    "drain": ("operate", "drain", "Let a server finish what it has, and end."),
+    "restart": ("operate", "restart", "Every process anew, one after the other."),
     "chat": ("client", "chat", "Talk to a served model from the terminal."),
-    "scaling": ("scaling", "scaling", "What the autoscaler does or not, and why."),
+    "scaling": ("operate", "scaling", "What the autoscaler does or not, and why."),
     "status": ("client", "status", "Workers, what they do, and the cache hit rate."),
     "top": ("top", "top", "A live table of workers, load and latencies."),
     "sessions": ("sessions", "sessions", "See, park, resume, fork or close sessions."),
@@ -45,7 +45,7 @@ class LazyGroup(click.Group):
 
     @cached_property
     def commands_at(self) -> dict[str, tuple[str, str, str]]:
-        """Module, attribute and help of each."""
+        """Finds module, attribute and help of each."""
         found = {
             name: (f"{__package__}.{module}", attribute, about)
             for name, (module, attribute, about) in COMMANDS.items()
@@ -174,7 +174,7 @@ def _has_terminal() -> bool:
 
 
 def _exit_now(clusters: list[str]) -> None:
-    """Without waiting for anything."""
+    """End at once, with all that was started."""
     import psutil
 
     from kvrelay.worker.processes import kill_workers

@@ -5,29 +5,30 @@ An HTTP client of `/v1/sessions`. With an API key it sees the sessions of that k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
 import click
-import httpx
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvrelay.cluster.cli.client import (
     api_key_option,
     ask_json,
+    connected,
     get_json,
-    key_headers,
-    plain_errors,
+    json_option,
+    line,
+    print_answer,
     url_option,
 )
+from kvrelay.cluster.cli.client import show as show_answer
 
 PAGE = 100
-_TIMEOUT = httpx.Timeout(30.0)
 _STATE_COLOURS = {"active": "green", "idle": "default", "parked": "cyan"}
 
 
@@ -37,19 +38,8 @@ def sessions() -> None:
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """What every command has."""
-    as_json = click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
-    return url_option(api_key_option(as_json(command)))
-
-
-@contextmanager
-def _server(url: str, api_key: str) -> Iterator[httpx.Client]:
-    headers = key_headers(api_key)
-    with (
-        plain_errors(url),
-        httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client,
-    ):
-        yield client
+    """Adds the options that every command has."""
+    return url_option(api_key_option(json_option(command)))
 
 
 def _path(session: str, *action: str) -> str:
@@ -63,7 +53,7 @@ def _path(session: str, *action: str) -> str:
 def list_sessions(url: str, api_key: str, as_json: bool) -> None:
     """All sessions, the one used last first."""
     found: list[dict[str, Any]] = []
-    with _server(url, api_key) as client:
+    with connected(url, api_key) as client:
         more = True
         while more:
             after = found[-1]["id"] if found else ""
@@ -71,13 +61,8 @@ def list_sessions(url: str, api_key: str, as_json: bool) -> None:
             found += page["data"]
             more = page["has_more"] and bool(page["data"])
     found.sort(key=lambda session: float(session["last_used_s"]))
-    console = Console()
-    if as_json:
-        console.print_json(data=found)
-    elif found:
-        console.print(session_table(found))
-    else:
-        console.print("there are no sessions; a request with a prompt_cache_key makes one")
+    nothing = "there are no sessions; a request with a prompt_cache_key makes one"
+    print_answer(found, lambda _: session_table(found) if found else nothing, as_json)
 
 
 @sessions.command()
@@ -85,15 +70,12 @@ def list_sessions(url: str, api_key: str, as_json: bool) -> None:
 @_options
 def show(session: str, url: str, api_key: str, as_json: bool) -> None:
     """One session, and which workers hold its KV."""
-    with _server(url, api_key) as client:
-        found = get_json(client, _path(session))
-    console = Console()
-    if as_json:
-        console.print_json(data=found)
-        return
-    console.print(session_table([found]))
-    for worker in found["workers"]:
-        console.print(f"{worker['worker']}: {_blocks(worker['blocks'], found)}", markup=False)
+    show_answer(url, api_key, _path(session), _session_view, as_json)
+
+
+def _session_view(found: dict[str, Any]) -> Group:
+    held = (f"{each['worker']}: {_blocks(each['blocks'], found)}" for each in found["workers"])
+    return Group(session_table([found]), *map(Text, held))
 
 
 @sessions.command()
@@ -102,9 +84,10 @@ def show(session: str, url: str, api_key: str, as_json: bool) -> None:
 @_options
 def fork(session: str, new: str, url: str, api_key: str, as_json: bool) -> None:
     """Make the session NEW, which begins as SESSION is now."""
-    with _server(url, api_key) as client:
+    with connected(url, api_key) as client:
         found = ask_json(client, "POST", _path(session, "fork"), json={"id": new})
-    _tell(found, as_json, f"{new} begins with the {found['num_tokens']} tokens of {session}")
+    text = f"{new} begins with the {found['num_tokens']} tokens of {session}"
+    print_answer(found, lambda _: line(text), as_json)
 
 
 @sessions.command()
@@ -112,9 +95,9 @@ def fork(session: str, new: str, url: str, api_key: str, as_json: bool) -> None:
 @_options
 def close(session: str, url: str, api_key: str, as_json: bool) -> None:
     """Forget a session, and drop the KV that no other session uses."""
-    with _server(url, api_key) as client:
+    with connected(url, api_key) as client:
         found = ask_json(client, "DELETE", _path(session))
-    _tell(found, as_json, f"{session} is closed{_done(found)}")
+    print_answer(found, lambda _: line(f"{session} is closed{_done(found)}"), as_json)
 
 
 def _add_action(name: str, about: str, said: str) -> None:
@@ -122,23 +105,15 @@ def _add_action(name: str, about: str, said: str) -> None:
     @click.argument("session")
     @_options
     def act(session: str, url: str, api_key: str, as_json: bool) -> None:
-        with _server(url, api_key) as client:
+        with connected(url, api_key) as client:
             found = ask_json(client, "POST", _path(session, name))
-        _tell(found, as_json, f"{session} is {said}{_done(found)}")
+        print_answer(found, lambda _: line(f"{session} is {said}{_done(found)}"), as_json)
 
 
 _add_action("park", "Move a session's KV out of device memory.", "parked")
 _add_action("resume", "Bring a session's KV back, ahead of its next turn.", "resumed")
 _add_action("pin", "Keep a session, and its KV rather than other KV.", "pinned")
 _add_action("unpin", "Undo pin.", "unpinned")
-
-
-def _tell(found: dict[str, Any], as_json: bool, text: str) -> None:
-    console = Console()
-    if as_json:
-        console.print_json(data=found)
-    else:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _done(found: dict[str, Any]) -> str:

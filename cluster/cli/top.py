@@ -23,13 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cluster.cli.client import (
-    get_json,
-    key_headers,
-    operations_key_option,
-    plain_errors,
-    url_option,
-)
+from kvrelay.cluster.cli.client import connected, get_json, operations_key_option, url_option
 from kvrelay.router.explain import seconds_text
 
 BAR = 10  # characters for all blocks of a worker
@@ -68,11 +62,7 @@ def top(
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=WIDE)
-    headers = key_headers(operations_key)
-    with (
-        plain_errors(url),
-        httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client,
-    ):
+    with connected(url, operations_key, _TIMEOUT) as client:
         snapshot = Snapshot(get_json(client, "/console/snapshot"))
         if as_json:
             console.print_json(data=snapshot.plain())
@@ -85,7 +75,7 @@ def top(
 def _watch(
     client: httpx.Client, console: Console, snapshot: Snapshot, interval_s: float, sort: str
 ) -> None:
-    """Until Ctrl-C or q."""
+    """Show it until Ctrl-C or q."""
     live = Live(console=console, screen=console.is_terminal, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), _keys() as wait_key, live:
         due = time.monotonic() + interval_s
@@ -253,7 +243,7 @@ def _percent(value: float | None) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """decode-2 before decode-10."""
+    """Sorts decode-2 before decode-10."""
     words = name.replace("/", "-").split("-")
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
 

@@ -1,4 +1,4 @@
-"""Audits for whoever waits for one: what all workers hold, as plain data.
+"""Audits: a router asks all workers and routers what they hold.
 
 Nothing is leaked if the sums of blocks come out even, no worker was silent and, unless requests are
 live, no worker and no router holds on to anything.
@@ -7,34 +7,53 @@ live, no worker and no router holds on to anything.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvrelay.engine.kv.tier import LOWER_TIERS
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import Audit
+from kvrelay.engine.stats import Audit, AuditRequest
 
 PAUSES = 4.0  # after an audit, so many times as long as it has taken, within
 MIN_PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
+"""Workers and routers answer an audit between two messages; one that does not by then hangs."""
 
 
-class SharedAudit:
+class AuditService:
     """Audits for several askers at once. To audit is to look at every block of every worker, while
     it computes nothing: those who ask together share one, and audits take a bounded part of the
-    time. Nobody is told what was found before it was asked. Used on one loop."""
+    time. Nobody gets what was found before they asked. Owned by a router's process; on its loop."""
 
-    def __init__(self, audit: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        self._audit = audit
+    def __init__(
+        self,
+        router: NodeId,
+        up: Callable[[], tuple[list[NodeId], list[NodeId]]],
+        own: Callable[[], Audit],
+        send: Callable[[NodeId, AuditRequest], Any],
+    ) -> None:
+        """`up`: workers and routers that are; `own`: what `router` itself holds."""
+        self._router = router
+        self._up = up
+        self._own = own
+        self._send = send
+        self._asked: dict[NodeId, asyncio.Future[Audit]] = {}  # by the audit that runs
         self._next: asyncio.Task[dict[str, Any]] | None = None  # has not begun
         self._running = asyncio.Lock()
         self._not_before = 0.0  # loop time
 
     async def ask(self) -> dict[str, Any]:
-        """Raises what the audit does."""
+        """What `/audit` answers; see `audit_dict`."""
         if self._next is None:
             self._next = asyncio.create_task(self._run())
         return await asyncio.shield(self._next)
+
+    def receive(self, audit: Audit) -> None:
+        """Take the answer of a worker or of another router."""
+        asked = self._asked.get(audit.worker)
+        if asked is not None and not asked.done():
+            asked.set_result(audit)
 
     async def _run(self) -> dict[str, Any]:
         clock = asyncio.get_running_loop().time
@@ -43,10 +62,31 @@ class SharedAudit:
             self._next = None
             began = clock()
             try:
-                return await self._audit()
+                return await self._look()
             finally:
                 took_s = clock() - began
                 self._not_before = clock() + min(max(MIN_PAUSE_S, PAUSES * took_s), MAX_PAUSE_S)
+
+    async def _look(self) -> dict[str, Any]:
+        """Ask all that are up, and wait for their answers; None: it did not answer in time."""
+        workers, routers = self._up()
+        loop = asyncio.get_running_loop()
+        asked = {node: loop.create_future() for node in (*workers, *routers)}
+        self._asked = asked
+        for node in asked:
+            if node == self._router:
+                self.receive(self._own())
+            else:
+                self._send(node, AuditRequest(self._router))
+        if asked:
+            await asyncio.wait(asked.values(), timeout=ANSWER_TIMEOUT_S)
+        found = {node: each.result() if each.done() else None for node, each in asked.items()}
+        num_live, left = 0, list[str]()
+        for router in routers:
+            audit = found[router]
+            num_live += 1 if audit is None else audit.counts["live"]  # it may serve one
+            left += () if audit is None else audit.left
+        return audit_dict({worker: found[worker] for worker in workers}, num_live, left)
 
 
 def audit_dict(
@@ -67,7 +107,7 @@ def audit_dict(
 
 
 def uneven(counts: Mapping[str, int]) -> list[str]:
-    """Sums of blocks that do not come out even."""
+    """Returns a line for each sum of blocks that does not come out even."""
     lines = []
     parts = [counts.get(f"device.{part}", 0) for part in ("in_use", "evictable", "blank")]
     whole = counts.get("device.blocks", 0)

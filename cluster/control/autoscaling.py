@@ -1,7 +1,7 @@
 """The autoscaler at work: routers' counts come in, and every tick workers are ordered or let go.
 
-It sees the controller's workers as a `Connector`. What it orders is noted, and the controller does
-it when the tick is over. A worker that dies after it was up counts as up, since the controller
+It sees the controller's workers as a `WorkerProvider`. What it orders is noted, and the controller
+does it when the tick is over. A worker that dies after it was up counts as up, since the controller
 starts it again; one that fails again and again, or finds no machine for long, goes with its reason,
 and the autoscaler decides anew.
 """
@@ -13,15 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import RequestMachines, ScalingReport
 from kvrelay.cluster.control.workers import DesiredWorker
-from kvrelay.cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
 from kvrelay.cluster.scaling.decisions import Decision, Line, Reason
 from kvrelay.cluster.scaling.observations import Snapshot
-from kvrelay.cluster.scaling.scaler import Scaler
+from kvrelay.cluster.scaling.planner import Scaler
+from kvrelay.cluster.scaling.provider import ManagedWorker, ManagedWorkers, State
+from kvrelay.cluster.status import ScalingStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Wake
 from kvrelay.engine.stats import Role
 from kvrelay.router.scaling_config import ScalingConfig
@@ -29,7 +30,7 @@ from kvrelay.router.traffic import RouterSeen, WorkerSeen
 
 TAG = "scale"
 MAX_SHOWN = 20  # decisions, for operators
-FULL = 3  # of those, the last ones with all that they were made from
+FULL = 3  # the last ones, with all that they were made from
 MAX_FAILURES = 3  # in a row; then a worker is given up
 
 
@@ -67,7 +68,7 @@ Order = Add | Drain | Flip | Remove
 
 
 class ControlledFleet:
-    """Connector. `look` brings it up to date before it is asked or told anything."""
+    """WorkerProvider. `look` brings it up to date before it is asked or told anything."""
 
     def __init__(self, pending_timeout_s: float, num_named: int) -> None:
         """`num_named`: names with lower numbers may have been used."""
@@ -152,7 +153,7 @@ class Autoscaling:
     """Owned by the controller. Invariant: once begun, exactly one tick is under way."""
 
     def __init__(self, config: ScalingConfig, num_named: int, wall: Callable[[], float]) -> None:
-        """`wall`: seconds since 1970."""
+        """`wall`: returns seconds since 1970."""
         self._config = config
         self._wall = wall
         self.fleet = ControlledFleet(config.pending_timeout_s, num_named)
@@ -167,7 +168,7 @@ class Autoscaling:
         self._offset_s = 0.0  # from the controller's clock to the wall's
 
     def start(self) -> list[Effect]:
-        """The first time; then nothing."""
+        """Begin, the first time; then nothing."""
         if self._has_begun:
             return []
         self._has_begun = True
@@ -209,39 +210,34 @@ class Autoscaling:
             effects.append(RequestMachines(decision.machines))
         return fleet.take_orders(), effects
 
-    def view(self) -> dict[str, Any]:
-        """For operators: what it does and why, and its last decisions, oldest first."""
+    def view(self) -> ScalingStatus:
+        """What it does and why, and its last decisions."""
         last = self._scaler.decisions[-1] if self._scaler.decisions else None
         least, most = self._config.limits(self._wall())
-        return {
-            "why": self._scaler.why,
-            "reason": "" if last is None else str(last.reason),
-            "wanted": None if last is None else last.wanted,
-            "wanted_decode": None if last is None else last.wanted_decode,
-            "least": least,
-            "most": most,
-            "coming": 0 if last is None else last.inputs.coming,
-            "draining": 0 if last is None else last.inputs.draining,
-            "ticks": {str(reason): self._ticks[str(reason)] for reason in Reason},
-            "actions": dict(self._actions),
-            "decisions": [
-                self._told(each, is_full=number >= len(self._shown) - FULL)
+        return ScalingStatus(
+            why=self._scaler.why,
+            reason="" if last is None else str(last.reason),
+            wanted=None if last is None else last.wanted,
+            wanted_decode=None if last is None else last.wanted_decode,
+            least=least,
+            most=most,
+            coming=0 if last is None else last.inputs.coming,
+            draining=0 if last is None else last.inputs.draining,
+            ticks={str(reason): self._ticks[str(reason)] for reason in Reason},
+            actions=dict(self._actions),
+            decisions=[
+                self._plain(each, is_full=number >= len(self._shown) - FULL)
                 for number, each in enumerate(self._shown)
             ],
-        }
+        )
 
-    def _told(self, decision: Decision, *, is_full: bool) -> dict[str, Any]:
-        told: dict[str, Any] = structs.asdict(decision)
-        told["at_s"] = decision.at_s + self._offset_s
-        told["reason"] = str(decision.reason)
-        told["starts"] = [str(role) for role in decision.starts]
-        told["drains"] = list(decision.drains)
-        told["flips"] = [f"{worker} to {role}" for worker, role in decision.flips]
-        inputs, alternatives = told.pop("inputs"), told.pop("alternatives")
-        if is_full:
-            told["inputs"] = structs.asdict(inputs)
-            told["alternatives"] = [structs.asdict(each) for each in alternatives]
-        return told
+    def _plain(self, decision: Decision, *, is_full: bool) -> dict[str, Any]:
+        plain: dict[str, Any] = to_builtins(decision)
+        plain["at_s"] = decision.at_s + self._offset_s
+        plain["flips"] = [f"{worker} to {role}" for worker, role in decision.flips]
+        if not is_full:
+            del plain["inputs"], plain["alternatives"]
+        return plain
 
     def _show(self, decision: Decision) -> list[Effect]:
         """Keep for operators what differs from the last; note what is done."""
@@ -255,10 +251,10 @@ class Autoscaling:
             self._shown[-1] = decision  # says the same of now
         if not decision.acts:
             return []
-        told = [f"start {role}" for role in decision.starts]
-        told += [f"drain {worker}" for worker in decision.drains]
-        told += [f"{worker} for {role}" for worker, role in decision.flips]
-        return [Note("info", "scaling", f"{decision.text}: {', '.join(told)}")]
+        actions = [f"start {role}" for role in decision.starts]
+        actions += [f"drain {worker}" for worker in decision.drains]
+        actions += [f"{worker} for {role}" for worker, role in decision.flips]
+        return [Note("info", "scaling", f"{decision.text}: {', '.join(actions)}")]
 
     def _wake(self) -> Wake:
         return Wake(self._config.tick_s, TAG)

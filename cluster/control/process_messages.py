@@ -22,7 +22,7 @@ class RouterLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
-    """From a router's process, about once a second; answered by a `ClusterView`."""
+    """From a router's process, about once a second; answered by a `cluster.status.ClusterView`."""
 
     router: NodeId
     epoch: int
@@ -39,27 +39,4 @@ class LinkLost:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    """What the controller knows, for operators: MessagePack of `cluster.control.view`'s dict."""
-
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AuditQuestion:
-    """From a router's process; answered by an `AuditAnswer` with the same number."""
-
-    router: NodeId
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class AuditAnswer:
-    """`data`: MessagePack of what `/audit` answers."""
-
-    number: int
-    data: bytes
-
-
-register(RouterReport, LinkLost, ClusterView, AuditQuestion, AuditAnswer)
+register(RouterReport, LinkLost)

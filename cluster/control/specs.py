@@ -11,7 +11,7 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
 from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.scaling.targets import chunk_target_s
+from kvrelay.cluster.scaling.planner import chunk_target_s
 from kvrelay.engine.stats import Role
 from kvrelay.worker.kv_plan import GIB
 from kvrelay.worker.spec import WorkerSpec

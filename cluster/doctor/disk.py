@@ -15,7 +15,7 @@ PROBE_BYTES = 64 * MIB
 CHUNK = 16 * MIB
 MAX_PROBE_S = 5.0
 LEAST_RATE = 100e6  # bytes per second; below it, computing KV again is quicker
-LEAST_FREE = 64 * MIB  # of the state directory
+LEAST_FREE = 64 * MIB  # in the state directory
 
 
 def check_disk_tier(

@@ -19,7 +19,7 @@ Check = Callable[[], Finding | list[Finding]]
 
 
 def machine_checks(config: Config) -> dict[str, Check]:
-    """Of this machine, by what a user reads while they run."""
+    """Checks of this machine, by what a user reads while they run."""
 
     def open_files() -> Finding:
         return system.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -59,7 +59,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
 
 
 def server_checks(status: Mapping[str, Any], metrics: str, now: float) -> dict[str, Check]:
-    """Of a running server. `now`: seconds since 1970, when `metrics` came."""
+    """Checks of a running server. `now`: seconds since 1970, when `metrics` came."""
     return {
         "workers": lambda: server.check_workers(status),
         "KV layout": lambda: server.check_layouts(status),

@@ -15,7 +15,7 @@ class Verdict(StrEnum):
 
 
 class Finding(Struct, frozen=True):
-    """Of one check. `fix`: what to do, unless all is well."""
+    """What one check has found. `fix`: what to do, unless all is well."""
 
     check: str
     verdict: Verdict

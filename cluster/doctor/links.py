@@ -19,7 +19,7 @@ from kvrelay.kvtransfer.agent import AgentError
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 20
 REPEATS = 7
 TIMEOUT_S = 20.0
-LEAST_SHARE = 1 / 6  # of what one thread copies in memory; TCP within a machine has about a tenth
+LEAST_SHARE = 1 / 6  # share of what one thread copies in memory; TCP here has a tenth
 SHARED_MEMORY = frozenset({"all", "shm", "sm", "mm", "cma", "knem", "xpmem", "posix", "sysv"})
 """By which names UCX_TLS lets UCX use it."""
 PEER = "doctor-peer"
@@ -29,7 +29,7 @@ class Link(Struct, frozen=True):
     """As measured. Rates are bytes per second."""
 
     rate: float
-    memory_rate: float  # of a copy within this process
+    memory_rate: float  # a copy's within this process
 
 
 def check_link(link: Link, tls: str | None) -> Finding:
@@ -109,7 +109,7 @@ def _read_from(metadata: bytes) -> Link:
 
 
 def _pattern() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """Of each block, one byte again and again: `[NUM_BLOCKS, 1]`."""
+    """Each block is one byte again and again: `[NUM_BLOCKS, 1]`."""
     return np.arange(1, NUM_BLOCKS + 1, dtype=np.uint8)[:, None]
 
 

@@ -17,7 +17,7 @@ MANY_RESTARTS = 3
 
 
 def check_workers(status: Mapping[str, Any]) -> Finding:
-    """`status`: of `GET /status`."""
+    """`status`: what `GET /status` answers."""
     check = "workers"
     workers = status["workers"]
     down = [each for each in workers if each.get("state", "up") not in ("up", "draining")]
@@ -64,7 +64,7 @@ def check_server_clock(metrics: str, now: float) -> Finding:
 
 
 def check_store(url: str, timeout_s: float) -> list[Finding]:
-    """`url`: `state.url`."""
+    """Whether the store at `url` (`state.url`) answers, how fast, and what its clock says."""
     if not url:
         return [skipped("state store", "none is set")]
     try:

@@ -158,7 +158,6 @@ def _is_active(path: Path) -> bool:
 
 
 def _gpus(root: Path) -> list[Path]:
-    """Their PCI devices."""
     driver = root / "sys/bus/pci/drivers/nvidia"
     return sorted(path for path in driver.glob("*") if re.match(r"[0-9a-f]{4}:", path.name))
 

@@ -24,7 +24,7 @@ import msgspec
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
-from kvrelay.cluster.control.lifecycle import DesiredProcess, ProcessState
+from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
@@ -41,16 +41,17 @@ from kvrelay.cluster.control.messages import (
     StopWorker,
     WorkerLost,
 )
-from kvrelay.cluster.control.process_messages import AuditQuestion, RouterReport
+from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.specs import worker_spec
+from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.life import read_record, write_private
-from kvrelay.cluster.processes.operators_desk import OperatorsDesk
 from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
 from kvrelay.cluster.scaling.decisions import Line, encode_line
+from kvrelay.cluster.status import ClusterView, ControllerStatus
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
-from kvrelay.engine.stats import Audit, Role
+from kvrelay.engine.stats import Role
 from kvrelay.worker.kv_plan import kv_lines
 from kvrelay.worker.messages import (
     CONTROLLER,
@@ -108,6 +109,7 @@ log = logging.getLogger("kvrelay.control")
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
+PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 
 
 class ControlProcess:
@@ -124,13 +126,14 @@ class ControlProcess:
         self.host = NodeHost(self._loop, self._send, self._on_node_failed)
         listening = spec.listening
         self.wire = listening.wire(CONTROLLER, spec.epoch, self._deliver, self._on_peer_lost)
-        self.desk = OperatorsDesk(self)
         self.controller = Controller(ControllerConfig((), ()))
         self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
         self._workers: Any = None  # RayWorkers, once Ray is there
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
+        self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
+        self._is_publishing = False
         self._scaling_log = ScalingLog.of(spec.config, spec.kept_file.parent.name)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.restarted: Counter[str] = Counter()  # tasks that ended, by name
@@ -175,7 +178,7 @@ class ControlProcess:
         match effect:
             case Record(kept):
                 write_private(self.spec.kept_file, msgspec.msgpack.encode(kept))
-                self.desk.push_soon()
+                self._publish_soon()
             case StartWorker():
                 self._start_worker(effect)
             case StopWorker(worker, epoch, gently):
@@ -345,12 +348,35 @@ class ControlProcess:
 
     def _deliver(self, to: NodeId, message: Any) -> None:
         match message:
-            case RouterReport() | AuditQuestion() | Audit():
-                self.desk.receive(message)
+            case RouterReport(router, epoch, load):
+                self._loads[router, epoch] = load
+                self.wire.send(router, self._view())
             case WorkerStarted():
                 self.say(message)
             case _:
                 self.host.deliver(to, message)
+
+    def _view(self) -> ClusterView:
+        spec, routers = self.spec, self.controller.routers.values()
+        lives = {(router.node, router.epoch) for router in routers}
+        self._loads = {life: load for life, load in self._loads.items() if life in lives}
+        me = ControllerStatus(known=True, epoch=spec.epoch, pid=os.getpid(), has_ray=self.has_ray)
+        host, scheme = spec.config.api.host, spec.config.tls.scheme
+        view = cluster_view(self.controller, me, self._loads, host, scheme)
+        view.restarted_tasks = dict(self.restarted)
+        return view
+
+    def _publish_soon(self) -> None:
+        """Something has changed that operators look at: routers need not wait until they report."""
+        if not self._is_publishing:
+            self._is_publishing = True
+            self._loop.call_later(PUBLISH_AFTER_S, self._publish)
+
+    def _publish(self) -> None:
+        self._is_publishing = False
+        view = self._view()
+        for router in self.controller.router_set.peers:
+            self.wire.send(router.node, view)
 
     async def _show(self) -> None:
         """Tell the supervisor how far each part is, until all are up."""

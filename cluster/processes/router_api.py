@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from kvrelay.cluster.api.tenants import Access, made_operations_key
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.process_messages import RouterLoad
+from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.host import NodeHost
 from kvrelay.engine.stats import Role
 from kvrelay.router.router import Router
@@ -39,17 +40,16 @@ class RouterHost(Protocol):
     draining: bool
     finish_s: float  # that live requests have when it stops, besides SHUTDOWN_S
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> ClusterStatus: ...
     def healthy(self) -> tuple[bool, dict[str, Any]]: ...
     def set_role(self, worker: str, role: Role) -> Role: ...
     async def audit(self) -> dict[str, Any]: ...
     def order(self, service: Any) -> None: ...
 
 
-def load_of(router: Router, now: float, state: dict[str, Any]) -> RouterLoad:
-    """`state`: as of `OpenedState.status`."""
+def load_of(router: Router, now: float, state: StoreStatus) -> RouterLoad:
     status = router.status(now)
-    return RouterLoad(status.num_live, status.num_queued, state["up"] if state else None)
+    return RouterLoad(status.num_live, status.num_queued, state.up)
 
 
 def settle_memory() -> None:
@@ -60,11 +60,11 @@ def settle_memory() -> None:
     gc.set_threshold(50_000, 20, 200)
 
 
-def _responses_path(config: Config) -> Path | None:
-    """None: they are forgotten when the server stops."""
-    from kvrelay.cluster.api.responses.store import FILE
+def _open_responses(config: Config) -> Any:
+    """Without durable sessions they are forgotten when the server stops."""
+    from kvrelay.cluster.api.responses.store import FILE, ResponseStore
 
-    return config.sessions.state_path / FILE if config.sessions.durable else None
+    return ResponseStore(config.sessions.state_path / FILE if config.sessions.durable else None)
 
 
 def _operators(config: Config) -> dict[str, Any]:
@@ -113,10 +113,10 @@ async def serve_api(
 
     from kvrelay.cluster.api.app import create_app
     from kvrelay.cluster.api.client import RouterClient
+    from kvrelay.cluster.api.cluster_metrics import ClusterCollector
     from kvrelay.cluster.api.context import ApiContext
     from kvrelay.cluster.api.http.connection import ConnectionLimits
-    from kvrelay.cluster.api.metrics import ApiMetrics, ClusterCollector
-    from kvrelay.cluster.api.responses.store import ResponseStore
+    from kvrelay.cluster.api.metrics import ApiMetrics
     from kvrelay.cluster.api.server import serve_app
     from kvrelay.cluster.api.text.tokenizer import PublicPrompts
 
@@ -129,7 +129,7 @@ async def serve_api(
     metrics = ApiMetrics(registry, served.served_model.served_name)
     tracing = await asyncio.to_thread(_tracing, config, metrics)
     prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
-    responses = await asyncio.to_thread(ResponseStore, _responses_path(config))
+    responses = await asyncio.to_thread(_open_responses, config)
     context = ApiContext(
         model_name=served.served_model.served_name,
         tokenizer=tokenizer,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
 from collections import Counter
@@ -22,26 +21,23 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.cluster.api.metrics import status_dict
 from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.audits import AuditService
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import RouterStarted, ScalingReport, SetRole
 from kvrelay.cluster.control.process_messages import (
-    AuditAnswer,
-    AuditQuestion,
-    ClusterView,
     LinkLost,
     RouterLoad,
     RouterReport,
 )
-from kvrelay.cluster.control.routers import router_entry
-from kvrelay.cluster.control.view import merged_status
+from kvrelay.cluster.control.view import router_status
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
-from kvrelay.cluster.scaling.snapshots import router_seen, worker_seen
-from kvrelay.cluster.scaling.targets import router_config
+from kvrelay.cluster.scaling.observations import router_seen, worker_seen
+from kvrelay.cluster.scaling.planner import router_config
 from kvrelay.cluster.state.opening import open_state
+from kvrelay.cluster.status import ClusterStatus, ClusterView, merge
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
@@ -55,7 +51,6 @@ from kvrelay.worker.process import Listening, update_peers
 
 REPORT_S = 1.0
 AWAY_S = 5.0  # without a word of the controller it counts as gone
-AUDIT_TIMEOUT_S = 20.0
 
 
 class RouterProcessError(Exception):
@@ -126,10 +121,9 @@ class RouterProcess:
         self.draining = False
         self.hangup = asyncio.Event()  # read tenants again
         self._order = order
-        self._view: dict[str, Any] | None = None
+        self._view: ClusterView | None = None
         self._viewed_at = 0.0
-        self._audits: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._numbers = itertools.count(1)
+        self._audits = AuditService(spec.router, self._nodes_up, self._own_audit, self.wire.send)
         self._tasks: list[asyncio.Task[Any]] = []
         self._restarted: Counter[str] = Counter()  # of them, by name
 
@@ -213,50 +207,52 @@ class RouterProcess:
         as soon as there is a request."""
         workers = self.router.status(self._loop.time()).workers
         num_up = sum(worker.state != "down" for worker in workers)
-        wanted = len(workers) if self._view is None else len(self._view["workers"])
+        wanted = len(workers) if self._view is None else len(self._view.workers)
         scaling = self._spec.config.scaling
         is_asleep = scaling.enabled and scaling.limits(time())[0] == 0 and not num_up
         return num_up > 0 or is_asleep, {"workers_up": num_up, "workers": wanted}
 
-    def status(self) -> dict[str, Any]:
-        """What this router knows, and what the controller has told it."""
-        now = self._loop.time()
-        status = status_dict(self.router.status(now), self.served_model.served_name)
-        status["wire"] = dict(self.wire.counters)
-        status["sessions"] = self.router.sessions.counts()
-        status["state"] = self._opened.status()
-        status["restarted_tasks"] = dict(self._restarted)
-        spec = self._spec
+    def status(self) -> ClusterStatus:
+        """What this router knows, and what the controller has said."""
+        now, spec = self._loop.time(), self._spec
         host, port, scheme = spec.config.api.host, self._http_port, spec.config.tls.scheme
         up, load = ProcessState.UP, self._load()
-        status["routers"] = [router_entry(spec.router, spec.epoch, up, host, port, load, scheme)]
-        return merged_status(status, self._view, now - self._viewed_at)
+        me = router_status(spec.router, spec.epoch, up, host, port, load, scheme)
+        status = ClusterStatus(
+            **msgspec.structs.asdict(self.router.status(now)),
+            model=self.served_model.served_name,
+            routers=[me],
+            state=self._opened.status(),
+            wire=dict(self.wire.counters),
+            sessions=self.router.sessions.counts(),
+            restarted_tasks=dict(self._restarted),
+        )
+        if self._view is not None:
+            merge(status, self._view, now - self._viewed_at)
+        return status
 
     def set_role(self, worker: NodeId, role: Role) -> Role:
         """Prefer `worker` for `role` from now on; returns what it was before. Raises KeyError, with
         the workers that there are, and ControllerAway."""
-        known = {told["worker"]: told for told in self._ask_controller()["workers"]}
+        known = {each.worker: each for each in self._ask_controller().workers}
         if worker not in known:
             raise KeyError(sorted(known))
         self.wire.send(CONTROLLER, SetRole(worker, role))
-        was = Role(known[worker]["role"])
-        known[worker]["role"] = str(role)  # until the controller says it again
+        was, known[worker].role = known[worker].role, role  # until the controller says it again
         return was
 
     async def audit(self) -> dict[str, Any]:
-        """See `cluster.control.audits`. Raises ControllerAway, and TimeoutError."""
+        """See `cluster.control.audits`. Raises ControllerAway: it knows who is up."""
         self._ask_controller()
-        number = next(self._numbers)
-        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._audits[number] = answer
-        try:
-            self.wire.send(CONTROLLER, AuditQuestion(self._spec.router, number))
-            async with asyncio.timeout(AUDIT_TIMEOUT_S):
-                return await answer
-        finally:
-            del self._audits[number]
+        return await self._audits.ask()
 
-    def _ask_controller(self) -> dict[str, Any]:
+    def _nodes_up(self) -> tuple[list[NodeId], list[NodeId]]:
+        """Returns workers and routers, as the controller has them."""
+        view = self._ask_controller()
+        workers = [each.worker for each in view.workers if each.state in ("up", "draining")]
+        return workers, [each.router for each in view.routers if each.state == "up"]
+
+    def _ask_controller(self) -> ClusterView:
         age_s = self._loop.time() - self._viewed_at
         if self._view is None or age_s > AWAY_S:
             from kvrelay.cluster.api.context import ControllerAway
@@ -301,15 +297,13 @@ class RouterProcess:
             case UpdatePeers(about, epoch, peers):
                 update_peers(self.wire, peers)
                 self.wire.send(CONTROLLER, PeersUpdated(self._spec.router, about, epoch))
-            case ClusterView(data):
-                self._view = msgspec.msgpack.decode(data)
+            case ClusterView():
+                self._view = message
                 self._viewed_at = self._loop.time()
             case AuditRequest(reply_to):
                 self.wire.send(reply_to, self._own_audit())
-            case AuditAnswer(number, data):
-                waiting = self._audits.get(number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(msgspec.msgpack.decode(data))
+            case Audit():
+                self._audits.receive(message)
             case _:
                 self.host.deliver(to, message)
 

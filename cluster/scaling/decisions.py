@@ -19,7 +19,7 @@ from kvrelay.router.scaling_config import ScalingConfig
 
 
 class Reason(StrEnum):
-    """Also the metric label."""
+    """Why a decision is as it is; also the metric label."""
 
     ENOUGH = "enough"  # as many as are needed
     NOT_MEASURED = "not_measured"  # no worker has told yet what prompts cost
@@ -52,20 +52,20 @@ class Inputs(Struct, frozen=True):
 
     prefill: int  # workers that are up or coming, by role
     decode: int
-    coming: int  # of those, pending or starting
+    coming: int  # pending or starting ones among them
     draining: int
     least: int
     most: int
     prefill_demand: float  # GPU-seconds per second: recent
     decode_demand: float
-    forecast: float  # of prompts, when a worker that is ordered now is up
+    forecast: float  # prompts, when a worker that is ordered now is up
     hit_rate: float
     mean_output: float
     start_s: float
     pending_prefill_s: float
     gap: float  # share of requests that the real fleet misses, and its shadow would not
     reversals: int  # in the last hour
-    worker_hours: float  # of the last hour
+    worker_hours: float  # within the last hour
 
 
 class Decision(Struct, frozen=True):
@@ -75,7 +75,7 @@ class Decision(Struct, frozen=True):
     reason: Reason
     text: str  # for people
     wanted: int  # workers
-    wanted_decode: int  # of those
+    wanted_decode: int  # that decode, among them
     inputs: Inputs
     alternatives: tuple[Alternative, ...] = ()
     starts: tuple[Role, ...] = ()
@@ -89,7 +89,7 @@ class Decision(Struct, frozen=True):
 
 
 class Line(Struct, frozen=True, omit_defaults=True):
-    """Of a log: either settings, where a planner begins, or a tick."""
+    """A log's line is either settings, where a planner begins, or a tick."""
 
     settings: ScalingConfig | None = None
     snapshot: Snapshot | None = None
@@ -101,7 +101,7 @@ _decoder = msgspec.json.Decoder(Line)
 
 
 def encode_line(line: Line) -> bytes:
-    """Without the newline."""
+    """Returns JSON without a newline."""
     return _encoder.encode(line)
 
 

@@ -18,20 +18,21 @@ from math import exp
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvrelay.cluster.scaling.connector import COUNTED, ManagedWorker, State
+from kvrelay.cluster.scaling.provider import COUNTED, ManagedWorker, State
 from kvrelay.engine.cost import decode_features, fitted_s, prompt_features
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import Role
+from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
 from kvrelay.router.scaling_config import ScalingConfig
-from kvrelay.router.traffic import RouterSeen, WorkerSeen, tokens_of
+from kvrelay.router.traffic import RouterSeen, Traffic, WorkerSeen, tokens_of
 
-KV_FILL = 0.85  # of a pool, for sequences; the rest takes what grows
+KV_FILL = 0.85  # share of a pool for sequences; the rest takes what grows
 MAX_BATCH = 1024
 FAR = 3.0  # times what a plain rate says
 
 
 class Costs(Struct, frozen=True):
-    """Of a typical worker. Weights are of `engine.cost`; empty, or a rate of 0: not measured."""
+    """What a typical worker's passes cost. Weights are as in `engine.cost`; empty, or a rate of 0:
+    not measured."""
 
     prompt_weights: tuple[float, ...]
     decode_weights: tuple[float, ...]
@@ -43,8 +44,8 @@ class Costs(Struct, frozen=True):
 
     @staticmethod
     def typical(prompts: Iterable[Costs], tokens: Iterable[Costs]) -> Costs | None:
-        """Of workers that have measured prompts, and of those that have measured tokens, each the
-        one in the middle: a fit may be far off on a worker that has seen little. None: none has."""
+        """Takes prompts' costs from the middle one of those that have measured prompts, and tokens'
+        likewise: a fit may be far off on a worker that has seen little. None: none has."""
         by_rate = sorted(prompts, key=lambda costs: costs.prefill_tokens_per_s)
         by_step = sorted(tokens, key=lambda costs: costs.decode_step_s)
         if not by_rate:
@@ -96,7 +97,7 @@ class Costs(Struct, frozen=True):
         return low
 
     def step_s(self, num_seqs: int, mean_context: float) -> float:
-        """Of a decode step over so many sequences."""
+        """Seconds that a decode step over so many sequences takes."""
         if not self.decode_weights:
             return self.decode_step_s
         used = min(1.0, num_seqs * mean_context / max(1, self.pool_tokens))
@@ -130,21 +131,21 @@ class Observation(Struct, frozen=True):
     elapsed_s: float  # since the last one; 0: this is the first
     arrivals: dict[int, int]  # requests since then, by bin of prompt length
     num_ended: int  # since then
-    num_late: int  # of those, and of those that were refused
+    num_late: int  # among those, and among those that were refused
     is_fresh: bool
     is_idle: bool  # no request is live, and none has come since the last look
-    hit_rate: float  # of prompt tokens that need not be computed
+    hit_rate: float  # share of prompt tokens that need not be computed
     mean_output: float  # tokens
     mean_context: float  # tokens, of a sequence half way through its output
     costs: Costs | None  # None: no worker has measured any yet
     start_s: float  # that a worker takes to start
-    pending_prefill_s: float  # of all workers: to compute the prompts that wait there
+    pending_prefill_s: float  # to compute the prompts that wait, on all workers
     num_decoding: int  # sequences, on all workers
 
 
 @dataclass(slots=True)
 class Mean:
-    """Of what is added, the last counting most; until then `value`."""
+    """A mean of what is added, the last counting most; until then `value`."""
 
     value: float
     _total: float = 0.0
@@ -276,3 +277,45 @@ def _costs(seen: WorkerSeen) -> Costs:
 
 def _tokens(lengths: Mapping[int, int]) -> float:
     return sum(count * tokens_of(number) for number, count in lengths.items())
+
+
+def router_seen(at_s: float, router: str, traffic: Traffic, num_live: int) -> RouterSeen:
+    return RouterSeen(
+        router=router,
+        at_s=at_s,
+        prompts=dict(traffic.prompts),
+        outputs=dict(traffic.outputs),
+        prompt_tokens=traffic.prompt_tokens,
+        cached_tokens=traffic.cached_tokens,
+        num_late=traffic.num_late,
+        num_live=num_live,
+    )
+
+
+def worker_seen(at_s: float, info: WorkerInfo, stats: WorkerStats) -> WorkerSeen:
+    """`at_s`: when the statistics came."""
+    return WorkerSeen(
+        worker=info.worker,
+        at_s=at_s,
+        prompt_weights=stats.prompt_weights,
+        decode_weights=stats.decode_weights,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_step_s=stats.decode_step_s,
+        pool_tokens=info.num_blocks * info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        num_decoding=stats.num_decoding,
+        pending_prefill_tokens=stats.pending_prefill_tokens,
+    )
+
+
+def snapshot_of(
+    at_s: float,
+    wall_s: float,
+    routers: Iterable[RouterSeen],
+    stats: Iterable[tuple[WorkerInfo, float, WorkerStats]],
+    workers: Iterable[ManagedWorker],
+) -> Snapshot:
+    """`stats`: the last of each worker, and when they came."""
+    seen = tuple(worker_seen(came_at, info, each) for info, came_at, each in stats)
+    return Snapshot(at_s, wall_s, tuple(routers), seen, tuple(workers))

@@ -12,29 +12,124 @@ that time stay. A way down also has to leave room for a way back up among the re
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import ceil
 
-from kvrelay.cluster.scaling.connector import COMING, COUNTED, ManagedWorker, State
-from kvrelay.cluster.scaling.decisions import Alternative, Decision, Inputs, Reason
-from kvrelay.cluster.scaling.moves import Moves, moves_to
-from kvrelay.cluster.scaling.observations import Observation, Snapshot
+from msgspec.structs import replace
+
+from kvrelay.cluster.scaling.decisions import Alternative, Decision, Inputs, Line, Reason
+from kvrelay.cluster.scaling.observations import Observation, Observer, Snapshot
+from kvrelay.cluster.scaling.provider import (
+    COMING,
+    COUNTED,
+    ManagedWorker,
+    State,
+    WorkerProvider,
+)
 from kvrelay.cluster.scaling.shadows import Shadows
-from kvrelay.cluster.scaling.sizing import DECODE_FULL, Need, for_prompts
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.router.config import RouterConfig
 from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import tokens_of
 
 HOUR_S = 3600.0
-RECENT_S = 30.0  # of demand
+RECENT_S = 30.0  # demand is averaged over
 LONG_S = 90.0  # demand has to have lasted so long, to be expected to go on
-FULL = 0.9  # of a worker's time, for prompts that go on coming
-MOST_WANTED = 0.99  # of what could be on time at all
+PREFILL_FULL = 0.9  # share of a worker's time for prompts that go on coming
+MAX_ON_TIME = 0.99  # share of what could be on time at all
 MAX_GAP = 0.1
 LEAST_ENDED = 50  # requests, before it is known what the real fleet misses
 LEAST_STAY_S = 10.0  # over which arrivals count together for decoding
-CHUNK = 0.6  # of the ITL target, for a decode step with prompt tokens
 FLIP_HOLD_S = 30.0  # a role has to be wanted for so long
+DECODE_FULL = 0.8  # share of a decode worker's time at which the target still holds
+MIXED_PREFILL_SHARE = 0.5  # share of what decoding leaves of a worker, for prompts
+SPARE_DECODE = 0.3  # decode workers to spare before one's role changes back
+CHUNK_SHARE = 0.6  # share of the ITL target for a decode step that takes prompt tokens
+WAKE_STARTS = 2  # so many, one after the other, a request waits for its first worker
+STATE_ORDER = {State.PENDING: 0, State.STARTING: 1, State.UP: 2}
+MAX_DECISIONS = 512
+
+
+def chunk_target_s(scaling: ScalingConfig) -> float:
+    """For a step that takes prompt tokens beside decodes."""
+    return CHUNK_SHARE * scaling.itl_target_s
+
+
+def router_config(config: RouterConfig, scaling: ScalingConfig) -> RouterConfig:
+    """Requests in the order of the TTFT target, unless another is set; and those that come while
+    there is no worker wait until one can be there."""
+    wake_s = scaling.pending_timeout_s + WAKE_STARTS * scaling.start_s
+    return replace(
+        config,
+        ttft_target_s=config.ttft_target_s or scaling.ttft_target_s,
+        no_workers_wait_s=max(config.no_workers_wait_s, wake_s),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """How many workers are needed, before limits."""
+
+    size: int
+    decode_demand: float  # GPU-seconds per second
+    prefill_demand: float
+    forecast: float
+    alternatives: tuple[Alternative, ...] = ()
+
+    def decode_workers(self, size: int, have: int) -> int:
+        """How many of `size` decode: at least one, and one is left for prompts where there are
+        several. None of the `have` there are now goes that would soon be missed."""
+        if size <= 1:
+            return size
+        least = decode_workers(size, self.decode_demand)
+        spare = min(have, ceil(self.decode_demand / DECODE_FULL + SPARE_DECODE))
+        return min(size - 1, max(least, spare))
+
+
+def decode_workers(size: int, demand: float) -> int:
+    """How many of `size` decode, for so many GPU-seconds of decoding per second."""
+    return size if size <= 1 else min(size - 1, max(1, ceil(demand / DECODE_FULL - 1e-9)))
+
+
+def for_prompts(size: int, decode_demand: float) -> float:
+    """Workers' worth of prompts that `size` workers compute: prefill workers all the time, decode
+    workers in a part of what decoding leaves, in chunks."""
+    decode = decode_workers(size, decode_demand)
+    return size - decode + MIXED_PREFILL_SHARE * max(0.0, DECODE_FULL * decode - decode_demand)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    starts: tuple[Role, ...] = ()
+    drains: tuple[NodeId, ...] = ()
+    flips: tuple[tuple[NodeId, Role], ...] = ()
+
+
+def moves_to(workers: Iterable[ManagedWorker], prefill: int, decode: int) -> Moves:
+    """`workers`: those that serve or will, of any role (`both` counts as decode). The first to go
+    are those that have come least far, then those that came last: they hold the least KV."""
+    ranked = sorted(workers, key=lambda w: (STATE_ORDER[w.state], -w.ordered_at, w.worker))
+    prefills = [w.worker for w in ranked if w.role is Role.PREFILL]
+    decodes = [w.worker for w in ranked if w.role is not Role.PREFILL]
+    surplus = max(0, len(ranked) - prefill - decode)
+    # Taken from the pool that has most above what it should have.
+    drains: list[NodeId] = []
+    for _ in range(surplus):
+        above = len(prefills) - prefill, len(decodes) - decode
+        pool = prefills if above[0] >= above[1] else decodes
+        drains.append(pool.pop(0))
+    flips: list[tuple[NodeId, Role]] = []
+    while len(prefills) > prefill and len(decodes) < decode:
+        flips.append((prefills[0], Role.DECODE))
+        decodes.append(prefills.pop(0))
+    while len(decodes) > decode and len(prefills) < prefill:
+        flips.append((decodes[0], Role.PREFILL))
+        prefills.append(decodes.pop(0))
+    starts = [Role.DECODE] * max(0, decode - len(decodes))
+    starts += [Role.PREFILL] * max(0, prefill - len(prefills))
+    return Moves(tuple(starts), tuple(drains), tuple(flips))
 
 
 class Planner:
@@ -58,7 +153,7 @@ class Planner:
         self._most_needed = 0  # since then
         self._flip_since: float | None = None
         self._left: dict[NodeId, Role] | None = None  # the fleet after the last decision
-        self._directions: deque[tuple[float, int]] = deque()  # of the last hour: 1 up, -1 down
+        self._directions: deque[tuple[float, int]] = deque()  # in the last hour: 1 up, -1 down
         self._reversals: deque[float] = deque()
         self._worker_s: deque[tuple[float, float]] = deque()
 
@@ -128,14 +223,12 @@ class Planner:
         while self._decoding[0][0] <= now - RECENT_S:
             self._decoding.popleft()
         busy = sum(each for _, each in self._decoding) / len(self._decoding)
-        peak = DECODE_FULL * self._peak(
-            now, seen, max(token_s, CHUNK * config.itl_target_s / streams)
-        )
+        peak = DECODE_FULL * self._peak(now, seen, max(token_s, chunk_target_s(config) / streams))
         decode = max(rate * seen.mean_output * token_s, DECODE_FULL * busy, peak)
         self._decode_demand = decode
         recent = self._shadows.demand(now, RECENT_S)
         forecast = self._forecast(now, recent, seen.start_s)
-        wanted = min(config.percentile / 100.0 + self.gap, self._shadows.ceiling * MOST_WANTED)
+        wanted = min(config.percentile / 100.0 + self.gap, self._shadows.ceiling * MAX_ON_TIME)
         options = [
             Alternative(size, self._shadows.on_time(for_prompts(size, decode)), float(size))
             for size in range(1, most + 1)
@@ -143,7 +236,7 @@ class Planner:
         enough = (each.workers for each in options if each.on_time >= wanted)
         by_traffic = next(enough, most + 1)  # more than may be
         by_forecast = next(
-            (n for n in range(1, most) if FULL * for_prompts(n, decode) >= forecast), most
+            (n for n in range(1, most) if PREFILL_FULL * for_prompts(n, decode) >= forecast), most
         )
         by_decode = ceil(decode / DECODE_FULL - 1e-9)
         by_decode += by_decode > 1  # beside one that computes prompts
@@ -334,3 +427,52 @@ class Planner:
                 return f"idle: {wanted} workers"
             case _:
                 return f"not scaling: {have} workers are enough{on_time}"
+
+
+class Scaler:
+    """Owned by whoever has the fleet: a controller, or the simulator."""
+
+    def __init__(self, config: ScalingConfig, provider: WorkerProvider | None = None) -> None:
+        """`provider`: None where nothing is carried out, only decided."""
+        self.config = config
+        self._observer = Observer(config)
+        self._planner = Planner(config)
+        self._provider = provider
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)  # the last ones, oldest first
+
+    def begin(self) -> Line:
+        """Returns the first line of a log."""
+        return Line(settings=self.config)
+
+    def tick(self, snapshot: Snapshot) -> Line:
+        """Decide, and let the provider do it. The line for the log has the decision."""
+        decision = self._planner.plan(snapshot, self._observer.observe(snapshot))
+        self.decisions.append(decision)
+        if self._provider is not None:
+            for worker, role in decision.flips:
+                self._provider.flip(worker, role)
+            for worker in decision.drains:
+                self._provider.drain(worker)
+            for role in decision.starts:
+                self._provider.start(role)
+        return Line(snapshot=snapshot, decision=decision)
+
+    @property
+    def why(self) -> str:
+        """What `kvrelay status` says about the last decision."""
+        return self.decisions[-1].text if self.decisions else "not scaling: nothing was seen yet"
+
+
+def replay_log(lines: Iterable[Line]) -> list[tuple[Decision, Decision]]:
+    """The decisions of a log, each beside the one that is made from its snapshots now. Lines before
+    the first settings do not count."""
+    scaler: Scaler | None = None
+    pairs = []
+    for line in lines:
+        if line.settings is not None:
+            scaler = Scaler(line.settings)
+        elif scaler is not None and line.snapshot is not None and line.decision is not None:
+            again = scaler.tick(line.snapshot).decision
+            assert again is not None
+            pairs.append((line.decision, again))
+    return pairs

@@ -18,7 +18,7 @@ MAX_PARTS = 64  # a crowd of equal prompts in one look counts as so many, each o
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
-    """Ascending, with `most`."""
+    """Returns sizes in ascending order, the last of which is `most`."""
     found, size = [], 1
     while size < most:
         found.append(size)
@@ -99,8 +99,8 @@ class Shadows:
         self._shadows = [Shadow(size, target_s) for size in self.sizes]
         self._looks: deque[tuple[float, float, float, float, tuple[float, ...]]] = deque()
         self.num_requests = 0.0  # in memory
-        self.num_long = 0.0  # of those, that no fleet could serve on time
-        self.work_s = 0.0  # of all of them
+        self.num_long = 0.0  # that no fleet could serve on time, among those
+        self.work_s = 0.0  # summed over all
         self._missed = [0.0] * len(self.sizes)
 
     def add(self, now: float, elapsed_s: float, prompts: Iterable[tuple[float, int]]) -> None:

@@ -30,7 +30,7 @@ LEASE_S = 3.0
 MARGIN_S = 0.5  # before its lease ends, a writer stops
 TTL_S = 3600  # without a writer for this long the index is forgotten
 REFRESH_S = 600.0
-MAX_BATCHES = 2048  # of events that are kept, about
+MAX_BATCHES = 2048  # events that are kept, about
 MAX_BATCH_EVENTS = 256
 VIEWS_AT_ONCE = 8  # read in one go
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from kvrelay.cluster.config import Config, ConfigError, build_config
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.state.session_store import SessionStore, open_sessions, session_config
+from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.node import NodeId
 from kvrelay.router.sessions.session import SessionConfig, SessionRecord
 from kvrelay.router.state import StateConfig
@@ -41,9 +42,9 @@ class OpenedState:
         if self.shared is not None:
             self.shared.start(deliver)
 
-    def status(self) -> dict[str, Any]:
-        """For `/status`; empty where nothing is shared."""
-        return {} if self.shared is None else self.shared.status()
+    def status(self) -> StoreStatus:
+        """What `/status` says of it; empty where nothing is shared."""
+        return StoreStatus() if self.shared is None else self.shared.status()
 
 
 def with_url(config: Config) -> Config:

@@ -26,6 +26,7 @@ from redis.retry import Retry
 
 from kvrelay.cluster.state.index_keys import IndexKeys
 from kvrelay.cluster.state.session_keys import SessionKeys, Stamped
+from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.node import Effect, NodeId
@@ -61,12 +62,12 @@ _loads = msgspec.msgpack.Decoder(dict[str, TenantLoad])
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
     url: str
-    prefix: str  # of all keys
+    prefix: str  # before all keys
     run: str  # this life of the cluster
     router: NodeId
     routers: tuple[NodeId, ...]  # all of the cluster
     index: bool = True  # keep the prefix index, too
-    timeout_s: float = 2.0  # of each command
+    timeout_s: float = 2.0  # for each command
 
 
 def shown_url(url: str) -> str:
@@ -102,8 +103,8 @@ class RedisState:
         self._sessions: dict[tuple[str, str], Stamped] = {}
         self._views: dict[NodeId, IndexView | None] = {}  # None: to be forgotten
         self._events: list[KVEvents] = []
-        self._num_names = 0  # of them
-        self._in_flight = 0  # of all three, what is being written
+        self._num_names = 0  # that the events have
+        self._in_flight = 0  # what is being written, all three together
         self._has_gap = False  # events were dropped: all views have to be written anew
         self._own_loads: dict[str, TenantLoad] = {}
         self._closing = False
@@ -153,23 +154,20 @@ class RedisState:
         if self._thread.is_alive():
             log.warning("state: the last changes are not written to %s", self._shown)
 
-    def status(self) -> dict[str, Any]:
-        """For `/status` and metrics."""
+    def status(self) -> StoreStatus:
         with self._changed:
-            return {
-                "store": self._shown,
-                "up": self._is_up,
-                "outages": self.num_outages,
-                "dropped": self.num_dropped,
-                "unreadable": self._index.num_unreadable + self._session_keys.num_unreadable,
-                "unwritten": len(self._sessions)
-                + len(self._views)
-                + len(self._events)
-                + self._in_flight,
-                "writes_index": self._writes,
-                "last_error": self._last_error,
-                "read_s": self._read_s,
-            }
+            num_waiting = len(self._sessions) + len(self._views) + len(self._events)
+            return StoreStatus(
+                store=self._shown,
+                up=self._is_up,
+                outages=self.num_outages,
+                dropped=self.num_dropped,
+                unreadable=self._index.num_unreadable + self._session_keys.num_unreadable,
+                unwritten=num_waiting + self._in_flight,
+                writes_index=self._writes,
+                last_error=self._last_error,
+                read_s=self._read_s,
+            )
 
     def _keep(self, key: tuple[str, str], change: SaveSession | DeleteSession) -> None:
         if key not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
@@ -188,7 +186,7 @@ class RedisState:
             self._num_names, self._has_gap = 0, True
 
     def _run(self) -> None:
-        """Body of the thread."""
+        """What the writing thread runs."""
         failures = 0
         while not self._closing:
             try:
@@ -232,14 +230,14 @@ class RedisState:
         self._redis.connection_pool.disconnect()
         self._index.forget_lease()
         with self._changed:
-            is_news = self._is_up or not self._last_error
-            self.num_outages += is_news
+            is_update = self._is_up or not self._last_error
+            self.num_outages += is_update
             self._is_up, self._last_error = False, reason
             self._views.clear()
             self._events.clear()
             self._num_names = self._in_flight = 0
         self._tell_writes(False)
-        if is_news and not self._closing:
+        if is_update and not self._closing:
             bug = None if isinstance(error, RedisError | OSError) else error
             text = "state: %s is away (%s): going on from memory"
             log.warning(text, self._shown, reason, exc_info=bug)
@@ -317,4 +315,4 @@ def _read_loads(data: bytes | None) -> dict[str, TenantLoad] | None:
     try:
         return _loads.decode(data) if data else None
     except msgspec.MsgspecError:
-        return None  # of another version
+        return None  # written by another version

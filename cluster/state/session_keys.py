@@ -234,7 +234,7 @@ class SessionKeys:
             else:
                 records.append(record)
         if len(self._known) > 2 * len(orders) + 100_000:
-            self._known.clear()  # of sessions long gone; those that are not are read once more
+            self._known.clear()  # sessions long gone; those that are not are read once more
         return SessionsUpdated(tuple(records), tuple(closed))
 
 
@@ -256,7 +256,7 @@ def _id(entry: bytes) -> tuple[int, int]:
 
 
 def _record(row: _Row, version: int, now: float) -> SessionRecord:
-    """Raises ValueError."""
+    """Raises ValueError for what is no record."""
     assert row.tokens is not None
     if len(row.tokens) % TOKEN_BYTES:
         raise ValueError(f"{len(row.tokens)} bytes are no tokens")

@@ -34,7 +34,7 @@ from kvrelay.router.sessions.session import (
 log = logging.getLogger("kvrelay.sessions")
 
 FILE = "sessions.db"
-VERSION = 1  # of the table, in the file's header
+VERSION = 1  # the table's, in the file's header
 RETRY_S = 5.0  # after a write has failed
 CLOSE_TIMEOUT_S = 10.0
 MAX_UNWRITTEN = 20_000  # sessions; beyond it a change is dropped
@@ -186,7 +186,7 @@ class SessionStore:
         )
 
     def _write(self) -> None:
-        """Body of the thread."""
+        """What the writing thread runs."""
         is_failing = False
         while True:
             with self._changed:

@@ -1,7 +1,8 @@
 """A replay whose workers come and go: the production router and workers, and the production
 autoscaler or a path that is given, all in virtual time.
 
-Workers take `start_s` to start, drain, and cost from the order until they are gone.
+The simulator's provider: workers take `start_s` to start, drain, and cost from the order until they
+are gone.
 
 Beside that, two fleets are chosen by who knows the trace: the best that stays as it is, and an
 oracle's path. Both are found with the shadow queues of `cluster.scaling.shadows` in the times of
@@ -16,14 +17,18 @@ from itertools import pairwise
 from math import ceil
 from typing import Any, Protocol
 
-from kvrelay.cluster.scaling.connector import COUNTED, ManagedWorker, ManagedWorkers, State
 from kvrelay.cluster.scaling.decisions import Line
-from kvrelay.cluster.scaling.moves import moves_to
-from kvrelay.cluster.scaling.scaler import Scaler
+from kvrelay.cluster.scaling.observations import router_seen, snapshot_of
+from kvrelay.cluster.scaling.planner import (
+    Scaler,
+    chunk_target_s,
+    decode_workers,
+    for_prompts,
+    moves_to,
+    router_config,
+)
+from kvrelay.cluster.scaling.provider import COUNTED, ManagedWorker, ManagedWorkers, State
 from kvrelay.cluster.scaling.shadows import Shadow
-from kvrelay.cluster.scaling.sizing import decode_workers, for_prompts
-from kvrelay.cluster.scaling.snapshots import router_seen, snapshot_of
-from kvrelay.cluster.scaling.targets import chunk_target_s, router_config
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.lab.replay.config import ReplayConfig
@@ -54,8 +59,8 @@ class WorkerHost(Protocol):
 
 
 class SimulatedFleet:
-    """A `Connector`. `places`: workers that there is room for at once, ordered ones included; those
-    beyond it are pending."""
+    """A `WorkerProvider`. `places`: workers that there is room for at once, ordered ones included;
+    those beyond it are pending."""
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ from math import exp
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
@@ -342,8 +344,8 @@ class Ends(NamedTuple):
     fetches: bool
 
 
-class LinkLoss(NamedTuple):
-    """A bad link, as it is shown."""
+class LinkLoss(Struct, frozen=True):
+    """A bad link, as it is shown: by it, KV often does not come."""
 
     source: NodeId
     reader: NodeId

@@ -56,7 +56,7 @@ def test_the_image_is_pinned_and_runs_without_root() -> None:
     assert sources[-1] == "docker.io/library/python:${PYTHON}"
     assert re.search(r"^ARG PYTHON=3\.\d+\.\d+-slim-\w+$", CONTAINERFILE, flags=re.MULTILINE)
     installs = re.findall(r"pip install .*", CONTAINERFILE)
-    assert len(installs) == 2
+    assert len(installs) == 3
     assert all("-c constraints.txt" in each for each in installs)
     user = CONTAINERFILE.rindex("\nUSER 10001:10001\n")
     assert "\nRUN " not in CONTAINERFILE[user:]

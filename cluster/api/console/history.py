@@ -125,6 +125,6 @@ def _counts(histogram: Histogram) -> tuple[float, ...]:
 
 
 def _total(counter: Counter) -> float:
-    """Over all labels."""
+    """Returns the sum over all labels."""
     samples = (sample for family in counter.collect() for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name.endswith("_total"))

@@ -35,6 +35,8 @@ from kvrelay.cluster.api.errors import ApiError, overloaded
 from kvrelay.cluster.api.incoming import check_operator, is_cross_site
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
 from kvrelay.cluster.api.utility.version import VERSION
+from kvrelay.cluster.status import ClusterStatus
+from kvrelay.router.status import WorkerStatus
 
 GONE_TICKS = 60  # for so long it is known that a worker is gone; who has seen less gets all
 
@@ -82,7 +84,7 @@ class Feed:
     """Owned by the console. Invariant: `_parts` and `_workers` are what the last tick saw."""
 
     def __init__(
-        self, status: Callable[[], dict[str, Any]], history: History, server: dict[str, Any]
+        self, status: Callable[[], ClusterStatus], history: History, server: dict[str, Any]
     ) -> None:
         """`status`: as in `ApiContext`. `server`: what never changes, as JSON's types."""
         self._status = status
@@ -99,17 +101,17 @@ class Feed:
         self.tick_number += 1
         parts = {
             "server": self._server,
-            "model": status.get("model"),
-            "router": {key: status.get(key) for key in ("router", "policy")},
-            "load": {key: _plain(status.get(key)) for key in _LOAD},
-            "totals": {k: v for k, v in status.get("totals", {}).items() if k in _TOTALS},
-            "routers": status.get("routers") or [],
-            "store": status.get("state") or None,
-            "scaling": status.get("scaling"),
+            "model": status.model,
+            "router": {"router": status.router, "policy": status.policy},
+            "load": {key: _plain(getattr(status, key)) for key in _LOAD},
+            "totals": {key: getattr(status.totals, key) for key in _TOTALS},
+            "routers": status.routers,
+            "store": status.state if status.state.store else None,
+            "scaling": status.scaling,
         }
         for name, value in parts.items():
             self._put(self._parts, name, value)
-        self._put_workers(status.get("workers", ()))
+        self._put_workers(status.workers)
 
     def changes(self, tick: int, num_points: int) -> bytes:
         """JSON of what is new for one who has seen `tick` (0: nothing yet) and so many points."""
@@ -136,12 +138,13 @@ class Feed:
         if known is None or known[1] != data:
             where[name] = (self.tick_number, data)
 
-    def _put_workers(self, workers: Iterable[dict[str, Any]]) -> None:
+    def _put_workers(self, workers: Iterable[WorkerStatus]) -> None:
         found = set()
         for worker in workers:
-            name = str(worker["worker"])
+            name = worker.worker
             found.add(name)
-            self._put(self._workers, name, [_plain(worker.get(key)) for key in WORKER_FIELDS])
+            values = [_plain(getattr(worker, key)) for key in WORKER_FIELDS]
+            self._put(self._workers, name, values)
         for name in self._workers.keys() - found:
             del self._workers[name]
             self._gone[name] = self.tick_number
@@ -250,7 +253,7 @@ class Console:
         self.listeners = ConcurrencyLimiter(MAX_LISTENERS)
         self._ticked = asyncio.Event()
         self._seen_at = 0.0  # when the status was read last
-        self._told_at = -_PROBLEM_S
+        self._logged_at = -_PROBLEM_S
         self._task: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route]:
@@ -285,9 +288,9 @@ class Console:
                 self.history.sample(time.time())
                 if self.listeners.num_taken:
                     self.see()
-            except Exception:  # of the status: listeners see that nothing changes
-                if time.monotonic() - self._told_at >= _PROBLEM_S:
-                    self._told_at = time.monotonic()
+            except Exception:  # in the status: listeners see that nothing changes
+                if time.monotonic() - self._logged_at >= _PROBLEM_S:
+                    self._logged_at = time.monotonic()
                     _log.exception("the console cannot read the status")
             self._ticked.set()
             self._ticked = asyncio.Event()
@@ -309,7 +312,7 @@ class Console:
         return _EventStream(self) if http.method == "GET" else Response()
 
     async def _snapshot(self, http: Request) -> Response:
-        """All of it at once, with the last point only."""
+        """Answers with all of it at once, and the last point only."""
         self._check(http)
         self.see()
         data = self.feed.changes(0, max(0, self.history.num_points - 1))

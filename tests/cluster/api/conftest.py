@@ -7,29 +7,40 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.client import RouterClient
+from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.api.context import ApiContext, ApiLimits
-from kvrelay.cluster.api.metrics import ApiMetrics, ClusterCollector
+from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.server import bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.status import ClusterStatus
 from tests.cluster.api.fake_router import FakeRouter
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 512
 ANSWER = " The capital of France is Paris."  # the scripted router's, where a test says nothing
 
-STATUS = {
+
+def cluster_status(plain: dict[str, Any]) -> ClusterStatus:
+    """A status of which only some fields matter."""
+    rest = {"router": "router-0", "policy": "seconds", "model": MODEL}
+    return msgspec.convert(rest | plain, ClusterStatus, dec_hook=lambda _, counts: Counter(counts))
+
+
+_STATUS = {
     "model": MODEL,
     "cache_hit_rate": 0.25,
     "num_live": 1,
@@ -58,6 +69,21 @@ STATUS = {
             "counters": {"preemptions": 3},
         }
     ],
+}
+STATUS: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(cluster_status(_STATUS)))
+
+SCALING = {
+    "why": "2 are enough",
+    "reason": "enough",
+    "wanted": 2,
+    "wanted_decode": 1,
+    "least": 1,
+    "most": 4,
+    "coming": 0,
+    "draining": 0,
+    "ticks": {"enough": 3},
+    "actions": {"start": 1},
+    "decisions": [{"at": 1.0, "action": "none"}],
 }
 
 AUDIT = {
@@ -154,7 +180,7 @@ def serve(
         tokenizer=tokenizer,
         client=client,
         max_model_len=MAX_MODEL_LEN,
-        status=lambda: STATUS,
+        status=lambda: cluster_status(STATUS),
         healthy=lambda: (health[0], health[1]),
         audit=audit,
         metrics=ApiMetrics(registry),

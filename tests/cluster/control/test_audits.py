@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 
-from kvrelay.cluster.control.audits import SharedAudit, audit_dict, uneven
-from kvrelay.cluster.control.lifecycle import DesiredProcess, ProcessState
-from kvrelay.cluster.processes import operators_desk
-from kvrelay.cluster.processes.operators_desk import OperatorsDesk
+from kvrelay.cluster.control import audits
+from kvrelay.cluster.control.audits import AuditService, audit_dict, uneven
 from kvrelay.engine.stats import Audit, AuditRequest
 
-pytestmark = pytest.mark.anyio
 COUNTS = {
     "device.blocks": 10,
     "device.in_use": 2,
@@ -44,8 +42,8 @@ def test_sums_that_do_not_come_out_even_are_told() -> None:
 
 
 def test_what_is_left_over_counts_only_while_no_request_is_live() -> None:
-    audits = {"d0": audit("d0", "2 blocks are in use"), "d1": audit("d1")}
-    idle, busy = audit_dict(audits, 0, ["request r is queued"]), audit_dict(audits, 1, [])
+    held = {"d0": audit("d0", "2 blocks are in use"), "d1": audit("d1")}
+    idle, busy = audit_dict(held, 0, ["request r is queued"]), audit_dict(held, 1, [])
     assert idle["left"] == ["request r is queued", "d0: 2 blocks are in use"]
     assert (idle["clean"], busy["clean"]) == (False, True)
     assert idle["workers"][1] == {"worker": "d1", "epoch": 1, "counts": COUNTS}
@@ -59,75 +57,63 @@ def test_what_a_workers_books_say_of_themselves_is_wrong_under_load_too() -> Non
     assert (found["clean"], found["wrong"]) == (False, [f"d0: {broken.wrong[0]}"])
 
 
-class Control:
-    """A controller's process whose workers and routers answer at once, or not at all."""
+def asked(silent: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """What r0 answers, whose workers and whose other router answer at once, or not at all."""
+    answers = {
+        "d0": audit("d0"),
+        "d1": audit("d1", "2 blocks are in use"),
+        "r1": Audit("r1", 1, {"live": 0}),
+    }
+    own = Audit("r0", 1, {"live": 0}, ("request r is queued",))
 
-    def __init__(self, silent: frozenset[str] = frozenset()) -> None:
-        self.answers = {
-            "d0": audit("d0"),
-            "d1": audit("d1", "2 blocks are in use"),
-            "r0": Audit("r0", 1, {"live": 0}, ("request r is queued",)),
-            "r1": Audit("r1", 1, {"live": 0}),
-        }
-        workers = {
-            name: DesiredProcess(name, state=state)
-            for name, state in (
-                ("d0", ProcessState.UP),
-                ("d1", ProcessState.UP),
-                ("d2", ProcessState.STARTING),
-            )
-        }
-        routers = {
-            name: DesiredProcess(name, state=state)
-            for name, state in (
-                ("r0", ProcessState.UP),
-                ("r1", ProcessState.UP),
-                ("r2", ProcessState.STARTING),
-            )
-        }
-        self.controller = SimpleNamespace(workers=workers, routers=routers)
-        self.wire = self
-        self.silent = silent
-        self.desk = OperatorsDesk(self)  # type: ignore[arg-type]
+    def send(to: str, message: AuditRequest) -> None:
+        assert message == AuditRequest("r0")
+        service.receive(audit("nobody"))
+        for _ in range(2 * (to not in silent)):  # a repeat changes nothing
+            service.receive(answers[to])
 
-    def send(self, to: str, message: Any) -> None:
-        assert message == AuditRequest("controller")
-        self.desk.receive(audit("nobody"))
-        for _ in range(2 * (to not in self.silent)):  # a repeat changes nothing
-            self.desk.receive(self.answers[to])
+    service = AuditService("r0", lambda: (["d0", "d1"], ["r0", "r1"]), lambda: own, send)
+    return asyncio.run(service.ask())
 
 
-async def test_workers_and_routers_that_are_up_are_asked() -> None:
-    found = await Control().desk.audit()
+def test_workers_and_routers_that_are_up_are_asked() -> None:
+    found = asked()
     assert [each["worker"] for each in found["workers"]] == ["d0", "d1"]
     assert found["left"] == ["request r is queued", "d1: 2 blocks are in use"]
     assert (found["clean"], found["live"], found["wrong"]) == (False, 0, [])
 
 
-async def test_who_does_not_answer_in_time_is_named_or_may_serve_a_request(
+def test_who_does_not_answer_in_time_is_named_or_may_serve_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operators_desk, "ANSWER_TIMEOUT_S", 0.05)
-    found = await Control(frozenset({"d1", "r0"})).desk.audit()
+    monkeypatch.setattr(audits, "ANSWER_TIMEOUT_S", 0.05)
+    found = asked(frozenset({"d1", "r1"}))
     assert [each["worker"] for each in found["workers"]] == ["d0"]
     assert (found["clean"], found["live"], found["wrong"]) == (False, 1, ["d1 did not answer"])
 
 
-async def test_who_asks_together_shares_an_audit_that_begins_after_they_asked() -> None:
-    """10 ask at once, 5 more while the first audit runs, 1 after all."""
-    num_begun = num_running = 0
+class SlowAudits(AuditService):
+    """Each audit takes a while, and answers or raises what is given."""
 
-    async def look() -> dict[str, Any]:
-        nonlocal num_begun, num_running
-        num_begun += 1
-        number = num_begun
-        num_running += 1
-        assert num_running == 1
+    def __init__(self, answers: Iterator[Any]) -> None:
+        super().__init__("r0", lambda: ([], []), lambda: audit("r0"), lambda to, message: None)
+        self.answers = answers
+        self.num_running = 0
+
+    async def _look(self) -> dict[str, Any]:
+        self.num_running += 1
+        assert self.num_running == 1
         await asyncio.sleep(0.05)
-        num_running -= 1
-        return {"number": number}
+        self.num_running -= 1
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return {"number": answer}
 
-    shared = SharedAudit(look)
+
+async def _asked_together() -> list[Any]:
+    """10 ask at once, 5 more while the first audit runs, 1 after all."""
+    shared = SlowAudits(count(1))
     first = [asyncio.create_task(shared.ask()) for _ in range(10)]
     await asyncio.sleep(0.02)
     second = [asyncio.create_task(shared.ask()) for _ in range(5)]
@@ -135,20 +121,18 @@ async def test_who_asks_together_shares_an_audit_that_begins_after_they_asked() 
     began = asyncio.get_running_loop().time()
     found.append((await shared.ask())["number"])
     assert asyncio.get_running_loop().time() - began > 0.2  # after a pause
-    assert found == [1] * 10 + [2] * 5 + [3]
-    assert num_begun == 3
+    return found
 
 
-async def test_an_audit_that_fails_fails_for_those_who_share_it_only() -> None:
-    answers: list[Any] = [RuntimeError("no"), {"clean": True}]
+def test_who_asks_together_shares_an_audit_that_begins_after_they_asked() -> None:
+    assert asyncio.run(_asked_together()) == [1] * 10 + [2] * 5 + [3]
 
-    async def look() -> dict[str, Any]:
-        answer: Any = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return dict(answer)
 
-    shared = SharedAudit(look)
-    failed = await asyncio.gather(shared.ask(), shared.ask(), return_exceptions=True)
-    assert [str(error) for error in failed] == ["no", "no"]
-    assert await shared.ask() == {"clean": True}
+def test_an_audit_that_fails_fails_for_those_who_share_it_only() -> None:
+    async def ask() -> None:
+        shared = SlowAudits(iter([RuntimeError("no"), 2]))
+        failed = await asyncio.gather(shared.ask(), shared.ask(), return_exceptions=True)
+        assert [str(error) for error in failed] == ["no", "no"]
+        assert await shared.ask() == {"number": 2}
+
+    asyncio.run(ask())

@@ -15,7 +15,8 @@ from kvrelay.cluster.control.messages import (
     StartWorker,
     WorkerLost,
 )
-from kvrelay.cluster.control.view import cluster_view, merged_status
+from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.status import ClusterStatus, ControllerStatus, merge
 from kvrelay.engine.node import Woken
 from kvrelay.engine.stats import Role
 from tests.cluster.control.test_controller import ROUTER, Script, of
@@ -105,10 +106,11 @@ def test_a_worker_keeps_its_size_in_another_role_and_with_the_next_controller() 
 
 
 def test_operators_see_the_size_of_each_worker() -> None:
-    view = cluster_view(Script(CONFIG, (BIG, SMALL)).controller, {}, "h", "http")
-    view["controller"] = {}
-    found = merged_status({"workers": [], "routers": []}, view, 0.0)["workers"]
-    shown = {each["worker"]: each["tensor_parallel_size"] for each in found}
+    me = ControllerStatus(known=True)
+    view = cluster_view(Script(CONFIG, (BIG, SMALL)).controller, me, {}, "h", "http")
+    status = ClusterStatus(router="router-0", policy="seconds", model="m")
+    merge(status, view, 0.0)
+    shown = {each.worker: each.tensor_parallel_size for each in status.workers}
     assert shown == {"prefill-0": 1, "prefill-1": 1, "decode-0": 4}
 
 
@@ -156,8 +158,8 @@ def test_the_next_controller_knows_all_machines_of_a_worker() -> None:
     next_one = Controller(replace(DIVIDED, kept=kept))
     next_one.start(0.0)
     assert next_one.workers["decode-0"].machines == ("a", "b")
-    view = cluster_view(next_one, {}, "h", "http")["workers"]
-    assert {w["worker"]: w["further_machines"] for w in view}["decode-0"] == ["b"]
+    view = cluster_view(next_one, ControllerStatus(known=True), {}, "h", "http")
+    assert {w.worker: w.further_machines for w in view.workers}["decode-0"] == ("b",)
 
 
 def test_without_gpus_ranks_are_divided_too() -> None:

@@ -1,4 +1,4 @@
-"""A fleet on paper: snapshots as routers and workers would give them, and a connector that does
+"""A fleet on paper: snapshots as routers and workers would give them, and a provider that does
 what it is told at once or after a while."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
 from kvrelay.cluster.scaling.decisions import Decision, Line
 from kvrelay.cluster.scaling.observations import Snapshot
-from kvrelay.cluster.scaling.scaler import Scaler
+from kvrelay.cluster.scaling.planner import Scaler
+from kvrelay.cluster.scaling.provider import ManagedWorker, ManagedWorkers, State
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.router.scaling_config import ScalingConfig
@@ -29,7 +29,7 @@ def config(**changes: Any) -> ScalingConfig:
 
 @dataclass
 class Paper:
-    """A `Connector`, and the clock. Workers start in `start_s`, and drain in a second."""
+    """A `WorkerProvider`, and the clock. Workers start in `start_s`, and drain in a second."""
 
     config: ScalingConfig
     start_s: float = 20.0

@@ -1,4 +1,4 @@
-"""The controller as the autoscaler's connector: the contract, and what becomes of workers that
+"""The controller as the autoscaler's provider: the contract, and what becomes of workers that
 fail, are changed by hand, or outlive their controller."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvrelay.cluster.control.messages import (
     StopWorker,
     WorkerLost,
 )
-from kvrelay.cluster.scaling.connector import State
+from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, Role
 from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
@@ -34,8 +34,8 @@ from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen
 from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.test_controller import info
-from tests.cluster.scaling.connector_contract import *  # noqa: F403
-from tests.cluster.scaling.connector_contract import state_of
+from tests.cluster.scaling.provider_contract import *  # noqa: F403
+from tests.cluster.scaling.provider_contract import state_of
 
 ROUTER = Peer("router-0", "h0", 1, 1)
 SCALING = ScalingConfig(
@@ -69,7 +69,7 @@ class ControlledWorld:
         self.say(MachinesChanged((Machine("m", "h", 8.0),)))
 
     @property
-    def connector(self) -> Any:
+    def provider(self) -> Any:
         assert self.controller.scaling is not None
         return self.controller.scaling.fleet
 
@@ -136,7 +136,7 @@ class ControlledWorld:
         return [each for each in self.of(Send) if isinstance(each.message, kind)]
 
     def up(self, role: Role = Role.DECODE) -> str:
-        worker: str = self.connector.start(role)
+        worker: str = self.provider.start(role)
         self.pass_time(self.start_s + 1)
         assert state_of(self, worker).state is State.UP
         return worker
@@ -150,7 +150,7 @@ def world() -> ControlledWorld:
 def test_a_worker_goes_when_no_router_needs_it_and_it_does_nothing(world: ControlledWorld) -> None:
     worker = world.up()
     world.live_requests[worker], world.busy[worker] = 2, 1
-    world.connector.drain(worker)
+    world.provider.drain(worker)
     world.pass_time(3)
     assert state_of(world, worker).state is State.DRAINING
     world.live_requests[worker] = 0
@@ -169,7 +169,7 @@ def test_a_worker_goes_when_no_router_needs_it_and_it_does_nothing(world: Contro
 def test_one_that_is_never_empty_goes_in_the_end(world: ControlledWorld) -> None:
     worker = world.up()
     world.live_requests[worker] = 1
-    world.connector.drain(worker)
+    world.provider.drain(worker)
     world.pass_time(CONFIG.drain_timeout_s + 1)
     known = state_of(world, worker)
     assert known.state is State.GONE
@@ -179,7 +179,7 @@ def test_one_that_is_never_empty_goes_in_the_end(world: ControlledWorld) -> None
 def test_one_that_dies_while_it_drains_is_not_started_again(world: ControlledWorld) -> None:
     worker = world.up()
     world.live_requests[worker] = 1
-    world.connector.drain(worker)
+    world.provider.drain(worker)
     world.pass_time(1)
     world.say(WorkerLost(worker, 1, "killed"))
     world.pass_time(10)
@@ -200,20 +200,20 @@ def test_one_that_dies_counts_as_up_and_is_started_again(world: ControlledWorld)
 def test_those_that_fail_again_and_again_go_and_the_next_waits(world: ControlledWorld) -> None:
     world.up()  # the cluster can serve at all
     world.fails = {f"decode-{number}" for number in range(10)}
-    first = world.connector.start(Role.DECODE)
+    first = world.provider.start(Role.DECODE)
     world.pass_time(10)
     known = state_of(world, first)
     assert known.state is State.GONE
     assert "no such device" in known.reason
     world.effects.clear()
-    second = world.connector.start(Role.DECODE)
+    second = world.provider.start(Role.DECODE)
     world.pass_time(1)
     assert state_of(world, second).state is State.PENDING
     assert world.of(StartWorker) == []  # not at once
     world.fails.clear()
     world.pass_time(10 + world.start_s)
     assert state_of(world, second).state is State.UP
-    third = world.connector.start(Role.DECODE)
+    third = world.provider.start(Role.DECODE)
     world.pass_time(0.1)
     assert state_of(world, third).state is State.STARTING  # all is well again
 
@@ -239,7 +239,7 @@ def test_a_role_that_an_operator_sets_is_known_in_the_next_tick(world: Controlle
 
 def test_a_flip_is_told_to_routers_and_nothing_is_stopped(world: ControlledWorld) -> None:
     worker = world.up()
-    world.connector.flip(worker, Role.PREFILL)
+    world.provider.flip(worker, Role.PREFILL)
     world.pass_time(0.1)
     assert world.sent(RoleChanged) == [Send("router-0", RoleChanged(worker, 1, Role.PREFILL))]
     assert world.of(StopWorker) == []
@@ -248,7 +248,7 @@ def test_a_flip_is_told_to_routers_and_nothing_is_stopped(world: ControlledWorld
 def test_the_next_controller_goes_on_with_all_of_it(world: ControlledWorld) -> None:
     staying, leaving = world.up(), world.up()
     world.live_requests[leaving] = 1
-    world.connector.drain(leaving)
+    world.provider.drain(leaving)
     world.pass_time(1)
     world.effects.clear()
     world.begin(CONFIG)
@@ -262,7 +262,7 @@ def test_the_next_controller_goes_on_with_all_of_it(world: ControlledWorld) -> N
     world.pass_time(2)
     assert state_of(world, leaving).state is State.GONE
     assert world.of(StartWorker) == []
-    assert world.connector.start(Role.DECODE) not in (staying, leaving)
+    assert world.provider.start(Role.DECODE) not in (staying, leaving)
 
 
 def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None:
@@ -275,7 +275,7 @@ def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None
     assert start.role is Role.DECODE
     assert world.controller.scaling is not None
     view = world.controller.scaling.view()
-    woke = [each for each in view["decisions"] if each["starts"]]
+    woke = [each for each in view.decisions if each["starts"]]
     assert [each["reason"] for each in woke] == ["wake"]
     assert woke[0]["at_s"] > 1e9  # by the wall's clock
 
@@ -289,7 +289,7 @@ def test_reports_of_routers_that_are_gone_do_not_make_measurements_old() -> None
         world.say(ScalingReport(seen, ()))
         world.pass_time(1.0)
     assert world.controller.scaling is not None
-    assert world.controller.scaling.view()["reason"] == "idle"
+    assert world.controller.scaling.view().reason == "idle"
 
 
 def test_machines_are_asked_for_once_for_each_number() -> None:
@@ -299,11 +299,11 @@ def test_machines_are_asked_for_once_for_each_number() -> None:
     world = ControlledWorld(replace(CONFIG, scaling=scaling, workers_per_machine=2))
     world.pass_time(3)
     assert world.of(RequestMachines) == [RequestMachines(2)]
-    states = sorted(each.state for each in world.connector.workers())
+    states = sorted(each.state for each in world.provider.workers())
     assert states == [State.PENDING, State.STARTING, State.STARTING]
     world.say(MachinesChanged((Machine("m", "h", 8.0), Machine("n", "h2", 8.0))))
     world.pass_time(2 * world.start_s)
-    assert {each.state for each in world.connector.workers()} == {State.UP}
+    assert {each.state for each in world.provider.workers()} == {State.UP}
 
 
 def test_a_worker_is_restarted_when_its_requests_have_moved(world: ControlledWorld) -> None:

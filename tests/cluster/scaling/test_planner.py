@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.cluster.scaling.connector import State
 from kvrelay.cluster.scaling.decisions import Decision, Reason, encode_line, read_log
-from kvrelay.cluster.scaling.scaler import replay_log
+from kvrelay.cluster.scaling.planner import replay_log
+from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.stats import Role
 from tests.cluster.scaling.scaling_kit import Paper, config
 

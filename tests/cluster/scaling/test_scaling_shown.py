@@ -11,12 +11,13 @@ from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
-from kvrelay.cluster.api.metrics import ClusterCollector
+from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.cli.client import status_table
-from kvrelay.cluster.cli.scaling import scaling, scaling_view
+from kvrelay.cluster.cli.operate import scaling, scaling_view
 from kvrelay.cluster.processes.control_process import ScalingLog
 from kvrelay.cluster.scaling.decisions import Reason, encode_line
 from kvrelay.engine.stats import Role
+from tests.cluster.api.conftest import cluster_status
 from tests.cluster.scaling.test_controlled_fleet import SCALING, ControlledWorld, LogScaling
 
 
@@ -26,7 +27,7 @@ def world() -> ControlledWorld:
     world = ControlledWorld()
     worker = world.up()
     world.up(Role.PREFILL)
-    world.connector.drain(worker)
+    world.provider.drain(worker)
     world.pass_time(5)
     return world
 
@@ -56,7 +57,7 @@ def test_status_has_a_line_on_it(world: ControlledWorld) -> None:
 
 def test_metrics_have_every_reason_from_the_start(world: ControlledWorld) -> None:
     registry = CollectorRegistry()
-    ClusterCollector(registry, lambda: {"scaling": view(world)})
+    ClusterCollector(registry, lambda: cluster_status({"scaling": view(world)}))
     for reason in Reason:
         found = registry.get_sample_value("kvrelay_scaling_ticks_total", {"reason": str(reason)})
         assert found is not None
@@ -71,7 +72,7 @@ def test_metrics_have_every_reason_from_the_start(world: ControlledWorld) -> Non
 
 def test_without_an_autoscaler_there_are_no_metrics_of_it() -> None:
     registry = CollectorRegistry()
-    ClusterCollector(registry, lambda: {"scaling": None})
+    ClusterCollector(registry, lambda: cluster_status({}))
     assert registry.get_sample_value("kvrelay_scaling_max_workers") is None
 
 

@@ -111,5 +111,5 @@ def events(worker: str, seq: int) -> KVEvents:
 
 
 def written(teller: Teller) -> None:
-    teller.wait(lambda: teller.store.status()["unwritten"] == 0)
+    teller.wait(lambda: teller.store.status().unwritten == 0)
     teller.close()

@@ -26,7 +26,7 @@ def test_a_server_that_is_killed_under_load_is_missed_once_and_told_again(
         store.perform(SaveView(view("decode-0", seq=number)))
         if number == 50:
             own_server.kill()
-    teller.wait(lambda: not store.status()["up"])
+    teller.wait(lambda: not store.status().up)
     assert teller.told[-1] == IndexWriter(False)
     store.perform(SaveView(view("decode-0", seq=300)))  # said too late
     store.perform(SaveSession(record("while away")))
@@ -37,12 +37,12 @@ def test_a_server_that_is_killed_under_load_is_missed_once_and_told_again(
     for number in range(200):
         store.perform(SaveSession(record(f"s{number}")))
     store.perform(SaveView(view("decode-0", seq=301)))
-    teller.wait(lambda: store.status()["unwritten"] == 0)
+    teller.wait(lambda: store.status().unwritten == 0)
     next_one = opened(tellers, own_server, "router-1")
     assert next_one.of(IndexLoaded) == [IndexLoaded((view("decode-0", seq=301),), ())]
     assert sum(len(m.records) for m in next_one.of(SessionsUpdated)) == 201
     status = store.status()
-    assert (status["outages"], status["dropped"], status["last_error"]) == (1, 0, "")
+    assert (status.outages, status.dropped, status.last_error) == (1, 0, "")
     assert sum("is away" in line for line in caplog.messages) == 1
 
 
@@ -52,7 +52,7 @@ def test_a_server_that_hangs_is_away_after_the_deadline(
     teller = opened(tellers, own_server, timeout_s=0.2)
     pid = Redis.from_url(own_server.url).info("server")["process_id"]
     os.kill(pid, 19)  # stopped
-    teller.wait(lambda: not teller.store.status()["up"])
+    teller.wait(lambda: not teller.store.status().up)
     os.kill(pid, 18)  # goes on
     teller.wait(lambda: len(teller.of(StateUp)) == 2)
 
@@ -64,13 +64,13 @@ def test_without_a_server_there_is_one_warning_and_it_is_used_when_it_comes(
     teller = Teller(server.url)
     tellers.append(teller)
     teller.store.perform(SaveSession(record()))
-    teller.wait(lambda: teller.store.status()["last_error"])
-    assert not teller.store.status()["up"]
+    teller.wait(lambda: teller.store.status().last_error)
+    assert not teller.store.status().up
     until(lambda: sum("is away" in line for line in caplog.messages) == 1)
     server.start()
     try:
         teller.wait(lambda: teller.of(StateUp))
-        teller.wait(lambda: teller.store.status()["unwritten"] == 0)
+        teller.wait(lambda: teller.store.status().unwritten == 0)
         assert sum("is away" in line for line in caplog.messages) == 1
     finally:
         server.kill()
@@ -85,12 +85,12 @@ def test_what_finds_no_room_is_counted_and_bounded(
     for number in range(5):
         away.store.perform(SaveSession(record(f"s{number}")))
     away.store.perform(SaveSession(record("s1", version=2)))  # a session that is in it already
-    assert away.store.status()["dropped"] == 3
-    assert away.store.status()["unwritten"] == 2
+    assert away.store.status().dropped == 3
+    assert away.store.status().unwritten == 2
     monkeypatch.setattr(redis, "MAX_EVENTS", 10)
     writing = writer(tellers, server)
     with writing.store._changed:
         for number in range(15):
             writing.store._append(events("decode-0", number))
-    assert writing.store.status()["dropped"] == 11
+    assert writing.store.status().dropped == 11
     writing.wait(lambda: writing.of(IndexWriter) == 2 * [IndexWriter(True)])

@@ -8,10 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from redis import Redis
 
-from kvrelay.cluster.api.metrics import ClusterCollector
+from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.config import Config, ConfigError, StateSection
 from kvrelay.cluster.state import index_keys, redis, session_keys
 from kvrelay.cluster.state.opening import open_state, with_url
+from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionsUpdated
@@ -51,7 +52,7 @@ def test_what_one_router_has_kept_of_the_index_the_next_one_gets(
         SaveEvents(events("decode-1", 8)),
     ):
         first.store.perform(effect)
-    first.wait(lambda: first.store.status()["unwritten"] == 0)
+    first.wait(lambda: first.store.status().unwritten == 0)
     for effect in (
         SaveView(view("decode-0", seq=9)),
         ForgetView("decode-2"),
@@ -83,7 +84,7 @@ def test_what_cannot_be_read_of_the_index_is_left_out(
     second = opened(tellers, server, "router-1")
     (loaded,) = second.of(IndexLoaded)
     assert loaded == IndexLoaded((view("decode-3"),), (events("decode-0", 8),))
-    assert second.store.status()["unreadable"] == 4
+    assert second.store.status().unreadable == 4
 
 
 def test_one_router_writes_the_index_and_another_takes_over(
@@ -125,7 +126,7 @@ def test_sessions_are_known_to_the_other_router_and_to_the_next(
             assert 20.0 <= got.idle_s < 40.0
             assert 50.0 <= got.age_s < 70.0
     assert first.of(SessionsUpdated) == []  # its own changes are no news to it
-    assert first.store.status()["unreadable"] == 1
+    assert first.store.status().unreadable == 1
 
 
 def test_of_two_states_of_a_session_the_newer_stays(server: Server, tellers: list[Teller]) -> None:
@@ -133,7 +134,7 @@ def test_of_two_states_of_a_session_the_newer_stays(server: Server, tellers: lis
 
     def say(teller: Teller, change: SaveSession | DeleteSession) -> None:
         teller.store.perform(change)
-        teller.wait(lambda: teller.store.status()["unwritten"] == 0)
+        teller.wait(lambda: teller.store.status().unwritten == 0)
 
     say(first, SaveSession(record(version=5, num_turns=5)))
     say(second, SaveSession(record(version=4, num_turns=4)))
@@ -167,7 +168,7 @@ def test_a_router_that_was_too_slow_for_the_changes_reads_everything(
 ) -> None:
     first = opened(tellers, server)
     first.store.perform(SaveSession(record("before")))
-    first.wait(lambda: first.store.status()["unwritten"] == 0)
+    first.wait(lambda: first.store.status().unwritten == 0)
     second = opened(tellers, server, "router-1")
     Redis.from_url(server.url).xtrim("test:model:sessions", maxlen=0, approximate=False)
     assert session_keys.MAX_CHANGES > 2
@@ -175,7 +176,7 @@ def test_a_router_that_was_too_slow_for_the_changes_reads_everything(
         monkeypatch.setattr(second.store, "_round", lambda: None)
     for number in range(5):
         first.store.perform(SaveSession(record(f"s{number}")))
-        first.wait(lambda: first.store.status()["unwritten"] == 0)
+        first.wait(lambda: first.store.status().unwritten == 0)
     Redis.from_url(server.url).xtrim("test:model:sessions", maxlen=2, approximate=False)
     monkeypatch.undo()
     second.wait(
@@ -198,11 +199,11 @@ def test_each_router_hears_what_tenants_have_at_the_others(
 
 
 def test_metrics_show_whether_the_store_is_there(server: Server, tellers: list[Teller]) -> None:
-    states = [writer(tellers, server).store.status(), {}]
     shown = []
-    for state in states:
+    for state in (writer(tellers, server).store.status(), StoreStatus()):
         registry = CollectorRegistry()
-        ClusterCollector(registry, lambda state=state: {"state": state})  # type: ignore[misc]
+        status = ClusterStatus(router="router-0", policy="seconds", model="m", state=state)
+        ClusterCollector(registry, lambda status=status: status)  # type: ignore[misc]
         shown.append(generate_latest(registry).decode())
     assert "kvrelay_state_up 1.0" in shown[0]
     assert "kvrelay_state_writes_index 1.0" in shown[0]
@@ -213,7 +214,7 @@ def test_metrics_show_whether_the_store_is_there(server: Server, tellers: list[T
 def test_the_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(state=StateSection(url="redis://user:hunter2@localhost:6379/0"))
     opened_state = open_state(config, "model", "run", "router-0", ("router-0",))
-    assert opened_state.status()["store"] == "redis://localhost:6379/0"
+    assert opened_state.status().store == "redis://localhost:6379/0"
     assert "hunter2" not in str(opened_state.status())
     monkeypatch.setenv("KVRELAY_REDIS_URL", "redis://:hunter2@localhost:many")
     with pytest.raises(ConfigError, match="expected a port") as wrong:

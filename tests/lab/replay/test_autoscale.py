@@ -1,4 +1,4 @@
-"""Replays whose workers come and go: the fleet as a connector, what drains, and what it costs."""
+"""Replays whose workers come and go: the fleet as a provider, what drains, and what it costs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.scaling.connector import State
 from kvrelay.cluster.scaling.decisions import encode_line, read_log
-from kvrelay.cluster.scaling.scaler import replay_log
+from kvrelay.cluster.scaling.planner import replay_log
+from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.stats import Role
 from kvrelay.lab.replay.autoscale import (
     ScaledReplay,
@@ -23,7 +23,7 @@ from kvrelay.lab.replay.autoscale import (
 from kvrelay.lab.replay.report import Slo, attainment, figures, is_complete
 from kvrelay.lab.replay.trace import Trace, TraceRequest, multiplied
 from kvrelay.router.scaling_config import ScalingConfig
-from tests.cluster.scaling.connector_contract import *  # noqa: F403
+from tests.cluster.scaling.provider_contract import *  # noqa: F403
 from tests.lab.replay.replay_kit import config, made_up
 
 START_S = 10.0
@@ -61,7 +61,7 @@ class SimulatedWorld:
     def __init__(self) -> None:
         self.clock = Clock()
         self.start_s, self.pending_timeout_s = START_S, 60.0
-        self.connector = self.fleet = SimulatedFleet(self.clock, self.start_s)
+        self.provider = self.fleet = SimulatedFleet(self.clock, self.start_s)
 
     def pass_time(self, seconds: float) -> None:
         self.clock.pass_time(seconds)

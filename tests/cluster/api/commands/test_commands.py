@@ -9,13 +9,17 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.client import chat, status, status_table
-from kvrelay.cluster.control.routers import ProcessState, RouterLoad, router_entry
+from kvrelay.cluster.control.lifecycle import ProcessState
+from kvrelay.cluster.control.process_messages import RouterLoad
+from kvrelay.cluster.control.view import router_status
+from kvrelay.cluster.status import RouterProcessStatus
 from kvrelay.engine.request import Refusal
 from kvrelay.lab.bench.load import (
     LoadSpec,
@@ -108,7 +112,7 @@ def test_status_is_a_table(served: Served, run: Any) -> None:
 def test_status_shows_the_links_by_which_kv_is_read_the_slowest_first() -> None:
     def shown(links: list[dict[str, Any]]) -> list[str]:
         console = Console(width=120, record=True, file=StringIO())
-        worker = STATUS["workers"][0] | {"links": links}  # type: ignore[index]
+        worker = STATUS["workers"][0] | {"links": links}
         console.print(status_table(STATUS | {"workers": [worker]}))
         return console.export_text().splitlines()
 
@@ -128,23 +132,23 @@ def test_status_shows_the_links_by_which_kv_is_read_the_slowest_first() -> None:
 
 
 def test_status_shows_each_router_and_that_one_does_not_answer() -> None:
-    def shown(*routers: dict[str, Any]) -> list[list[str]]:
+    def shown(*routers: RouterProcessStatus) -> list[list[str]]:
         console = Console(width=120, record=True, file=StringIO())
-        console.print(status_table(STATUS | {"routers": list(routers)}))
+        console.print(status_table(STATUS | {"routers": msgspec.to_builtins(routers)}))
         lines = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
         return [line for line in lines if line and line[0].startswith("router")]
 
-    first = router_entry("router-0", 1, ProcessState.UP, "0.0.0.0", 8000, RouterLoad(3, 1, True))
-    second = router_entry("router-1", 4, ProcessState.UP, "", 8001, None)
-    third = router_entry("router-2", 2, ProcessState.BACKOFF, "::1", 8002, None)
+    first = router_status("router-0", 1, ProcessState.UP, "0.0.0.0", 8000, RouterLoad(3, 1, True))
+    second = router_status("router-1", 4, ProcessState.UP, "", 8001, None)
+    third = router_status("router-2", 2, ProcessState.BACKOFF, "::1", 8002, None)
     assert shown(first, second, third) == [
         ["router-0", "up", "http://127.0.0.1:8000", "3", "1", "up"],
         ["router-1", "silent", "http://127.0.0.1:8001", "?", "?", "?"],
         ["router-2", "backoff", "http://[::1]:8002", "?", "?", "?"],
     ]
-    alone = router_entry("router-0", 1, ProcessState.UP, "localhost", 8000, RouterLoad(0, 0, None))
+    alone = router_status("router-0", 1, ProcessState.UP, "localhost", 8000, RouterLoad(0, 0, None))
     assert shown(alone) == [["router-0", "up", "http://localhost:8000", "0", "0"]]
-    away = router_entry("router-0", 1, ProcessState.UP, "h", 1, RouterLoad(0, 0, False))
+    away = router_status("router-0", 1, ProcessState.UP, "h", 1, RouterLoad(0, 0, False))
     assert shown(away)[0][-1] == "down"
 
 

@@ -16,6 +16,7 @@ from kvrelay.cluster.api.console.routes import Console
 from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import (
@@ -27,7 +28,7 @@ from kvrelay.router.messages import (
     SessionReply,
     SessionState,
 )
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import MODEL, Served, cluster_status, serve
 from tests.cluster.api.routed import RealRouter
 
 ANSWER = (
@@ -62,7 +63,7 @@ class Fleet:
         was, found["role"] = Role(found["role"]), str(role)
         return was
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ClusterStatus:
         self.num_calls += 1
         for worker in self.workers:
             self._go_on(worker)
@@ -92,7 +93,7 @@ class Fleet:
             "routers": [],
             "workers": [dict(worker) for worker in self.workers],
         }
-        return status if self.scaling is None else status | {"scaling": self.scaling}
+        return cluster_status(status | {"scaling": self.scaling})
 
     def _worker(self, index: int, num_workers: int) -> dict[str, Any]:
         draw = self._draw

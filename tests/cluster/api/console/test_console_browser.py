@@ -12,7 +12,7 @@ from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.server import bind_socket
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.stats import Role
-from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
+from tests.cluster.api.conftest import MODEL, SCALING, Served, serve, wait_until
 from tests.cluster.api.console.demo import ANSWER, NAMES, Fleet, demo
 
 pytestmark = [pytest.mark.e2e]
@@ -177,7 +177,7 @@ def test_scaling_decisions_are_shown_once_there_are_any(
     served, fleet = cluster
     page = open_page(f"{served.url}/console#/scaling")
     page.wait_for_selector("h2:text-is('No autoscaler runs here')")
-    fleet.scaling = {"why": "2 are enough", "decisions": DECISIONS}
+    fleet.scaling = SCALING | {"decisions": DECISIONS}
     try:
         page.wait_for_selector(".facts:has-text('2 are enough')")
         shown = page.locator(".decisions li").all_inner_texts()

@@ -21,7 +21,15 @@ from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from tests.cluster.api.conftest import MODEL, STATUS, Served, serve, wait_until
+from tests.cluster.api.conftest import (
+    MODEL,
+    SCALING,
+    STATUS,
+    Served,
+    cluster_status,
+    serve,
+    wait_until,
+)
 from tests.cluster.api.console.demo import Fleet
 
 KEY = "operators-key"
@@ -153,16 +161,14 @@ def test_a_snapshot_is_all_there_is_with_one_point(served: Served) -> None:
 
 
 def test_scaling_is_passed_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaling = {"reason": "no need", "decisions": [{"at": 1.0, "action": "none"}]}
-    monkeypatch.setattr(served.ctx, "status", lambda: STATUS | {"scaling": scaling})
+    monkeypatch.setattr(served.ctx, "status", lambda: cluster_status(STATUS | {"scaling": SCALING}))
     time.sleep(0.6)  # a status is read again after half a second
-    assert served.http.get("/console/snapshot").json()["parts"]["scaling"] == scaling
+    assert served.http.get("/console/snapshot").json()["parts"]["scaling"] == SCALING
 
 
 def test_data_is_for_operators_and_the_page_is_not(tokenizer: Tokenizer) -> None:
     tenants = [TenantEntry(name="team", keys=("tenant-key",))]
     context = {"operations_key": KEY, "tenants": Tenants.of(tenants, b"secret")}
-    context |= {"operators_are_here": False}
     with serve(tokenizer, ApiLimits(), context=context) as served:
         assert served.http.get("/console").status_code == 200
         for path in ("/console/events", "/console/snapshot"):

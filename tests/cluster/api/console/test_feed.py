@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster.api.console.history import History
 from kvrelay.cluster.api.console.routes import GONE_TICKS, WORKER_FIELDS, Feed
 from kvrelay.cluster.api.metrics import ApiMetrics
+from tests.cluster.api.conftest import cluster_status
 from tests.cluster.api.console.demo import Fleet
 
 
@@ -25,7 +26,7 @@ class Cluster:
     def __init__(self) -> None:
         self.value: dict[str, Any] = {"model": "tiny", "num_live": 0, "workers": []}
         self.history = History(ApiMetrics(CollectorRegistry()))
-        self.feed = Feed(lambda: self.value, self.history, {"version": "1"})
+        self.feed = Feed(lambda: cluster_status(self.value), self.history, {"version": "1"})
 
     def set(self, *workers: dict[str, Any], **more: Any) -> None:
         self.value = self.value | more | {"workers": list(workers)}

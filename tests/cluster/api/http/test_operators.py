@@ -24,9 +24,8 @@ from kvrelay.cluster.api.tenants import (
     with_keys,
 )
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.cli.audit import audit
 from kvrelay.cluster.cli.client import status
-from kvrelay.cluster.cli.role import role
+from kvrelay.cluster.cli.operate import audit, role
 from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import Served, serve
@@ -49,13 +48,13 @@ def server(tokenizer: Tokenizer, **context: Any) -> Any:
 @pytest.fixture(scope="module")
 def keyless(tokenizer: Tokenizer) -> Iterator[Served]:
     """Nobody has set a key: one was made."""
-    with server(tokenizer, operations_key=KEY) as served:
+    with server(tokenizer, operations_key=KEY, operators_are_here=True) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def keyed(tokenizer: Tokenizer) -> Iterator[Served]:
-    with server(tokenizer, operations_key=KEY, operators_are_here=False) as served:
+    with server(tokenizer, operations_key=KEY) as served:
         yield served
 
 

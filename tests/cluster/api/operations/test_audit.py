@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.cli.audit import audit
+from kvrelay.cluster.cli.operate import audit
 from tests.cluster.api.conftest import AUDIT, Served
 
 

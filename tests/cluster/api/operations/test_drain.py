@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from kvrelay.cluster.api.context import ApiLimits, ControllerAway, Service
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.cli.service import drain, restart
+from kvrelay.cluster.cli.operate import drain, restart
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import MODEL, Served, serve
 

@@ -9,15 +9,17 @@ import threading
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.cluster.api.context import ApiLimits
-from kvrelay.cluster.api.metrics import status_dict
 from kvrelay.cluster.api.server import PortTaken, bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.stats import Role
-from kvrelay.router.status import RouterStatus, Totals, WorkerStatus
+from kvrelay.router.placement.endpoint import LinkLoss
+from kvrelay.router.status import Totals, WorkerStatus
 from tests.cluster.api.conftest import MODEL, STATUS, Served, serve, wait_until
 
 ASK = [{"role": "user", "content": "Hi"}]
@@ -113,20 +115,28 @@ def test_status_is_the_routers(served: Served) -> None:
     assert served.http.get("/status").json() == STATUS
 
 
-def test_status_of_a_router_becomes_plain_data() -> None:
+def test_what_is_not_known_is_left_out_of_the_status() -> None:
     totals = Totals(prompt_tokens=8, cached_tokens=4)
     totals.requests["stop"] += 3
     totals.cached_tokens_by_source["host"] += 4
-    worker = WorkerStatus(
-        "decode-0", Role.DECODE, 1, "up", 10, 2, 3, 1, 0, 0, 1, 1, 5, 0.5, 1.0, 2.0, 3.0, {"a": 1}
+    worker = WorkerStatus(worker="decode-0", role=Role.DECODE, state="up", num_running=0)
+    link = LinkLoss("prefill-0", "decode-0", fetches=True, lost_share=0.5, wait_s=1.0)
+    status = ClusterStatus(
+        router="router-0",
+        policy="seconds",
+        model=MODEL,
+        totals=totals,
+        workers=[worker],
+        bad_links=(link,),
     )
-    plain = status_dict(RouterStatus("router-0", "seconds", 1, 0, totals, (worker,)), MODEL)
-    assert (plain["model"], plain["cache_hit_rate"]) == (MODEL, 0.5)
+    plain = msgspec.json.decode(msgspec.json.encode(status))
+    assert plain["model"] == MODEL
+    assert plain["workers"] == [
+        {"worker": "decode-0", "role": "decode", "state": "up", "num_running": 0}
+    ]
+    assert plain["bad_links"][0]["reader"] == "decode-0"
     assert plain["totals"]["requests"] == {"stop": 3}
     assert plain["totals"]["cached_tokens_by_source"] == {"host": 4}
-    assert plain["workers"][0]["num_disk_blocks"] == 0
-    assert plain["workers"][0]["role"] == "decode"
-    assert plain["workers"][0]["counters"] == {"a": 1}
 
 
 def test_a_bug_is_logged_and_shows_no_traceback(

@@ -15,9 +15,12 @@ from kvrelay.cluster.api import incoming
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.cli.role import role
+from kvrelay.cluster.cli.operate import role
+from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.stats import Role
-from tests.cluster.api.conftest import STATUS, Served, serve
+from tests.cluster.api.conftest import STATUS, Served, cluster_status, serve
+
+UNHEARD = {Role.DECODE: Role.PREFILL, Role.PREFILL: Role.BOTH, Role.BOTH: Role.DECODE}
 
 
 class Workers:
@@ -39,14 +42,15 @@ class Workers:
         was, self.roles[worker] = self.roles[worker], role
         return was
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ClusterStatus:
         workers = []
         for worker, wanted in self.roles.items():
             counts = self.num_decoding[worker]
             count = counts.pop(0) if len(counts) > 1 else counts[0]
-            shown = str(wanted) if self.is_heard else "unheard"
-            workers.append({"worker": worker, "role": shown, "num_decoding": count})
-        return STATUS | {"workers": workers}
+            shown = wanted if self.is_heard else UNHEARD[wanted]
+            entry = {"worker": worker, "role": shown, "state": "up", "num_decoding": count}
+            workers.append(entry)
+        return cluster_status(STATUS | {"workers": workers})
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.cluster.api.metrics import ClusterCollector
+from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.kvtransfer.peer.connector import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
-from tests.cluster.api.conftest import MODEL, Served
+from kvrelay.router.placement.endpoint import LinkLoss
+from tests.cluster.api.conftest import MODEL, Served, cluster_status
 from tests.cluster.api.operations.test_operations import ASK, samples
 
 WORKER = {"worker": "w", "role": "decode", "state": "up", "num_blocks": 100, "block_size": 16}
@@ -18,7 +19,7 @@ Scrape = Callable[..., float | None]
 
 def scrape_of(status: dict[str, Any]) -> Scrape:
     registry = CollectorRegistry()
-    ClusterCollector(registry, lambda: status)
+    ClusterCollector(registry, lambda: cluster_status(status))
     return lambda name, **labels: registry.get_sample_value(name, labels)
 
 
@@ -116,3 +117,14 @@ def test_peers_beyond_the_limit_are_counted_together() -> None:
     peers = {key.split(":")[2] for key in rates.counters if key.startswith("kv_read_bytes:")}
     assert rates.counters[f"kv_read_bytes:peer:{OTHER_PEERS}"] == 50
     assert len(peers) == MAX_COUNTED_PEERS + 1
+
+
+def test_links_that_are_avoided_are_shown_with_what_they_lost() -> None:
+    """They used to be lists in the status, and no scrape was answered while there was one."""
+    link = LinkLoss("prefill-0", "decode-0", fetches=False, lost_share=0.5, wait_s=1.0)
+    status = cluster_status({"workers": [WORKER]})
+    status.bad_links = (link,)
+    registry = CollectorRegistry()
+    ClusterCollector(registry, lambda: status)
+    labels = {"source": "prefill-0", "reader": "decode-0", "kind": "handoff"}
+    assert registry.get_sample_value("kvrelay_router_kv_lost_share", labels) == 0.5

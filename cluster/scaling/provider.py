@@ -46,7 +46,7 @@ COUNTED = (*COMING, State.UP)  # those that serve, or will
 
 
 class ManagedWorker(Struct, frozen=True):
-    """One worker that was ordered. Times are of the connector's clock."""
+    """One worker that was ordered. Times are of the provider's clock."""
 
     worker: NodeId
     role: Role
@@ -57,7 +57,7 @@ class ManagedWorker(Struct, frozen=True):
     reason: str = ""  # why it is pending, or gone
 
 
-class Connector(Protocol):
+class WorkerProvider(Protocol):
     """Starts and ends workers. Calls return at once; what came of them is in `workers`."""
 
     def start(self, role: Role) -> NodeId:
@@ -79,7 +79,7 @@ class Connector(Protocol):
 
 
 class ManagedWorkers:
-    """The book that a connector keeps. Invariant: a worker only goes along `NEXT`."""
+    """The book that a provider keeps. Invariant: a worker only goes along `NEXT`."""
 
     def __init__(self, pending_timeout_s: float) -> None:
         self._pending_timeout_s = pending_timeout_s
@@ -111,7 +111,7 @@ class ManagedWorkers:
         return True
 
     def explain(self, worker: NodeId, reason: str) -> None:
-        """Why it is pending."""
+        """Keep the reason why it is pending."""
         known = self._workers.get(worker)
         if known is not None and known.state is State.PENDING:
             self._workers[worker] = replace(known, reason=reason)

@@ -1,0 +1,134 @@
+"""The status of a cluster: what `/status` answers, and the console, metrics and commands show.
+
+The router's process fills in what its router knows. What the controller knows comes to it as a
+`ClusterView`, about once a second, and is merged once, in `merge`. Fields that are not known are
+left out; docs/status.md lists them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from kvrelay.engine.wire.codec import register
+from kvrelay.router.status import RouterStatus, WorkerStatus
+
+CONTROLLERS = (
+    *("epoch", "pid", "machine", "further_machines", "tensor_parallel_size"),
+    *("restarts", "hangs", "last_error"),
+)
+"""Fields of a worker that only the controller knows for sure."""
+
+
+class RouterProcessStatus(Struct, omit_defaults=True, kw_only=True):
+    """A router's process, as itself or the controller knows it."""
+
+    router: str
+    epoch: int  # counts its starts
+    state: str  # a `ProcessState`
+    http_port: int  # 0: none yet
+    url: str  # of its API, from its own machine; "" without a port
+    num_live: int | None  # requests; None: it does not say
+    num_queued: int | None  # among them, those that wait for a worker
+    store_up: bool | None  # whether it reaches Redis; None: there is none, or it does not say
+    # By the controller:
+    pid: int | None = None
+    restarts: int | None = None
+    last_error: str | None = None
+
+
+class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
+    """The controller's process. `known`: whether it has said anything to this router."""
+
+    known: bool
+    epoch: int | None = None
+    pid: int | None = None
+    has_ray: bool | None = None
+    age_s: float | None = None  # since it said what is shown
+
+
+class StoreStatus(Struct, omit_defaults=True, kw_only=True):
+    """The store that routers share, Redis, as this router sees it. Empty: none is set."""
+
+    store: str | None = None  # its URL, without a password
+    up: bool | None = None
+    outages: int | None = None
+    dropped: int | None = None  # changes that found no room
+    unreadable: int | None = None  # entries
+    unwritten: int | None = None  # changes that wait
+    writes_index: bool | None = None  # this router writes the prefix index
+    last_error: str | None = None
+    read_s: float | None = None  # that the last reading of everything took
+
+
+class ScalingStatus(Struct, kw_only=True):
+    """The autoscaler. Counts are of workers; None: nothing was decided yet."""
+
+    why: str
+    reason: str
+    wanted: int | None
+    wanted_decode: int | None
+    least: int
+    most: int
+    coming: int
+    draining: int
+    ticks: dict[str, int]  # decisions since its start, by reason
+    actions: dict[str, int]  # "start", "drain" and "flip"
+    decisions: list[dict[str, Any]]  # those that said something new, oldest first
+
+
+class ClusterView(Struct, kw_only=True):
+    """From the controller's process to a router's: what it knows. A worker here has no more than
+    the controller's fields."""
+
+    controller: ControllerStatus
+    workers: list[WorkerStatus]
+    routers: list[RouterProcessStatus]
+    scaling: ScalingStatus | None  # None: as many workers as were asked for
+    restarted_tasks: dict[str, int] = field(default_factory=dict)
+
+
+class ClusterStatus(RouterStatus, kw_only=True):
+    """What the router that is asked knows, and what the controller has said."""
+
+    model: str
+    routers: list[RouterProcessStatus] = field(default_factory=list)
+    controller: ControllerStatus = field(default_factory=lambda: ControllerStatus(known=False))
+    scaling: ScalingStatus | None = None  # None: no autoscaler, or nothing was said of it yet
+    state: StoreStatus = field(default_factory=StoreStatus)
+    wire: dict[str, float] = field(default_factory=dict)  # frames of this process, by their fate
+    sessions: dict[str, int] = field(default_factory=dict)  # by state
+    restarted_tasks: dict[str, int] = field(default_factory=dict)  # that had failed, by name
+
+
+def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
+    """Add what the controller said `age_s` ago to what a router knows, of which `routers` has its
+    own entry only."""
+    own.controller = replace(view.controller, age_s=round(age_s, 3))
+    known = {worker.worker: worker for worker in own.workers}
+    for seen in view.workers:
+        worker = known.get(seen.worker)
+        if worker is None:
+            own.workers.append(replace(seen))
+            continue
+        if worker.state != "backoff" or seen.state != "up":
+            worker.state = seen.state
+        for name in CONTROLLERS:
+            setattr(worker, name, getattr(seen, name))
+    wanted = {worker.worker for worker in view.workers}  # others have gone, and are not missed
+    own.workers = [w for w in own.workers if w.worker in wanted or w.state != "down"]
+    mine = {router.router: router for router in own.routers}
+    own.routers = [_router(mine.get(seen.router), seen) for seen in view.routers]
+    own.scaling = view.scaling
+    own.restarted_tasks = own.restarted_tasks | view.restarted_tasks
+
+
+def _router(own: RouterProcessStatus | None, seen: RouterProcessStatus) -> RouterProcessStatus:
+    if own is None:
+        return seen
+    return replace(own, pid=seen.pid, restarts=seen.restarts, last_error=seen.last_error)
+
+
+register(ClusterView)

@@ -1,0 +1,34 @@
+"""The page on `/status` has the fields that it has: clients are written by it."""
+
+from __future__ import annotations
+
+import re
+
+from kvrelay.cluster.status import (
+    ClusterStatus,
+    ControllerStatus,
+    RouterProcessStatus,
+    ScalingStatus,
+    StoreStatus,
+    WorkerStatus,
+)
+from tests.structure import ROOT
+
+KINDS = {
+    "The cluster": ClusterStatus,
+    "A worker": WorkerStatus,
+    "A router": RouterProcessStatus,
+    "The controller": ControllerStatus,
+    "The autoscaler": ScalingStatus,
+    "The store": StoreStatus,
+}
+
+
+def test_every_field_of_the_status_is_on_its_page_and_no_other() -> None:
+    text = (ROOT / "docs/status.md").read_text(encoding="utf-8")
+    documented = {}
+    for section in text.split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        cells = re.findall(r"^\| (`[^|]+`) \|", body, re.MULTILINE)
+        documented[title] = sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
+    assert documented == {title: sorted(kind.__struct_fields__) for title, kind in KINDS.items()}
