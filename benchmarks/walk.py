@@ -176,7 +176,8 @@ class Walk:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "sitecustomize.py").write_text(self.recorder(), encoding="utf-8")
             os.environ["WALK_FOLDER"] = folder
-            os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"
+            given = os.environ.get("PYTHONPATH", "")
+            os.environ["PYTHONPATH"] = f"{folder}:{ROOT}:{given}"
             on = Path(folder, "on")
             if self.is_at_start:
                 on.touch()
@@ -256,7 +257,7 @@ def _entered(lines: str, until: float) -> dict[str, float]:
     found = {}
     for line in lines.splitlines():
         ran, passed, name = line.split(" ", 2)
-        relative = os.path.relpath(name, ROOT)
+        relative = os.path.relpath(os.path.realpath(name), ROOT)
         if relative.split("/")[0] in PACKAGES and float(ran) <= until:
             found[relative] = float(passed) if float(passed) <= until else 0.0
     return found

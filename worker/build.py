@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import Deliver, Executor
-from kvrelay.engine.model.backends import Backends
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
@@ -24,7 +24,6 @@ from kvrelay.engine.node import Node
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.kv_plan import (
     BuildError,
-    KVPlan,
     auto_host_bytes,
     check_memory,
     model_config,
@@ -52,30 +51,31 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     from kvrelay.engine.model.step_executor import StepExecutor
     from kvrelay.kvtransfer.agent import AgentError
 
-    spec = replace(spec, engine=spec.engine.sized(gpu=spec.on_gpu))
+    model, engine, on_gpu = spec.model, spec.engine.sized(gpu=spec.on_gpu), spec.on_gpu
     try:
         path = spec.find_model()
         before = versions_of(files_of(path))
-        model = model_config(path, spec.engine)
-        dtype = spec.dtype
-        if dtype == "auto":
-            dtype = ModelRunner.default_dtype("cuda" if spec.on_gpu else "cpu")
-        plan = plan_kv(model, spec.engine, dtype, spec.quantization)
+        shape = model_config(path, engine)
+        if model.dtype == "auto":
+            dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
+            model = structs.replace(model, dtype=dtype)
+        plan = plan_kv(shape, engine, model.dtype, model.quantization)
         available_bytes = psutil.virtual_memory().available
-        num_machines = 1 + len(spec.further)
-        needed_bytes = 0 if spec.on_gpu else plan.needed_bytes // num_machines
-        free_bytes = available_bytes - needed_bytes
-        host_bytes = spec.host_bytes
-        if not host_bytes:  # of each of its machines as much as of this one
-            gpus = spec.num_ranks_here * gpu_bytes() if spec.on_gpu else 0
-            here = auto_host_bytes(plan, spec.num_sharing_host, free_bytes, gpus)
+        num_machines = spec.num_machines
+        needed_bytes = 0 if on_gpu else plan.needed_bytes // num_machines
+        host_bytes = spec.share_of(spec.tiers.set_host_gib)
+        if spec.tiers.host_gib == "auto":  # of each of its machines as much as of this one
+            gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
+            free_bytes = available_bytes - needed_bytes
+            here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
             host_bytes = here * num_machines
-        plan = plan_tiers(plan, host_bytes, spec.disk_bytes)
+        plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
         if num_machines == 1:  # else this one has a part
-            check_memory([] if spec.on_gpu else [plan], available_bytes, plan.host_bytes)
-        max_model_len = resolve_max_model_len(model, spec.engine, plan)
-        companion = MakeRankTransfers(spec, plan)
-        runner, parallel = open_runner(spec, path, plan, dtype, max_model_len, companion)
+            check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
+        longest = resolve_max_model_len(shape, engine, plan)
+        engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
+        spec = replace(spec, model=model, engine=engine)
+        runner, parallel = open_runner(spec, path, MakeRankTransfers(spec, plan))
         first = Shard(0, spec.engine.tensor_parallel_size)
         own = open_transfers(spec, path, plan, runner, first, options)
         check_unchanged(before, files_of(path))
@@ -106,7 +106,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             deliver,
             spec.worker,
             join_ranks=ranks.join if ranks else None,
-            shares_cores=spec.num_peers > 0 and not spec.on_gpu,
+            shares_cores=spec.num_peers > 0 and not on_gpu,
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
@@ -114,48 +114,24 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
 
 
 def open_runner(
-    spec: WorkerSpec,
-    path: Path,
-    plan: KVPlan,
-    dtype: str,
-    max_model_len: int,
-    companion: MakeRankTransfers | None = None,
+    spec: WorkerSpec, path: Path, companion: MakeRankTransfers | None = None
 ) -> tuple[Any, Any]:
     """(what runs steps, the same if it has processes of its own that may be lost, else None). Both
     have the interface of ModelRunner. `companion`: of each rank but 0. Raises ModelError."""
-    engine, size = spec.engine, spec.engine.tensor_parallel_size
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "kv_dtype": engine.kv_dtype,
-        "quantization": spec.quantization,
-        "window": engine.window,
-        "num_sinks": engine.sinks,
-        "guard": engine.guard,
-        "device": spec.device,
-        "num_blocks": plan.num_blocks,
-        "block_size": engine.block_size,
-        "num_threads": spec.threads or None,
-        "max_model_len": max_model_len,
-        "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "memory_share": engine.gpu_memory_utilization,
-        "cuda_graphs": engine.cuda_graphs,
-        "backends": Backends(engine.attention_backend, engine.moe_backend),
-    }
-    if size == 1:
+    if spec.engine.tensor_parallel_size == 1:
         from kvrelay.engine.model.runner import ModelRunner
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        return giving_way(lambda: ModelRunner(path, **options)), None
+        return giving_way(lambda: ModelRunner(path, spec.model, spec.engine)), None
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(
         path,
-        size,
+        spec.model,
+        spec.engine,
         companion=companion,
         host=spec.host,
         further=spec.rank_hosts,
         find_model=spec.find_model,
-        **options,
     )
     return runner, runner

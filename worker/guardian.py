@@ -64,7 +64,6 @@ class WorkerGuardian:
     def _run(self, module: str, spec: WorkerSpec | RankHostSpec, given: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
         mine, its = os.pipe()
-        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
         name = name_of(spec.cluster, spec.worker, spec.epoch)
         command = [sys.executable, "-m", module, name, str(its)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(its,)) as process:

@@ -38,7 +38,6 @@ class RankHostSpec:
     epoch: int
     host: str  # where it listens: the worker's machine reaches this one by it
     num_ranks: int
-    threads: int
     start_timeout_s: float  # for the worker to connect
 
 
@@ -101,7 +100,6 @@ def main() -> None:
 
     tell(os.getpid())
     spec: RankHostSpec = pickle.load(sys.stdin.buffer)
-    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     tell(serve(spec, tell))
     os._exit(0)
 

@@ -58,7 +58,7 @@ def _key_of(http: HTTPConnection) -> str:
 
 def check_operator(ctx: ApiContext, http: Request) -> None:
     """Keys of tenants say who may generate, not who may operate. Raises `ApiError` (401, 403)."""
-    wanted = ctx.operations_key
+    wanted = ctx.settings.operations_key
     if wanted:
         given = _key_of(http).encode("utf-8", "surrogatepass")
         if not hmac.compare_digest(sha256(given).digest(), sha256(wanted.encode()).digest()):
@@ -200,7 +200,7 @@ async def _received(ctx: ApiContext, request: Request, take: Callable[[int], boo
             " as it is",
             code="unsupported_content_encoding",
         )
-    limits = ctx.limits
+    limits = ctx.settings
     limit = limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
@@ -252,8 +252,8 @@ async def _inflated(
                 _INFLATED_AT_ONCE, inflate.decompress, body, _INFLATED_AT_ONCE
             )
             body, size = inflate.unconsumed_tail, size + len(part)
-            if size > ctx.limits.max_body_bytes:
-                raise _too_large(ctx.limits.max_body_bytes)
+            if size > ctx.settings.max_body_bytes:
+                raise _too_large(ctx.settings.max_body_bytes)
             if size > _SMALL and not take(len(part)):
                 raise overloaded("The bodies of other requests take all memory", 1.0)
             parts.append(part)

@@ -223,7 +223,6 @@ class RayWorkers:
                 spec.epoch,
                 self._host_of(machine),
                 spec.num_ranks_here,
-                spec.threads,
                 RANKS_WAIT_S,
             )
             guardian = self._guardian(spec, group, number)
@@ -242,7 +241,7 @@ class RayWorkers:
         """`number`: of the machine among the worker's."""
         who = f"ranks of {spec.worker}" if number else spec.worker
         name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
-        env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
+        env = {"OMP_NUM_THREADS": str(spec.engine.threads), "TOKENIZERS_PARALLELISM": "false"}
         env["KVRELAY_WORKER"] = spec.worker
         actor = ray.remote(ACTORS[spec.role]).options(
             name=name,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.process_messages import RouterLoad
@@ -67,19 +69,6 @@ def _responses_path(config: Config) -> Path | None:
     return config.sessions.state_path / FILE if config.sessions.durable else None
 
 
-def _limits(config: Config) -> Any:
-    from kvrelay.cluster.api.context import ApiLimits
-
-    api = config.api
-    return ApiLimits(
-        max_body_bytes=api.max_body_bytes,
-        max_live_requests=api.max_live_requests,
-        request_timeout_s=api.request_timeout_s,
-        keepalive_s=api.keepalive_s,
-        session_timeout_s=config.sessions.order_timeout_s + 2.0,
-    )
-
-
 def _tracing(config: Config, metrics: Any) -> Any:
     """None where there is no collector."""
     from kvrelay.cluster.api.tracing import Tracing
@@ -104,7 +93,7 @@ async def serve_api(
 
     from kvrelay.cluster.api.app import create_app
     from kvrelay.cluster.api.client import RouterClient
-    from kvrelay.cluster.api.context import ApiContext
+    from kvrelay.cluster.api.context import ApiContext, ApiSettings
     from kvrelay.cluster.api.http.connection import ConnectionLimits
     from kvrelay.cluster.api.metrics import ApiMetrics, ClusterCollector
     from kvrelay.cluster.api.responses.store import ResponseStore
@@ -135,15 +124,14 @@ async def serve_api(
         metrics=metrics,
         explanations=router.explanations,
         tracing=tracing,
-        limits=_limits(config),
+        settings=ApiSettings(
+            **structs.asdict(config.api),
+            session_timeout_s=config.sessions.order_timeout_s + 2.0,
+        ),
         refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         tenants=access.tenants,
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
-        operations_key=config.api.operations_key,
-        cors_origins=tuple(config.api.cors_origins.split()),
-        tool_parser=config.api.tool_parser,
-        reasoning_parser=config.api.reasoning_parser,
         responses=responses,
     )
     context.constraints.warm_up()

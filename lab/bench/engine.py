@@ -137,7 +137,7 @@ def measure(spec: EngineSpec, tell: Tell) -> dict[str, Any]:
     )
     decode_s: dict[int, list[float]] = {batch: [] for batch in spec.batches}
     prefill_s: dict[int, list[float]] = {tokens: [] for tokens in spec.prefills}
-    with LoneWorker(config, model, on_gpu=on_gpu, threads=spec.num_threads) as worker:
+    with LoneWorker(config, model) as worker:
         prompts = Prompts(model.config.vocab_size, spec.seed)
         for turn in range(spec.rounds + 1):  # the first warms up
             for batch in spec.batches:

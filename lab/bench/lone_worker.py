@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from msgspec import structs
+
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.roles import build_worker
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.messages import Refused, TokenDeltas
+from kvrelay.engine.model.device import find_device
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from kvrelay.engine.stats import Role
@@ -71,22 +74,18 @@ class Answer:
 class LoneWorker:
     """Owns the worker, from `with` to its end. Used from one thread."""
 
-    def __init__(self, config: Config, model: PreparedModel, *, on_gpu: bool, threads: int) -> None:
+    def __init__(self, config: Config, model: PreparedModel) -> None:
         """Loads the model; takes seconds. Raises BuildError."""
+        device = find_device(config.model.device).type
         spec = WorkerSpec(
             cluster="measurement",
             worker="decode-0",
             role=Role.DECODE,
             epoch=1,
             model_dir=str(model.path),
-            model_name=config.model.name,
-            cache_dir=config.model.cache_dir,
-            dtype=config.model.dtype,
-            quantization=config.model.quantization,
-            device="cuda" if on_gpu else "cpu",
-            on_gpu=on_gpu,
-            threads=threads,
+            model=structs.replace(config.model, device=device),
             engine=config.engine,
+            tiers=config.tiers,
         )
         built = build_worker(spec, BuildOptions(make_agent=lambda *_: _NoAgent()))
         assert isinstance(built.node, Worker)

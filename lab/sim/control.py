@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
@@ -125,7 +127,7 @@ class Control:
         if life is not None and life.epoch == epoch:
             until_s = runtime.faults.paused_until(runtime.now, worker, epoch)
             after_s = max(0.0, until_s - runtime.now) + 0.01 * runtime.rng.random()
-            info = replace(self._configs[worker], epoch=epoch).info()
+            info = structs.replace(self._configs[worker], epoch=epoch).info()
             runtime.post("", CONTROLLER, WorkerStarted(info, "sim", 2), after_s)
 
     def fall_sick(self, sickness: Sickness) -> None:
@@ -150,7 +152,7 @@ class Control:
             return
         del self._latest[worker]
         runtime.restart(worker, epoch)
-        started = WorkerStarted(replace(config, epoch=epoch).info(), "sim", 2)
+        started = WorkerStarted(structs.replace(config, epoch=epoch).info(), "sim", 2)
         runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())
 
     def _introduce(self, done: Introduced) -> None:

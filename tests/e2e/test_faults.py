@@ -23,10 +23,10 @@ import pytest
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import SamplingParams
 from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
-from kvrelay.worker.settings import EngineSection
 from tests.e2e.connections import cut
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.lab.local import Completion, LocalCluster
 from kvrelay.router.config import RouterConfig
-from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import greedy
 

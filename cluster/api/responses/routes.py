@@ -210,7 +210,7 @@ class Responses:
         if "response" not in record:
             raise unknown(response_id)
         response = record["response"]
-        runs_until = response["created_at"] + self._ctx.limits.request_timeout_s + LOST_AFTER_S
+        runs_until = response["created_at"] + self._ctx.settings.request_timeout_s + LOST_AFTER_S
         is_here = response_id in self._background
         if response["status"] == "in_progress" and not is_here and time.time() > runs_until:
             error = {"code": "server_error", "message": "The server stopped while it ran"}
@@ -287,7 +287,7 @@ class ResponseCall:
         ctx = self._responses.ctx
         self.request.input = await self._resolved(self.request.input)
         with ctx.bodies.share() as take:
-            history, num_bytes = await self._history(take, ctx.limits.max_body_bytes - size)
+            history, num_bytes = await self._history(take, ctx.settings.max_body_bytes - size)
             self._before = history
             if history and self.request.truncation != "auto":
                 check_outputs(history, self.request.input)
@@ -442,7 +442,7 @@ class ResponseCall:
                 code = "previous_response_not_found"
                 raise invalid(message, "previous_response_id", code) from None
             if is_more:
-                limit = self._responses.ctx.limits.max_body_bytes
+                limit = self._responses.ctx.settings.max_body_bytes
                 raise invalid(
                     f"A conversation has at most {MAX_TURNS} turns that are read back, and"
                     f" {limit} bytes: begin a new one, or ask for 'truncation': 'auto'",

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from kvrelay.cluster.scaling.connector import COUNTED, ManagedWorker, ManagedWorkers, State
 from kvrelay.cluster.scaling.decisions import Line
 from kvrelay.cluster.scaling.moves import moves_to
@@ -216,9 +218,9 @@ class ScaledReplay(Replay):
 
     def bring_up(self, worker: NodeId, role: Role) -> None:
         number = int(worker.rpartition("-")[2])
-        config = replace(self._worker_config(role, number), node_id=worker)
+        config = structs.replace(self._worker_config(role, number), node_id=worker)
         if role is Role.PREFILL:  # its prompts are computed whole: nobody should decode beside them
-            config = replace(config, itl_target_s=0.0)
+            config = structs.replace(config, itl_target_ms=0.0)
         self._workers.append(config)
         self._start(config, 1)
 

@@ -15,11 +15,11 @@ import pytest
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import SamplingParams
 from kvrelay.lab.agents.model import make_model
 from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
-from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import prompts
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -17,6 +17,7 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import MachinesChanged, StartWorker
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.prepare import prepare_model
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.request import SamplingParams
@@ -24,7 +25,6 @@ from kvrelay.engine.stats import Role
 from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
-from kvrelay.worker.settings import EngineSection
 from tests.engine.model.tiny import FAMILIES, make_checkpoint, tokens_of
 from tests.lab.local.test_local_tiers import MIB, assert_clean, counted, load_all, settle
 from tests.lab.local.test_local_tiers import num_cached as num_cached_of

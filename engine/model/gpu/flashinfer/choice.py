@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.gpu.ops import TritonOps
 
@@ -15,12 +15,13 @@ def gpu_ops(
     dtype: torch.dtype,
     max_positions: int,
     quantization: str,
-    backends: Backends,
+    engine: EngineSection,
     notices: list[str],
 ) -> TritonOps:
     """Adds to `notices` what FlashInfer computes, if it is asked for. Raises KernelsUnavailable as
     TritonOps does, and ModelError if FlashInfer is asked for and cannot be imported."""
-    attention, moe = (each == "flashinfer" for each in (backends.attention, backends.moe))
+    asked = engine.attention_backend, engine.moe_backend
+    attention, moe = (each == "flashinfer" for each in asked)
     if moe and config.experts is None:
         notices.append("engine.moe_backend has no effect: this model has no experts")
         moe = False

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.cluster.api.app import create_app
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants, with_operations_key
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.audit import audit
@@ -30,10 +30,10 @@ CALLS = [
 ]
 
 
-def server(tokenizer: Tokenizer, **context: Any) -> Any:
+def server(tokenizer: Tokenizer, operations_key: str = "") -> Any:
     tenants = Tenants((TenantEntry("red", keys=("red-key",)),), b"a secret")
-    context |= {"tenants": tenants, "set_role": lambda worker, role: Role.BOTH}
-    return serve(tokenizer, ApiLimits(), context=context)
+    context = {"tenants": tenants, "set_role": lambda worker, role: Role.BOTH}
+    return serve(tokenizer, ApiSettings(operations_key=operations_key), context=context)
 
 
 @pytest.fixture(scope="module")

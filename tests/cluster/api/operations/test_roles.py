@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.cluster.api.app import create_app
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.role import role
 from kvrelay.engine.stats import Role
@@ -50,7 +50,7 @@ class Workers:
 @pytest.fixture(scope="module")
 def both(tokenizer: Tokenizer) -> Iterator[tuple[Served, Workers]]:
     workers = Workers()
-    with serve(tokenizer, ApiLimits(), context={"set_role": workers.set_role}) as served:
+    with serve(tokenizer, ApiSettings(), context={"set_role": workers.set_role}) as served:
         served.ctx.status = workers.status
         yield served, workers
 

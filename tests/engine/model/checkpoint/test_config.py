@@ -17,7 +17,7 @@ from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.linear import Heads, Matrix
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.quantize import GROUP
-from kvrelay.engine.model.runner import ModelRunner
+from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import make_checkpoint
 
 LLAMA = {
@@ -157,8 +157,8 @@ def held_bytes(value):
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek3"])
 def test_weights_bytes_are_what_a_cpu_holds(tmp_path, family, quantization):
     make_checkpoint(family, tmp_path)
-    runner = ModelRunner(
-        tmp_path, num_blocks=1, num_threads=1, dtype="float32", quantization=quantization
+    runner = model_runner(
+        tmp_path, num_blocks=1, threads=1, dtype="float32", quantization=quantization
     )
     held = held_bytes(runner._decoder._weights)
     planned = weights_bytes(runner.config, "float32", quantization)

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.runner import ModelRunner
+from tests.engine.model.runners import model_runner
 from tests.engine.model.test_runner import generate
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -33,7 +33,7 @@ def test_the_tokenizer_keeps_special_tokens_and_splits_digits(tokenizer, smollm2
 
 
 def test_it_answers_paris_with_the_tokens_of_transformers(smollm2_dir, tokenizer, prompt):
-    runner = ModelRunner(smollm2_dir, num_blocks=16, dtype="float32", num_threads=2)
+    runner = model_runner(smollm2_dir, num_blocks=16, dtype="float32", threads=2)
     got = generate(runner, prompt, [11, 3, 8, 5, 14, 0], COUNT, temperature=0.0)
     assert "Paris" in tokenizer.decode(got)
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()

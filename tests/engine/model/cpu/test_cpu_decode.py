@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from tests.engine.model import tiny
+from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import make_checkpoint, tokens_of
 
@@ -21,8 +21,8 @@ class World:
     """A model that is run by its runner."""
 
     def __init__(self, path, **options):
-        options = {"dtype": "float32", "num_blocks": 24, "num_threads": 2, **options}
-        self.runner = ModelRunner(path, **options)
+        options = {"dtype": "float32", "num_blocks": 24, "threads": 2, **options}
+        self.runner = model_runner(path, **options)
 
     def run(self, *seqs: ScheduledSeq, repeats: int = 1):
         done = self.runner.execute(Step(0, list(seqs), repeats=repeats))
@@ -61,7 +61,7 @@ FAMILIES = (
     ("llama", {"dtype": "bfloat16"}),
     ("llama", {"quantization": "int8"}),
     ("llama", {"kv_dtype": "float8_e4m3"}),
-    ("llama", {"window": 20, "num_sinks": 2}),
+    ("llama", {"window": 20, "sinks": 2}),
     ("qwen2", {}),
     ("qwen3", {}),
     ("phi3", {}),

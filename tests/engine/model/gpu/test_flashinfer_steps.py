@@ -10,7 +10,7 @@ from tests.engine.model.paged import DEVICE
 
 pytest.importorskip("triton")
 
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
@@ -18,7 +18,6 @@ from kvrelay.engine.model.gpu.flashinfer import division, experts, latent
 from kvrelay.engine.model.gpu.flashinfer import ops as flashinfer_ops
 from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops
 from kvrelay.engine.model.gpu.flashinfer.library import load
-from kvrelay.engine.model.runner import ModelRunner
 from tests.engine.model import tiny
 from tests.engine.model.gpu import triton_world
 from tests.engine.model.gpu.flashinfer_standin import StandIn
@@ -207,25 +206,11 @@ def test_a_package_that_cannot_be_imported_is_told_with_the_remedy(monkeypatch):
         load("engine.attention_backend")
 
 
-@pytest.mark.parametrize(
-    ("backends", "said"),
-    [
-        (Backends("fa4"), "attention_backend fa4 is not supported; supported: auto, triton, fl"),
-        (Backends(moe="cutlass"), "moe_backend cutlass is not supported"),
-        (Backends("flashinfer"), "attention_backend flashinfer needs a GPU; this worker computes"),
-    ],
-)
-def test_a_backend_that_is_not_there_is_refused(tmp_path, backends, said):
-    make_checkpoint("llama", tmp_path)
-    with pytest.raises(ModelError, match=said):
-        ModelRunner(tmp_path, num_blocks=4, device="cpu", backends=backends)
-
-
 def test_experts_alone_can_be_asked_for(standin, tmp_path):
     make_checkpoint("qwen3-moe", tmp_path)
     config, notices = read_config(tmp_path), []
     pool = tiny.make_pool(config, torch.float32)
-    asked = Backends(moe="flashinfer")
+    asked = EngineSection(moe_backend="flashinfer")
     made = gpu_ops(config, pool, torch.float32, 64, "none", asked, notices)
     assert notices == ["FlashInfer 0.7.2.post1 computes the experts"]
     assert not made._division.kinds

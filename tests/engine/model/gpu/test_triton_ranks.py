@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 
 from kvrelay.engine.model.parallel.runner import ParallelRunner
 from kvrelay.engine.model.parallel.shard import Shard
-from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import UNKNOWN, ScheduledSeq, Step
@@ -19,6 +18,7 @@ from kvrelay.kvtransfer.ranks import add_checksums
 from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_ranks import Checksums, interpret
 from tests.engine.model.gpu.triton_world import DEVICE
+from tests.engine.model.runners import model_runner, parallel_runner
 from tests.engine.model.talks import Talk, alone
 from tests.engine.model.tiny import make_checkpoint, tokens_of
 
@@ -78,7 +78,7 @@ def ranks(path):
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             interpret(patch)
-        runner = ParallelRunner(path, 2, device=DEVICE.type, companion=Checksums, **OPTIONS)
+        runner = parallel_runner(path, 2, device=DEVICE.type, companion=Checksums, **OPTIONS)
         assert runner.launch is not None
         yield Ranks(runner)
         runner.close()
@@ -86,7 +86,7 @@ def ranks(path):
 
 class Alone:
     def __init__(self, path) -> None:
-        self.runner = ModelRunner(path, device="cpu", **OPTIONS)
+        self.runner = model_runner(path, device="cpu", **OPTIONS)
 
     def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> list:
         return self.runner.execute(Step(0, list(seqs))).sampled

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
@@ -87,7 +87,7 @@ class World:
             if name == "torch":
                 made = REFERENCES[weights](config, self.pool, number, MAX_LEN, weights or "none")
             else:
-                asked = Backends(name, name)
+                asked = EngineSection(attention_backend=name, moe_backend=name)
                 self.notices: list[str] = []
                 rest = (MAX_LEN, weights or "none", asked, self.notices)
                 made = gpu_ops(config, self.pool, number, *rest)
