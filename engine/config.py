@@ -32,13 +32,13 @@ class EngineSection(Section, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in a KV block
     # for KV blocks, per worker; 0: 1 on a CPU, on a GPU what gpu_memory_utilization leaves
     kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
-    # of a GPU's memory, for weights, steps and KV together
+    # share of a GPU's memory, for weights, steps and KV together
     gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] = 0.9
     num_blocks: Count = 0  # KV blocks per worker; 0: as many as kv_cache_gib holds
     cuda_graphs: bool = True  # on a GPU: capture decode steps at start; false: launch each kernel
     # kernels of attention on a GPU: triton, or flashinfer (an extra) where it fits; auto: triton
     attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
-    moe_backend: Literal["auto", "triton", "flashinfer"] = "auto"  # the same, of experts
+    moe_backend: Literal["auto", "triton", "flashinfer"] = "auto"  # kernels of experts, likewise
     # processes that compute one worker's model; has to divide its heads
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     kv_dtype: Literal["auto", "float8_e4m3"] = "auto"  # auto (as model.dtype) or float8_e4m3
@@ -67,8 +67,8 @@ class EngineSection(Section, frozen=True):
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
     handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
-    read_timeout_s: Timeout = 20.0  # of one KV transfer, at most
-    # of one KV transfer, at least; in between, ten times what it takes at the measured rate
+    read_timeout_s: Timeout = 20.0  # one KV transfer has at most this
+    # one KV transfer has at least this; in between, ten times what it takes at the measured rate
     read_floor_s: Timeout = 2.0
 
     def sized(self, *, gpu: bool) -> EngineSection:
@@ -96,7 +96,7 @@ class TiersSection(Section, frozen=True):
 
     # host memory for KV, per machine; 0: no host tier; auto: a quarter of what is free at the start
     host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] | Literal["auto"] = "auto"
-    disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # the same on disk; 0: none
+    disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # per machine; 0: no disk tier
     disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
     retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
     disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk

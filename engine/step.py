@@ -99,7 +99,9 @@ class Step:
     # out before they are known. Where that is done, no step is repeated.
     may_be_followed: bool = False
     is_health_check: bool = False  # it has no request: where it fails, the worker is not well
-    gives_way: bool = False  # all are prompts for other workers: on shared cores decodes go first
+    low_priority: bool = (
+        False  # all are prompts for other workers: on shared cores decodes go first
+    )
 
     @property
     def num_tokens(self) -> int:

@@ -1,26 +1,32 @@
 """From a `WorkerSpec` to a worker that could run, in the process that becomes it.
 
-The model is loaded, what moves its KV is opened, and the node is made.
+The model is loaded, what moves its KV is opened, and the node is made. Where the worker has several
+ranks, they are seen from the first as one worker, made of what each of them has.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import Deliver, Executor
+from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import Node
+from kvrelay.engine.step import Step
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.agents.ranks import join_ranks
+from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.kv_plan import (
     BuildError,
@@ -32,10 +38,69 @@ from kvrelay.worker.kv_plan import (
     resolve_max_model_len,
 )
 from kvrelay.worker.process import BuiltWorker
-from kvrelay.worker.ranks import Ranks
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
-from kvrelay.worker.threads import WorkerThreads, giving_way
-from kvrelay.worker.transfers import MakeRankTransfers, open_transfers
+from kvrelay.worker.threads import WorkerThreads, at_low_priority
+from kvrelay.worker.transfers import MakeRankTransfers, RankFacts, Transfers, open_transfers
+
+if TYPE_CHECKING:
+    from kvrelay.engine.model.parallel.runner import ParallelRunner
+
+
+class Ranks:
+    """Rank 0, whose transfers are `own`, and the followers of `runner`. Owns neither."""
+
+    def __init__(self, own: Transfers, runner: ParallelRunner) -> None:
+        self._own = own
+        self._runner = runner
+        self._facts: list[RankFacts] = [own.facts, *runner.facts]
+        self._counted = first_with_heads([each.share for each in self._facts])
+        tiers = set.intersection(*(set(each.records) for each in self._facts))
+        self.records: StoreRecords = {
+            tier: in_all([each.records[tier] for each in self._facts]) for tier in tiers
+        }
+        self._forget_the_rest()
+
+    def config(self) -> WorkerConfig:
+        config = self._own.config
+        each = [facts.metadata for facts in self._facts]
+        config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
+        return config if self.records else structs.replace(config, num_disk_blocks=0)
+
+    def notices(self) -> list[str]:
+        """What an operator should know; once, if all ranks say it."""
+        return [*dict.fromkeys(notice for facts in self._facts for notice in facts.notices)]
+
+    def join(self, deliver: Deliver) -> RankAnswers:
+        answers = RankAnswers(self._counted, self._runner.tell, deliver)
+        self._runner.on_companion_message(answers.add)
+        return answers
+
+    def add_checksums(self, step: Step, own: list[int]) -> list[int]:
+        """Sums the blocks that `step` filled, from those of rank 0's heads."""
+        each = zip([own, *self._runner.checksums(step)], self._counted, strict=True)
+        return add_checksums([sums for sums, is_counted in each if is_counted])
+
+    def _forget_the_rest(self) -> None:
+        """What a rank has in a store and another has not."""
+        for tier, kept in self.records.items():
+            slots = {record.slot for facts in self._facts for record in facts.records[tier]}
+            slots -= {record.slot for record in kept}
+            if slots:
+                forgotten = StoreIndex(remove=tuple(sorted(slots)), tier=tier)
+                self._own.storage[tier].store.update(forgotten)
+                self._runner.tell(forgotten)
+
+
+def in_all(of_ranks: Sequence[Sequence[DiskRecord]]) -> tuple[DiskRecord, ...]:
+    """Blocks that every rank has, in one slot and with one checksum, which is the whole block's."""
+
+    def key(record: DiskRecord) -> Any:
+        return record.slot, record.block_hash, record.checksum
+
+    first, *others = of_ranks
+    known = [{key(record) for record in rank} for rank in others]
+    return tuple(record for record in first if all(key(record) in rank for rank in known))
+
 
 log = logging.getLogger("kvrelay.build")
 
@@ -45,7 +110,7 @@ MakeWorker = Callable[[WorkerConfig, StoreRecords], Node]
 def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> BuiltWorker:
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
-    giving_way(lambda: import_module("kvrelay.engine.model.runner"))
+    at_low_priority(lambda: import_module("kvrelay.engine.model.runner"))
     from kvrelay.engine.model.device import gpu_bytes
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.step_executor import StepExecutor
@@ -64,7 +129,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         num_machines = spec.num_machines
         needed_bytes = 0 if on_gpu else plan.needed_bytes // num_machines
         host_bytes = spec.share_of(spec.tiers.set_host_gib)
-        if spec.tiers.host_gib == "auto":  # of each of its machines as much as of this one
+        if spec.tiers.host_gib == "auto":  # each of its machines has as much as this one
             gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
             free_bytes = available_bytes - needed_bytes
             here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
@@ -122,7 +187,7 @@ def open_runner(
         from kvrelay.engine.model.runner import ModelRunner
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        return giving_way(lambda: ModelRunner(path, spec.model, spec.engine)), None
+        return at_low_priority(lambda: ModelRunner(path, spec.model, spec.engine)), None
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(

@@ -1,5 +1,7 @@
-"""The threads of one worker: one that computes, and those that copy KV. All report to the node. On
-shared cores a second one computes the steps that give way."""
+"""The threads of one worker: one that computes, and those that copy KV, one for memory and one for
+each tier of storage, so that a slow disk holds up nothing else. All report to the node. On shared
+cores a second one computes the steps of low priority.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,71 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvrelay.engine.host import Deliver
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
-from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
+from kvrelay.kvtransfer.executor import TransferExecutor, failed_copy
 from kvrelay.kvtransfer.ranks import RankAnswers
+from kvrelay.kvtransfer.tiers.registry import is_storage
 from kvrelay.kvtransfer.transfer_loop import TransferLoop
 from kvrelay.worker.disk_tier import Storage
-from kvrelay.worker.transfer_loops import TransferLoops
+
+
+class TransferLoops:
+    """Takes transfers to the thread that they are for. Owns the threads, and by them the agents and
+    the stores."""
+
+    def __init__(
+        self,
+        memory: TransferExecutor,
+        storage: Mapping[Tier, Storage],
+        answer: Callable[[Any], None],
+        name: NodeId,
+    ) -> None:
+        """`answer`: called from any of the threads."""
+        self._answer = answer
+        self._memory = TransferLoop(memory, answer, name=f"{name}-kv")
+        self._storage = {
+            tier: TransferLoop(each.copies, answer, store=each.store, name=f"{name}-{tier}")
+            for tier, each in storage.items()
+        }
+
+    @property
+    def loops(self) -> dict[str, TransferLoop]:
+        return {"memory": self._memory, **{str(tier): loop for tier, loop in self._storage.items()}}
+
+    def submit(self, request: ConnectPeer | CopyBlocks | StoreIndex) -> None:
+        match request:
+            case StoreIndex(tier=tier):
+                self._submit_to(tier, request)
+            case CopyBlocks(src_tier=tier) if is_storage(tier):
+                self._submit_to(tier, request)
+            case CopyBlocks(dst_tier=tier) if is_storage(tier):
+                self._submit_to(tier, request)
+            case _:
+                self._memory.submit(request)
+
+    def close(self, timeout_s: float) -> None:
+        """Copies that run have `timeout_s` to settle."""
+        for loop in self.loops.values():
+            loop.stop(timeout_s)
+        for loop in self.loops.values():
+            loop.join(timeout_s)
+
+    def _submit_to(self, tier: Tier, request: CopyBlocks | StoreIndex) -> None:
+        missing = f"this worker has no {tier} tier"
+        if tier in self._storage:
+            self._storage[tier].submit(request)
+        elif isinstance(request, CopyBlocks):
+            self._answer(failed_copy(request, missing))
+        else:
+            self._answer(StoreFailed(missing, tier=tier))
+
 
 log = logging.getLogger("kvrelay.threads")
 
@@ -45,8 +99,8 @@ def give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MOST_NICENESS))
 
 
-def giving_way(call: Callable[[], T]) -> T:
-    """`call`, on a thread that gives way to others."""
+def at_low_priority(call: Callable[[], T]) -> T:
+    """Runs `call` on a thread that is nice to others."""
     with ThreadPoolExecutor(1, "giving-way", initializer=give_way) as thread:
         return thread.submit(call).result()
 
@@ -61,15 +115,15 @@ class StepThread(Generic[T, R]):
         deliver: Callable[[R], None],
         name: str,
         *,
-        gives_way: bool = False,
+        low_priority: bool = False,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`at_end`: called on the thread when all was answered."""
         self._call = call
         self._deliver = deliver
-        self._gives_way = gives_way
+        self._low_priority = low_priority
         self._at_end = at_end
-        self._given: SimpleQueue[T | None] = SimpleQueue()  # of two at most, as the node asks
+        self._given: SimpleQueue[T | None] = SimpleQueue()  # two at most, as the node asks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -86,7 +140,7 @@ class StepThread(Generic[T, R]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        if self._gives_way:
+        if self._low_priority:
             give_way()
         while (given := self._given.get()) is not None:
             self._deliver(self._call(given))
@@ -98,7 +152,7 @@ class LaunchThreads:
     prepared while one runs. Results are delivered in the order of the steps."""
 
     def __init__(self, launch: Launch, deliver: Callable[[StepDone], None], name: str) -> None:
-        """`launch`: as of StepExecutor."""
+        """`launch`: as StepExecutor has it."""
         waits: StepThread[Callable[[], StepDone], StepDone]
         waits = StepThread(lambda wait: wait(), deliver, f"{name}-wait")
         launches = StepThread(launch, waits.submit, name, at_end=waits.stop)
@@ -129,9 +183,9 @@ class WorkerThreads:
             self._steps = LaunchThreads(steps.launch, deliver, f"{name}-step")
         else:
             self._steps = StepThread(steps.execute, deliver, f"{name}-step")
-        self._giving_way = self._steps
+        self._prompts = self._steps
         if shares_cores:
-            self._giving_way = StepThread(steps.execute, deliver, f"{name}-prompts", gives_way=True)
+            self._prompts = StepThread(steps.execute, deliver, f"{name}-prompts", low_priority=True)
         self._ranks = join_ranks(deliver) if join_ranks else None
         answer = deliver if self._ranks is None else partial(self._ranks.add, 0)
         self._copies = TransferLoops(memory, storage, answer, name)
@@ -139,7 +193,7 @@ class WorkerThreads:
     def perform(self, effect: Effect) -> None:
         match effect:
             case Execute(step):
-                (self._giving_way if step.gives_way else self._steps).submit(step)
+                (self._prompts if step.low_priority else self._steps).submit(step)
             case PrepareGrammar(grammar):
                 self._model.prepare_grammar(grammar)
             case _:
@@ -154,8 +208,8 @@ class WorkerThreads:
             "step": self._steps,
             **self._copies.loops,
         }
-        if self._giving_way is not self._steps:
-            parts["prompts"] = self._giving_way
+        if self._prompts is not self._steps:
+            parts["prompts"] = self._prompts
         for part in parts.values():
             part.stop()
         deadline = time.monotonic() + CLOSE_S

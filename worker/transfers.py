@@ -27,10 +27,10 @@ from kvrelay.kvtransfer.probes import Probes
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
-from kvrelay.worker.transfer_loops import TransferLoops
+from kvrelay.worker.threads import TransferLoops
 
 if TYPE_CHECKING:
-    from kvrelay.engine.model.parallel.companion import Tell
+    from kvrelay.engine.model.parallel.link import Tell
 
 CLOSE_S = 1.0  # for what a follower copies when its worker ends
 
@@ -41,13 +41,13 @@ class RankFacts:
 
     share: HeadShare
     metadata: bytes
-    records: Mapping[Tier, tuple[DiskRecord, ...]]  # of its stores
+    records: Mapping[Tier, tuple[DiskRecord, ...]]  # what its stores had when they were opened
     notices: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    config: WorkerConfig  # of the worker, with the metadata of this rank
+    config: WorkerConfig  # the worker's, with the metadata of this rank
     share: HeadShare
     pool: BlockBytes  # the device's
     memory: TransferExecutor
@@ -123,7 +123,7 @@ def open_transfers(
 
 @dataclass(frozen=True, slots=True)
 class MakeRankTransfers:
-    """MakeCompanion."""
+    """Makes the companion of a follower; can be pickled."""
 
     spec: WorkerSpec
     plan: KVPlan

@@ -24,18 +24,23 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig, with_window
 from kvrelay.engine.model.cpu import kernels
-from kvrelay.engine.model.cpu.decode import CpuDecode
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
 from kvrelay.engine.model.cpu.ops import CpuOps
-from kvrelay.engine.model.cpu.sampling import CpuDraw
+from kvrelay.engine.model.cpu.step import CpuDecode, CpuDraw
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops
 from kvrelay.engine.model.quantize import QUANTIZATIONS
 from kvrelay.engine.model.sampling.grammar import Grammars
-from kvrelay.engine.model.sampling.prompt_outputs import read_prompts
-from kvrelay.engine.model.sampling.sampler import Draw, Masks, draw, not_sampled, sample
+from kvrelay.engine.model.sampling.sampler import (
+    Draw,
+    Masks,
+    draw,
+    not_sampled,
+    read_prompts,
+    sample,
+)
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
@@ -248,8 +253,7 @@ class ModelRunner:
 
     def _fit_pool(self, ops: Any) -> None:
         """Make the pool of what memory is left. Raises ModelError."""
-        from kvrelay.engine.model.gpu.memory import GIB, after_a_step, spread
-        from kvrelay.engine.model.gpu.steps import batch_of_nothing
+        from kvrelay.engine.model.gpu.steps import GIB, after_a_step, batch_of_nothing, spread
 
         engine, share = self._engine, self._engine.gpu_memory_utilization
         lengths = spread(engine.max_num_batched_tokens, engine.max_num_seqs, self.max_model_len)
@@ -287,7 +291,7 @@ class ModelRunner:
                 self.notices.append(f"CPU kernels are not used, torch is (slower): {error}")
         if self.device.type == "cuda":
             try:
-                from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops
+                from kvrelay.engine.model.gpu.flashinfer.ops import gpu_ops
 
                 asked = self._engine, self.notices
                 return gpu_ops(own, pool, kind, longest, weights, *asked)

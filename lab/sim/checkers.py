@@ -279,7 +279,7 @@ class Overtaken:
 
 
 def _order(core: EngineCore, seq: EngineSequence) -> float:
-    """As of `engine.scheduling.prompts`, by what there is to compute, not what routers thought."""
+    """Orders as `engine.scheduling.selection` does, by what there is to compute."""
     compute_s = seq.num_missing * core.timing.token_s
     return order_of(compute_s, core.now - seq.arrived_at)
 

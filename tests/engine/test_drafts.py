@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.kv.block_hash import BlockChain, CacheScope
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.scheduling.drafts import (
+from kvrelay.engine.scheduling.selection import (
     MAX_ROW_COST,
     MAX_SLOWDOWN,
     NGRAM_SIZE,

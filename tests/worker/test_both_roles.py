@@ -62,7 +62,7 @@ class Both(World):
     def seqs_of(self, node: str) -> list[tuple[set[str], bool]]:
         """The requests in each step of a worker, and whether it gives way."""
         return [
-            ({seq.request_id.partition("#")[0] for seq in step.seqs}, step.gives_way)
+            ({seq.request_id.partition("#")[0] for seq in step.seqs}, step.low_priority)
             for where, step in self.steps
             if where == node
         ]
@@ -132,8 +132,8 @@ def test_a_step_of_prompts_for_others_gives_way_and_one_with_an_own_request_does
     world.hand_over("a", PROMPT, 4, computes="decode", decodes="decode-1")
     world.hand_over("b", LONG, 4, computes="decode", decodes="decode-1")
     finished(world)
-    assert [gives_way for _, gives_way in world.seqs_of("decode")] == [True] * 11  # 82 tokens
-    assert not any(gives_way for _, gives_way in world.seqs_of("decode-1"))  # they decode
+    assert [low_priority for _, low_priority in world.seqs_of("decode")] == [True] * 11  # 82 tokens
+    assert not any(low_priority for _, low_priority in world.seqs_of("decode-1"))  # they decode
 
     world.steps.clear()
     world.decode_at("decode", "own", [7] * 30, 20)
@@ -142,7 +142,7 @@ def test_a_step_of_prompts_for_others_gives_way_and_one_with_an_own_request_does
     steps = world.seqs_of("decode")
     assert steps[0] == ({"own"}, False)  # the prompt of an own request
     assert ({"own", "c"}, False) in steps
-    assert all(gives_way == (names == {"c"}) for names, gives_way in steps)
+    assert all(low_priority == (names == {"c"}) for names, low_priority in steps)
 
 
 def test_routers_are_told_once_of_each_preemption_when_it_happens() -> None:

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
-from kvrelay.engine.model.parallel.companion import Broken, Checksums, Companion, Ready
+from kvrelay.engine.model.parallel.link import Broken, Checksums, Companion, Ready
 from kvrelay.engine.model.parallel.ops import Group, RankSetup
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Launch, Step

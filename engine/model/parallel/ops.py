@@ -21,7 +21,7 @@ from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
-from kvrelay.engine.model.parallel.companion import MakeCompanion
+from kvrelay.engine.model.parallel.link import MakeCompanion
 from kvrelay.engine.model.parallel.shard import Shard
 
 COLLECTIVE_TIMEOUT_S = 60.0

@@ -34,8 +34,16 @@ from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.device import find_device
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.parallel.companion import Broken, Checksums, MakeCompanion, Ready
-from kvrelay.engine.model.parallel.link import RankHost, connection_of, reach, start_process
+from kvrelay.engine.model.parallel.link import (
+    Broken,
+    Checksums,
+    MakeCompanion,
+    RankHost,
+    Ready,
+    connection_of,
+    reach,
+    start_process,
+)
 from kvrelay.engine.model.parallel.ops import (
     COLLECTIVE_TIMEOUT_S,
     LOAD_TIMEOUT_S,

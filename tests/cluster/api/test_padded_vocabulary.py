@@ -71,9 +71,9 @@ def num_padded(request: pytest.FixtureRequest) -> int:
 def served(
     num_padded: int, make_padded_model: Callable[[int], Path], tokenizer: Tokenizer
 ) -> Iterator[Served]:
-    engine = EngineSection(num_blocks=256)
+    engine = EngineSection(threads=1, num_blocks=256)
     with (
-        LocalCluster(make_padded_model(num_padded), prefill=0, engine=engine, threads=1) as cluster,
+        LocalCluster(make_padded_model(num_padded), prefill=0, engine=engine) as cluster,
         serve(tokenizer, ApiSettings(), real_router=ModelRouter(cluster)) as running,
     ):
         yield running

@@ -33,7 +33,7 @@ class World:
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
     """However slow the machine is, passes follow each other."""
-    monkeypatch.setattr("kvrelay.engine.model.cpu.decode.BURST_S", 60.0)
+    monkeypatch.setattr("kvrelay.engine.model.cpu.step.BURST_S", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_passes_end_with_a_stop_token_for_all(path):
 
 
 def test_one_pass_at_a_time_where_more_would_take_too_long(path, monkeypatch):
-    monkeypatch.setattr("kvrelay.engine.model.cpu.decode.BURST_S", 0.0)
+    monkeypatch.setattr("kvrelay.engine.model.cpu.step.BURST_S", 0.0)
     world = World(path)
     talk = Talk(PROMPTS[1], BLOCKS[1])
     step(world, talk)

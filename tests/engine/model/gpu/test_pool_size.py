@@ -10,8 +10,8 @@ import torch
 
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.gpu import memory
-from kvrelay.engine.model.gpu.memory import RESERVE_BYTES, DeviceMemory, spread
+from kvrelay.engine.model.gpu import steps as gpu_steps
+from kvrelay.engine.model.gpu.steps import RESERVE_BYTES, DeviceMemory, spread
 from kvrelay.engine.step import Step
 from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
@@ -58,7 +58,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[torch.Ten
         steps.append(step())
         return DeviceMemory(num_bytes + RESERVE_BYTES, num_bytes + RESERVE_BYTES, 0, 0)
 
-    monkeypatch.setattr(memory, "after_a_step", after_a_step)
+    monkeypatch.setattr(gpu_steps, "after_a_step", after_a_step)
     return steps
 
 

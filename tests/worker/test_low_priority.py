@@ -16,7 +16,7 @@ from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.step import Execute, Step, StepDone
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
-from kvrelay.worker.threads import NICENESS, StepThread, WorkerThreads, giving_way
+from kvrelay.worker.threads import NICENESS, StepThread, WorkerThreads, at_low_priority
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
 
@@ -44,8 +44,8 @@ def usual() -> Iterator[int]:
     assert (niceness(), niceness_of_new_thread()) == (before, before)
 
 
-@pytest.mark.parametrize("gives_way", [True, False])
-def test_only_a_step_thread_that_gives_way_is_nice(usual: int, gives_way: bool) -> None:
+@pytest.mark.parametrize("low_priority", [True, False])
+def test_only_a_step_thread_that_gives_way_is_nice(usual: int, low_priority: bool) -> None:
     seen: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def execute(step: Step) -> StepDone:
@@ -53,13 +53,13 @@ def test_only_a_step_thread_that_gives_way_is_nice(usual: int, gives_way: bool) 
         return StepDone(step.step_id, [])
 
     done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
-    steps = StepThread(execute, done.put, "toy", gives_way=gives_way)
+    steps = StepThread(execute, done.put, "toy", low_priority=low_priority)
     steps.submit(Step(1, []))
     assert done.get(timeout=DEADLINE_S).step_id == 1
     assert (niceness(), niceness_of_new_thread()) == (usual, usual)  # while it is there
     steps.stop()
     assert steps.join(DEADLINE_S)
-    expected = usual + NICENESS if gives_way else usual
+    expected = usual + NICENESS if low_priority else usual
     assert seen.get(timeout=DEADLINE_S) == (expected, expected)
 
 
@@ -72,7 +72,7 @@ def test_a_call_that_gives_way_returns_its_result_from_a_thread_that_is_gone_the
         threads.append(threading.current_thread())
         return niceness(), niceness_of_new_thread()
 
-    assert giving_way(call) == (usual + NICENESS, usual + NICENESS)
+    assert at_low_priority(call) == (usual + NICENESS, usual + NICENESS)
     assert threads[0] is not threading.current_thread()
     assert not threads[0].is_alive()
 
@@ -84,7 +84,7 @@ def test_a_call_that_gives_way_raises_what_the_call_raises() -> None:
         raise error
 
     with pytest.raises(ValueError, match="a bug") as raised:
-        giving_way(call)
+        at_low_priority(call)
     assert raised.value is error
 
 
@@ -106,8 +106,8 @@ def test_on_shared_cores_the_steps_that_may_wait_give_way(usual: int, shares_cor
         "me",
         shares_cores=shares_cores,
     )
-    for step_id, gives_way in enumerate([False, True, False, True]):
-        threads.perform(Execute(Step(step_id, [], gives_way=gives_way)))
+    for step_id, low_priority in enumerate([False, True, False, True]):
+        threads.perform(Execute(Step(step_id, [], low_priority=low_priority)))
         assert answers.get(timeout=DEADLINE_S).step_id == step_id
     threads.close()
     nice = usual + NICENESS if shares_cores else usual
