@@ -90,6 +90,9 @@ ToolParser = Literal[
 ]  # fmt: skip
 
 
+Key = Annotated[str, matching("|[!-~]{16,}", "16 characters or more", secret=True)]
+
+
 class ApiSection(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000  # 0: any that is free
@@ -101,11 +104,13 @@ class ApiSection(Section, frozen=True):
     request_timeout_s: Timeout = 600.0  # from the arrival of a request to its last token
     # no stream is silent for longer: it sends comments, before its first token too; 0: it may be
     keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
-    # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else no key, and
-    # they are for callers on the server's own machine
-    operations_key: Annotated[
-        str, matching("|[!-~]{16,}", "16 characters or more", secret=True)
-    ] = ""
+    # of everybody who calls, where there is no [[tenant]]; "": KVRELAY_API_KEY, or else none at a
+    # loopback address; at others one is made, in the state directory
+    key: Key = ""
+    insecure: bool = False  # no key is made: whoever reaches the address uses the server
+    # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else one is made, in
+    # the state directory, and callers on the server's machine with its user need none
+    operations_key: Key = ""
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
     cors_origins: Annotated[str, matching(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the

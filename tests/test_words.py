@@ -26,7 +26,7 @@ NOT_YET = (
     "lab/sim/",
 )
 NOT_YET += ("tests/lab/sim/", "tests/cluster/api/")
-MOST_NOT_YET = 652
+MOST_NOT_YET = 654
 
 # Words that stood for the field's own -> those.
 WORDS = {

@@ -58,6 +58,7 @@ class ApiSettings(ApiSection, frozen=True):
     body_timeout_s: float = 30.0  # to receive a body
     tokenizer_threads: int = 2
     max_session_commands: int = 256  # that wait for their replies, beyond it 429
+    operators_are_here: bool = True  # those on this machine, with its user, need no key
     session_timeout_s: float = 12.0  # the router answers earlier, unless it is not there
 
 

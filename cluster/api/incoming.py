@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import reprlib
+import struct
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +23,10 @@ from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthoriz
 from kvrelay.cluster.api.limiter import TENANT, LimitReached
 from kvrelay.cluster.api.tenants import Tenant
 
+_SEND_KEY = (
+    ": send the key of operators, api.operations_key or what is in operations.key of the server's "
+    "state directory, as the API key"
+)
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 # Of zlib, by content-encoding. zstd is not in this version of Python's library.
 _WINDOW_BITS = {
@@ -58,27 +64,65 @@ def _key_of(http: HTTPConnection) -> str:
 
 def check_operator(ctx: ApiContext, http: Request) -> None:
     """Keys of tenants say who may generate, not who may operate. Raises `ApiError` (401, 403)."""
-    wanted = ctx.settings.operations_key
-    if wanted:
-        given = _key_of(http).encode("utf-8", "surrogatepass")
-        if not hmac.compare_digest(sha256(given).digest(), sha256(wanted.encode()).digest()):
-            raise unauthorized("This is for operators: send api.operations_key as the API key")
+    wanted = ctx.settings.operations_key.encode()
+    given = _key_of(http).encode("utf-8", "surrogatepass")
+    if hmac.compare_digest(sha256(given).digest(), sha256(wanted).digest()) and wanted:
         return
+    if not ctx.settings.operators_are_here:
+        raise unauthorized("This is for operators: send api.operations_key as the API key")
     host = http.client.host if http.client else ""
     if not _is_here(http, host):
         raise ApiError(
             403,
             f"This is for operators on the machine of the server, and {host or 'the caller'} is "
-            "another, or behind a proxy; for others set api.operations_key",
+            f"another, or behind a proxy{_SEND_KEY}",
             code="forbidden",
         )
     if is_cross_site(http):
         raise ApiError(
             403,
-            "A page of another site in a browser here may not operate the server; for those that "
-            "may, set api.operations_key",
+            f"A page of another site in a browser here may not operate the server{_SEND_KEY}",
             code="forbidden",
         )
+    user = user_of(http.scope.get("client"), http.scope.get("server"))
+    if user not in (0, os.getuid()):
+        raise ApiError(
+            403,
+            f"This is for operators with the user of the server, and {host} calls with another, "
+            f"as proxies do{_SEND_KEY}",
+            code="forbidden",
+        )
+
+
+def user_of(client: tuple[str, int] | None, server: tuple[str, int] | None) -> int | None:
+    """Who has opened the connection from `client` to `server`, both addresses on this machine: a
+    user's id, as the kernel knows it. None: it is not found, as from another network namespace."""
+    if client is None or server is None:
+        return None
+    ports = tuple(f":{port:04X}" for _, port in (client, server))
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table, encoding="ascii") as file:
+                next(file)
+                for line in file:
+                    _, own, other, _, _, _, _, user, _ = line.split(maxsplit=8)
+                    if not (own.endswith(ports[0]) and other.endswith(ports[1])):
+                        continue  # the address is decoded for few: there may be thousands
+                    if (_endpoint(own), _endpoint(other)) == (client, server):
+                        return int(user)
+        except OSError:
+            continue
+    return None
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """The kernel writes an address as words of 32 bits in the machine's order, in hexadecimal."""
+    words, _, port = text.partition(":")
+    size = len(words) // 8
+    numbers = [int(words[8 * i : 8 * i + 8], 16) for i in range(size)]
+    address = ip_address(struct.pack(f"={size}I", *numbers))
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return str(mapped or address), int(port, 16)
 
 
 def is_cross_site(http: Request) -> bool:

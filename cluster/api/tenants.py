@@ -13,9 +13,10 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
+from ipaddress import ip_address
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -24,9 +25,13 @@ from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_confi
 from kvrelay.router.config import MAX_PRIORITY
 from kvrelay.router.messages import SessionLimits, TenantShare
 
+API_KEY_VARIABLE = "KVRELAY_API_KEY"
 OPERATIONS_KEY_VARIABLE = "KVRELAY_OPERATIONS_KEY"
+API_KEY_FILE = "api.key"
+OPERATIONS_KEY_FILE = "operations.key"
 SALT_BYTES = 16
 SECRET_FILE = "salt.secret"
+DEFAULT_TENANT = "default"  # everybody with `api.key`
 MAX_PUBLIC_PROMPTS = 256
 
 
@@ -130,12 +135,38 @@ def _hashes(entry: TenantEntry) -> list[bytes]:
     return found
 
 
-def with_operations_key(config: Config) -> Config:
-    """The key may come from the environment, so that no file has to hold it. Raises ConfigError,
-    which does not show it."""
-    key = config.api.operations_key or os.environ.get(OPERATIONS_KEY_VARIABLE, "")
-    build_config({"api": {"operations_key": key}}, OPERATIONS_KEY_VARIABLE)
-    return replace(config, api=replace(config.api, operations_key=key))
+def with_keys(config: Config, on_made: Callable[[Path], None] = lambda path: None) -> Config:
+    """With the keys that the environment has, so that no file has to hold them, and an API key
+    where whoever reaches the address could use the server otherwise. Such a key is made once, and
+    `on_made` gets its file then. Raises ConfigError, which shows no key."""
+    api = config.api
+    operations_key = api.operations_key or os.environ.get(OPERATIONS_KEY_VARIABLE, "")
+    build_config({"api": {"operations_key": operations_key}}, OPERATIONS_KEY_VARIABLE)
+    key = api.key or os.environ.get(API_KEY_VARIABLE, "")
+    build_config({"api": {"key": key}}, API_KEY_VARIABLE)
+    if config.tenant or config.tenants.file:
+        key = ""
+    elif not (key or api.insecure or is_loopback(api.host)):
+        path = config.sessions.state_path / API_KEY_FILE
+        is_new = not path.exists()
+        key = _kept_secret(path, "it is the API's key", "set api.key, [[tenant]] or api.insecure")
+        if is_new:
+            on_made(path)
+    return replace(config, api=replace(api, operations_key=operations_key, key=key))
+
+
+def made_operations_key(config: Config) -> str:
+    """Of operators, where none was given: made once, in the state directory. Raises ConfigError."""
+    path = config.sessions.state_path / OPERATIONS_KEY_FILE
+    return _kept_secret(path, "it is the operators' key", "set api.operations_key")
+
+
+def is_loopback(host: str) -> bool:
+    """`host`: an address or a name, as a listener has it; "" is every address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +194,15 @@ def load_tenants(config: Config) -> Tenants:
         entries += build_config(tables, str(path)).tenant
         if not entries:  # else a file that was emptied would open the server to all
             raise ConfigError(f"{path}: there is no [[tenant]] in it")
+    if not entries and config.api.key:
+        entries.append(TenantEntry(DEFAULT_TENANT, (config.api.key,), min_priority=-MAX_PRIORITY))
     if not entries:
         return Tenants()
-    secret = config.tenants.salt_secret.encode()
-    return Tenants(entries, secret or _own_secret(config.sessions.state_path))
+    path = config.sessions.state_path / SECRET_FILE
+    secret = config.tenants.salt_secret or _kept_secret(
+        path, "it keeps tenants apart", "set tenants.salt_secret"
+    )
+    return Tenants(entries, secret.encode())
 
 
 def load_public_prompts(config: Config) -> tuple[str, ...]:
@@ -189,27 +225,24 @@ def load_public_prompts(config: Config) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _own_secret(folder: Path) -> bytes:
-    """The secret of this installation: made once, and then the same for ever."""
-    path = folder / SECRET_FILE
+def _kept_secret(path: Path, purpose: str, instead: str) -> str:
+    """A secret of this installation: made once, and then the same for ever. Raises ConfigError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             _make_secret(path)
         mode = path.stat().st_mode & 0o777
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: {error}; it keeps tenants apart: make it readable, or set tenants.salt_secret"
-        ) from error
+        raise ConfigError(f"{path}: {error}; {purpose}: make it readable, or {instead}") from error
     if mode & 0o077:
         raise ConfigError(f"{path}: others may read it (mode {mode:03o}): chmod 600 it")
     if len(text) < 32:
         raise ConfigError(
-            f"{path}: it has {len(text)} characters, at least 32 are expected: restore it, or "
-            "delete it to give all tenants new salts"
+            f"{path}: it has {len(text)} characters, at least 32 are expected; {purpose}: restore "
+            "it, or delete it to have a new one made"
         )
-    return text.encode()
+    return text
 
 
 def _make_secret(path: Path) -> None:

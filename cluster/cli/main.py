@@ -90,6 +90,12 @@ def main() -> None:
     default=None,
     help="Join a Ray cluster that asks for no token.",
 )
+@click.option(
+    "--insecure",
+    is_flag=True,
+    default=None,
+    help="Serve without a key at an address that others reach.",
+)
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
 def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
@@ -103,7 +109,7 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     from kvrelay.cluster.processes.errors import ServeError
 
     sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
-    sections |= {"host": "api", "port": "api", "dtype": "model"}
+    sections |= {"host": "api", "port": "api", "insecure": "api", "dtype": "model"}
     overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
     console = Console(stderr=True, highlight=False)
     try:
@@ -199,8 +205,9 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
         soft_wrap=True,
     )
     trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
+    key = '-H "Authorization: Bearer $KVRELAY_API_KEY" ' if config.api.key else ""
     console.print(
-        f"curl {trusted}{url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f"curl {trusted}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
         f'\'{{"model": "{ready.model}", "temperature": 0, "messages": '
         '[{"role": "user", "content": "What is the capital of France?"}]}\'\n',
         markup=False,

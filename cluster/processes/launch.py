@@ -16,10 +16,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrelay.cluster.api.tenants import Access, load_access, with_operations_key
+from kvrelay.cluster.api.tenants import Access, load_access, with_keys
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import (
     PreparedModel,
@@ -98,7 +99,7 @@ async def serve(
     begins to end. `source`: of tenants that may change. `on_cluster` gets the name of the cluster,
     as `worker.processes.kill_workers` takes it. Raises ServeError, and ConfigError for
     tenants, the store and an extra that is not installed."""
-    config = with_operations_key(with_url(config))
+    config = await asyncio.to_thread(with_keys, with_url(config), partial(_tell_of_key, tell))
     config = await asyncio.to_thread(with_certificates, config)
     config = _for_gpus(config, tell)
     _check_chat_template(config)
@@ -138,6 +139,10 @@ async def serve(
             await supervisor.end(config.cluster.drain_s if supervisor.ready.done() else 0.0)
         for sock in sockets.values():
             sock.close()
+
+
+def _tell_of_key(tell: Tell, path: Path) -> None:
+    tell("API key", f"made, and kept in {path}: {path.read_text().strip()}", True)
 
 
 def _for_gpus(config: Config, tell: Tell) -> Config:

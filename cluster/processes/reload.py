@@ -58,7 +58,8 @@ async def _reload(config: Config, source: Source, use: Callable[[Tenants], None]
         found = await asyncio.to_thread(source.read)
         # The secret stays: with another one no tenant would find its KV again.
         kept = replace(found.tenants, salt_secret=config.tenants.salt_secret)
-        found = replace(found, tenants=kept, sessions=config.sessions)
+        api = replace(found.api, key=config.api.key)
+        found = replace(found, tenants=kept, sessions=config.sessions, api=api)
         tenants = await asyncio.to_thread(load_tenants, found)
         use(tenants)
     except ConfigError as error:

@@ -8,16 +8,19 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
 
-from kvrelay.cluster.api.tenants import Access
+from kvrelay.cluster.api.tenants import Access, made_operations_key
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.engine.host import NodeHost
 from kvrelay.engine.stats import Role
 from kvrelay.router.router import Router
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import ApiSettings
 
 SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
@@ -69,6 +72,18 @@ def _responses_path(config: Config) -> Path | None:
     return config.sessions.state_path / FILE if config.sessions.durable else None
 
 
+def _settings(config: Config) -> ApiSettings:
+    """Where no key of operators is set, those on this machine need none. Raises ConfigError."""
+    from kvrelay.cluster.api.context import ApiSettings
+
+    api, given = config.api, config.api.operations_key
+    return ApiSettings(
+        **structs.asdict(api) | {"operations_key": given or made_operations_key(config)},
+        operators_are_here=not given,
+        session_timeout_s=config.sessions.order_timeout_s + 2.0,
+    )
+
+
 def _tracing(config: Config, metrics: Any) -> Any:
     """None where there is no collector."""
     from kvrelay.cluster.api.tracing import Tracing
@@ -93,7 +108,7 @@ async def serve_api(
 
     from kvrelay.cluster.api.app import create_app
     from kvrelay.cluster.api.client import RouterClient
-    from kvrelay.cluster.api.context import ApiContext, ApiSettings
+    from kvrelay.cluster.api.context import ApiContext
     from kvrelay.cluster.api.http.connection import ConnectionLimits
     from kvrelay.cluster.api.metrics import ApiMetrics, ClusterCollector
     from kvrelay.cluster.api.responses.store import ResponseStore
@@ -124,10 +139,7 @@ async def serve_api(
         metrics=metrics,
         explanations=router.explanations,
         tracing=tracing,
-        settings=ApiSettings(
-            **structs.asdict(config.api),
-            session_timeout_s=config.sessions.order_timeout_s + 2.0,
-        ),
+        settings=_settings(config),
         refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         tenants=access.tenants,
         public_prompts=prompts,

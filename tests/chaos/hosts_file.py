@@ -17,7 +17,7 @@ folder = "{folder}/kept/{{host}}"
 
 [serve]
 config = "kvrelay.toml"
-args = ["--host", "0.0.0.0", "--port", "8000"]
+args = ["--host", "0.0.0.0", "--insecure", "--port", "8000"]
 """
 ENTRY = '[[host]]\nname = "{name}"\naddress = "{address}"\nray_args = ["--num-cpus=1"]\n'
 

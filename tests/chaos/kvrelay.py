@@ -190,7 +190,7 @@ class OnHosts(_KVRelay):
             self.served = Served(
                 {**SETTINGS, **store},
                 *("--prefill", "2", "--decode", "2", "--address", address),
-                *("--host", "0.0.0.0", "--port", str(API_PORT)),
+                *("--host", "0.0.0.0", "--insecure", "--port", str(API_PORT)),
                 env=RAY_ENV | ENV,
                 prefix=self._hosts.inside(0),
             )

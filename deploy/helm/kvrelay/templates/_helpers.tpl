@@ -78,3 +78,52 @@ imagePullSecrets:
   {{- end }}
 {{- end }}
 {{- end -}}
+
+{{- /* The settings, with those that the chart knows itself: as a map, in YAML. */ -}}
+{{- define "kvrelay.settings" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- $own := dict "cluster" (dict "address" "auto" "drain_s" .Values.api.drainSeconds) -}}
+{{- $_ := set $own "api" (dict "host" "0.0.0.0" "port" .Values.api.port) -}}
+{{- if .Values.tenants.existingSecret -}}
+{{- $_ := set $own "tenants" (dict "file" "/etc/kvrelay-tenants/tenants.toml") -}}
+{{- end -}}
+{{- if .Values.tls.existingSecret -}}
+{{- $_ := set $own "tls" (dict "api" true "cert" "/etc/kvrelay-tls/tls.crt" "key" "/etc/kvrelay-tls/tls.key") -}}
+{{- end -}}
+{{- mergeOverwrite $config $own | toYaml -}}
+{{- end -}}
+
+{{- define "kvrelay.toml" -}}
+{{- range $section, $settings := include "kvrelay.settings" . | fromYaml }}
+[{{ $section }}]
+{{- range $name, $value := $settings }}
+{{ $name }} = {{ toJson $value }}
+{{- end }}
+{{ end -}}
+{{- end -}}
+
+{{- define "kvrelay.routers" -}}
+{{- dig "cluster" "routers" 1 .Values.config | int -}}
+{{- end -}}
+
+{{- define "kvrelay.scheme" -}}
+{{- $settings := include "kvrelay.settings" . | fromYaml -}}
+{{- dig "tls" "api" false $settings | ternary "HTTPS" "HTTP" -}}
+{{- end -}}
+
+{{- /* Names of the routers' ports: "http", "http-1" and so on. */ -}}
+{{- define "kvrelay.portName" -}}
+http{{ if . }}-{{ . }}{{ end }}
+{{- end -}}
+
+{{- /* Environment of all processes that load models. */ -}}
+{{- define "kvrelay.modelEnv" -}}
+{{- with .Values.huggingFace }}
+{{- if .existingSecret }}
+{{ include "kvrelay.secretEnv" (dict "variable" "HF_TOKEN" "secret" .existingSecret "key" .key) }}
+{{- end }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+from kvrelay.cluster.api import incoming
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
@@ -134,7 +136,11 @@ def test_what_is_no_role_is_refused_and_changes_nothing(
     assert workers.told == []
 
 
-def test_other_machines_may_not_change_roles(server: Served, workers: Workers) -> None:
+def test_other_machines_may_not_change_roles(
+    server: Served, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "user_of", lambda client, server: os.getuid())
+
     async def ask(host: str) -> httpx.Response:
         transport = httpx.ASGITransport(create_app(server.ctx), client=(host, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
