@@ -8,8 +8,15 @@ from msgspec import Meta
 
 from kvrelay.engine.settings import Count, Positive, Seconds, Section
 
-Policy = Literal["prefix", "random", "round_robin", "least_loaded", "session_sticky", "prefix_only"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+PolicyName = Literal[
+    "prefix",
+    "random",
+    "round_robin",
+    "least_loaded",
+    "session_sticky",
+    "prefix_only",
+]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 MAX_PRIORITY = 100  # requests have one in [-MAX_PRIORITY, MAX_PRIORITY]; lower goes first
 Period = Annotated[float, Meta(gt=0.0)]  # seconds
 
@@ -19,7 +26,7 @@ class RouterConfig(Section, frozen=True):
 
     # prefix, or what to compare it with: random, round_robin, least_loaded, session_sticky,
     # prefix_only
-    policy: Policy = "prefix"
+    policy: PolicyName = "prefix"
     max_queue: Count = 1024  # new requests that wait; those that are retried are not counted
     max_queue_wait_s: Seconds = 0.0  # who would wait longer is refused; 0: as its timeout allows
     # requests whose first token can still come within this go before those whose cannot; 0: in the
