@@ -30,7 +30,7 @@ from kvrelay.engine.model.sampling import sampler
 from kvrelay.engine.model.sampling.grammar import Grammars
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.lab.local import Completion, LocalCluster
+from tests.support.local import Completion, LocalCluster
 
 BAD = 666  # the seed of a bad request
 AFTER = 5  # tokens, from which on it fails

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import click
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.revision import commit
 from kvrelay.lab.bench.load import percentile
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def about() -> dict[str, Any]:
@@ -44,6 +48,22 @@ def make_console() -> Console:
     """Wide enough for the tables where no terminal says how wide it is."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
+
+
+def number_table(first: str, *others: str, **options: Any) -> Table:
+    """A table whose columns but the first hold numbers."""
+    table = Table(first, **options)
+    for heading in others:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def json_option(default: Path | None = None) -> Callable[[F], F]:
+    """The option `--json`, which `write_json` gets as `json_path`."""
+    return click.option(
+        "--json", "json_path", type=click.Path(path_type=Path), default=default, show_default=True,
+        help="Write the results.",
+    )  # fmt: skip
 
 
 def write_json(path: Path | None, results: Mapping[str, Any]) -> None:

@@ -176,8 +176,7 @@ class Walk:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "sitecustomize.py").write_text(self.recorder(), encoding="utf-8")
             os.environ["WALK_FOLDER"] = folder
-            given = os.environ.get("PYTHONPATH", "")
-            os.environ["PYTHONPATH"] = f"{folder}:{ROOT}:{given}"
+            os.environ["PYTHONPATH"] = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
             on = Path(folder, "on")
             if self.is_at_start:
                 on.touch()

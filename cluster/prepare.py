@@ -22,6 +22,7 @@ from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import check_divides, num_machines
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire import channel
 from kvrelay.worker.kv_plan import (
     GIB,
     BuildError,
@@ -49,6 +50,9 @@ class PreparedModel:
     def load_s(self) -> float:
         """How long its weights may take to be read."""
         return self.plan.weights_bytes / LOAD_BYTES_PER_S
+
+
+channel.register(PreparedModel)
 
 
 def prepare_model(

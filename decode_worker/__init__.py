@@ -1,1 +1,1 @@
-"""What a decode worker does with a request; the worker itself is `kvrelay.worker`."""
+"""Policy of decode workers: what they do with a request; the worker itself is `kvrelay.worker`."""

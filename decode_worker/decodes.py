@@ -12,10 +12,10 @@ from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.node import Effect
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kvtransfer.peer.arrival import Mode, Settled
-from kvrelay.worker.node import Part
+from kvrelay.worker.node import RoleHandler
 
 
-class Decodes(Part):
+class Decodes(RoleHandler):
     """Invariant: every token is reported to the router, once, in order."""
 
     request = Decode

@@ -14,7 +14,7 @@ from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.engine.messages import Refused, TokenDeltas, WorkRequest
+from kvrelay.engine.messages import Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.progress import StepWatch
 from kvrelay.engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta, TokenLogprobs
@@ -240,15 +240,16 @@ class EngineCore:
             seq.prompt_outputs if start == seq.num_prompt_tokens and tokens else NO_OUTPUTS,
         )
 
-    def answer_probe(self, request_id: str, attempt: int, router: NodeId, position: int) -> Send:
-        seq = self.seqs.get((request_id, attempt))
+    def answer_probe(self, probe: Probe) -> Send:
+        key = probe.request_id, probe.attempt
+        seq = self.seqs.get(key)
         if seq is None:
-            detail = f"{self.config.node_id} does not know attempt {attempt} of {request_id}"
-            return Send(router, self.refusal(request_id, attempt, Refusal.UNKNOWN, detail))
-        seq.router = router
-        start = max(position, seq.num_prompt_tokens)
+            detail = f"{self.config.node_id} does not know attempt {probe.attempt} of {key[0]}"
+            return Send(probe.router, self.refusal(*key, Refusal.UNKNOWN, detail))
+        seq.router = probe.router
+        start = max(probe.position, seq.num_prompt_tokens)
         delta = self.delta_from(seq, min(start, len(seq.tokens)), None, None, {})
-        return Send(router, TokenDeltas(self.config.node_id, self.config.epoch, (delta,)))
+        return Send(probe.router, TokenDeltas(self.config.node_id, self.config.epoch, (delta,)))
 
     def flush(self) -> list[Effect]:
         """Frames to routers: tokens, then what changed in the prefix cache."""
@@ -259,11 +260,6 @@ class EngineCore:
         ]
         self._pending_deltas.clear()
         return effects + self.publisher.publish()
-
-    def on_router_message(self, now: float, message: object) -> list[Effect] | None:
-        """Handles it like `KVPublisher.on_message`. Called first with every message."""
-        self.now = now
-        return self.publisher.on_message(message)
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, except HELD ones, which have a lease."""

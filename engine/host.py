@@ -14,14 +14,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import Effect, Exit, Node, NodeId, Note, Send, Unsendable, Wake, Woken
 
 log = logging.getLogger("kvrelay")
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
-RESTART_S, MAX_RESTART_S = 0.5, 10.0  # before a task that ended begins again
+RESTART = Backoff(0.5, 10.0)  # before a task that ended begins again
 
 T = TypeVar("T")
 SendRemote = Callable[[NodeId, Any], str | None]  # as `Wire.send`
@@ -145,8 +147,8 @@ async def keep_running(
 ) -> None:
     """Run a task that must live as long as the process, until cancelled. If it ends or raises, that
     is logged, counted under `name`, and it begins again after a pause."""
-    pause_s = RESTART_S
-    while True:
+    for failures in count(1):
+        pause_s = RESTART.pause_s(failures)
         try:
             await run()
             log.error("%s has ended; again in %g s", name, pause_s)
@@ -154,7 +156,6 @@ async def keep_running(
             log.exception("%s failed; again in %g s", name, pause_s)
         restarts[name] += 1
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, MAX_RESTART_S)
 
 
 class LoopThread:

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, SamplingParams, TokenDelta
 from kvrelay.engine.wire.codec import register
 
 
-class WorkRequest(Protocol):
-    """What `Prefill` and `Decode` have in common."""
+@dataclass(frozen=True, slots=True)
+class WorkRequest:
+    """What a router asks of a worker, whether it prefills or decodes: the base of both messages."""
 
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def router(self) -> NodeId: ...
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def scope(self) -> CacheScope: ...
-    @property
-    def retention(self) -> Retention | None: ...
-    @property
-    def block_hashes(self) -> bytes: ...
-    @property
-    def num_held(self) -> int: ...
+    request_id: str
+    attempt: int
+    router: NodeId
+    tokens: tuple[int, ...]  # prompt, then output so far
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    timeout_s: float
+    scope: CacheScope = UNSALTED
+    retention: Retention | None = None  # None: the worker's own
+    fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
+    block_hashes: bytes = b""  # packed, for the full blocks of `tokens`: hashed only once
+    num_held: int = 0  # tokens that need not be computed, as far as the router knows
 
 
 @dataclass(frozen=True, slots=True)

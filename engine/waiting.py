@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from math import inf
 
 MAX_PASSED = 32  # so many may go before one that does not fit; then memory is held for it
-MAX_PASSED_SHARE = 0.1  # share of its timeout, since the first of them did
+MAX_PASSED_SHARE = 0.1  # or so much of its timeout, since the first of them did
 
 
 @dataclass(slots=True)
 class Passes:
-    """Counts how often one that waits, at a router or at a worker, was passed."""
+    """How often one that waits was passed, at a router or at a worker."""
 
     count: int = 0
     since: float = inf  # the first one

@@ -28,20 +28,20 @@ class PeerConnected:
     peer: NodeId
     epoch: int
     error: str | None = None
-    bytes_per_s: float = 0.0  # of a small read that was timed at once; 0: it was not
+    bytes_per_s: float = 0.0  # measured by a small read at once; 0: not measured
     not_timed: str | None = None  # why not, where it was tried
 
 
 @dataclass(frozen=True, slots=True)
 class ReadId:
-    """Of a copy into the blocks of one sequence; asked for by the connector."""
+    """Names a copy into the blocks of one sequence, which the connector asked for."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class MoveId:
-    """Of a copy between a worker's own tiers, ahead of requests; asked for by `Tiers`."""
+    """Names a copy between a worker's own tiers, ahead of requests, which `Tiers` asked for."""
 
     number: int
 
@@ -96,7 +96,7 @@ class CopyDone:
 
     transfer_id: TransferId
     error: str | None
-    checksums: tuple[int, ...] = ()  # of the bytes in memory (dst, or src where dst is storage)
+    checksums: tuple[int, ...] = ()  # over the bytes in memory (dst, or src where dst is storage)
     elapsed_s: float = 0.0
     num_bytes: int = 0
 

@@ -23,7 +23,7 @@ from kvrelay.engine.native import NativeBuildError, declarations, load
 from kvrelay.kvtransfer.layout import HeadShare
 
 SOURCE = Path(__file__).parent / "c" / "checksum.c"
-LEAST_BYTES = 241  # of a head, in C; XXH3 computes shorter inputs otherwise
+LEAST_HEAD_BYTES = 241  # in C; XXH3 computes shorter inputs otherwise
 MOD = 1 << 64
 
 
@@ -34,7 +34,7 @@ class BlockBytes(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, block_id: int, /) -> Any: ...  # of uint8, `[bytes_per_block]`
+    def __getitem__(self, block_id: int, /) -> Any: ...  # `[bytes_per_block]` uint8
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ def checksum_blocks(
     if min(block_ids) < 0 or max(block_ids) >= num_blocks:
         raise IndexError(f"blocks {min(block_ids)} to {max(block_ids)} of {num_blocks}")
     weights = head_weights(share)
-    hasher = _hasher() if size >= len(weights) * LEAST_BYTES else None
+    hasher = _hasher() if size >= len(weights) * LEAST_HEAD_BYTES else None
     if hasher is None or not isinstance(pool_bytes, np.ndarray):
         return [_checksum(pool_bytes[block_id], weights) for block_id in block_ids]
     ids, sums = np.array(block_ids, np.int64), np.empty(len(block_ids), np.uint64)
@@ -77,7 +77,7 @@ def checksum_blocks(
 
 
 def head_weights(share: HeadShare | None) -> NDArray[np.uint64]:
-    """Of the heads of a block of `share`, in their order there."""
+    """What the sums of a block's heads are multiplied by, in the order of `share`."""
     if share is None:
         return np.ones(1, np.uint64)
     return _weights(share)

@@ -130,8 +130,8 @@ class TransferExecutor:
             if answer is not None:
                 del self._copies[transfer_id]
                 self._answered.append(answer)
-        told = self._probes.poll() if self._probes is not None else []
-        done: list[CopyDone | PeerConnected] = [*told, *self._answered]
+        connected = self._probes.poll() if self._probes is not None else []
+        done: list[CopyDone | PeerConnected] = [*connected, *self._answered]
         self._answered = []
         return done
 
@@ -283,15 +283,15 @@ class StoreExecutor:
         self._check_at = now + STORE_CHECK_IDLE_S
         recreated = self._store.counters["recreated"]
         try:
-            news = self._store.check()
+            report = self._store.check()
         except Exception as error:
             return self._failed(_one_line(error))
-        if news is None:
+        if report is None:
             return None
-        logger.warning("%s", news)
+        logger.warning("%s", report)
         if self._store.counters["recreated"] > recreated:
-            return self._failed(news, lost=True)
-        return self._failed(news) if self._store.in_trouble else None
+            return self._failed(report, lost=True)
+        return self._failed(report) if self._store.in_trouble else None
 
     def close(self) -> None:
         try:

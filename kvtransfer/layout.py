@@ -28,7 +28,7 @@ class HeadShare:
     size: int  # tensor-parallel size
     num_heads: int  # KV heads of the model, over all ranks
     num_planes: int  # k and v of each layer
-    bytes_per_head: int  # of one plane of one block
+    bytes_per_head: int  # in one plane of one block
 
     @property
     def is_valid(self) -> bool:
@@ -70,11 +70,11 @@ class BlockLayout:
         return block_id * self.bytes_per_block, self.bytes_per_block
 
     def share_of(self, heads: range) -> HeadShare:
-        """Of a rank that has these, which may not be the only one that does."""
+        """What a rank has that holds these; it may not be the only one that does."""
         return self.share(heads.start // len(heads), self.spec.num_kv_heads // len(heads))
 
     def share(self, rank: int, tp_size: int) -> HeadShare:
-        """Of a tensor-parallel rank. `num_kv_heads` is a multiple of `tp_size`."""
+        """What a tensor-parallel rank has. `num_kv_heads` is a multiple of `tp_size`."""
         spec = self.spec
         share = HeadShare(
             rank=rank,

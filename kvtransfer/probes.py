@@ -1,10 +1,10 @@
 """Small reads from peers that were just connected, timed: how fast KV will come.
 
 Life of a probe: one block, whose time does not count, because the transport connects by it -> reads
-that grow, each timed alone, until one takes long enough to be told from its overhead or is as large
-as they get -> `PeerConnected` with the rate. A probe that fails, or is not done in time, is told
-without one: whether a peer can be read is not for it to say. What it has posted is released once it
-has settled, and until then writes to memory that only probes use.
+that grow, each timed alone, until one takes long enough to differ from its overhead or is as large
+as they get -> `PeerConnected` with the rate. A probe that fails, or is not done in time, is
+reported without one: whether a peer can be read is not for it to say. What it has posted is
+released once it has settled, and until then writes to memory that only probes use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from kvrelay.kvtransfer.agent import PROBE_BYTES, PeerConnected, ProbeAgent
 
 TIMEOUT_S = 0.1
-"""A connection is told so much later at most."""
+"""A connection is reported so much later at most."""
 ENOUGH_S = 0.002
 GROWTH = 8
 
@@ -41,13 +41,13 @@ class Probes:
         self._agent = agent
         self._clock = clock
         self._probes: list[_Probe] = []
-        self._told: list[PeerConnected] = []  # by `begin` itself, for the next `poll`
+        self._ended: list[PeerConnected] = []  # in `begin` itself, for the next `poll`
         self._settling: list[Any] = []  # handles that cannot be released yet
 
     @property
     def num_live(self) -> int:
         """Connections that were not returned, and handles that were not released."""
-        return len(self._probes) + len(self._told) + len(self._settling)
+        return len(self._probes) + len(self._ended) + len(self._settling)
 
     @property
     def is_timing(self) -> bool:
@@ -60,26 +60,26 @@ class Probes:
         try:
             self._post(probe)
         except Exception as error:
-            self._told.append(_untimed(connected, str(error)))
+            self._ended.append(_untimed(connected, str(error)))
         else:
             self._probes.append(probe)
 
     def poll(self) -> list[PeerConnected]:
         """The connections whose probes have ended since the last call. Does not wait."""
         self._settling = [each for each in self._settling if not self._agent.release(each)]
-        told, self._told = self._told, []
+        ended, self._ended = self._ended, []
         for probe in list(self._probes):
             answer = self._advance(probe)
             if answer is not None:
                 self._probes.remove(probe)
-                told.append(answer)
-        return told
+                ended.append(answer)
+        return ended
 
     def close(self, why: str) -> list[PeerConnected]:
         """Give up what runs; the agent, which is closed next, settles it."""
-        told = [*self._told, *(_untimed(probe.connected, why) for probe in self._probes)]
-        self._probes, self._told, self._settling = [], [], []
-        return told
+        ended = [*self._ended, *(_untimed(probe.connected, why) for probe in self._probes)]
+        self._probes, self._ended, self._settling = [], [], []
+        return ended
 
     def _post(self, probe: _Probe) -> None:
         probe.posted_at = self._clock()

@@ -23,7 +23,7 @@ class RankAnswers:
     """Joins the answers of all ranks. Its methods may be called from any thread.
 
     Invariant: a connection and a copy that were begun are answered once; a store's failure in any
-    rank is the worker's, and is told at once."""
+    rank is the worker's, and is reported at once."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RankAnswers:
         self._send(request)
 
     def add(self, rank: int, answer: Answer) -> None:
-        """What `rank` answered."""
+        """Takes what `rank` has answered."""
         key = _key(answer)
         if key is None:
             self._deliver(answer)
@@ -96,7 +96,7 @@ class RankAnswers:
 
 
 def add_checksums(of_ranks: Iterable[Sequence[int]]) -> list[int]:
-    """Of each block, from what ranks with different heads found in it."""
+    """Adds up, for each block, what ranks with different heads found in it."""
     return [sum(each) % MOD for each in zip(*of_ranks, strict=True)]
 
 
@@ -107,7 +107,7 @@ def first_with_heads(shares: Sequence[HeadShare]) -> list[bool]:
 
 
 def _key(message: Request | Answer) -> Hashable:
-    """The same for a request and its answers; None: it is not always answered."""
+    """What a request and its answers have in common; None: it is not always answered."""
     match message:
         case ConnectPeer() | PeerConnected():
             return message.peer, message.epoch

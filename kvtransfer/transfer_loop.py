@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
@@ -29,8 +30,7 @@ Answer = PeerConnected | CopyDone | StoreFailed
 
 SPINS = 20
 """Polls without a pause after something happened: a copy within one host is done in as many."""
-FIRST_WAIT_S = 20e-6
-MAX_WAIT_S = 500e-6
+WAIT = Backoff(20e-6, 500e-6)
 IDLE_WAIT_S = 1.0
 
 
@@ -101,7 +101,7 @@ class TransferLoop:
         while True:
             wait_s = _wait_s(quiet)
             if self._executor.is_timing:
-                wait_s = min(wait_s, FIRST_WAIT_S)
+                wait_s = min(wait_s, WAIT.base_s)
             request = self._next(wait_s if self._executor.audit() else IDLE_WAIT_S)
             if isinstance(request, float | int):
                 break  # the time that `stop` allows; every request came before it
@@ -119,7 +119,7 @@ class TransferLoop:
                 self._store.close()
 
     def _work(self, request: Request | None) -> bool:
-        """Whether anything has happened."""
+        """Returns whether anything has happened."""
         if request is not None:
             self._begin(request)
         answers = self._executor.poll_copies()
@@ -163,10 +163,7 @@ class TransferLoop:
 
 def _wait_s(quiet: int) -> float:
     """How long to wait for a request before the next poll: nothing at first, then doubling."""
-    if quiet < SPINS:
-        return 0.0
-    doublings = min(quiet - SPINS, 10)  # any more is beyond MAX_WAIT_S, or a float
-    return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0**doublings)
+    return WAIT.pause_s(1 + quiet - SPINS)
 
 
 def _refused(request: Request, reason: str) -> Answer:

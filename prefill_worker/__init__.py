@@ -1,1 +1,1 @@
-"""What a prefill worker does with a request; the worker itself is `kvrelay.worker`."""
+"""Policy of prefill workers: what they do with a request; the worker itself is `kvrelay.worker`."""

@@ -1,37 +1,22 @@
-"""What a prefill worker accepts, beside `engine.messages.Abort` and the consumer's messages.
+"""What a router asks of a worker that computes a prompt for another one.
 
-It replies with `router.messages.TokenDeltas` / `engine.request` facts to the router, and with
-`kvtransfer.messages.KVReady` to the decode worker.
+It replies with `TokenDeltas` to the router, and with `KVReady` to the decode worker.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
-from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.messages import WorkRequest
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.wire.codec import register
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(WorkRequest):
     """Compute the KV of `tokens`, sample the next token, and hold the blocks for `decode_to`."""
 
-    request_id: str
-    attempt: int
-    router: NodeId
-    decode_to: NodeId
-    tokens: tuple[int, ...]  # prompt, then output so far
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    timeout_s: float
-    scope: CacheScope = UNSALTED
-    retention: Retention | None = None  # None: the worker's own
-    fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
-    block_hashes: bytes = b""  # packed, of the full blocks of `tokens`: hashed only once
-    num_held: int = 0  # of `tokens`, that need not be computed, as far as the router knows
+    decode_to: NodeId = field(kw_only=True)
 
 
 register(Prefill)

@@ -14,10 +14,10 @@ from kvrelay.kvtransfer.peer.arrival import Mode, Settled
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
 from kvrelay.prefill_worker.messages import Prefill
-from kvrelay.worker.node import Part
+from kvrelay.worker.node import RoleHandler
 
 
-class Prefills(Part):
+class Prefills(RoleHandler):
     """Invariant: every sequence has a handoff, its lease with the producer."""
 
     request = Prefill

@@ -12,7 +12,7 @@ WINDOW_S = 10.0  # time constant of the rate at which the queue drains
 SERVED_WINDOW_S = 3.0  # and of what is served at any time, which grows as load comes
 BEST_FADES_S = 60.0  # time constant with which the best rate is forgotten
 WAITS_FADE_S = 60.0  # and with which it is that requests waited
-KNOWN_AFTER_S = 1.0  # of measuring; before that a rate is not known
+KNOWN_AFTER_S = 1.0  # measured; before that a rate is not known
 STALL_S = 5.0  # so long without any work done, and clocks stand still: workers may be down
 OUTAGE_S = 30.0  # so long, and what was served meanwhile says nothing of how long serving takes
 SMOOTHING = 0.05  # weight of the latest value
@@ -24,7 +24,7 @@ class Average:
     __slots__ = ("value",)
 
     def __init__(self, value: float) -> None:
-        """`value`: before the first."""
+        """`value`: what it is before the first."""
         self.value = value
 
     def add(self, value: float) -> None:
@@ -45,12 +45,12 @@ class Ratio:
 
     @property
     def value(self) -> float:
-        """0 before the first."""
+        """It is 0 before the first."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
 
 class Share:
-    """Of about the last `count` cases, the share in which something was so; at first, of all."""
+    """The share of about the last `count` cases in which something was so; at first, of all."""
 
     __slots__ = ("_count", "_num_cases", "_num_hits")
 
@@ -65,7 +65,7 @@ class Share:
 
     @property
     def value(self) -> float:
-        """Never 0."""
+        """It is never 0, so that it may divide."""
         return max(1.0, self._num_hits) / self._num_cases
 
 
@@ -83,7 +83,7 @@ class Meter:
         self._at = clock
 
     def rate(self, clock: float) -> float:
-        """Of a meter that has run since clock 0."""
+        """The rate of a meter that has run since clock 0."""
         if clock <= 0:
             return 0.0
         decayed = self._sum * exp((self._at - clock) / self._window_s)
@@ -145,7 +145,8 @@ class DrainRate:
 
     @property
     def units_per_s(self) -> float | None:
-        """Of the queue, or as long as none has drained, of what is served; None: not known yet."""
+        """How fast the queue drains, or as long as none has, what is served; None: not known
+        yet."""
         if self.workers_per_s and self._recently_waiting_s < WINDOW_S:
             return self.can_serve_per_s
         return _known(self._drained, self._waiting_s) or _known(self._served, self._serving_s)

@@ -32,7 +32,7 @@ class RouterConfig(Section, frozen=True):
     # requests whose first token can still come within this go before those whose cannot; 0: in the
     # order of arrival
     ttft_target_s: Seconds = 0.0
-    # of the service, for lower priorities while higher ones wait
+    # part of the service, for lower priorities while higher ones wait
     low_priority_share: Annotated[float, Meta(ge=0.0, le=0.5)] = 0.05
     max_inflight_per_worker: Positive = 128  # requests of this router; the rest waits in its queue
     max_memory_wait_s: Seconds = 3.0  # no worker is chosen where KV blocks are free only later

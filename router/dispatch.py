@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, TokenDelta
@@ -21,13 +22,11 @@ from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
 from kvrelay.router.averages import Average
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.placement.choice import GROUP, POOL, Option
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint, Ends, model_number
-from kvrelay.router.placement.fleet import Fleet
-from kvrelay.router.placement.policy import Policy, TtftPredictor
+from kvrelay.router.placement.policy import GROUP, POOL, Fleet, Option, Policy, TtftPredictor
 from kvrelay.router.placement.retention_policy import RetentionPolicy
-from kvrelay.router.placement.work import Decision, HashedPrompt, Work
+from kvrelay.router.placement.work import HashedPrompt, RoutingDecision, Work
 from kvrelay.router.record import Attempt, Rejection, RequestRecord
 
 
@@ -71,7 +70,9 @@ def clamp_max_tokens(
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended
-APART = 8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
+STREAM_WEIGHT_ON_PREFILL = (
+    8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
+)
 LATE_S = 1.0  # KV that comes so much later than estimated, and than it takes to compute, is lost
 Accepts = Callable[[float, RequestRecord, float, float, float], bool]  # `Admission.accepts`
 STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
@@ -84,11 +85,16 @@ class Dispatcher:
     def __init__(self, config: RouterConfig, name: str = "") -> None:
         """`name` of the router: routers break ties differently."""
         self._config = config
+        self._backoff = Backoff(config.backoff_s, config.max_backoff_s)
         self._endpoints: dict[NodeId, Endpoint] = {}
         has_target = config.ttft_target_s > 0
-        self.cost = CostModel(prefilling_at_least=APART) if has_target else CostModel()
+        self.cost = (
+            CostModel(prefilling_at_least=STREAM_WEIGHT_ON_PREFILL) if has_target else CostModel()
+        )
         self._fleets = {pool: Fleet(name, self.cost) for pool in (Role.DECODE, Role.PREFILL)}
-        self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the workers that are up
+        self._kinds: dict[
+            tuple[bytes, int], WorkerInfo
+        ] = {}  # one for each kind of workers that are up
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
@@ -105,9 +111,9 @@ class Dispatcher:
         )
         self.links = self._policy.chooser.links
         self._retention = RetentionPolicy(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
-        self.output_tokens = Average(FIRST_OUTPUT)  # of a request
-        self._shapes: list[WorkerInfo] = []  # of the workers, one of each; always a new list
-        self._now = 0.0  # of the last message about a worker
+        self.output_tokens = Average(FIRST_OUTPUT)  # per request
+        self._shapes: list[WorkerInfo] = []  # one of each that workers have; always a new list
+        self._now = 0.0  # when the last message about a worker came
         self._waits: Attempt | None = None  # sent out to wait for memory, which is held for it
 
     @property
@@ -122,7 +128,7 @@ class Dispatcher:
 
     @property
     def prompt_rates(self) -> list[float]:
-        """Of each of these workers, as far as it is known."""
+        """What each of these workers computes, as far as it is known."""
         fleet = self._fleets[Role.PREFILL] or self._fleets[Role.DECODE]
         rates = [each.stats.prefill_tokens_per_s for each in fleet if each.stats is not None]
         return [rate for rate in rates if rate > 0]
@@ -132,7 +138,7 @@ class Dispatcher:
         return any(len(fleet) for fleet in self._fleets.values())
 
     def workers(self) -> dict[NodeId, WorkerInfo]:
-        """Those that are up."""
+        """The workers that are up, by name."""
         return {e.worker: e.info for e in self.endpoints if e.alive}
 
     def endpoint(self, worker: NodeId, epoch: int) -> Endpoint | None:
@@ -204,7 +210,7 @@ class Dispatcher:
 
     def on_failure(self, now: float, endpoint: Endpoint, sent_at: float) -> None:
         """It has failed an attempt that it was sent at `sent_at`."""
-        endpoint.fail(now, sent_at, self._config.backoff_s, self._config.max_backoff_s)
+        endpoint.fail(now, sent_at, self._backoff)
 
     def has_room(self, now: float) -> bool:
         limit = self._config.max_inflight_per_worker
@@ -275,7 +281,7 @@ class Dispatcher:
         self._book(now, record, best, work, decodes=True, computes=first is None)
         if first is not None:
             self._book(now, record, first, work, decodes=False, computes=True)
-        attempt.decision = Decision(
+        attempt.decision = RoutingDecision(
             request_id=record.request_id,
             attempt=attempt.number,
             at_s=now,

@@ -30,7 +30,7 @@ from statistics import median
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.router.placement.endpoint import LinkLoss
-from kvrelay.router.placement.work import Candidate, Decision
+from kvrelay.router.placement.work import Candidate, RoutingDecision
 from kvrelay.router.record import Attempt, RequestRecord
 
 MAX_ERRORS = 512  # predictions that the median is taken over
@@ -41,7 +41,7 @@ Part = tuple[str, float, NodeId]  # phase, seconds, worker
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of a request. `attempt` 0 and `worker` "": of none."""
+    """One phase of a request. `attempt` 0 and `worker` "": it belongs to none."""
 
     name: str
     seconds: float
@@ -52,21 +52,21 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of the time from a decision to the first token: as predicted then, and as it was."""
+    """The time from a decision to the first token: as predicted then, and as it was."""
 
     predicted_s: float
     real_s: float
 
     @property
     def error(self) -> float:
-        """Relative to the real time."""
+        """The miss, relative to the real time."""
         return abs(self.predicted_s - self.real_s) / self.real_s
 
 
 @dataclass(slots=True)
 class Explanation:
-    """Of a request that has ended. Invariant: `phases` sum to `e2e_s`, and those before the first
-    token to `ttft_s`. They are computed when they are read."""
+    """Why an ended request took so long. Invariant: `phases` sum to `e2e_s`, and those before the
+    first token to `ttft_s`. They are computed when they are read."""
 
     request_id: str
     tenant: str
@@ -104,7 +104,7 @@ class Explanations:
         self._errors: deque[float] = deque(maxlen=MAX_ERRORS)
 
     def add(self, now: float, record: RequestRecord, outcome: FinishReason | Refusal) -> None:
-        """`record` has ended."""
+        """`record` has ended: keep its explanation."""
         prediction = _prediction(record)
         if prediction is not None:
             self._errors.append(prediction.error)
@@ -210,7 +210,7 @@ def _explained(
 
 
 def _prediction(record: RequestRecord) -> Prediction | None:
-    """Of the attempt that brought the first token."""
+    """The phases of the attempt that brought the first token."""
     for attempt in record.attempts:
         if attempt.first_at is not None:
             real_s = attempt.first_at - attempt.sent_at
@@ -220,7 +220,7 @@ def _prediction(record: RequestRecord) -> Prediction | None:
     return None
 
 
-def reason(decision: Decision) -> str:
+def reason(decision: RoutingDecision) -> str:
     """Why the chosen workers were chosen, in a sentence for operators."""
     best, *others = decision.decode_candidates
     computing = best
@@ -262,7 +262,7 @@ def name_of(candidate: Candidate) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Short; "0 s" only for zero."""
+    """A short text; it says "0 s" only for zero."""
     if seconds >= 0.09995:
         return f"{seconds:.2f} s" if seconds >= 9.9995 else f"{seconds:.3f} s"
     if seconds >= 0.00005:

@@ -28,8 +28,8 @@ class SessionLimits:
     """What a tenant may keep; what is beyond it makes its own sessions go, the pinned last."""
 
     max_sessions: int = 0  # 0: as many as the router lets each tenant keep
-    max_tokens: int = 0  # of all its sessions; 0: any number, and so is the next
-    max_pinned_tokens: int = 0  # of those that are pinned
+    max_tokens: int = 0  # all its sessions may have; 0: any number, and so is the next
+    max_pinned_tokens: int = 0  # those that are pinned may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Submit:
     timeout_s: float
     priority: int = 0
     scope: CacheScope = UNSALTED
-    retention: Retention | None = None  # of its KV; None: the workers' own
+    retention: Retention | None = None  # for its KV; None: the workers' own
     session: str | None = None  # name of the session it is a turn of, unique within `tenant`
     tenant: str = ""
     share: TenantShare = TenantShare()
@@ -181,21 +181,22 @@ class SessionRefusal(StrEnum):
     CONFLICT = "session_conflict"
     DEADLINE = "deadline_exceeded"  # workers did not answer in time; it may still come true
     BUSY = "too_many_commands"
-    LIMIT = "session_limit_exceeded"  # of the tenant
+    LIMIT = "session_limit_exceeded"  # the tenant's
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCommand:
-    """Of a tenant, about its sessions. Answered to `reply_to` by exactly one `SessionReply`."""
+    """What a tenant asks about its sessions. Answered to `reply_to` by exactly one
+    `SessionReply`."""
 
     command_id: str
     reply_to: NodeId
     tenant: str
     op: SessionOp
     session: str = ""  # its name; of LIST: the sessions whose names come after this one
-    argument: str = ""  # of FORK: the name of the new session
-    limit: int = 20  # of LIST: at most so many
-    limits: SessionLimits = SessionLimits()  # of the tenant
+    argument: str = ""  # for FORK: the name of the new session
+    limit: int = 20  # for LIST: at most so many
+    limits: SessionLimits = SessionLimits()  # the tenant's
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ class SessionReply:
     refusal: SessionRefusal | None = None
     detail: str = ""
     sessions: tuple[SessionInfo, ...] = ()
-    has_more: bool = False  # of LIST: there are sessions after the last one
+    has_more: bool = False  # for LIST: there are sessions after the last one
     done: dict[NodeId, int] = field(default_factory=dict)  # blocks it came true for, by worker
 
 

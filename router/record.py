@@ -29,7 +29,7 @@ from kvrelay.engine.stats import WorkerInfo
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.messages import Submit
 from kvrelay.router.placement.endpoint import Endpoint, Ends
-from kvrelay.router.placement.work import Decision
+from kvrelay.router.placement.work import RoutingDecision
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
 EVICT_FIRST = Retention(keep_s=0.0, to_disk=False)
@@ -70,7 +70,7 @@ class RetainOn(StrEnum):
     NONE = "none"
 
 
-class Verdict(StrEnum):
+class DeltaFit(StrEnum):
     """How a delta fits to the tokens so far."""
 
     NEXT = "next"  # its tokens, if it brings new ones, are in the record now
@@ -91,9 +91,9 @@ class Attempt:
     num_tokens: int = 0  # prompt and output, when it was sent
     is_apart: bool = False  # no other suspect was where it is
     retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
-    decision: Decision | None = None  # what was known when it was sent
+    decision: RoutingDecision | None = None  # what was known when it was sent
     route_s: float = 0.0  # that deciding took
-    last_delta_at: float = field(init=False)  # of either worker; before the first, `sent_at`
+    last_delta_at: float = field(init=False)  # from either worker; before the first, `sent_at`
     started: bool = False  # its first token is in the record
     handed_over: bool = False  # the decode worker has produced tokens: the prefill worker is done
     prefill_reported: bool = False  # the prefill worker has sent its token
@@ -116,7 +116,7 @@ class Attempt:
 
     @property
     def workers(self) -> tuple[Endpoint, ...]:
-        """One or both."""
+        """Its decode worker, and its prefill worker if it has one."""
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
     def on_delta(self, now: float, worker: NodeId, delta: TokenDelta, has_new: bool) -> None:
@@ -162,7 +162,7 @@ class RequestRecord:
     own_failures: int = 0  # by itself, on workers that are well
     lost_workers: int = 0  # that ended while they served it
     lost_in_a_row: int = 0  # likewise, since it last went on for a while
-    lost_apart: int = 0  # of those, where no other suspect was
+    lost_apart: int = 0  # those where no other suspect was
     avoid: list[Endpoint] = field(
         default_factory=list
     )  # workers that failed it; used if no other is usable
@@ -171,9 +171,9 @@ class RequestRecord:
     clamped: bool = False
     fits: Sequence[WorkerInfo] | None = None  # on one of these, as was checked already
     first_token_at: float | None = None
-    _outputs: PromptOutputs = NO_OUTPUTS  # of the prompt, that the client does not have yet
-    num_cached_tokens: int | None = None  # of the prompt; None: not known yet
-    cached_by_source: dict[str, int] = field(default_factory=dict)  # of those, where it is known
+    _outputs: PromptOutputs = NO_OUTPUTS  # the prompt's, that the client does not have yet
+    num_cached_tokens: int | None = None  # in the prompt; None: not known yet
+    cached_by_source: dict[str, int] = field(default_factory=dict)  # where it is known
     _chains: dict[tuple[bytes, int], BlockChain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -191,17 +191,17 @@ class RequestRecord:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - len(self.submit.tokens)
 
-    def accept(self, delta: TokenDelta) -> Verdict:
+    def accept(self, delta: TokenDelta) -> DeltaFit:
         """Append what is new in `delta`. A repeat is NEXT and brings nothing."""
         overlap = len(self.tokens) - delta.position
         if overlap < 0:
-            return Verdict.GAP
+            return DeltaFit.GAP
         known = self.tokens[delta.position : delta.position + len(delta.tokens)]
         ends_early = delta.finish is not None and len(delta.tokens) < overlap
         if delta.position < 0 or ends_early or tuple(known) != delta.tokens[:overlap]:
-            return Verdict.DIVERGED
+            return DeltaFit.DIVERGED
         self.tokens.extend(delta.tokens[overlap:])
-        return Verdict.NEXT
+        return DeltaFit.NEXT
 
     def take_outputs(self, outputs: PromptOutputs) -> None:
         """They have come with the first token: no later attempt has to give them."""
@@ -210,7 +210,7 @@ class RequestRecord:
             self._outputs = outputs
 
     def give_outputs(self) -> PromptOutputs:
-        """Once, to the client."""
+        """Take them for the client, which gets them once."""
         outputs, self._outputs = self._outputs, NO_OUTPUTS
         return outputs
 
@@ -243,11 +243,11 @@ class RequestRecord:
         return self.sampling.finish_reason(self.tokens[-1] if count else None, count)
 
     def block_hashes(self, info: WorkerInfo) -> list[bytes]:
-        """Of the full blocks of `tokens`, on workers like `info`. Not to be changed."""
+        """Hashes of the full blocks of `tokens`, on workers like `info`. Not to be changed."""
         return self._chain(info).extend(self.tokens)
 
     def packed_hashes(self, info: WorkerInfo) -> bytearray:
-        """The same, packed. Neither to be changed nor kept."""
+        """`block_hashes`, packed. Neither to be changed nor kept."""
         chain = self._chain(info)
         chain.extend(self.tokens)
         return chain.packed
@@ -273,7 +273,7 @@ class RequestRecord:
         return [each for each in (self.current, self.leaving) if each is not None]
 
     def attempt(self, number: int) -> Attempt | None:
-        """Of those under way."""
+        """The attempt of this number, if it is under way."""
         return next((each for each in self.under_way if each.number == number), None)
 
     @property
@@ -294,7 +294,7 @@ class RequestRecord:
         self.lost_in_a_row = self.lost_apart = 0
 
     def leave(self) -> None:
-        """Room for the next attempt beside the current one."""
+        """Make room for the next attempt beside the current one."""
         assert self.leaving is None, f"{self.request_id} is leaving already"
         self.current, self.leaving = None, self.current
 
@@ -313,7 +313,7 @@ class RequestRecord:
         prefill: Endpoint | None,
         fetch_from: NodeId | None = None,
     ) -> Attempt:
-        """Begin the next attempt."""
+        """Begin the next attempt, now."""
         assert self.current is None, f"{self.request_id} is dispatched already"
         self.current = Attempt(len(self.attempts) + 1, decode, prefill, now, fetch_from)
         self.current.num_tokens = len(self.tokens)
@@ -343,7 +343,7 @@ def dispatch_messages(
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST
     there = retention if attempt.retain_on in (RetainOn.PREFILL, RetainOn.BOTH) else EVICT_FIRST
     if prefill is None:
-        alone = Decode(prefill_from=None, retention=here, fetch_from=attempt.fetch_from, **common)
+        alone = Decode(retention=here, fetch_from=attempt.fetch_from, **common)
         return [Send(decode, alone)]
     to_prefill = Prefill(decode_to=decode, retention=there, fetch_from=attempt.fetch_from, **common)
     return [

@@ -11,10 +11,14 @@ from collections.abc import Callable
 
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
-from kvrelay.router.admission.admission import Admission, Call
-from kvrelay.router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
-from kvrelay.router.admission.fair_queue import FairQueue
-from kvrelay.router.admission.flows import Entry
+from kvrelay.router.admission.admission import (
+    OUTPUT_UNITS,
+    Admission,
+    IncomingCall,
+    computed_tokens,
+    units_done,
+)
+from kvrelay.router.admission.fair_queue import FairQueue, QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Accepts, Dispatcher
 from kvrelay.router.explain import Explanations
@@ -32,10 +36,10 @@ from kvrelay.router.record import (
 from kvrelay.router.state import ReplicaSync
 from kvrelay.router.status import Totals
 
-MAX_OWN_FAILURES = 2  # of a request, on as many workers; then it is refused
+MAX_OWN_FAILURES = 2  # a request may have, on as many workers; then it is refused
 MAX_LOST_APART = 2  # workers that ended while no other suspect was there
 MAX_TRIED = 4  # requests of a tenant that find no worker, before others of it are tried
-MAX_TRIED_AT_ONCE = 8  # of all tenants, in one message: each costs a choice
+MAX_TRIED_AT_ONCE = 8  # from all tenants, in one message: each costs a choice
 
 
 class Requests:
@@ -53,14 +57,16 @@ class Requests:
         self.replica_sync = ReplicaSync(self.dispatcher.index)
         self.totals = Totals()
         self.explanations = Explanations(config.max_decisions)
-        self.now = 0.0  # of the message that is being handled
+        self.now = 0.0  # when the message came that is being handled
         self.live: dict[str, RequestRecord] = {}
         self.queue = FairQueue(config.low_priority_share)
         self.admission = Admission(config, self.queue, self.dispatcher.output_tokens)
         self.ended_turns: list[tuple[RequestRecord, Attempt | None]] = []  # for `Sessions`
         self._is_held_back = False  # a request would wait too long at the workers
         self.room_changed = False  # True: a worker may have room for a queued request
-        self._tried: dict[str, Entry] = {}  # that no worker has room for, while others are tried
+        self._tried: dict[
+            str, QueueEntry
+        ] = {}  # that no worker has room for, while others are tried
 
     def send(self, to: NodeId, message: object) -> None:
         self._effects.append(Send(to, message))
@@ -100,7 +106,7 @@ class Requests:
         else:
             self._admit(now, record)
 
-    def refuse(self, now: float, call: Call) -> Failed | None:
+    def refuse(self, now: float, call: IncomingCall) -> Failed | None:
         """Why `call` would be refused, by a cheap check; it counts as if it was submitted."""
         rejection = self.admission.quick_refusal(now, call)
         if rejection is None:
@@ -308,7 +314,7 @@ class Requests:
         self._forget(record, Refusal.CANCELLED)
 
     def fail(self, record: RequestRecord, rejection: Rejection) -> None:
-        """End it with `Failed`."""
+        """End it, and send the client `Failed`."""
         self._stop(record)
         self._refuse(record.submit, rejection)
         self._forget(record, rejection.reason)
@@ -330,7 +336,7 @@ class Requests:
         self.send_attempt(now, record, attempt)
 
     def send_attempt(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
-        """To its workers."""
+        """Send an attempt to its workers."""
         self.totals.attempts += 1
         self.totals.handoffs += attempt.prefill is not None
         self.totals.fetches += attempt.fetch_from is not None

@@ -33,7 +33,7 @@ class Schedule:
     most: int
 
     def covers(self, wall_s: float) -> bool:
-        """`wall_s`: seconds since 1970."""
+        """`wall_s`: it is in seconds since 1970."""
         day, second = divmod(int(wall_s), _DAY_S)
         today = (day + _FIRST_DAY) % 7
         if self.begins_s < self.ends_s:
@@ -82,7 +82,7 @@ class ScalingConfig(Section, frozen=True):
     cannot be read, and for limits that exclude each other."""
 
     enabled: bool = False  # false: as many workers as cluster.prefill and cluster.decode say
-    min_workers: Count = 1  # of both roles together; 0: none while there are no requests
+    min_workers: Count = 1  # in both roles together; 0: none while there are no requests
     max_workers: Annotated[int, Meta(ge=1, le=10_000)] = 8
     ttft_target_ms: Annotated[float, Meta(gt=0.0, le=600_000.0)] = 2000.0  # to the first token
     itl_target_ms: Annotated[float, Meta(gt=0.0, le=60_000.0)] = 50.0  # between tokens, in the mean
@@ -90,19 +90,19 @@ class ScalingConfig(Section, frozen=True):
     percentile: Annotated[float, Meta(ge=1.0, le=99.9)] = 90.0
     start_s: Wait = 60.0  # that a worker takes to start, until starts were measured
     tick_s: Annotated[float, Meta(ge=0.1, le=60.0)] = 2.0  # between two decisions
-    memory_s: Annotated[float, Meta(ge=10.0, le=86_400.0)] = 900.0  # of traffic that is looked at
+    memory_s: Annotated[float, Meta(ge=10.0, le=86_400.0)] = 900.0  # how far back traffic counts
     hold_s: Wait = 300.0  # fewer workers have to be enough for this long before any goes
     max_reversals_per_hour: Annotated[int, Meta(ge=2, le=1000)] = 10  # from more to fewer, and back
     idle_s: Wait = 300.0  # without a request, until there are min_workers
     stale_s: Annotated[float, Meta(ge=0.1)] = 10.0  # measurements older than this change nothing
     warmup_s: Wait = 10.0  # after a worker's start, in which what it measures does not count
     pending_timeout_s: Annotated[float, Meta(ge=1.0)] = 60.0  # without a place, a start is given up
-    budget_worker_hours: Wait = 0.0  # of the last hour, at most; 0: any number
+    budget_worker_hours: Wait = 0.0  # in the last hour, at most; 0: any number
     # machines are asked for, and without GPUs have room for so many; 0: they are as they are
     workers_per_machine: Count = 0
     # what Ray knows of such a machine, as "GPU=8" or "CPU=16,big=1"; "": as the largest there is
     machine: Annotated[str, _MACHINE] = ""
-    log_mib: Annotated[float, Meta(ge=0.0, le=65_536.0)] = 64.0  # of decisions, twice; 0: no log
+    log_mib: Annotated[float, Meta(ge=0.0, le=65_536.0)] = 64.0  # decisions take, twice; 0: no log
     # limits at certain times (UTC), such as "mon-fri 08:00-18:00 4-12": from 4 to 12 workers
     schedules: tuple[str, ...] = ()
 

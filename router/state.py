@@ -26,8 +26,7 @@ from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Send, Wake
 from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
-from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.table import Hashes
+from kvrelay.router.index.prefix_index import Hashes, PrefixIndex
 from kvrelay.router.messages import PromptRouted
 
 TICK = "state"
@@ -44,7 +43,7 @@ class StateConfig:
     loads: bool = False
     tick_s: float = 0.5  # how often tenants' loads are shared
     index_interval_s: float = 5.0  # how often changed workers are looked for
-    rewrite_share: float = 0.05  # of a worker's blocks: rewritten when events changed more
+    rewrite_share: float = 0.05  # part of a worker's blocks: rewritten when events changed more
     rewrite_after_s: float = 60.0  # however few blocks they have changed
 
 
@@ -151,7 +150,7 @@ class SharedState:
         self._index = index
         self._effects: list[Effect] = []
         self._loaded: dict[NodeId, _Loaded] = {}
-        self._epochs: dict[NodeId, int] = {}  # of the workers that are up
+        self._epochs: dict[NodeId, int] = {}  # workers that are up
         self._written: dict[NodeId, _Written] = {}
         self._next_look = 0.0
         self._next_loads = 0.0
@@ -282,7 +281,7 @@ class ReplicaSync:
 
 
 def total_loads(loads: Iterable[Mapping[str, TenantLoad]]) -> dict[str, TenantLoad]:
-    """Their sums by tenant."""
+    """Sums up their loads by tenant."""
     total: dict[str, TenantLoad] = {}
     for load in loads:
         for tenant, one in load.items():

@@ -19,7 +19,7 @@ class Totals:
 
     requests: Counter[str] = field(default_factory=Counter)  # by FinishReason or Refusal
     retries: Counter[str] = field(default_factory=Counter)  # by Cause
-    migrations: int = 0  # of running requests to other workers, as far as begun
+    migrations: int = 0  # begun, by running requests to other workers
     submitted: int = 0
     attempts: int = 0
     handoffs: int = 0  # attempts with a prefill worker
@@ -28,8 +28,8 @@ class Totals:
     probes: int = 0
     gaps: int = 0
     stale: int = 0  # deltas of attempts that are over
-    prompt_tokens: int = 0  # of requests whose prefix hit is known
-    cached_tokens: int = 0  # of those, not computed
+    prompt_tokens: int = 0  # in requests whose prefix hit is known
+    cached_tokens: int = 0  # not computed
     cached_tokens_by_source: Counter[str] = field(default_factory=Counter)  # as in `TokenDelta`
     output_tokens: int = 0
     refused_by_tenant: Counter[str] = field(default_factory=Counter)  # for lack of room or time
@@ -38,7 +38,7 @@ class Totals:
     work_by_tenant: dict[str, float] = field(default_factory=dict)  # units of admission.estimates
 
     def refused(self, tenant: str, reason: str) -> None:
-        """For lack of room or time."""
+        """Count one refusal, for lack of room or time."""
         self.requests[reason] += 1
         self.refused_by_tenant[tenant] += 1
 
@@ -64,8 +64,8 @@ class WorkerStatus:
     num_running: int
     num_waiting: int
     num_handoffs: int
-    num_inflight: int  # of this router
-    num_decoding: int  # of those, the ones whose output is generated there
+    num_inflight: int  # from this router
+    num_decoding: int  # the ones whose output is generated there
     pending_prefill_tokens: int
     cache_hit_rate: float  # cached / prompt tokens of the requests it reported; 0 before the first
     prefill_tokens_per_s: float
@@ -79,12 +79,12 @@ class WorkerStatus:
     cached_tokens_by_source: dict[str, int] = field(default_factory=dict)
     block_size: int = 0  # tokens
     links: tuple[KVLink, ...] = ()  # by which it reads KV from others
-    layout: str = ""  # of its KV: only workers of one layout pass KV to each other
+    layout: str = ""  # its KV's: only workers of one layout pass KV to each other
 
 
 @dataclass(frozen=True, slots=True)
 class RouterStatus:
-    """`totals` is a copy."""
+    """`totals` is a copy, and does not change."""
 
     router: NodeId
     policy: str

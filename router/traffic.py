@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvrelay.engine.node import NodeId
 
-BINS_PER_OCTAVE = 4  # of lengths, so that a bin is known to 9 %
+BINS_PER_OCTAVE = 4  # for lengths, so that a bin is known to 9 %
 
 
 def bin_of(num_tokens: int) -> int:
@@ -20,7 +20,7 @@ def bin_of(num_tokens: int) -> int:
 
 
 def tokens_of(number: int) -> float:
-    """A length in the middle of bin `number`."""
+    """The length that is in the middle of bin `number`."""
     return float(2.0 ** (number / BINS_PER_OCTAVE))
 
 
@@ -31,8 +31,8 @@ class Traffic:
 
     prompts: Counter[int] = field(default_factory=Counter)  # requests, by bin of prompt length
     outputs: Counter[int] = field(default_factory=Counter)  # those that ended, by bin of output
-    prompt_tokens: int = 0  # of requests that ended
-    cached_tokens: int = 0  # of those, not computed
+    prompt_tokens: int = 0  # in requests that ended
+    cached_tokens: int = 0  # not computed
     num_late: int = 0  # refused, or with the first token after `ttft_target_s`, if that is set
 
     def on_arrival(self, num_prompt_tokens: int) -> None:

@@ -20,10 +20,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The default model, converted: once per machine, into the default cache."""
     return resolve_model(DEFAULT_MODEL, progress=lambda _: None)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny random checkpoint of a family, with other sizes than `tiny` has where they are given.
+    All tests share it, and none may change it."""
+    from tests.engine.model.tiny import make_checkpoint
+
+    @functools.cache
+    def made(family: str, **changes: int) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        make_checkpoint(family, path, changes)
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoint_of: Callable[..., Path]) -> Path:
+    return checkpoint_of("llama")
 
 
 @pytest.fixture(scope="session")

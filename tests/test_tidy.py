@@ -36,8 +36,12 @@ PURE_PLACES = (
 )
 PURE_PLACES += ("kvtransfer/tiers/", "kvtransfer/layout", "kvtransfer/messages", "kvtransfer/agent")
 PURE_PLACES += ("cluster/control/controller", "cluster/control/machines")
-PURE_PLACES += ("cluster/control/autoscaling", "cluster/control/drains", "cluster/control/fleet")
-PURE_PLACES += ("cluster/control/worker_lives", "cluster/scaling/")
+PURE_PLACES += (
+    "cluster/control/autoscaling",
+    "cluster/control/lifecycle",
+    "cluster/control/routers",
+)
+PURE_PLACES += ("cluster/control/workers", "cluster/control/watches", "cluster/scaling/")
 IMPURE_PLACES = ("engine/model/", "engine/wire/", "engine/host", "kvtransfer/agents/")
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
@@ -99,6 +103,17 @@ def wrong_imports(path: Path) -> Iterator[str]:
             yield f"{name} imports {top}: nodes are pure"
         if top in places and not name.startswith(places[top]):
             yield f"{name} imports {top}: that is for {', '.join(places[top])}"
+
+
+def test_the_api_needs_nothing_of_the_cluster_but_its_settings() -> None:
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in sources("cluster/api")
+        for module in imports(path)
+        if module.split(".")[0] == "cluster"
+        and not f"{module}.".startswith(("cluster.api.", "cluster.config."))
+    ]
+    assert not wrong
 
 
 def test_no_modules_import_each_other() -> None:

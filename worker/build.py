@@ -61,6 +61,7 @@ class Ranks:
         self._forget_the_rest()
 
     def config(self) -> WorkerConfig:
+        """The worker's, with what all ranks have."""
         config = self._own.config
         each = [facts.metadata for facts in self._facts]
         config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
@@ -76,7 +77,7 @@ class Ranks:
         return answers
 
     def add_checksums(self, step: Step, own: list[int]) -> list[int]:
-        """Sums the blocks that `step` filled, from those of rank 0's heads."""
+        """Completes those of the blocks that `step` filled, given those of rank 0's heads."""
         each = zip([own, *self._runner.checksums(step)], self._counted, strict=True)
         return add_checksums([sums for sums, is_counted in each if is_counted])
 
@@ -129,7 +130,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         num_machines = spec.num_machines
         needed_bytes = 0 if on_gpu else plan.needed_bytes // num_machines
         host_bytes = spec.share_of(spec.tiers.set_host_gib)
-        if spec.tiers.host_gib == "auto":  # each of its machines has as much as this one
+        if spec.tiers.host_gib == "auto":  # each of its machines gives as much as this one
             gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
             free_bytes = available_bytes - needed_bytes
             here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)

@@ -1,6 +1,6 @@
 """What is kept of a worker whose step hangs: the stacks of its threads, and the state of its GPU.
 
-CUDA's driver writes a GPU's state to a file when it is told to, by whatever is written to a pipe
+CUDA's driver writes a GPU's state to a file when it is asked to, by whatever is written to a pipe
 that it makes for each process. The environment says so before the first call of CUDA, and covers
 the processes of all ranks.
 
@@ -33,8 +33,8 @@ KEPT = 8  # files of each kind, in the folder
 STACKS, CORE, PIPE = "stacks", "gpu-core", "gpu-pipe"
 TRIGGER = bytes(1 << 14)  # any bytes do; a few may wait in a buffer of the driver's reader
 
-# Of the driver: %h is the host, %p the process, %t the time. No memory is dumped, of which there
-# may be 80 GB, and the process goes on: it has to say why it ends.
+# The driver's switches: %h is the host, %p the process, %t the time. No memory is dumped, which may
+# be 80 GB, and the process goes on: it has to say why it ends.
 SWITCHES = {
     "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
     "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
@@ -50,7 +50,7 @@ Written = dict[Path, tuple[int, int]]  # bytes, and when it was changed
 
 
 class CoreDumps:
-    """Owned by a worker's process. Never raises: what cannot be written is only told."""
+    """Owned by a worker's process. Never raises: what cannot be written is only logged."""
 
     def __init__(self, folder: str, worker: NodeId, *, on_gpu: bool) -> None:
         """`folder`: "" if nothing is to be kept."""
@@ -77,7 +77,7 @@ class CoreDumps:
                 environment[name] = str(folder / value)
 
     def write_stacks(self, why: str) -> Path | None:
-        """Of all threads, to the file that is returned; None: nothing is kept."""
+        """Writes those of all threads to a file, and returns it; None: nothing is kept."""
         folder = self._folder
         if folder is None:
             return None
@@ -101,7 +101,7 @@ class CoreDumps:
         return path
 
     def dump_gpus(self, timeout_s: float = TAKE_S) -> list[Path]:
-        """Of this process and of those of its other ranks, which may be what it waits for. Returns
+        """Dumps those of this process and of its other ranks, which it may wait for. Returns
         the dumps that are complete within `timeout_s`."""
         folder, deadline = self._folder, time.monotonic() + timeout_s
         if folder is None or not self._on_gpu:

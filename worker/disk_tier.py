@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Of one tier: what the thread of that tier will own."""
+    """What the thread of one tier will own."""
 
     copies: TransferExecutor
     store: StoreExecutor

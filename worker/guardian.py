@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
+import socket
 import subprocess
-import sys
 import threading
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from kvrelay.engine.node import NodeId
-from kvrelay.worker.messages import StartFailed, WorkerStarted
-from kvrelay.worker.process import Listening
+from kvrelay.engine.wire.channel import BlockingChannel, ChannelError, command, pack, unpack
+from kvrelay.worker.messages import ProcessEnds, StartFailed
 from kvrelay.worker.processes import (
     MODULE,
     RANKS_MODULE,
@@ -27,23 +26,19 @@ from kvrelay.worker.processes import (
     kill_workers,
     name_of,
 )
+from kvrelay.worker.rank_host import RankHostSpec
+from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 
-if TYPE_CHECKING:
-    from kvrelay.engine.model.parallel.link import RankHost
-    from kvrelay.worker.rank_host import RankHostSpec
-    from kvrelay.worker.spec import WorkerSpec
-
-LAST_WORDS_S = 0.5  # for the news of why a process ended to leave its guardian
+LAST_WORDS_S = 0.5  # for the reason why a process ended to leave its guardian
 
 
 class WorkerGuardian:
     """What runs in the actor; each pool has a class of its own, so that `ray list actors` shows
     both. The constructor does nothing, so that the actor is up at once and its death is noticed
-    from then on."""
+    from then on. Orders and answers are packed as for a channel (`engine.wire.channel`)."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
-        self._news: IO[bytes] | None = None
         self._pid = 0
         self._why = "its process has ended"
         self._has_ended = threading.Event()
@@ -51,41 +46,48 @@ class WorkerGuardian:
     def __repr__(self) -> str:  # before each line that it logs
         return self._node
 
-    def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
-        """Blocks until the worker listens, or cannot."""
-        answer: WorkerStarted | StartFailed = self._run(MODULE, spec, (spec, listening))
-        return answer
+    def start(self, packed: bytes) -> bytes:
+        """A WorkerOrder; blocks until the worker listens, or cannot. Returns WorkerStarted or
+        StartFailed."""
+        order: WorkerOrder = unpack(packed)
+        return pack(self._run(MODULE, order.spec, order))
 
-    def start_ranks(self, spec: RankHostSpec) -> RankHost | StartFailed:
-        """Blocks until the worker can connect, or cannot."""
-        answer: RankHost | StartFailed = self._run(RANKS_MODULE, spec, spec)
-        return answer
+    def start_ranks(self, packed: bytes) -> bytes:
+        """A RankHostSpec; blocks until the worker can connect, or cannot. Returns RankHost or
+        StartFailed."""
+        spec: RankHostSpec = unpack(packed)
+        return pack(self._run(RANKS_MODULE, spec, spec))
 
-    def _run(self, module: str, spec: WorkerSpec | RankHostSpec, given: Any) -> Any:
+    def _run(self, module: str, spec: WorkerSpec | RankHostSpec, order: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
-        mine, its = os.pipe()
         name = name_of(spec.cluster, spec.worker, spec.epoch)
-        command = [sys.executable, "-m", module, name, str(its)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(its,)) as process:
-            os.close(its)
-            assert process.stdin is not None
-            pickle.dump(given, process.stdin)
-            process.stdin.close()
-        self._news = news = os.fdopen(mine, "rb")
+        mine, its = socket.socketpair()
+        with its:  # the process that is started makes itself a daemon: this one ends at once
+            subprocess.run(
+                command(module, name, end=its),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(its.fileno(),),
+                check=False,
+            )
+        channel = BlockingChannel(mine)
+        channel.send(order)
         try:
-            self._pid = pickle.load(news)
-            answer = pickle.load(news)
-        except (EOFError, pickle.UnpicklingError):
+            self._pid = channel.hello().pid
+            answer = channel.receive()
+        except EOFError:
             return StartFailed(spec.worker, spec.epoch, "its process ended while it started", False)
+        except ChannelError as error:
+            return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
         if not isinstance(answer, StartFailed):
-            threading.Thread(target=self._watch, args=(news,), daemon=True).start()
+            threading.Thread(target=self._watch, args=(channel,), daemon=True).start()
         return answer
 
-    def _watch(self, news: IO[bytes]) -> None:
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):
-            self._why = pickle.load(news)
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):
-            pickle.load(news)  # to the end of the process
+    def _watch(self, channel: BlockingChannel) -> None:
+        with contextlib.suppress(EOFError, ChannelError):
+            while True:
+                message = channel.receive()
+                if isinstance(message, ProcessEnds):
+                    self._why = message.reason
         self._has_ended.set()
         ending = threading.Timer(LAST_WORDS_S, os._exit, (1,))
         ending.daemon = True

@@ -18,8 +18,8 @@ from kvrelay.engine.stats import WorkerInfo
 from kvrelay.kvtransfer.store.folder import slot_bytes
 
 GIB = float(1 << 30)
-SPARE_BYTES = 500 << 20  # a process takes beside weights and KV: libraries, activations
-AUTO_HOST_SHARE = 0.25  # of a machine's free memory, for a host tier whose size is not set
+SPARE_BYTES = 500 << 20  # what a process has beside weights and KV: libraries, activations
+AUTO_HOST_SHARE = 0.25  # a host tier whose size is not set gets so much of the free memory
 AUTO_HOST_POOLS = 4  # times the KV pools of those that share it, at most
 
 
@@ -68,7 +68,7 @@ class KVPlan:
 
 
 def model_config(path: Path, engine: EngineSection) -> ModelConfig:
-    """Reads the checkpoint at `path`, with the window that is set. Raises ModelError."""
+    """Reads that of the checkpoint at `path`, with the window that is set. Raises ModelError."""
     return with_window(read_config(path), engine.window, engine.sinks)
 
 
@@ -113,7 +113,7 @@ def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
 
 
 def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int, gpu_bytes: int = 0) -> int:
-    """What a worker gets of a host tier whose size is not set, which `num_sharing` workers of a
+    """What a worker has of a host tier whose size is not set, which `num_sharing` workers of a
     machine share (0: this one has no part). `free_bytes`: beside what the workers need;
     `gpu_bytes`: of its GPUs, which is about their pools, where these are not planned. Whole blocks,
     perhaps none."""

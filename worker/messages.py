@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import WorkerInfo
+from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.codec import register
 
 CONTROLLER: NodeId = "controller"
@@ -41,15 +42,22 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Introduced:
+class ProcessEnds:
+    """To its guardian, from a worker's process or one with ranks: it ends for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeersUpdated:
     to: NodeId
     about: NodeId
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
-    """To a process: where `peers` listen; answered by `Introduced`, with `about` and `epoch`."""
+class UpdatePeers:
+    """To a process: where `peers` listen; answered by `PeersUpdated`, with `about` and `epoch`."""
 
     about: NodeId
     epoch: int
@@ -70,4 +78,5 @@ class End:
     epoch: int
 
 
-register(Introduced, WorkerStarted, Meet, Adopt, End)
+register(PeersUpdated, WorkerStarted, UpdatePeers, Adopt, End)
+channel.register(WorkerStarted, StartFailed, ProcessEnds)

@@ -1,8 +1,9 @@
 """The worker: one node for both roles, over the engine and its KV traffic.
 
 Any worker computes prompts for others and decodes; its role is what routers prefer it for. What it
-does with a request is up to a `Part`, one for each kind: `prefill_worker.prefills` for prompts that
-are computed for another worker, `decode_worker.decodes` for requests that are generated here.
+does with a request is up to a `RoleHandler`, one for each role: `prefill_worker.prefills` for
+prompts that are computed for another worker, `decode_worker.decodes` for requests that are
+generated here.
 """
 
 from __future__ import annotations
@@ -10,17 +11,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.kv.events import KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas
-from kvrelay.engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
+from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas, WorkRequest
+from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
-from kvrelay.engine.stats import Audit, AuditRequest, ProgressReport, ProgressRequest, RouterDown
+from kvrelay.engine.stats import (
+    Audit,
+    AuditRequest,
+    ProgressReport,
+    ProgressRequest,
+    RouterDown,
+    RouterUp,
+)
 from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
 from kvrelay.kvtransfer.agent import CopyDone, PeerConnected, StoreFailed
 from kvrelay.kvtransfer.messages import (
@@ -35,18 +45,20 @@ from kvrelay.kvtransfer.messages import (
     KVRelease,
 )
 from kvrelay.kvtransfer.peer.arrival import Mode, Settled, choose_loads
-from kvrelay.kvtransfer.peer.connector import Connector
+from kvrelay.kvtransfer.peer.connector import Connector, Orphans
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
-from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 
+Handler = Callable[[float, Any], list[Effect]]
+"""What a worker does about messages of one type: (now, message) -> effects."""
+
 
 class KVExchange:
     """Owned by a worker node, over its core. Invariant: every `CopyDone` goes to who
-    asked for the copy: the connector or the tiers."""
+    asked for the copy: the connector, which may have left it to `orphans`, or the tiers."""
 
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
@@ -55,7 +67,7 @@ class KVExchange:
         self.connector = Connector(config, self.tiers, self.orphans)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
         core.publisher.lower = self.tiers
-        self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
+        self.handlers: dict[type, Handler] = {
             CopyDone: self._on_copy_done,
             KVReady: lambda now, message: self.connector.on_ready(now, message),
             KVConfirmed: self._on_confirmed,
@@ -69,11 +81,6 @@ class KVExchange:
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
         }
-
-    def handle(self, now: float, message: object) -> list[Effect] | None:
-        """Effects; None if `message` is something else."""
-        handler = self._handlers.get(type(message))
-        return None if handler is None else handler(now, message)
 
     def has_external_kv(self, seq: Sequence) -> bool:
         """Whether KV of `seq`, which was just allocated, is read or loaded. Decides which blocks
@@ -164,7 +171,7 @@ class KVExchange:
         core.scheduler.compute_here(seq)
 
     def _end_phases(self, now: float, settled: Settled) -> None:
-        """Of a sequence that waited for what has come: until the producer had computed all of it,
+        """The sequence has waited for what has come: until the producer had computed all of it,
         and from then on; or all of it is lost."""
         arrival, seq = settled.arrival, settled.arrival.seq
         if arrival.mode is not Mode.HANDOFF:
@@ -230,16 +237,17 @@ class KVExchange:
         ]
 
 
-MAX_TOLD = 8  # sequences that wait for memory, of which routers are told at a time
+MAX_REPORTED = 8  # sequences that wait for memory, which are reported to routers at a time
 MAX_LEFT_SHARE = 0.5
-"""Of its KV blocks, to reads that do not settle. Beyond it a worker ends, if they have not settled
-within `WorkerConfig.left_reads_s`: their peer may be the one that is stopped, and is ended then."""
-MEMORY_WAIT_S = 0.5  # so long it may wait for its first blocks before they are told
+"""So much of its KV blocks may be left to reads that do not settle. Beyond it a worker ends if they
+have not settled within `WorkerConfig.left_reads_s`: their peer may be the one that is stopped, and
+is ended then."""
+MEMORY_WAIT_S = 0.5  # so long it may wait for its first blocks before that is reported
 
 
-class Part(ABC):
-    """What a worker does with one kind of request. Owned by the worker, and shares its core and
-    exchange with the other parts; each sequence belongs to exactly one."""
+class RoleHandler(ABC):
+    """What a worker does with the requests of one role. Owned by the worker, and shares its core
+    and exchange with the other one; each sequence belongs to exactly one."""
 
     request: ClassVar[type]  # the message that asks for it
     needs_growth: ClassVar[bool]  # tokens are generated here, after the first
@@ -274,7 +282,7 @@ class Worker:
     def __init__(
         self,
         config: WorkerConfig,
-        parts: Iterable[type[Part]],
+        roles: Iterable[type[RoleHandler]],
         records: StoreRecords | None = None,
     ) -> None:
         """`records`: what its stores held when they were opened."""
@@ -282,8 +290,8 @@ class Worker:
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.exchange = KVExchange(config, self.core)
-        self._parts = {part.request: part(self.core, self.exchange) for part in parts}
-        self._by_growth = {part.needs_growth: part for part in self._parts.values()}
+        self._roles = {role.needs_growth: role(self.core, self.exchange) for role in roles}
+        self._handlers = self._make_handlers()
         self._records = records or {}
         self._has_ended = False
         self._lacks_blocks_s = 0.0  # reads that do not settle have had too many, tick by tick
@@ -295,11 +303,8 @@ class Worker:
         return [Wake(self.config.stats_interval_s, "tick")]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
-        effects = self.core.on_router_message(now, message)
-        if effects is None:
-            effects = self.exchange.handle(now, message)
-        if effects is None:
-            effects = self._handle(now, message)
+        self.core.now = now
+        effects = self._handlers.get(type(message), _on_unexpected)(now, message)
         effects += self._use_arrived(now)
         effects += self._schedule(now)
         effects += self.exchange.advance(now)
@@ -318,46 +323,50 @@ class Worker:
             return f"{num_left} of {num_blocks} KV blocks are left to reads that do not settle"
         return self.core.watch.why
 
-    def _part_of(self, seq: Sequence) -> Part:
-        return self._by_growth[seq.reserve_growth]
+    def _role_of(self, seq: Sequence) -> RoleHandler:
+        return self._roles[seq.reserve_growth]
 
-    def _handle(self, now: float, message: Any) -> list[Effect]:
-        seqs = self.core.seqs.values()
-        match message:
-            case StepDone():
-                return self._on_step_done(message)
-            case Woken():
-                return self._on_tick(now)
-            case Abort(request_id, attempt):
-                mine = [seq for seq in seqs if seq.request_id == request_id]
-                return self._end([seq for seq in mine if seq.attempt <= attempt])
-            case RouterDown(router):  # its clients are gone with it
-                return self._end([seq for seq in seqs if seq.router == router])
-            case Probe(request_id, attempt, router, position):
-                return [self.core.answer_probe(request_id, attempt, router, position)]
-            case AuditRequest(reply_to):
-                return [Send(reply_to, self.audit())]
-            case ProgressRequest(reply_to):
-                return [Send(reply_to, self.progress())]
-            case Unsendable():
-                return self._on_unsendable(message)
-        part = self._parts.get(type(message))
-        if part is None:
-            return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
-        accepted = self.core.accept(now, message, role_needs_growth=part.needs_growth)
+    def _make_handlers(self) -> dict[type, Handler]:
+        core, publisher = self.core, self.core.publisher
+        return {
+            **self.exchange.handlers,
+            **{role.request: partial(self._begin, role) for role in self._roles.values()},
+            StepDone: lambda now, message: self._on_step_done(message),
+            Woken: lambda now, message: self._on_tick(now),
+            Abort: lambda now, message: self._on_abort(message),
+            RouterUp: lambda now, message: publisher.subscribe(message.router),
+            RouterDown: lambda now, message: self._on_router_down(message.router),
+            KVSnapshotRequest: lambda now, message: publisher.snapshot(message.router),
+            Probe: lambda now, message: [core.answer_probe(message)],
+            AuditRequest: lambda now, message: [Send(message.reply_to, self.audit())],
+            ProgressRequest: lambda now, message: [Send(message.reply_to, self.progress())],
+            Unsendable: lambda now, message: self._on_unsendable(message),
+        }
+
+    def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
+        accepted = self.core.accept(now, request, role_needs_growth=role.needs_growth)
         if isinstance(accepted, Refused):
-            return [Send(message.router, accepted)]
+            return [Send(request.router, accepted)]
         if accepted is None:
             return []
         grammar = accepted.sampling.grammar
         prepared: list[Effect] = [PrepareGrammar(grammar)] if grammar else []
-        return [*prepared, *part.begin(now, accepted, message)]
+        return [*prepared, *role.begin(now, accepted, request)]
+
+    def _on_abort(self, abort: Abort) -> list[Effect]:
+        mine = [seq for seq in self.core.seqs.values() if seq.request_id == abort.request_id]
+        return self._end([seq for seq in mine if seq.attempt <= abort.attempt])
+
+    def _on_router_down(self, router: NodeId) -> list[Effect]:
+        """Its clients are gone with it."""
+        self.core.publisher.unsubscribe(router)
+        return self._end([seq for seq in self.core.seqs.values() if seq.router == router])
 
     def _use_arrived(self, now: float) -> list[Effect]:
         """Go on with the sequences whose arrivals have settled."""
         effects: list[Effect] = []
         for settled in self.exchange.take_arrived(now):
-            effects += self._part_of(settled.arrival.seq).on_arrived(now, settled)
+            effects += self._role_of(settled.arrival.seq).on_arrived(now, settled)
         return effects
 
     def _schedule(self, now: float) -> list[Effect]:
@@ -368,13 +377,13 @@ class Worker:
             self.core.mark_used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
-            effects += self._part_of(seq).on_admitted(seq)
+            effects += self._role_of(seq).on_admitted(seq)
         effects += self._use_arrived(now)
         steps: list[Effect] = []
         while (step := self.core.next_step()) is not None:
             steps.append(Execute(step))
         effects += self._end_faults()
-        effects += self._tell_preempted(self.core.scheduler.take_preempted())
+        effects += self._report_preempted(self.core.scheduler.take_preempted())
         return [*effects, *steps]
 
     def _end_faults(self) -> list[Effect]:
@@ -383,8 +392,8 @@ class Worker:
             self.exchange.producer.forget_handoff(seq)
         return self.core.fail_left_out()
 
-    def _tell_preempted(self, preempted: Iterable[Sequence]) -> list[Effect]:
-        """Tell the routers of those that wait for memory."""
+    def _report_preempted(self, preempted: Iterable[Sequence]) -> list[Effect]:
+        """Their routers learn that they wait for memory."""
         node_id, epoch = self.config.node_id, self.config.epoch
         return [
             Send(seq.router, Preempted(node_id, epoch, *seq.key, awaits_prefill=seq.is_remote))
@@ -397,7 +406,7 @@ class Worker:
         if done.error is not None:
             effects.append(Note("error", "step_failed", done.error))
         for seq, _ in self.core.finish_step(done):
-            effects += self._part_of(seq).on_computed(seq)
+            effects += self._role_of(seq).on_computed(seq)
         return effects
 
     def _on_unsendable(self, lost: Unsendable) -> list[Effect]:
@@ -417,12 +426,12 @@ class Worker:
         self.core.watch.tick(now)
         self._count_left(now)
         for seq in self.core.expired(now):
-            detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
+            detail = f"not {self._role_of(seq).goal} by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
             effects += [*self.exchange.end(seq), Send(seq.router, refused)]
         # Again, in case that a router has not heard of it.
         waiting = filter(self._is_stuck, self.core.scheduler.waiting)
-        effects += self._tell_preempted(islice(waiting, MAX_TOLD))
+        effects += self._report_preempted(islice(waiting, MAX_REPORTED))
         effects += self.exchange.tick(now)
         stats = replace(
             self.core.stats(self._num_handoffs, self.exchange.rates()),
@@ -484,6 +493,10 @@ class Worker:
     def check_idle(self) -> list[str]:
         """What an idle worker must not have; empty if all is well."""
         return self.exchange.check_idle() + self.core.check_idle()
+
+
+def _on_unexpected(now: float, message: object) -> list[Effect]:
+    return [Note("warning", "unexpected_message", type(message).__name__)]
 
 
 def _what_failed(error: Exception) -> str:

@@ -19,12 +19,20 @@ from kvrelay.engine.node import Node, NodeId
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.engine.wire.context import OnPeerLost, TlsIdentity, WireLimits
 from kvrelay.engine.wire.wire import OnMessage, Wire
-from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer, WorkerStarted
+from kvrelay.worker.messages import (
+    CONTROLLER,
+    Adopt,
+    End,
+    Peer,
+    PeersUpdated,
+    UpdatePeers,
+    WorkerStarted,
+)
 
 WATCH_S = 1.0  # between two looks whether the controller is there
 
 
-def meet(wire: Wire, peers: Iterable[Peer]) -> None:
+def update_peers(wire: Wire, peers: Iterable[Peer]) -> None:
     """From now on messages of `wire` to `peers` go to these addresses."""
     for peer in peers:
         wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
@@ -61,7 +69,7 @@ class Listening:
         on_message: OnMessage,
         on_peer_lost: OnPeerLost = lambda _peer, _epoch: None,
     ) -> Wire:
-        """Of a process that is called `node`; it does not listen yet."""
+        """Makes that of a process that is called `node`; it does not listen yet."""
         limits = WireLimits(max_frame_bytes=self.max_frame_bytes, give_up_s=self.reconnect_s)
         return Wire(node, self.token, on_message, on_peer_lost, limits, epoch, self.tls)
 
@@ -117,11 +125,11 @@ class WorkerProcess:
         assert self._wire is not None
         assert self._started is not None
         match message:
-            case Meet(about, epoch, peers):
-                meet(self._wire, peers)
-                self._wire.send(CONTROLLER, Introduced(to, about, epoch))
+            case UpdatePeers(about, epoch, peers):
+                update_peers(self._wire, peers)
+                self._wire.send(CONTROLLER, PeersUpdated(to, about, epoch))
             case Adopt(controller):
-                meet(self._wire, [controller])
+                update_peers(self._wire, [controller])
                 self._wire.send(CONTROLLER, self._started)
             case End(epoch):
                 if epoch >= self._built.info.epoch:

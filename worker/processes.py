@@ -9,11 +9,11 @@ import psutil
 from kvrelay.engine.node import NodeId
 
 MODULE = "kvrelay.cluster.processes.worker"  # what a worker's process runs; its name follows
-RANKS_MODULE = "kvrelay.worker.rank_host"  # the same, of one that has some of its further ranks
+RANKS_MODULE = "kvrelay.worker.rank_host"  # what one runs that has some of its further ranks
 
 
 def name_of(cluster: str, worker: NodeId, epoch: int) -> str:
-    """Of a worker's process, in its command line."""
+    """Names a worker's process, in its command line."""
     return f"{cluster}/{worker}/{epoch}"
 
 

@@ -4,27 +4,25 @@ A process on each machine, beside the worker's own, that has some of its GPUs. I
 worker to connect, once for each rank, and hands each connection to a follower's process. It ends
 with these, and they with the worker.
 
-From stdin comes a RankHostSpec, pickled; to FD go, pickled, the process id, a RankHost or a
-StartFailed, and why it ends.
+FD is a channel (`engine.wire.channel`): a RankHostSpec comes, and a RankHost or a StartFailed goes,
+then ProcessEnds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import pickle
 import secrets
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
 from kvrelay.engine.node import NodeId
-from kvrelay.worker.messages import StartFailed
+from kvrelay.engine.wire.channel import BlockingChannel, inherited, register
+from kvrelay.worker.messages import ProcessEnds, StartFailed
 
 log = logging.getLogger("kvrelay.ranks")
 
@@ -41,18 +39,21 @@ class RankHostSpec:
     start_timeout_s: float  # for the worker to connect
 
 
-def serve(spec: RankHostSpec, tell: Any) -> str:
-    """Returns why it ends."""
+register(RankHostSpec, RankHost)
+
+
+def serve(spec: RankHostSpec, guardian: BlockingChannel) -> str:
+    """Serves the worker; returns the reason why it ends."""
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
     try:
         server = socket.create_server((spec.host, 0), family=family)
     except OSError as error:
         why = f"no rank can listen at {spec.host}: {error}"
-        tell(StartFailed(spec.worker, spec.epoch, why, permanent=False))
+        guardian.send(StartFailed(spec.worker, spec.epoch, why, permanent=False))
         return why
     secret = secrets.token_bytes(SECRET_BYTES)
     with server:
-        tell(RankHost(spec.host, server.getsockname()[1], spec.num_ranks, secret))
+        guardian.send(RankHost(spec.host, server.getsockname()[1], spec.num_ranks, secret))
         ranks = start_ranks(server, secret, spec.num_ranks, spec.start_timeout_s)
     if len(ranks) < spec.num_ranks:
         for rank in ranks:
@@ -90,17 +91,9 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    guardian = os.fdopen(int(sys.argv[2]), "wb")
-    os.set_inheritable(guardian.fileno(), False)
-
-    def tell(news: Any) -> None:
-        with contextlib.suppress(OSError):  # the guardian may be gone
-            guardian.write(pickle.dumps(news))
-            guardian.flush()
-
-    tell(os.getpid())
-    spec: RankHostSpec = pickle.load(sys.stdin.buffer)
-    tell(serve(spec, tell))
+    guardian = BlockingChannel(inherited(sys.argv[2]))
+    spec: RankHostSpec = guardian.receive()
+    guardian.send(ProcessEnds(serve(spec, guardian)))
     os._exit(0)
 
 

@@ -13,7 +13,9 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire import channel
 from kvrelay.worker.kv_plan import GIB
+from kvrelay.worker.process import Listening
 
 log = logging.getLogger("kvrelay.build")
 
@@ -55,7 +57,7 @@ class WorkerSpec:
 
     @property
     def num_ranks_here(self) -> int:
-        """Its ranks on each of its machines."""
+        """How many ranks it has on each of its machines."""
         return self.engine.tensor_parallel_size // self.num_machines
 
     def share_of(self, machine_gib: float) -> int:
@@ -70,6 +72,17 @@ class WorkerSpec:
             return path
         cache_dir = Path(self.model.cache_dir) if self.model.cache_dir else None
         return resolve_model(self.model.name, cache_dir=cache_dir, progress=log.info)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """To a worker's process: what it is to be. Answered by WorkerStarted or StartFailed."""
+
+    spec: WorkerSpec
+    listening: Listening
+
+
+channel.register(WorkerOrder)
 
 
 @dataclass(frozen=True, slots=True)

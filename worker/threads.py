@@ -1,7 +1,6 @@
-"""The threads of one worker: one that computes, and those that copy KV, one for memory and one for
-each tier of storage, so that a slow disk holds up nothing else. All report to the node. On shared
-cores a second one computes the steps of low priority.
-"""
+"""The threads of one worker: one that computes, one that copies KV in memory, and one for each tier
+of storage, so that a slow disk holds up nothing else. All report to the node. On shared cores a
+second one computes the steps of low priority."""
 
 from __future__ import annotations
 
@@ -26,6 +25,85 @@ from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.registry import is_storage
 from kvrelay.kvtransfer.transfer_loop import TransferLoop
 from kvrelay.worker.disk_tier import Storage
+
+log = logging.getLogger("kvrelay.threads")
+
+CLOSE_S = 15.0
+"""What runs when a worker stops, a step or a write to disk, has this long to end."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+JoinRanks = Callable[[Deliver], RankAnswers]
+
+NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
+MOST_NICENESS = 19  # that there is
+
+
+def lower_priority() -> None:
+    """The calling thread, and those that it will start, let others of the machine go first."""
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MOST_NICENESS))
+
+
+def at_low_priority(call: Callable[[], T]) -> T:
+    """Calls `call` on a thread of low priority."""
+    with ThreadPoolExecutor(1, "low-priority", initializer=lower_priority) as thread:
+        return thread.submit(call).result()
+
+
+class StepThread(Generic[T, R]):
+    """Answers what it is given, one after the other, on a thread of its own: executes steps, or
+    waits for those that were launched. `call` answers for failures."""
+
+    def __init__(
+        self,
+        call: Callable[[T], R],
+        deliver: Callable[[R], None],
+        name: str,
+        *,
+        low_priority: bool = False,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`at_end`: called on the thread when all was answered."""
+        self._call = call
+        self._deliver = deliver
+        self._low_priority = low_priority
+        self._at_end = at_end
+        self._given: SimpleQueue[T | None] = SimpleQueue()  # two at most, as the node asks
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, given: T) -> None:
+        self._given.put(given)
+
+    def stop(self) -> None:
+        """Begin to end, without waiting."""
+        self._given.put(None)
+
+    def join(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait for what runs. False if it has not ended in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._low_priority:
+            lower_priority()
+        while (given := self._given.get()) is not None:
+            self._deliver(self._call(given))
+        self._at_end()
+
+
+class LaunchThreads:
+    """Launches steps on one thread and waits for their ends on another, so that the next one is
+    prepared while one runs. Results are delivered in the order of the steps."""
+
+    def __init__(self, launch: Launch, deliver: Callable[[StepDone], None], name: str) -> None:
+        """`launch` is that of StepExecutor."""
+        waits: StepThread[Callable[[], StepDone], StepDone]
+        waits = StepThread(lambda wait: wait(), deliver, f"{name}-wait")
+        launches = StepThread(launch, waits.submit, name, at_end=waits.stop)
+        self.submit, self.stop, self.join = launches.submit, launches.stop, waits.join
 
 
 class TransferLoops:
@@ -79,86 +157,6 @@ class TransferLoops:
             self._answer(StoreFailed(missing, tier=tier))
 
 
-log = logging.getLogger("kvrelay.threads")
-
-CLOSE_S = 15.0
-"""What runs when a worker stops, a step or a write to disk, has this long to end."""
-
-T = TypeVar("T")
-R = TypeVar("R")
-JoinRanks = Callable[[Deliver], RankAnswers]
-
-NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
-MOST_NICENESS = 19  # that there is
-
-
-def give_way() -> None:
-    """The calling thread, and those that it will start, let others of the machine go first."""
-    thread = threading.get_native_id()
-    niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
-    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MOST_NICENESS))
-
-
-def at_low_priority(call: Callable[[], T]) -> T:
-    """Runs `call` on a thread that is nice to others."""
-    with ThreadPoolExecutor(1, "giving-way", initializer=give_way) as thread:
-        return thread.submit(call).result()
-
-
-class StepThread(Generic[T, R]):
-    """Answers what it is given, one after the other, on a thread of its own: executes steps, or
-    waits for those that were launched. `call` answers for failures."""
-
-    def __init__(
-        self,
-        call: Callable[[T], R],
-        deliver: Callable[[R], None],
-        name: str,
-        *,
-        low_priority: bool = False,
-        at_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`at_end`: called on the thread when all was answered."""
-        self._call = call
-        self._deliver = deliver
-        self._low_priority = low_priority
-        self._at_end = at_end
-        self._given: SimpleQueue[T | None] = SimpleQueue()  # two at most, as the node asks
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, given: T) -> None:
-        self._given.put(given)
-
-    def stop(self) -> None:
-        """Begin to end, without waiting."""
-        self._given.put(None)
-
-    def join(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait for what runs. False if it has not ended in time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        if self._low_priority:
-            give_way()
-        while (given := self._given.get()) is not None:
-            self._deliver(self._call(given))
-        self._at_end()
-
-
-class LaunchThreads:
-    """Launches steps on one thread and waits for their ends on another, so that the next one is
-    prepared while one runs. Results are delivered in the order of the steps."""
-
-    def __init__(self, launch: Launch, deliver: Callable[[StepDone], None], name: str) -> None:
-        """`launch`: as StepExecutor has it."""
-        waits: StepThread[Callable[[], StepDone], StepDone]
-        waits = StepThread(lambda wait: wait(), deliver, f"{name}-wait")
-        launches = StepThread(launch, waits.submit, name, at_end=waits.stop)
-        self.submit, self.stop, self.join = launches.submit, launches.stop, waits.join
-
-
 class WorkerThreads:
     """Executor of a worker's effects. Owns the threads, and by them the model, the agents and the
     stores."""
@@ -183,9 +181,11 @@ class WorkerThreads:
             self._steps = LaunchThreads(steps.launch, deliver, f"{name}-step")
         else:
             self._steps = StepThread(steps.execute, deliver, f"{name}-step")
-        self._prompts = self._steps
+        self._low_priority = self._steps
         if shares_cores:
-            self._prompts = StepThread(steps.execute, deliver, f"{name}-prompts", low_priority=True)
+            self._low_priority = StepThread(
+                steps.execute, deliver, f"{name}-prompts", low_priority=True
+            )
         self._ranks = join_ranks(deliver) if join_ranks else None
         answer = deliver if self._ranks is None else partial(self._ranks.add, 0)
         self._copies = TransferLoops(memory, storage, answer, name)
@@ -193,7 +193,7 @@ class WorkerThreads:
     def perform(self, effect: Effect) -> None:
         match effect:
             case Execute(step):
-                (self._prompts if step.low_priority else self._steps).submit(step)
+                (self._low_priority if step.low_priority else self._steps).submit(step)
             case PrepareGrammar(grammar):
                 self._model.prepare_grammar(grammar)
             case _:
@@ -208,8 +208,8 @@ class WorkerThreads:
             "step": self._steps,
             **self._copies.loops,
         }
-        if self._prompts is not self._steps:
-            parts["prompts"] = self._prompts
+        if self._low_priority is not self._steps:
+            parts["prompts"] = self._low_priority
         for part in parts.values():
             part.stop()
         deadline = time.monotonic() + CLOSE_S

@@ -41,7 +41,7 @@ class RankFacts:
 
     share: HeadShare
     metadata: bytes
-    records: Mapping[Tier, tuple[DiskRecord, ...]]  # what its stores had when they were opened
+    records: Mapping[Tier, tuple[DiskRecord, ...]]  # what its stores hold
     notices: tuple[str, ...]
 
 
@@ -123,7 +123,7 @@ def open_transfers(
 
 @dataclass(frozen=True, slots=True)
 class MakeRankTransfers:
-    """Makes the companion of a follower; can be pickled."""
+    """Makes the companion of a follower: what moves its KV. It can be pickled."""
 
     spec: WorkerSpec
     plan: KVPlan

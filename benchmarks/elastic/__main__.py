@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.elastic.disturbed import flips, kills
 from benchmarks.elastic.load import TURNS, Figures, agents, chat, mixed, swing
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, write_json
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
 from benchmarks.serving.vllm_served import VllmServed, VllmSetup, check_python
@@ -87,7 +87,7 @@ def table(title: str, found: Mapping[str, Sequence[Figures]]) -> Table:
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--vllm-python", type=click.Path(path_type=Path), help="Of the peer; see peer.py.")
 @click.option("--servers", default=f"{ONE},{TWO},{FOUR}", show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def main(
     what: str, num_agents: Sequence[int], seconds: float, rounds: int, vllm_python: Path | None,
     servers: str, json_path: Path | None,

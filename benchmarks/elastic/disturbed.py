@@ -17,7 +17,7 @@ import httpx
 
 from benchmarks.elastic.load import Figures, longest_silence
 from benchmarks.serving.first_light import MODEL
-from kvrelay.lab.bench.load import LoadSpec, Timing, make_prompts, percentile, run_load
+from kvrelay.lab.bench.load import LoadSpec, RequestTiming, make_prompts, percentile, run_load
 
 STREAMS, INPUT, OUTPUT = 16, 100, 200
 NUM_FLIPS = 50
@@ -94,7 +94,7 @@ async def _disturbed(
     reference, elapsed_s = await run_load(spec)
     texts = sorted(timing.text for timing in reference)
     disturbing = asyncio.ensure_future(disturb())
-    timings: list[Timing] = []
+    timings: list[RequestTiming] = []
     altered = failed = 0
     began = time.monotonic()
     while True:

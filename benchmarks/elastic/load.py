@@ -14,7 +14,14 @@ from random import Random
 
 from benchmarks.serving.conversations import Conversation, LoadFailed, http_client
 from benchmarks.serving.first_light import MODEL, mixed_load
-from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile, run_load
+from kvrelay.lab.bench.load import (
+    Client,
+    LoadSpec,
+    RequestTiming,
+    make_prompts,
+    percentile,
+    run_load,
+)
 
 Figures = dict[str, float]
 CONTEXT, MESSAGE, OUTPUT, TURNS, THINK_S = 3000, 150, 48, 5, 8.0  # tokens; turns; seconds
@@ -91,12 +98,12 @@ async def mixed(url: str, seed: int, seconds: float) -> Figures:
     return found | {"itl_p99_s": percentile(gaps, 99) or 0.0, "long_ttft_p50_s": long_ttft}
 
 
-def ttft(name: str, timings: Sequence[Timing], percents: Sequence[int]) -> Figures:
+def ttft(name: str, timings: Sequence[RequestTiming], percents: Sequence[int]) -> Figures:
     values = [timing.ttft_s for timing in timings]
     return {f"{name}_ttft_p{p}_s": percentile(values, p) or 0.0 for p in percents}
 
 
-def longest_silence(timings: Sequence[Timing]) -> float:
+def longest_silence(timings: Sequence[RequestTiming]) -> float:
     """Returns the longest pause within a stream."""
     return max((gap for timing in timings for gap in timing.gaps_s), default=0.0)
 
@@ -125,7 +132,7 @@ async def swing(url: str, seed: int, prompts_per_s: float, decodes: int, phases:
     return {f"{name}_goodput_per_s": sum(values) / len(values) for name, values in found.items()}
 
 
-def is_in_time(timing: Timing) -> bool:
+def is_in_time(timing: RequestTiming) -> bool:
     if timing.error is not None or timing.ttft_s > TTFT_SLO_S:
         return False
     return (percentile(timing.gaps_s, 99) or 0.0) <= ITL_SLO_S

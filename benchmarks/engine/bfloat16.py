@@ -15,10 +15,9 @@ from rich.table import Table
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
-from tests.e2e.prompts import prompts
-from tests.e2e.reference import greedy
+from tests.e2e.prompts import greedy, prompts
+from tests.support.local import LocalCluster
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, number_table, write_json
 from benchmarks.serving.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from benchmarks.serving.vllm_served import VllmSetup, check_python
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -264,12 +264,11 @@ def results_table(
     load: Load, found: Rounds, starts: Mapping[str, Sequence[float]], ratios: Mapping[str, float]
 ) -> Table:
     names = sorted({*starts, *(name for each in found.values() for name in each)}, key=_order)
-    table = Table(
+    table = number_table(
+        *("", *names, "ratio", "wanted"),
         title="Tokens/s (decode: of output), seconds (start); medians of the rounds",
         caption="ratio: to vLLM's best of each line, above 1 is better; in brackets int8 to bf16",
     )
-    for heading in ("", *names, "ratio", "wanted"):
-        table.add_column(heading, justify="left" if not heading else "right")
     for point, (count, input_len, output_len) in load.points().items():
         num_tokens = count * output_len if point.startswith("decode") else input_len
         cells = [
@@ -306,9 +305,7 @@ def _judged(point: str, ratios: Mapping[str, float]) -> tuple[str, str]:
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--starts", "num_starts", type=click.IntRange(1), default=3, show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), default=DEFAULT_JSON, show_default=True
-)
+@json_option(DEFAULT_JSON)
 def main(
     vllm_python: Path | None, alone: bool, peers: tuple[str, ...], int8: bool, threads: int,
     rounds: int, num_starts: int, json_path: Path,

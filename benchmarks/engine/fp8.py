@@ -17,9 +17,8 @@ from typing import Any
 import click
 import torch
 from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.config import EngineSection, ModelSection
@@ -28,8 +27,7 @@ from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.lab.bench.engine import EngineSpec, greedy
-from kvrelay.lab.bench.lone_worker import LoneWorker
+from kvrelay.lab.bench.engine import EngineSpec, LoneWorker, greedy
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "fp8.json"
@@ -188,9 +186,7 @@ def measure(model: str, tokens: list[int], spec: Spec, progress: Progress) -> di
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--tokens", "num_tokens", type=click.IntRange(64), default=6144, show_default=True)
 @click.option("--context", "context_len", type=click.IntRange(32), default=3072, show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), default=DEFAULT_JSON, show_default=True
-)
+@json_option(DEFAULT_JSON)
 def main(model: str, num_tokens: int, context_len: int, json_path: Path) -> None:
     """Measure, and print a table."""
     console = make_console()
@@ -201,15 +197,13 @@ def main(model: str, num_tokens: int, context_len: int, json_path: Path) -> None
     spec = Spec(num_tokens=num_tokens, context_len=context_len)
     with Progress(console=console) as progress:
         results = measure(str(path), tokens, spec, progress)
-    table = Table(
+    table = number_table(
+        *("KV", "perplexity", "change", "same likeliest token", "same answers"),
+        *("part after", "bytes a token", "tokens in the same bytes"),
         title=f"{results['num_tokens']:,} tokens of prose, {results['num_prompts']} greedy answers"
         f" of {spec.output_len} tokens",
         caption=f"wanted: a change of at most {100 * WANTED:.0f} % in float8_e4m3",
     )
-    for heading in ("KV", "perplexity", "change", "same likeliest token", "same answers"):
-        table.add_column(heading, justify="right")
-    for heading in ("part after", "bytes a token", "tokens in the same bytes"):
-        table.add_column(heading, justify="right")
     for name, row in results["kv"].items():
         table.add_row(
             name,

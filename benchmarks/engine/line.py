@@ -21,8 +21,7 @@ Generate = Callable[[Prompts, int], list[list[int]]]
 
 def kvrelay(spec: dict[str, Any]) -> Generate:
     from kvrelay.cluster.prepare import prepare_model
-    from kvrelay.lab.bench.engine import EngineSpec, greedy
-    from kvrelay.lab.bench.lone_worker import LoneWorker
+    from kvrelay.lab.bench.engine import EngineSpec, LoneWorker, greedy
 
     asked = EngineSpec(
         model=spec["model_dir"],

@@ -29,7 +29,7 @@ from kvrelay.cluster.config import load_config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.bench.lone_worker import Answer, LoneWorker
+from kvrelay.lab.bench.engine import Generated, LoneWorker
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16
@@ -60,7 +60,7 @@ class Took:
     num_tokens: int
 
     @staticmethod
-    def of(answers: Sequence[Answer]) -> Took:
+    def of(answers: Sequence[Generated]) -> Took:
         began = max(answer.arrived_at[0] for answer in answers)
         later = [[at for at in answer.arrived_at if at > began] for answer in answers]
         at = sorted(moment for each in later for moment in each)

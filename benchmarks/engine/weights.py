@@ -16,18 +16,16 @@ from typing import Any
 
 import click
 from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.engine.fp8 import BLOCK_SIZE, Score, pieces_of, prose, score
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.quantize import QUANTIZATIONS as BY_DEVICE
 from kvrelay.engine.model.runner import ModelRunner
-from kvrelay.lab.bench.engine import EngineSpec, greedy
-from kvrelay.lab.bench.lone_worker import LoneWorker
+from kvrelay.lab.bench.engine import EngineSpec, LoneWorker, greedy
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "weights.json"
 QUANTIZATIONS = BY_DEVICE["cpu"]
@@ -117,9 +115,7 @@ def rows_of(
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--tokens", "num_tokens", type=click.IntRange(64), default=6144, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), default=DEFAULT_JSON, show_default=True
-)
+@json_option(DEFAULT_JSON)
 def main(model: str, num_tokens: int, rounds: int, json_path: Path) -> None:
     """Measure, and print a table."""
     console = make_console()
@@ -129,11 +125,11 @@ def main(model: str, num_tokens: int, rounds: int, json_path: Path) -> None:
         scores = perplexities(path, tokens[:num_tokens], progress)
         times = speeds(path, tokens[:PROMPT], rounds, progress)
     rows = dict(rows_of(scores, times))
-    table = Table(title=f"{num_tokens:,} tokens of prose; a prompt of {PROMPT}; decodes at batch 1")
-    for heading in ("weights", "perplexity", "change", "same likeliest token"):
-        table.add_column(heading, justify="right")
-    for heading in ("prompt, s", "times as fast", "decode, ms", "times as fast"):
-        table.add_column(heading, justify="right")
+    table = number_table(
+        *("weights", "perplexity", "change", "same likeliest token"),
+        *("prompt, s", "times as fast", "decode, ms", "times as fast"),
+        title=f"{num_tokens:,} tokens of prose; a prompt of {PROMPT}; decodes at batch 1",
+    )
     for name, row in rows.items():
         table.add_row(
             name,

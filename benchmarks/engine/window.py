@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import load_config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import NO_BLOCK
-from kvrelay.lab.bench.lone_worker import Answer, LoneWorker
+from kvrelay.lab.bench.engine import Generated, LoneWorker
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window.json"
 BLOCK_SIZE = 16
@@ -78,7 +78,7 @@ class Writing:
         self._every = every
         self.most_blocks = 0
 
-    def look(self, answer: Answer) -> None:
+    def look(self, answer: Generated) -> None:
         seqs = self._worker.node.core.seqs.values()
         held = [sum(block != NO_BLOCK for block in seq.block_ids) for seq in seqs]
         count = len(answer.tokens)
@@ -135,7 +135,7 @@ def write(
     with LoneWorker(config, model) as worker:
         writing = Writing(worker, tokenizer, spec.every)
 
-        def on_step(answers: list[Answer]) -> None:
+        def on_step(answers: list[Generated]) -> None:
             writing.look(answers[0])
             on_tokens(len(answers[0].tokens))
 
@@ -160,14 +160,12 @@ def runs_of(spec: Spec) -> dict[str, tuple[int, int]]:
 
 
 def results_table(spec: Spec, results: dict[str, dict[str, Any]]) -> Table:
-    table = Table(
+    table = number_table(
+        *("tokens", *results),
         title="blocks held | mean log-probability | share of 4-grams that were there before",
         caption=f"of each {spec.every:,} tokens; temperature {spec.temperature:g}, top_p"
         f" {spec.top_p:g}, frequency_penalty {spec.frequency_penalty:g}",
     )
-    table.add_column("tokens", justify="right")
-    for name in results:
-        table.add_column(name, justify="right")
     for index in range(spec.num_tokens // spec.every):
         cells = []
         for result in results.values():
@@ -208,9 +206,7 @@ def show_text(console: Console, spec: Spec, results: dict[str, dict[str, Any]]) 
 @click.option(
     "--only", type=click.IntRange(1, 3), default=3, help="The first so many of the three."
 )
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), default=DEFAULT_JSON, show_default=True
-)
+@json_option(DEFAULT_JSON)
 def main(only: int, json_path: Path, **options: Any) -> None:
     """Write the texts, and tell what became of them."""
     spec = Spec(**options)

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.engine.fp8 import BLOCK_SIZE, pieces_of, prose, score
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -95,10 +95,8 @@ def read(
 
 
 def results_table(spec: Spec, results: dict[str, list[float]]) -> Table:
-    table = Table(title=f"perplexity of each {spec.every:,} tokens of given text")
-    table.add_column("tokens", justify="right")
-    for name in results:
-        table.add_column(name, justify="right")
+    title = f"perplexity of each {spec.every:,} tokens of given text"
+    table = number_table("tokens", *results, title=title)
     for index in range(-(-spec.num_tokens // spec.every)):
         row = [f"{found[index]:.1f}" if index < len(found) else "-" for found in results.values()]
         table.add_row(f"{min((index + 1) * spec.every, spec.num_tokens):,}", *row)
@@ -112,9 +110,7 @@ def results_table(spec: Spec, results: dict[str, list[float]]) -> Table:
 @click.option("--window", type=click.IntRange(8), default=1_024, show_default=True)
 @click.option("--sinks", "num_sinks", type=click.IntRange(0), default=4, show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), default=DEFAULT_JSON, show_default=True
-)
+@json_option(DEFAULT_JSON)
 def main(
     model: str,
     num_tokens: int,

@@ -16,9 +16,8 @@ from pathlib import Path
 import click
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import make_console, number_table, write_json
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
 from kvrelay.lab.bench.load import LoadSpec, make_prompts
@@ -57,9 +56,8 @@ def main(tokens: int, rounds: int, json_path: Path | None) -> None:
             time_one(server.url, make_prompts(spec)[0])
             after = phase_sums(server.url)
             seen.append({phase: after[phase] - before[phase] for phase in PHASES})
-    table = Table(title=f"prompts of {tokens:,} tokens, 1 + 1 workers; ms")
-    for name in ("prompt", *PHASES, "transfer / TTFT"):
-        table.add_column(name, justify="right")
+    title = f"prompts of {tokens:,} tokens, 1 + 1 workers; ms"
+    table = number_table("prompt", *PHASES, "transfer / TTFT", title=title)
     for i, phases in enumerate(seen, start=1):
         cells = [f"{phases[phase] * 1e3:,.1f}" for phase in PHASES]
         table.add_row(str(i), *cells, f"{phases['transfer'] / phases['ttft']:.2%}")

@@ -26,7 +26,7 @@ from benchmarks.serving.served import Served
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
-from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_prompts
 
 SOURCES = ("host", "disk", "restart")
 NUM_TURNS = 3  # at most: the first, one resumed from host or disk, one after a restart
@@ -97,11 +97,11 @@ class Resumed:
     talks: list[Conversation]
 
     @property
-    def first(self) -> list[Timing]:
+    def first(self) -> list[RequestTiming]:
         return [talk.timings[0] for talk in self.talks]
 
     @property
-    def timings(self) -> list[Timing]:
+    def timings(self) -> list[RequestTiming]:
         return [talk.timings[self.turn] for talk in self.talks]
 
 

@@ -33,7 +33,7 @@ from benchmarks.kv.resume import (
     ResumeRun,
     wait_settled,
 )
-from benchmarks.report import make_console, ms, write_json
+from benchmarks.report import make_console, ms, number_table, write_json
 from benchmarks.serving.conversations import LoadFailed, tokens_by_source
 from benchmarks.serving.first_light import MODEL, load
 from benchmarks.serving.served import Served
@@ -148,7 +148,8 @@ def row_of(resumed: Resumed, same: dict[str, int]) -> dict[str, Any]:
 def resume_table(plan: ResumePlan, results: Sequence[Resumed], same: dict[str, int]) -> Table:
     rows = [row_of(resumed, same) for resumed in results]
     places = sorted({place for row in rows for place in row["tokens_by_source"]})
-    table = Table(
+    table = number_table(
+        *("KV from", "first p50", "next p50", "p90", "ratio", *places, "same"),
         title=f"{plan.sessions} conversations of {plan.tokens:,} tokens, room for"
         f" {plan.device_sessions} on the device; {plan.prefill} prefill + 1 decode",
         caption="first, next: TTFT in ms of computing it and of its next turn; ratio: p50 to p50."
@@ -157,9 +158,6 @@ def resume_table(plan: ResumePlan, results: Sequence[Resumed], same: dict[str, i
         box=box.SIMPLE,
         pad_edge=False,
     )
-    table.add_column("KV from")
-    for name in ("first p50", "next p50", "p90", "ratio", *places, "same"):
-        table.add_column(name, justify="right")
     for row in rows:
         tokens = row["tokens_by_source"]
         total = max(1, sum(tokens.values()))

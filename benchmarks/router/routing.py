@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, number_table, write_json
 from benchmarks.router.decision import (
     BLOCK_SIZE,
     Samples,
@@ -46,7 +46,7 @@ from kvrelay.lab.bench.load import percentile
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.placement.choice import GROUP
+from kvrelay.router.placement.policy import GROUP
 
 EVENT_BLOCKS = 64
 NUM_EVENTS = 2000
@@ -171,27 +171,22 @@ def summarize(samples: Samples) -> dict[str, dict[str, float | None]]:
 
 
 def lookup_table(ours: Samples, peer: dict[str, Any] | None) -> Table:
-    table = Table(title="one lookup, µs", caption="; ".join(f"{k}: {v}" for k, v in KINDS.items()))
-    for heading in ("prompt", "p50", "p99"):
-        table.add_column(heading, justify="right")
-    if peer:
-        for heading in ("find_matches p50", "p99", "with scores p50", "p99"):
-            table.add_column(heading, justify="right")
+    theirs = ("find_matches p50", "p99", "with scores p50", "p99") if peer else ()
+    caption = "; ".join(f"{kind}: {about}" for kind, about in KINDS.items())
+    headings = ("prompt", "p50", "p99", *theirs)
+    table = number_table(*headings, title="one lookup, µs", caption=caption)
     for key, values in ours.items():
         kind, num_blocks = key.split()
         row = [f"{int(num_blocks) * BLOCK_SIZE:,} tokens, {kind}", us(values, 50), us(values, 99)]
         if peer:
-            theirs = peer["lookups"][key]
             for what in ("call_s", "with_scores_s"):
-                row += [us(theirs[what], 50), us(theirs[what], 99)]
+                row += [us(peer["lookups"][key][what], p) for p in (50, 99)]
         table.add_row(*row)
     return table
 
 
 def build_table(built: dict[str, Any], peer: dict[str, Any] | None) -> Table:
-    table = Table(title="the index")
-    for heading in ("", "blocks", "bytes per block", "built in s"):
-        table.add_column(heading, justify="right")
+    table = number_table("", "blocks", "bytes per block", "built in s", title="the index")
     for name, row in (("KVRelay", built), ("RadixTree", peer)):
         if row:
             cells = (
@@ -204,9 +199,8 @@ def build_table(built: dict[str, Any], peer: dict[str, Any] | None) -> Table:
 
 
 def decision_table(decisions: dict[int, dict[str, Samples]]) -> Table:
-    table = Table(title="one routing decision, ms")
-    for heading in ("prompt", "names p50", "p99", "the rest p50", "p99"):
-        table.add_column(heading, justify="right")
+    headings = ("prompt", "names p50", "p99", "the rest p50", "p99")
+    table = number_table(*headings, title="one routing decision, ms")
     for num_blocks, kinds in decisions.items():
         for kind, times in kinds.items():
             cells = [
@@ -225,7 +219,7 @@ def decision_table(decisions: dict[int, dict[str, Samples]]) -> Table:
 @click.option("--peer-python", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--peer-seconds", type=float, default=300.0, help="For filling the peer.")
 @click.option("--seed", type=int, default=1)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def main(
     num_workers: int, num_blocks: int, num_lookups: int, peer_python: Path | None,
     peer_seconds: float, seed: int, json_path: Path | None,

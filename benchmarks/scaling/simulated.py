@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 from kvrelay.cluster.scaling.decisions import Decision, Line
 from kvrelay.cluster.scaling.observations import Costs, Observer, Snapshot
-from kvrelay.lab.replay.autoscale.scaled import replay_scaled, with_targets
+from kvrelay.lab.replay.autoscale import replay_scaled, with_targets
 from kvrelay.lab.replay.config import ReplayConfig
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 from kvrelay.lab.timing.timing import Links

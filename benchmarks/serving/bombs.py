@@ -34,7 +34,7 @@ import httpx
 import psutil
 from rich.table import Table
 
-from benchmarks.report import make_console, ms, write_json
+from benchmarks.report import json_option, make_console, ms, write_json
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
 from kvrelay.lab.bench.load import percentile
@@ -242,7 +242,7 @@ def harm(url: str, seconds: float, last: str) -> list[Reply]:
 @click.option("--rounds", default=2, help="Of a part without, then a part with.")
 @click.option("--seconds", default=20.0, help="Of each part, at least.")
 @click.option("--threads", default=0, help="That the worker computes with; 0: one for each core.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def main(rounds: int, seconds: float, threads: int, json_path: Path | None) -> None:
     """Measure a server of one's own under harmful requests."""
     console = make_console()

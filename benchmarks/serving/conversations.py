@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile
+from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_prompts, percentile
 
 Messages = list[dict[str, str]]
 NEXT_MESSAGES = (
@@ -36,9 +36,9 @@ class Conversation:
 
     name: str
     messages: Messages = field(default_factory=list)
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[RequestTiming] = field(default_factory=list)
 
-    async def say(self, client: Client, text: str, **more: Any) -> Timing:
+    async def say(self, client: Client, text: str, **more: Any) -> RequestTiming:
         """The next turn. Raises LoadFailed."""
         said = [*self.messages, {"role": "user", "content": text}]
         timing = await client.chat(said, **more)
@@ -123,7 +123,7 @@ def summarize_agents(talks: Sequence[Conversation], elapsed_s: float) -> dict[st
     }
 
 
-def tokens_by_source(timings: Sequence[Timing]) -> dict[str, int]:
+def tokens_by_source(timings: Sequence[RequestTiming]) -> dict[str, int]:
     """Prompt tokens by where their KV came from; "computed": from nowhere. A server that does not
     say where has "cached"."""
     found = {"computed": 0}

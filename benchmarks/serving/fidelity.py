@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, write_json
 from benchmarks.serving.conversations import LoadFailed
 from benchmarks.serving.fidelity_load import (
     Planned,
@@ -49,8 +49,7 @@ from kvrelay.cluster.prepare import PreparedModel, prepare_model
 from kvrelay.engine.config import STATS_INTERVAL_S
 from kvrelay.lab.bench.load import percentile
 from kvrelay.lab.replay.config import ReplayConfig
-from kvrelay.lab.replay.replay import replay
-from kvrelay.lab.replay.results import ReplayResult
+from kvrelay.lab.replay.replay import ReplayResult, replay
 from kvrelay.lab.timing.profile import profile_of
 from kvrelay.lab.timing.timing import Timing
 
@@ -185,7 +184,7 @@ def show(console: Console, real: Figures, simulated: Figures, facts: dict[str, f
 @click.option("--parts", "num_parts", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Keep files here.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def main(
     requests: int,
     rate: float,

@@ -18,7 +18,7 @@ import httpx
 
 from benchmarks.serving.conversations import LoadFailed, Messages, http_client
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_prompts
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 
 BLOCK_TOKENS = 16
@@ -108,14 +108,14 @@ def _words(rng: Random, count: tuple[int, int]) -> str:
 
 async def send(
     url: str, model: str, planned: Sequence[Planned], on_done: Callable[[], None]
-) -> list[Timing]:
+) -> list[RequestTiming]:
     """Send all, each at its time whatever the others do. Raises LoadFailed."""
     spec = LoadSpec(url, model, len(planned), rate=1.0)
     async with http_client(url) as http:
         await _warm(spec, http)
         client = Client(spec, http, lambda _: on_done())
 
-        async def one(request: Planned) -> Timing:
+        async def one(request: Planned) -> RequestTiming:
             timing = await client.chat(request.messages, max_tokens=request.output_tokens)
             if timing.error is not None:
                 raise LoadFailed(f"the request at {request.at_s:.1f} s: {timing.error}")
@@ -155,7 +155,7 @@ class BlockIds:
 
 
 def record(
-    tokenizer: Tokenizer, planned: Sequence[Planned], timings: Sequence[Timing]
+    tokenizer: Tokenizer, planned: Sequence[Planned], timings: Sequence[RequestTiming]
 ) -> list[Recorded]:
     """With the tokens that the server saw: the same template, the same tokenizer."""
     ids = BlockIds()

@@ -20,7 +20,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write_json
+from benchmarks.report import json_option, write_json
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
@@ -28,7 +28,7 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.lab.bench.load import (
     Client,
     LoadSpec,
-    Timing,
+    RequestTiming,
     make_prompts,
     percentile,
     run_load,
@@ -47,12 +47,12 @@ def load(spec: LoadSpec) -> dict[str, Any]:
     return result
 
 
-def time_one(url: str, prompt: str, output_len: int = 8) -> Timing:
+def time_one(url: str, prompt: str, output_len: int = 8) -> RequestTiming:
     """One streamed chat request, alone."""
 
-    async def ask() -> Timing:
+    async def ask() -> RequestTiming:
         spec = LoadSpec(url, MODEL, num_requests=1, concurrency=1, output_len=output_len)
-        done: list[Timing] = []
+        done: list[RequestTiming] = []
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             run = Client(spec, client, done.append)
             return await run.request(prompt)
@@ -206,7 +206,7 @@ CASES: dict[str, Callable[[], tuple[list[Row], dict[str, Any]]]] = {
 
 @click.command()
 @click.argument("case", type=click.Choice([*CASES, "all"]), default="all")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def main(case: str, json_path: Path | None) -> None:
     """Measure CASE, or all of them."""
     console = Console()

@@ -23,7 +23,7 @@ import click
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.report import make_console, ms, write_json
+from benchmarks.report import json_option, make_console, ms, write_json
 from benchmarks.serving.load import Answer, Caller, Load, Offer
 from benchmarks.serving.served import Served
 from kvrelay.lab.bench.load import percentile
@@ -152,7 +152,7 @@ def report(
 @click.option("--return-share", default=0.2, help="Of the refused, who come back when told.")
 @click.option("--input-len", default=16, help="Tokens of a prompt, about.")
 @click.option("--output-len", default=64, help="Tokens of an answer.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def main(
     factor: float,
     seconds: float,

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import make_console, number_table, write_json
 from benchmarks.serving.conversations import AgentsSpec, LoadFailed, run_agents, summarize_agents
 from benchmarks.serving.first_light import MODEL, mixed_load, time_one
 from benchmarks.serving.served import Served
@@ -141,12 +141,9 @@ def comparison(
     title: str, results: Mapping[str, Sequence[Result]], shown: Mapping[str, str]
 ) -> Table:
     """Medians of the rounds, and for every other its ratio to ours. `shown`: key -> heading."""
-    table = Table(title=title, caption="medians of the rounds; x: the other's, to that of KVRelay")
-    table.add_column("")
-    for name in results:
-        table.add_column(name, justify="right")
-    for name in list(results)[1:]:
-        table.add_column(f"x {name}", justify="right")
+    headings = ("", *results, *(f"x {name}" for name in list(results)[1:]))
+    caption = "medians of the rounds; x: the other's, to that of KVRelay"
+    table = number_table(*headings, title=title, caption=caption)
     ours = next(iter(results.values()))
     for key, heading in shown.items():
         row = [heading]

@@ -26,7 +26,7 @@ import llguidance
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.report import make_console, write_json
+from benchmarks.report import json_option, make_console, write_json
 from benchmarks.structured.ordered import in_schema_order
 from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
@@ -109,7 +109,7 @@ def main() -> None:
 
 @main.command()
 @click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def schemas(corpus: Path, json_path: Path | None) -> None:
     """A corpus of JSON schemas with valid and invalid instances."""
     console = make_console()
@@ -138,7 +138,7 @@ def schemas(corpus: Path, json_path: Path | None) -> None:
 @main.command()
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def speed(rounds: int, threads: int, json_path: Path | None) -> None:
     """What masks cost a step of 8, and what forced and predicted tokens bring."""
     from benchmarks.structured.speed import forced_tokens, masked_steps, predicted
@@ -169,7 +169,7 @@ def speed(rounds: int, threads: int, json_path: Path | None) -> None:
 @click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--count", type=click.IntRange(1), default=200, show_default=True)
 @click.option("--kill", is_flag=True, help="And again while workers die.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def generate(corpus: Path, count: int, kill: bool, json_path: Path | None) -> None:
     """Objects that the served model makes, judged by the package jsonschema."""
     from benchmarks.serving.served import Served
@@ -194,7 +194,7 @@ def generate(corpus: Path, count: int, kill: bool, json_path: Path | None) -> No
 
 
 @main.command()
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+@json_option()
 def beside(json_path: Path | None) -> None:
     """What refused schemas cost the streams beside them."""
     from benchmarks.serving.served import Served

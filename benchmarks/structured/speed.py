@@ -21,7 +21,7 @@ from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.lab.local import LocalCluster
+from tests.support.local import LocalCluster
 
 BATCH, PROMPT, STEPS, BLOCK = 8, 64, 60, 16
 # Any text that is so long that it does not end within the steps.

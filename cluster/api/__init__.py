@@ -4,4 +4,7 @@ Life of a call: `body` reads it (bounded), `schema` checks it, `tokenizer` turns
 in a thread, `generation` submits one request per choice through `client.RouterClient`, turns the
 tokens that come back into text, and `respond` sends them, whole or as server-sent events. A client
 that goes away cancels what it asked for.
+
+It needs the router's messages and nothing of `cluster` but its settings (`cluster.config`): what it
+shows of workers and the controller is given to it as functions, in `context.ApiContext`.
 """

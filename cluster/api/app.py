@@ -70,24 +70,24 @@ class _RequestIds:
             scope["path"] = scope["path"].rstrip("/")
         request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        told_id = client_request_id(Headers(scope=scope)) or request_id
+        shown_id = client_request_id(Headers(scope=scope)) or request_id
         is_started = False
 
         async def named_send(message: Message) -> None:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
-                header = (b"x-request-id", told_id.encode())
+                header = (b"x-request-id", shown_id.encode())
                 message = {**message, "headers": [*message.get("headers", []), header]}
             await send(message)
 
         try:
             await self._app(scope, receive, named_send)
         except Exception:
-            _log.exception("request %s (%s) failed", told_id, request_id)
+            _log.exception("request %s (%s) failed", shown_id, request_id)
             if is_started:
                 raise  # the server closes the connection: the client sees that the answer is cut
-            bug = ApiError(500, f"Internal error; request {told_id}", type="server_error")
+            bug = ApiError(500, f"Internal error; request {shown_id}", type="server_error")
             await _error_response(scope["path"], bug)(scope, receive, named_send)
 
 
@@ -185,7 +185,7 @@ def _model_routes(ctx: ApiContext) -> list[Route]:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Answers unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     messages = {
@@ -199,7 +199,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_api_error(ctx: ApiContext, request: Request, error: Exception) -> Response:
-    """Of every route but those that generate, which count how each of their calls ended."""
+    """Answers errors of every route but those that generate, which count how their calls end."""
     assert isinstance(error, ApiError)
     ctx.metrics.requests.labels(_endpoint_of(request.url.path), error.outcome).inc()
     return _error_response(request.url.path, error)

@@ -10,15 +10,92 @@ from __future__ import annotations
 
 import re
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvrelay.cluster.api.client import RequestStream
 from kvrelay.cluster.api.metrics import ApiMetrics
-from kvrelay.cluster.api.text.prefixes import PromptHistory
 from kvrelay.router.explain import Explanation, Explanations, Phase
+
+MAX_TOKENS = 2**22  # all prompts that are kept together
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The earlier prompt that has most in common with one."""
+
+    call: str
+    ended_at: float
+    tokens: Sequence[int]
+    num_common: int  # tokens, from the first
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    tenant: str
+    ended_at: float
+    tokens: array[int]
+
+
+class PromptHistory:
+    """The last prompts, to see where one ceases to be what an earlier one was. A prompt is served
+    from cached KV as far as it begins as an earlier one did: where a client changes something in
+    the middle of a conversation, all that follows is computed again.
+
+    Owned by the calls of one process. Invariant: the prompts have MAX_TOKENS together, at most;
+    in the order in which their calls ended."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._num_tokens = 0
+
+    def add(self, call: str, tenant: str, ended_at: float, tokens: Sequence[int]) -> None:
+        """Keeps the prompt of `call`, which has ended."""
+        self._kept[call] = _Kept(tenant, ended_at, array("I", tokens))
+        self._num_tokens += len(tokens)
+        while self._num_tokens > MAX_TOKENS:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_tokens -= len(oldest.tokens)
+
+    def tokens(self, call: str) -> Sequence[int]:
+        """Returns those of its prompt; empty, if it is kept no more."""
+        kept = self._kept.get(call)
+        return () if kept is None else kept.tokens
+
+    def closest(self, call: str) -> Earlier | None:
+        """Finds it among those of the tenant that ended before; of several the last. None: none
+        begins as this one does."""
+        mine = self._kept.get(call)
+        if mine is None:
+            return None
+        best: Earlier | None = None
+        for name, each in self._before(call):
+            count = num_common(each.tokens, mine.tokens)
+            if count and (best is None or count >= best.num_common):
+                best = Earlier(name, each.ended_at, each.tokens, count)
+        return best
+
+    def _before(self, call: str) -> Iterator[tuple[str, _Kept]]:
+        tenant = self._kept[call].tenant
+        for name, each in self._kept.items():
+            if name == call:
+                return
+            if each.tenant == tenant:
+                yield name, each
+
+
+def num_common(a: array[int], b: array[int]) -> int:
+    """Tokens that both begin with."""
+    longest = min(len(a), len(b))
+    left, right = (np.frombuffer(each, np.uint32, longest) for each in (a, b))
+    differ = left != right
+    return int(differ.argmax()) if differ.any() else longest
+
 
 # By endpoint; those of embeddings have none.
 ANSWER_IDS = {"chat": "chatcmpl-", "completions": "cmpl-", "messages": "msg_", "responses": "resp_"}
@@ -149,7 +226,7 @@ class Calls:
         return None if found is None else (served, found)
 
     def recent(self, tenant: str) -> Iterator[ServedCall]:
-        """The youngest first."""
+        """Yields those that are kept, the youngest first."""
         return (served for served in reversed(self._kept.values()) if served.tenant == tenant)
 
     def _served(self, call: Call, result: CallResult) -> ServedCall:
@@ -185,7 +262,7 @@ class Calls:
 
 
 def _phases(call: Call, stream: RequestStream, explanation: Explanation | None) -> Iterator[Phase]:
-    """Of one choice, from the arrival of `call` to its end."""
+    """Takes the phases of one choice, from the arrival of `call` to its end."""
     assert call.received_at is not None
     assert call.submitted_at is not None
     has_first = stream.first_at is not None

@@ -50,10 +50,10 @@ class RequestStream:
         self.ended_at: float | None = None  # and its end
         self._max_tokens = max_tokens
         self._signal = signal
-        self._next_index = 0  # of the next token to arrive
+        self._next_index = 0  # the next token to arrive has it
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self.prompt = NO_OUTPUTS  # of the prompt, with the first token
+        self.prompt = NO_OUTPUTS  # what the prompt gave, with the first token
         self._num_cached_tokens = 0
         self._cached_by_source: dict[str, int] = {}
         self._finish: FinishReason | None = None

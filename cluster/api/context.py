@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.errors import overloaded
-from kvrelay.cluster.api.limiter import ByteBudget, ConcurrencyLimiter, LimitReached, Turns
+from kvrelay.cluster.api.limiter import (
+    ByteBudget,
+    ConcurrencyLimiter,
+    LimitReached,
+    RateLimits,
+    Turns,
+)
 from kvrelay.cluster.api.metrics import ApiMetrics
-from kvrelay.cluster.api.rates import RateLimits
 from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
@@ -23,7 +28,7 @@ from kvrelay.cluster.api.tracing import Tracing
 from kvrelay.cluster.config import ApiSection
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.stats import Role
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.explain import Explanations
 from kvrelay.router.messages import Failed
 
@@ -38,7 +43,7 @@ T = TypeVar("T")
 _NUM_BODIES = 8  # as large as they may be, that may be there at once
 _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
 _LARGE_AT_ONCE = 2  # threads; of one tenant one
-_MAX_LARGE = 32  # of one tenant, that wait
+_MAX_LARGE = 32  # that wait, for one tenant
 
 
 class ControllerAway(Exception):
@@ -77,7 +82,7 @@ class ApiContext:
     status: Callable[[], dict[str, Any]]
     healthy: Callable[[], tuple[bool, dict[str, Any]]]
     metrics: ApiMetrics
-    explanations: Explanations  # of the router behind `client`
+    explanations: Explanations  # those of the router behind `client`
     settings: ApiSettings = field(default_factory=ApiSettings)
     audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.control.audits
     # Prefer a worker for another role; returns the one before. KeyError: lists the workers. This
@@ -86,10 +91,10 @@ class ApiContext:
     is_draining: Callable[[], bool] = lambda: False  # no new request is taken
     order: Callable[[Service], None] | None = None  # begins what is asked
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
-    refuse_early: Callable[[Call], Failed | None] = lambda call: None
+    refuse_early: Callable[[IncomingCall], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)
     public_prompts: PublicPrompts = field(default_factory=PublicPrompts)
-    retention_s: float = DEFAULT_RETENTION.keep_s  # of KV, where a request does not say
+    retention_s: float = DEFAULT_RETENTION.keep_s  # for KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
     rates: RateLimits = field(default_factory=RateLimits)
@@ -100,10 +105,10 @@ class ApiContext:
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
-    bodies: ByteBudget = field(init=False)  # of those that are large
+    bodies: ByteBudget = field(init=False)  # only large ones count
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
-    _turns: Turns = field(init=False, repr=False)  # of what is large
+    _turns: Turns = field(init=False, repr=False)  # taken by what is large
 
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record

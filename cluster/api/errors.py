@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from kvrelay.engine.request import Refusal
@@ -100,6 +103,19 @@ class ApiError(Exception):
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about the chat that a request of another API means name what that request has. names:
+    a chat's field -> the request's."""
+    try:
+        yield
+    except ApiError as error:
+        for theirs, ours in names.items():
+            error.message = re.sub(rf"'{theirs}(?=['.\[])", f"'{ours}", error.message)
+            error.param = ours if error.param == theirs else error.param
+        raise
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -109,7 +109,7 @@ def prefix_json(ctx: ApiContext, call: ServedCall) -> dict[str, Any] | None:
 
 
 def _prediction_json(explanation: Explanation | None) -> dict[str, float] | None:
-    """Of the time from the decision to the first token."""
+    """Explains the time from the decision to the first token."""
     prediction = None if explanation is None else explanation.prediction
     if prediction is None:
         return None

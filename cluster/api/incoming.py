@@ -13,29 +13,33 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from ipaddress import IPv6Address, ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection, Request
 
-from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthorized
 from kvrelay.cluster.api.limiter import TENANT, LimitReached
 from kvrelay.cluster.api.tenants import Tenant
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import ApiContext
 
 _SEND_KEY = (
     ": send the key of operators, api.operations_key or what is in operations.key of the server's "
     "state directory, as the API key"
 )
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-# Of zlib, by content-encoding. zstd is not in this version of Python's library.
+# zlib's, by content-encoding. zstd is not in this version of Python's library.
 _WINDOW_BITS = {
     "gzip": 16 + zlib.MAX_WBITS,
     "x-gzip": 16 + zlib.MAX_WBITS,
     "deflate": zlib.MAX_WBITS,
 }
 _INFLATED_AT_ONCE = 256 * 1024
-_SMALL = 64 * 1024  # bytes of a body that are always taken: the number of connections bounds them
+# So many are always taken, since the number of connections bounds them, and parsed in the event
+# loop; a larger body is parsed in a thread.
+SMALL_BODY_BYTES = 64 * 1024
 
 
 def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
@@ -213,7 +217,7 @@ def utility_call(ctx: ApiContext, http: Request) -> Iterator[Tenant]:
 
 
 async def read_body(ctx: ApiContext, request: Request) -> bytes:
-    """A small body, as of `held_body`."""
+    """Reads a small body as `held_body` does."""
     async with held_body(ctx, request) as body:
         return body
 
@@ -252,7 +256,7 @@ async def _received(ctx: ApiContext, request: Request, take: Callable[[int], boo
     # A client reads its answer after it has sent its body: a body that is not much too long is
     # taken in and thrown away, so that the client sees why it was refused.
     if int(declared) > 2 * limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     size = 0
     chunks: list[bytes] = []
     try:
@@ -264,8 +268,8 @@ async def _received(ctx: ApiContext, request: Request, take: Callable[[int], boo
                 if size > limit:
                     chunks.clear()
                     continue
-                if size > _SMALL and not take(len(chunk)):
-                    raise overloaded("The bodies of other requests take all memory", 1.0)
+                if size > SMALL_BODY_BYTES:
+                    hold(take, len(chunk))
                 chunks.append(chunk)
         if encoding in _WINDOW_BITS and size <= limit:
             return await _inflated(ctx, b"".join(chunks), encoding, take)
@@ -277,7 +281,7 @@ async def _received(ctx: ApiContext, request: Request, take: Callable[[int], boo
             code="request_timeout",
         ) from None
     if size > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     return b"".join(chunks)
 
 
@@ -297,9 +301,9 @@ async def _inflated(
             )
             body, size = inflate.unconsumed_tail, size + len(part)
             if size > ctx.settings.max_body_bytes:
-                raise _too_large(ctx.settings.max_body_bytes)
-            if size > _SMALL and not take(len(part)):
-                raise overloaded("The bodies of other requests take all memory", 1.0)
+                raise too_large(ctx.settings.max_body_bytes)
+            if size > SMALL_BODY_BYTES:
+                hold(take, len(part))
             parts.append(part)
             if not part and not body:
                 break
@@ -310,7 +314,13 @@ async def _inflated(
     return b"".join(parts)
 
 
-def _too_large(limit: int) -> ApiError:
+def hold(take: Callable[[int], bool], num_bytes: int) -> None:
+    """take: as of `ByteBudget.share`. Raises `ApiError` (429)."""
+    if not take(num_bytes):
+        raise overloaded("The bodies of other requests take all memory", 1.0)
+
+
+def too_large(limit: int) -> ApiError:
     return ApiError(
         413, f"The body is larger than the limit of {limit} bytes", code="request_too_large"
     )

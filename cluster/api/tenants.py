@@ -49,12 +49,16 @@ ANONYMOUS = Tenant("", b"", min_priority=-MAX_PRIORITY)
 """Everybody, where no tenants are configured."""
 
 
+@dataclass(slots=True)
 class Tenants:
     """Invariant: no two tenants have the same name, salt or key. Who holds it sees each change."""
 
-    def __init__(self, entries: Iterable[TenantEntry] = (), secret: bytes = b"") -> None:
+    by_hash: dict[bytes, Tenant] = field(default_factory=dict, repr=False)  # of a key: SHA-256
+
+    @classmethod
+    def of(cls, entries: Iterable[TenantEntry], secret: bytes) -> Tenants:
         """Raises ConfigError, which names tenants but never shows a key."""
-        self._by_hash: dict[bytes, Tenant] = {}
+        by_hash: dict[bytes, Tenant] = {}
         names: set[str] = set()
         for entry in entries:
             if entry.name in names:
@@ -81,30 +85,31 @@ class Tenants:
                 entry.tokens_per_minute,
             )
             for hashed in _hashes(entry):
-                other = self._by_hash.setdefault(hashed, tenant)
+                other = by_hash.setdefault(hashed, tenant)
                 if other is not tenant:
                     raise ConfigError(
                         f"tenants {other.name!r} and {entry.name!r} have a key in common: "
                         "give each its own"
                     )
+        return cls(by_hash)
 
     @property
     def key_required(self) -> bool:
-        return bool(self._by_hash)
+        return bool(self.by_hash)
 
     @property
     def are_several(self) -> bool:
-        return len({tenant.name for tenant in self._by_hash.values()}) > 1
+        return len({tenant.name for tenant in self.by_hash.values()}) > 1
 
     def names(self) -> list[str]:
-        return sorted({tenant.name for tenant in self._by_hash.values()})
+        return sorted({tenant.name for tenant in self.by_hash.values()})
 
     def update(self, others: Tenants) -> None:
         """From now on these are the tenants. Requests that run are not touched. Raises ConfigError
         if there are none any more, which would open the server to all."""
         if self.key_required and not others.key_required:
             raise ConfigError("there is no [[tenant]] left: restart to serve without keys")
-        self._by_hash = others._by_hash
+        self.by_hash = others.by_hash
 
     def find(self, key: str | None) -> Tenant | None:
         """Whose `key` it is; None: unknown. Takes as long whatever the key is."""
@@ -112,7 +117,7 @@ class Tenants:
             return ANONYMOUS
         presented = sha256((key or "").encode("utf-8", "surrogatepass")).digest()
         found = None
-        for hashed, tenant in self._by_hash.items():
+        for hashed, tenant in self.by_hash.items():
             if hmac.compare_digest(hashed, presented):
                 found = tenant
         return found
@@ -202,7 +207,7 @@ def load_tenants(config: Config) -> Tenants:
     secret = config.tenants.salt_secret or _kept_secret(
         path, "it keeps tenants apart", "set tenants.salt_secret"
     )
-    return Tenants(entries, secret.encode())
+    return Tenants.of(entries, secret.encode())
 
 
 def load_public_prompts(config: Config) -> tuple[str, ...]:

@@ -11,9 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvrelay.cluster.config import ConfigError
-from kvrelay.cluster.hosts.launch import Launch, LaunchError
-from kvrelay.cluster.hosts.orders import Answer
-from kvrelay.cluster.hosts.settings import Hosts, read_hosts, settings_text
+from kvrelay.cluster.hosts.agent import Answer
+from kvrelay.cluster.hosts.launch import Hosts, Launch, LaunchError, read_hosts, settings_text
 
 hosts_argument = click.argument(
     "hosts_file",
@@ -30,13 +29,13 @@ class Board:
         self._console = console
         self.live = Live(self._table(), console=console, auto_refresh=False)
 
-    def tell(self, host: str, step: str, answer: Answer | None) -> None:
+    def on_step(self, host: str, step: str, answer: Answer | None) -> None:
         if answer is None:
             state = "[yellow]...[/]"
         elif answer.error:
             state = f"[bold red]{escape(answer.error)}[/]"
         else:
-            state = f"[green]{escape(answer.news or 'done')}[/]"
+            state = f"[green]{escape(answer.result or 'done')}[/]"
         self._rows[host] = (step, state)
         if self._console.is_terminal:
             self.live.update(self._table(), refresh=True)
@@ -64,7 +63,7 @@ def up(hosts_file: Path) -> None:
         settings = settings_text(hosts_file, hosts)
         board = Board(hosts, console)
         with board.live:
-            where = Launch(hosts, board.tell).up(settings)
+            where = Launch(hosts, board.on_step).up(settings)
     except (ConfigError, LaunchError) as error:
         raise click.ClickException(str(error)) from error
     console.print(f"up: {where}", markup=False)
@@ -80,6 +79,6 @@ def down(hosts_file: Path) -> None:
         hosts = read_hosts(hosts_file)
         board = Board(hosts, console)
         with board.live:
-            Launch(hosts, board.tell).down()
+            Launch(hosts, board.on_step).down()
     except (ConfigError, LaunchError) as error:
         raise click.ClickException(str(error)) from error

@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from kvrelay.cluster.processes.supervisor import Ready
 
 COMMANDS = {
+    "backup": ("backup", "backup", "Copy what a server has to find again."),
+    "restore": ("backup", "restore", "Bring back what `kvrelay backup` has copied."),
     "audit": ("audit", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("explain", "explain", "Where a request's time went, and why."),
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
@@ -105,29 +106,29 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     """
     from rich.console import Console
 
-    from kvrelay.cluster.config import ConfigError, load_config
-    from kvrelay.cluster.processes.errors import ServeError
+    from kvrelay.cluster.config import ConfigError
+    from kvrelay.cluster.processes.supervisor import ServeError
 
     sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
     sections |= {"host": "api", "port": "api", "insecure": "api", "dtype": "model"}
     overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
     console = Console(stderr=True, highlight=False)
     try:
-        read = partial(load_config, config_path, {"model.name": model, **overrides})
-        asyncio.run(_serve(read, config_path, console))
+        asyncio.run(_serve(config_path, {"model.name": model, **overrides}, console))
     except (ConfigError, ServeError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)
 
 
-async def _serve(read: Callable[[], Config], path: Path | None, console: Any) -> None:
+async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> None:
     """Serve until the first SIGINT or SIGTERM; a second one ends the process at once. SIGHUP reads
     the tenants again, unless it comes because the terminal is gone."""
     from kvrelay.cluster.cli.progress import StartProgress
     from kvrelay.cluster.processes.launch import serve as serve_until
     from kvrelay.cluster.processes.reload import Source
 
-    config = read()
+    source = Source(path, overrides, asyncio.Event())
+    config = source.read()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     stop = asyncio.Event()
     clusters: list[str] = []
@@ -142,7 +143,6 @@ async def _serve(read: Callable[[], Config], path: Path | None, console: Any) ->
         console.print(f"stopping; requests have up to {drain_s:g} s to finish", markup=False)
 
     loop = asyncio.get_running_loop()
-    source = Source(path, read, asyncio.Event())
     has_terminal = _has_terminal()
 
     def on_hangup() -> None:
@@ -188,7 +188,7 @@ def _exit_now(clusters: list[str]) -> None:
 
 
 def _print_ready(console: Any, ready: Ready, config: Config) -> None:
-    from kvrelay.cluster.control.router_processes import api_url
+    from kvrelay.cluster.control.routers import api_url
 
     tls = config.tls
     urls = {name: api_url(config.api.host, port, tls.scheme) for name, port in ready.ports.items()}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.cluster.control.messages import Kept, RouterStarted
-from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.control.messages import Checkpoint, RouterStarted
 from kvrelay.engine.model.parallel.shard import num_machines
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
@@ -19,7 +18,7 @@ class ControllerConfig:
     routers: tuple[Peer, ...]  # that live as long as the controller
     listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
     further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
-    kept: Kept = field(default_factory=Kept)  # by the controller before
+    kept: Checkpoint = field(default_factory=Checkpoint)  # by the controller before
     running_routers: tuple[RouterStarted, ...] = ()  # further routers that outlived it
     adopt_timeout_s: float = 5.0
     start_timeout_s: float = 180.0
@@ -31,11 +30,11 @@ class ControllerConfig:
     max_first_failures: int = 3  # before the first worker ever was up
     scaling: ScalingConfig | None = None  # None: as many workers as were asked for
     drain_timeout_s: float = 600.0  # a worker that is not empty by then is ended all the same
-    restart_drain_s: float = 30.0  # the same, of one that is started again
+    restart_drain_s: float = 30.0  # one that is started again is ended then
     prefill_ranks: int = 1  # processes of a worker that is started as one, whatever it is later
     decode_ranks: int = 1
-    ranks_per_machine: int = 0  # of one worker; 0: all of them
-    use_gpus: bool = True  # of machines that have some: one for each rank
+    ranks_per_machine: int = 0  # that one worker has; 0: all of them
+    use_gpus: bool = True  # where machines have some: one for each rank
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
 
     @property
@@ -48,8 +47,3 @@ class ControllerConfig:
     def machines_for(self, num_ranks: int) -> int:
         """Among how many machines the ranks of such a worker are divided."""
         return num_machines(num_ranks, self.ranks_per_machine)
-
-    def wanted(self, node: NodeId, role: Role) -> Worker:
-        """A worker that is to be started as `role`."""
-        num_ranks = self.prefill_ranks if role is Role.PREFILL else self.decode_ranks
-        return Worker(node, role, 0, num_ranks=num_ranks)

@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.cluster.control.messages import Machine as Machine
 from kvrelay.engine.stats import Role
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A machine of the cluster that is alive. `machine_id` is the runtime's name for it."""
-
-    machine_id: str
-    host: str  # where its workers listen
-    num_cpus: float
-    num_gpus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.cluster.control.machines import Machine
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.wire.codec import register
@@ -51,7 +50,7 @@ class AdoptWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptWorker:
+class WorkerCheckpoint:
     """What the next controller has to know of a worker. `peer`: None if it does not listen yet."""
 
     worker: NodeId
@@ -67,11 +66,11 @@ class KeptWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Checkpoint:
     """What outlives a controller. `routers`: the last epoch of each; `num_named`: where workers
     come and go, numbers below it may have been names."""
 
-    workers: tuple[KeptWorker, ...] = ()
+    workers: tuple[WorkerCheckpoint, ...] = ()
     routers: dict[NodeId, int] = field(default_factory=dict)
     num_named: int = 0
 
@@ -80,7 +79,7 @@ class Kept:
 class Record:
     """Effect: keep this for the next controller, before any later effect is performed."""
 
-    kept: Kept
+    kept: Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +99,12 @@ class ScalingReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Introduce:
-    """Effect: tell `to` where `peers` listen; answered by `Introduced`."""
+class SendPeers:
+    """Effect: send `to` where `peers` listen; answered by `PeersUpdated`."""
 
     to: NodeId
     about: NodeId  # the worker or router whose coming up is the reason
-    epoch: int  # of `about`
+    epoch: int  # that `about` has
     peers: tuple[Peer, ...]
 
 
@@ -114,6 +113,16 @@ class GiveUp:
     """Effect: the cluster cannot come up at all; `reason` is one line for the user."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine of the cluster that is alive. `machine_id` is the runtime's name for it."""
+
+    machine_id: str
+    host: str  # where its workers listen
+    num_cpus: float
+    num_gpus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

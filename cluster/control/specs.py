@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
-from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.scaling.targets import chunk_target_s
 from kvrelay.engine.stats import Role
@@ -26,7 +26,7 @@ def worker_spec(
     config: Config,
     model: PreparedModel,
     machines: Mapping[str, Machine],
-    workers: Collection[Worker],
+    workers: Collection[DesiredWorker],
 ) -> WorkerSpec:
     """`machines`: by their id; `workers`: all that are wanted."""
     machine = machines[start.machine_id]
@@ -62,7 +62,7 @@ def worker_spec(
     )
 
 
-def num_sharing_tiers(start: StartWorker, workers: Iterable[Worker]) -> int:
+def num_sharing_tiers(start: StartWorker, workers: Iterable[DesiredWorker]) -> int:
     """Workers among which the tiers of a machine are divided; 0: the one that starts has no part.
 
     The decode workers of a machine share them evenly, because sessions come back to them. Prefill

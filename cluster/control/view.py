@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.cluster.control.lifecycle import Incarnation, ProcessState
 from kvrelay.cluster.control.process_messages import RouterLoad
-from kvrelay.cluster.control.router_processes import RouterState, status_of
-from kvrelay.cluster.control.wanted import Worker, WorkerState
-from kvrelay.engine.node import NodeId
+from kvrelay.cluster.control.routers import status_of
 
 if TYPE_CHECKING:
     from kvrelay.cluster.control.controller import Controller
-
-Life = tuple[NodeId, int]  # a router and its epoch
+    from kvrelay.cluster.control.workers import DesiredWorker
 
 _OF_CONTROLLER = (
     *("epoch", "pid", "machine", "further_machines", "tensor_parallel_size"),
@@ -23,13 +21,13 @@ _OF_CONTROLLER = (
 
 
 def cluster_view(
-    controller: Controller, loads: Mapping[Life, RouterLoad], host: str, scheme: str
+    controller: Controller, loads: Mapping[Incarnation, RouterLoad], host: str, scheme: str
 ) -> dict[str, Any]:
     """`loads`: what routers have said lately; `host`, `scheme`: of their APIs."""
-    routers = controller.router_processes.routers.values()
+    routers = controller.routers.values()
     entries = []
     for router in routers:
-        is_up = router.state is RouterState.UP
+        is_up = router.is_serving
         load = loads.get((router.node, router.epoch)) if is_up else None
         entries.append(status_of(router, host, load, scheme))
     return {
@@ -40,7 +38,7 @@ def cluster_view(
     }
 
 
-def _worker_entry(worker: Worker) -> dict[str, Any]:
+def _worker_entry(worker: DesiredWorker) -> dict[str, Any]:
     return {
         "worker": worker.node,
         "role": str(worker.role),
@@ -72,7 +70,7 @@ def merged_status(
             entry = {"worker": told["worker"], "role": told["role"]}
             own["workers"].append(entry)
         state = told["state"]
-        if entry.get("state") != "backoff" or state != WorkerState.UP:
+        if entry.get("state") != "backoff" or state != ProcessState.UP:
             entry["state"] = state
         entry |= {key: told[key] for key in _OF_CONTROLLER}
     wanted = {told["worker"] for told in view["workers"]}  # others have gone, and are not missed

@@ -1,4 +1,5 @@
-"""Steps by which a cluster comes up and goes down, machine by machine.
+"""`kvrelay up` and `kvrelay down`: HOSTS.toml, which says which machines there are, how they are
+reached and what is served on them; and the steps by which a cluster comes up and goes down.
 
 Each step is the same when it is taken again: what runs is left alone. So a launch that failed is
 repeated as it is, once its cause is gone.
@@ -7,48 +8,179 @@ repeated as it is, once its cause is gone.
 from __future__ import annotations
 
 import secrets
+import shlex
+import subprocess
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from kvrelay.cluster.hosts.orders import (
+from msgspec import Meta, Struct, ValidationError, convert
+
+from kvrelay.cluster.config import ConfigError, read_toml
+from kvrelay.cluster.hosts.agent import (
     Answer,
-    AnyOrder,
+    AnyCommand,
     GiveToken,
-    Hello,
+    Ping,
     StartRay,
     StartServer,
-    Stop,
+    StopProcess,
+    give_token,
 )
-from kvrelay.cluster.hosts.remote import Remote
-from kvrelay.cluster.hosts.settings import HostEntry, Hosts
-from kvrelay.cluster.hosts.there import give_token
+from kvrelay.engine.settings import explain_error
+from kvrelay.engine.wire.channel import ChannelError, pack, unpack
 
+AGENT = "kvrelay.cluster.hosts.agent"
+GRACE_S = 10.0  # beyond the time that a command itself may take
 STOP_S = 60.0
 TOKEN_BYTES = 32
 
-Tell = Callable[[str, str, Answer | None], None]
-"""host, step, its answer (None: it has begun)."""
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class HostEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A machine. The first one has Ray's control plane and the API."""
+
+    name: Annotated[str, Meta(min_length=1)]  # as ssh knows it
+    address: str = ""  # by which the other machines reach it; "": `name`
+    ray_args: tuple[str, ...] = ()  # for `ray start` there, as "--num-gpus=8"
+
+    @property
+    def reached_at(self) -> str:
+        return self.address or self.name
+
+
+class SshSection(Struct, frozen=True, forbid_unknown_fields=True):
+    # to run a command on a machine, which is put where it says {host}, or else at its end
+    command: Annotated[tuple[str, ...], Meta(min_length=1)] = ("ssh", "-o", "BatchMode=yes")
+    python: str = "python3"  # there, of the environment that has KVRelay
+    folder: str = "~/.kvrelay"  # there, for logs and what is kept; {host}: the machine's name
+    connect_s: Annotated[float, Meta(gt=0.0)] = 15.0  # for a machine to answer
+
+
+class RaySection(Struct, frozen=True, forbid_unknown_fields=True):
+    port: Port = 6379
+    start_s: Annotated[float, Meta(gt=0.0)] = 90.0  # for a machine to have joined
+
+
+class ServeSection(Struct, frozen=True, forbid_unknown_fields=True):
+    config: str = ""  # settings of the server, a file beside this one; "": the defaults
+    args: tuple[str, ...] = ("--host", "0.0.0.0")  # for `kvrelay serve`
+    ready_s: Annotated[float, Meta(gt=0.0)] = 900.0  # models may have to be downloaded
+
+
+class Hosts(Struct, frozen=True, forbid_unknown_fields=True):
+    host: Annotated[tuple[HostEntry, ...], Meta(min_length=1)]
+    ssh: SshSection = SshSection()
+    ray: RaySection = RaySection()
+    serve: ServeSection = ServeSection()
+
+    @property
+    def head(self) -> HostEntry:
+        return self.host[0]
+
+    @property
+    def ray_address(self) -> str:
+        return f"{self.head.reached_at}:{self.ray.port}"
+
+
+def read_hosts(path: Path) -> Hosts:
+    """Raises ConfigError, with one line that names the key, its value and what would be right."""
+    tables: dict[str, Any] = read_toml(path)
+    if not tables.get("host"):
+        raise ConfigError(f'{path}: no machines; each is a table, [[host]] with name = "..."')
+    try:
+        hosts = convert(tables, Hosts)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain_error(str(error), tables, Hosts)}") from error
+    names = [host.name for host in hosts.host]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{path}: {', '.join(twice)} is there more than once")
+    return hosts
+
+
+def settings_text(path: Path, hosts: Hosts) -> str:
+    """The server's settings file as text. Raises ConfigError if it cannot be read."""
+    if not hosts.serve.config:
+        return ""
+    file = path.parent / hosts.serve.config
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"serve.config = {hosts.serve.config!r}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A machine as it is reached from here: a command goes there by ssh, its answer comes back."""
+
+    host: HostEntry
+    ssh: SshSection
+
+    @property
+    def folder(self) -> str:
+        return self.ssh.folder.replace("{host}", self.host.name)
+
+    def ask(self, command: AnyCommand, timeout_s: float = 0.0) -> Answer:
+        """Blocks until it is done, or for `timeout_s` and what it takes to get there. Whatever goes
+        wrong is the answer's `error`."""
+        limit_s = self.ssh.connect_s + timeout_s + GRACE_S
+        try:
+            done = subprocess.run(
+                self.ssh_command(), input=pack(command), capture_output=True, timeout=limit_s
+            )
+        except FileNotFoundError as error:
+            return Answer(error=f"{error.filename} is not installed here (ssh.command)")
+        except subprocess.TimeoutExpired:
+            return Answer(error=f"no answer within {limit_s:g} s")
+        try:
+            answer: Answer = unpack(done.stdout)
+        except EOFError:
+            return Answer(error=self._why(done))
+        except ChannelError as error:
+            return Answer(error=str(error))
+        return answer
+
+    def ssh_command(self) -> list[str]:
+        python = [self.ssh.python, "-m", AGENT]
+        placed = [part.replace("{host}", self.host.name) for part in self.ssh.command]
+        if placed != list(self.ssh.command):  # no shell of a login in between
+            return [*placed, *python]
+        return [*placed, self.host.name, shlex.join(python).replace("'~/", "~/'")]
+
+    def _why(self, done: subprocess.CompletedProcess[bytes]) -> str:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        last = said[-1] if said else f"exit code {done.returncode}"
+        if "No module named" in last:
+            return f"{last}: is KVRelay installed for {self.ssh.python} there (ssh.python)?"
+        return last
+
+
+OnStep = Callable[[str, str, Answer | None], None]
+"""Gets the host, the step, and its answer (None: it has begun)."""
 
 
 class LaunchError(Exception):
-    """One line for each machine that could not do it."""
+    """It has one line for each machine that could not do it."""
 
 
 class Launch:
-    """Owned by one command."""
+    """What one command does; it owns the launch."""
 
-    def __init__(self, hosts: Hosts, tell: Tell, home: Path | None = None) -> None:
+    def __init__(self, hosts: Hosts, on_step: OnStep, home: Path | None = None) -> None:
         """`home`: where this machine's token is; None: the user's."""
         self._hosts = hosts
-        self._tell = tell
+        self._on_step = on_step
         self._home = home
         self._remotes = [Remote(host, hosts.ssh) for host in hosts.host]
 
     def up(self, settings: str) -> str:
         """Returns where the API is, as the server says it. Raises LaunchError."""
         hosts = self._hosts
-        self._check_versions(self._all("reach", lambda remote: Hello(remote.folder)))
+        self._check_versions(self._all("reach", lambda remote: Ping(remote.folder)))
         token = self._token()
         self._all("token", lambda remote: GiveToken(remote.folder, token))
         head, *others = self._remotes
@@ -61,7 +193,7 @@ class Launch:
         (served,) = self._each(
             [head], "serve", lambda r: StartServer(r.folder, settings, args, ready_s), ready_s
         )
-        return served.news
+        return served.result
 
     def down(self) -> None:
         """The server first, so that its workers end with it. Raises LaunchError when all that can
@@ -77,24 +209,24 @@ class Launch:
             raise LaunchError("\n".join(problems))
 
     def _end(self, remotes: list[Remote], what: str) -> None:
-        self._each(remotes, f"end {what}", lambda r: Stop(r.folder, what, STOP_S), STOP_S)
+        self._each(remotes, f"end {what}", lambda r: StopProcess(r.folder, what, STOP_S), STOP_S)
 
-    def _all(self, step: str, order: Callable[[Remote], AnyOrder]) -> list[Answer]:
-        return self._each(self._remotes, step, order, 0.0)
+    def _all(self, step: str, command: Callable[[Remote], AnyCommand]) -> list[Answer]:
+        return self._each(self._remotes, step, command, 0.0)
 
     def _each(
         self,
         remotes: Iterable[Remote],
         step: str,
-        order: Callable[[Remote], AnyOrder],
+        command: Callable[[Remote], AnyCommand],
         timeout_s: float,
     ) -> list[Answer]:
         """On all at once. Raises LaunchError when all have answered, and one could not."""
 
         def ask(remote: Remote) -> Answer:
-            self._tell(remote.host.name, step, None)
-            answer = remote.ask(order(remote), timeout_s)
-            self._tell(remote.host.name, step, answer)
+            self._on_step(remote.host.name, step, None)
+            answer = remote.ask(command(remote), timeout_s)
+            self._on_step(remote.host.name, step, answer)
             return answer
 
         remotes = list(remotes)
@@ -113,9 +245,9 @@ class Launch:
 
     def _check_versions(self, answers: list[Answer]) -> None:
         """Frames and KV are only understood by the same version."""
-        first, names = answers[0].facts, [host.name for host in self._hosts.host]
+        first, names = answers[0].versions, [host.name for host in self._hosts.host]
         for name, answer in zip(names, answers, strict=True):
-            for what, found in answer.facts.items():
+            for what, found in answer.versions.items():
                 if found != first.get(what):
                     wanted = f"{names[0]} has {what} {first.get(what)}, and {name} has {found}"
                     raise LaunchError(f"{wanted}; install the same on all machines")

@@ -1,7 +1,8 @@
 """A process that `kvrelay serve` supervises.
 
 `python -m kvrelay.cluster.processes.child KIND NAME FD`: KIND is `router` or `controller`; NAME
-says in `ps` which it is. See `cluster.processes.channel`."""
+says in `ps` which it is. FD is a channel (`engine.wire.channel`): first comes a RouterOrder or a
+ControlSpec. A process whose channel is at its end has lost its supervisor, and ends."""
 
 from __future__ import annotations
 
@@ -12,55 +13,93 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from kvrelay.cluster.control.messages import RouterFailed, RouterLost, RouterStarted
-from kvrelay.cluster.processes.channel import Parent
 from kvrelay.cluster.processes.orders import (
     ControlSpec,
     Ending,
     GaveUp,
     Reload,
     RestartWorkers,
-    RouterOrder,
     Serves,
+    ServiceRequest,
     Stop,
     WorkersRestarted,
 )
 from kvrelay.engine.host import first_line
+from kvrelay.engine.wire.channel import BEAT_S, Beat, Channel, ChannelError, inherited
 
 log = logging.getLogger("kvrelay")
 
 
+class Parent:
+    """The supervisor, as its process sees it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._beat()
+
+    async def first(self) -> Any:
+        """What the process is to be."""
+        return await self._channel.receive()
+
+    async def follow(self, on_message: Callable[[Any], None]) -> None:
+        """Hand on what comes, until the supervisor is gone."""
+        try:
+            while True:
+                on_message(await self._channel.receive())
+        except EOFError:
+            return
+        except ChannelError as error:
+            log.error("the supervisor is not understood: %s", error)
+
+    def send(self, message: Any) -> None:
+        self._channel.send(message)
+
+    def _beat(self) -> None:
+        if not self._channel.is_open:
+            os._exit(1)  # an orphan: the supervisor has died
+        self.send(Beat())
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+
 async def run_router(parent: Parent) -> int:
-    from kvrelay.cluster.processes.router_process import RouterProcess, RouterProcessError
+    from kvrelay.cluster.processes.router_process import (
+        RouterOrder,
+        RouterProcess,
+        RouterProcessError,
+    )
 
     order: RouterOrder = await parent.first()
     spec = order.spec
     sock = socket.socket(fileno=order.sock)
     stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
 
-    def on_order(message: Any) -> None:
+    def on_message(message: Any) -> None:
         if isinstance(message, Stop) and not stop.done():
             stop.set_result(message)
         elif isinstance(message, Reload):
             process.hangup.set()
 
     try:
-        process = RouterProcess(spec, order.listening, parent.tell)
-        gone = asyncio.create_task(parent.follow(on_order))
-        parent.tell(await process.start(sock, order.host))
+        process = RouterProcess(
+            spec, order.listening, lambda service: parent.send(ServiceRequest(service))
+        )
+        gone = asyncio.create_task(parent.follow(on_message))
+        parent.send(await process.start(sock, order.host))
     except (RouterProcessError, OSError) as error:
-        parent.tell(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
+        parent.send(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
         return 1
     serving = asyncio.create_task(process.serves())
-    serving.add_done_callback(lambda _: parent.tell(Serves(spec.router)))
+    serving.add_done_callback(lambda _: parent.send(Serves(spec.router)))
     ends: set[asyncio.Future[Any]] = {gone, stop, process.failed}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if process.failed.done():
         failure = process.failed.result()
         why = f"{type(failure).__name__}: {first_line(failure)}"
-        parent.tell(RouterLost(spec.router, spec.epoch, why))
+        parent.send(RouterLost(spec.router, spec.epoch, why))
         return 1
     if not stop.done():  # an orphan: the supervisor has died
         return 1
@@ -78,10 +117,10 @@ async def run_controller(parent: Parent) -> int:
     from kvrelay.cluster.processes.control_process import ControlProcess
 
     spec: ControlSpec = await parent.first()
-    process = ControlProcess(spec, parent.tell)
+    process = ControlProcess(spec, parent.send)
     stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
 
-    def on_order(message: Any) -> None:
+    def on_message(message: Any) -> None:
         match message:
             case PreparedModel():
                 process.use_model(message)
@@ -92,14 +131,14 @@ async def run_controller(parent: Parent) -> int:
             case RouterStarted() | RouterFailed() | RouterLost():
                 process.say(message)
             case RestartWorkers():
-                process.restart_workers(lambda why: parent.tell(WorkersRestarted(why)))
+                process.restart_workers(lambda why: parent.send(WorkersRestarted(why)))
 
     await process.start()
-    gone = asyncio.create_task(parent.follow(on_order))
+    gone = asyncio.create_task(parent.follow(on_message))
     ends: set[asyncio.Future[Any]] = {gone, stop}
     await asyncio.wait({*ends, process.failed}, return_when=asyncio.FIRST_COMPLETED)
     if process.failed.done():
-        parent.tell(GaveUp(process.failed.result()))
+        parent.send(GaveUp(process.failed.result()))
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if stop.done():
         await process.end()
@@ -107,14 +146,14 @@ async def run_controller(parent: Parent) -> int:
 
 
 def main() -> None:
-    kind, news_fd = sys.argv[1], int(sys.argv[3])
+    kind, end = sys.argv[1], inherited(sys.argv[3])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to stderr
     run = {"router": run_router, "controller": run_controller}[kind]
 
     async def begin() -> int:
-        return await run(Parent(news_fd))
+        return await run(Parent(await Channel.over(end)))
 
     code = asyncio.run(begin())
     logging.shutdown()

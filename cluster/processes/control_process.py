@@ -24,16 +24,17 @@ import msgspec
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.lifecycle import DesiredProcess, ProcessState
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
+    Checkpoint,
     GiveUp,
-    Introduce,
-    Kept,
     Record,
     RequestMachines,
     RestartWorker,
     RouterLost,
+    SendPeers,
     StartRouter,
     StartWorker,
     StopRouter,
@@ -41,20 +42,26 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import AuditQuestion, RouterReport
-from kvrelay.cluster.control.router_processes import RouterState, WantedRouter
 from kvrelay.cluster.control.specs import worker_spec
-from kvrelay.cluster.control.wanted import Worker, WorkerState
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.life import read_record, write_private
 from kvrelay.cluster.processes.operators_desk import OperatorsDesk
-from kvrelay.cluster.processes.orders import AllUp, ControlSpec, PartNews
+from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Audit, Role
 from kvrelay.worker.kv_plan import kv_lines
-from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer, WorkerStarted
-from kvrelay.worker.process import meet
+from kvrelay.worker.messages import (
+    CONTROLLER,
+    Adopt,
+    End,
+    Peer,
+    PeersUpdated,
+    UpdatePeers,
+    WorkerStarted,
+)
+from kvrelay.worker.process import update_peers
 from kvrelay.worker.processes import kill_workers, name_of, worker_processes
 
 MIB = 1 << 20
@@ -145,7 +152,7 @@ class ControlProcess:
                 routers=(),
                 listeners=(self._me,),
                 further_routers=spec.routers,
-                kept=read_record(spec.kept_file, Kept) or Kept(),
+                kept=read_record(spec.kept_file, Checkpoint) or Checkpoint(),
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
                 prefill_ranks=spec.config.ranks_of(Role.PREFILL),
@@ -187,11 +194,11 @@ class ControlProcess:
                 pass
             case StartRouter() | StopRouter():
                 self._tell(effect)
-            case Introduce(to, about, epoch, peers) if to == CONTROLLER:
-                meet(self.wire, peers)
-                self.say(Introduced(to, about, epoch))
-            case Introduce(to, about, epoch, peers):
-                self.wire.send(to, Meet(about, epoch, peers))
+            case SendPeers(to, about, epoch, peers) if to == CONTROLLER:
+                update_peers(self.wire, peers)
+                self.say(PeersUpdated(to, about, epoch))
+            case SendPeers(to, about, epoch, peers):
+                self.wire.send(to, UpdatePeers(about, epoch, peers))
             case GiveUp(reason):
                 self._fail(reason)
             case _:
@@ -238,7 +245,7 @@ class ControlProcess:
             before = worker.epoch
             self.say(RestartWorker(worker.node, "an operator restarts all workers"))
             deadline = self._loop.time() + timeout_s
-            while worker.epoch == before or worker.state is not WorkerState.UP:
+            while worker.epoch == before or worker.state is not ProcessState.UP:
                 if self.controller.workers.get(worker.node) is not worker:
                     break  # the autoscaler has let it go
                 if self._loop.time() > deadline:
@@ -280,7 +287,7 @@ class ControlProcess:
                     self._end_now(why)
                 log.warning("%s; again in %g s", why, RAY_RETRY_S)
                 await asyncio.sleep(RAY_RETRY_S)
-        self._tell(PartNews("ray", "up", True))
+        self._tell(StartupProgress("ray", "up", True))
         await self._model
         self._workers = ray.RayWorkers(self.spec.listening, self.say)
         cluster = self.spec.cluster
@@ -309,8 +316,8 @@ class ControlProcess:
         except Exception as error:  # of Ray: what serves goes on with the machines that there are
             log.warning("Ray was not asked for %d machines: %s", num_machines, error)
 
-    def _tell_ray(self, news: str) -> None:
-        self._loop.call_soon_threadsafe(self._tell, PartNews("ray", news, False))
+    def _tell_ray(self, state: str) -> None:
+        self._loop.call_soon_threadsafe(self._tell, StartupProgress("ray", state, False))
 
     def _start_worker(self, start: StartWorker) -> None:
         machines = {machine.machine_id: machine for machine in self.controller.machines}
@@ -332,7 +339,7 @@ class ControlProcess:
         if self.wire.context.is_here(peer.host) and is_gone:
             self.say(WorkerLost(adopted.worker, adopted.epoch, "its process has ended"))
             return
-        meet(self.wire, [peer])
+        update_peers(self.wire, [peer])
         self.wire.send(adopted.worker, Adopt(self._me))
         self._adopted.append(adopted)
 
@@ -348,12 +355,11 @@ class ControlProcess:
     async def _show(self) -> None:
         """Tell the supervisor how far each part is, until all are up."""
         while not self.controller.all_up():
-            routers = self.controller.router_processes.routers.values()
-            parts: list[Worker | WantedRouter] = [*self.controller.workers.values(), *routers]
+            workers, routers = self.controller.workers.values(), self.controller.routers.values()
+            parts: list[DesiredProcess] = [*workers, *routers]
             for part in parts:
-                is_up = part.state in (WorkerState.UP, RouterState.UP)
-                why = f" ({part.last_error})" if part.last_error and not is_up else ""
-                self._tell(PartNews(part.node, f"{part.state}{why}", is_up))
+                why = f" ({part.last_error})" if part.last_error and not part.is_serving else ""
+                self._tell(StartupProgress(part.node, f"{part.state}{why}", part.is_serving))
             await asyncio.sleep(0.1)
         infos = [w.info for w in self.controller.workers.values() if w.info is not None]
         model = await self._model

@@ -31,12 +31,11 @@ from kvrelay.cluster.prepare import (
     uses_gpus,
 )
 from kvrelay.cluster.processes.certificates import identity_of, with_certificates
-from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.processes.life import open_life
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
-from kvrelay.cluster.processes.supervisor import Ready, Supervisor, Tell
+from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
 from kvrelay.cluster.state.opening import with_url
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.kv_plan import BuildError
@@ -74,7 +73,7 @@ def _toward(host: str) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # of a datagram socket: only the route is looked up
+            probe.connect((host, 9))  # only looks up the route: it is a datagram socket
         except OSError:
             return LOOPBACK
         return str(probe.getsockname()[0])
@@ -88,7 +87,7 @@ HEAD_START_S = 3.0
 
 async def serve(
     config: Config,
-    tell: Tell,
+    on_progress: OnProgress,
     stop: asyncio.Event,
     on_ready: Callable[[Ready, Config], None],
     source: Source | None = None,
@@ -99,9 +98,11 @@ async def serve(
     begins to end. `source`: of tenants that may change. `on_cluster` gets the name of the cluster,
     as `worker.processes.kill_workers` takes it. Raises ServeError, and ConfigError for
     tenants, the store and an extra that is not installed."""
-    config = await asyncio.to_thread(with_keys, with_url(config), partial(_tell_of_key, tell))
+    config = await asyncio.to_thread(
+        with_keys, with_url(config), partial(_tell_of_key, on_progress)
+    )
     config = await asyncio.to_thread(with_certificates, config)
-    config = _for_gpus(config, tell)
+    config = _for_gpus(config, on_progress)
     _check_chat_template(config)
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -114,14 +115,14 @@ async def serve(
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
     supervisor: Supervisor | None = None
     try:
-        preparing = asyncio.create_task(_prepare(config, tell, found))
+        preparing = asyncio.create_task(_prepare(config, on_progress, found))
         tasks.append(preparing)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEAD_START_S):
                 await found.wait()
         if preparing.done():
             preparing.result()
-        supervisor = await _supervise(config, access, sockets, tell, source)
+        supervisor = await _supervise(config, access, sockets, on_progress, source)
         on_cluster(supervisor.cluster)
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
@@ -141,19 +142,19 @@ async def serve(
             sock.close()
 
 
-def _tell_of_key(tell: Tell, path: Path) -> None:
-    tell("API key", f"made, and kept in {path}: {path.read_text().strip()}", True)
+def _tell_of_key(on_progress: OnProgress, path: Path) -> None:
+    on_progress("API key", f"made, and kept in {path}: {path.read_text().strip()}", True)
 
 
-def _for_gpus(config: Config, tell: Tell) -> Config:
+def _for_gpus(config: Config, on_progress: OnProgress) -> Config:
     """As many workers as the GPUs of this machine are for. Raises ServeError."""
     try:
         check_machines(config)
-        config, told = for_gpus(config, num_gpus())
+        config, notice = for_gpus(config, num_gpus())
     except BuildError as error:
         raise ServeError(str(error)) from error
-    if told:
-        tell("GPUs", told, True)
+    if notice:
+        on_progress("GPUs", notice, True)
     return config
 
 
@@ -169,7 +170,7 @@ def _check_chat_template(config: Config) -> None:
 
 
 class _Stopped(Exception):
-    """Asked to stop."""
+    """Raised when serving is to stop before what is awaited has come."""
 
 
 async def _first(awaited: asyncio.Future[T], until: tuple[asyncio.Future[Any], ...]) -> T:
@@ -184,7 +185,7 @@ async def _first(awaited: asyncio.Future[T], until: tuple[asyncio.Future[Any], .
 
 
 async def _forward(source: Source, supervisor: Supervisor) -> None:
-    """SIGHUP, to the routers."""
+    """Has routers read tenants again whenever SIGHUP comes."""
     while True:
         await source.hangup.wait()
         source.hangup.clear()
@@ -195,7 +196,7 @@ async def _supervise(
     config: Config,
     access: Access,
     sockets: dict[NodeId, socket.socket],
-    tell: Tell,
+    on_progress: OnProgress,
     source: Source | None,
 ) -> Supervisor:
     port = next(iter(sockets.values())).getsockname()[1]
@@ -215,7 +216,7 @@ async def _supervise(
         orphan_s=cluster.orphan_s,
         tls=identity_of(config.tls) if config.tls.frames else None,
     )
-    supervisor = Supervisor(config, access, sockets, life, listening, host, tell, source)
+    supervisor = Supervisor(config, access, sockets, life, listening, host, on_progress, source)
     await supervisor.start()
     return supervisor
 
@@ -243,7 +244,7 @@ def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
-    """A listening socket for each router: at the API's port and those after it."""
+    """Opens a listening socket for each router: at the API's port and those after it."""
     sockets: dict[NodeId, socket.socket] = {}
     try:
         for number in range(config.cluster.routers):
@@ -256,7 +257,7 @@ def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
     return sockets
 
 
-async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> PreparedModel:
+async def _prepare(config: Config, on_progress: OnProgress, found: asyncio.Event) -> PreparedModel:
     """The model on disk. `found` is set once it is clear that the model is there, or is not, or
     will take a while."""
     loop = asyncio.get_running_loop()
@@ -266,20 +267,20 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> Prepared
         num_here = num_prefill = 0
 
     def prepare() -> PreparedModel:
-        def on_news(news: str) -> None:
+        def progress(state: str) -> None:
             loop.call_soon_threadsafe(found.set)
-            tell("model", news, False)
+            on_progress("model", state, False)
 
         try:
             model = prepare_model(
-                config, num_here, on_news, num_prefill_here=num_prefill, on_gpu=on_gpu
+                config, num_here, progress, num_prefill_here=num_prefill, on_gpu=on_gpu
             )
         except BuildError as error:
             raise ServeError(str(error)) from error
-        tell("model", str(model.path), True)
+        on_progress("model", str(model.path), True)
         return model
 
-    tell("model", config.model.name, False)
+    on_progress("model", config.model.name, False)
     try:
         return await _in_thread(prepare, "prepare-model")
     finally:

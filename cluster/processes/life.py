@@ -31,7 +31,7 @@ T = TypeVar("T")
 class LifeRecord(msgspec.Struct):
     cluster: str
     token: bytes
-    settings: str  # of the workers: `workers_of`
+    settings: str  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
 
 
@@ -44,11 +44,11 @@ class Life:
 
     @property
     def kept_file(self) -> Path:
-        """Of controllers."""
+        """Where a controller keeps what the next one has to know."""
         return self.path / "controller"
 
     def next_controller(self) -> int:
-        """Its epoch."""
+        """Returns the epoch of the controller that starts now."""
         self.record.controller_epoch += 1
         write_private(self.path / "life", msgspec.msgpack.encode(self.record))
         return self.record.controller_epoch

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from kvrelay.cluster.control.audits import SharedAudit, audit_dict
+from kvrelay.cluster.control.lifecycle import Incarnation
 from kvrelay.cluster.control.process_messages import (
     AuditAnswer,
     AuditQuestion,
@@ -18,9 +19,7 @@ from kvrelay.cluster.control.process_messages import (
     RouterLoad,
     RouterReport,
 )
-from kvrelay.cluster.control.router_processes import RouterState
-from kvrelay.cluster.control.view import Life, cluster_view
-from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.processes.orders import ControlSpec
 from kvrelay.engine.host import NodeHost
 from kvrelay.engine.node import NodeId
@@ -56,7 +55,7 @@ class OperatorsDesk:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._shared_audit = SharedAudit(self.audit)
-        self._loads: dict[Life, RouterLoad] = {}
+        self._loads: dict[Incarnation, RouterLoad] = {}
         self._asked: dict[NodeId, asyncio.Future[Audit]] = {}  # by the audit that runs
         self._is_pushing = False
 
@@ -82,13 +81,13 @@ class OperatorsDesk:
     def _push(self) -> None:
         self._is_pushing = False
         view = ClusterView(msgspec.msgpack.encode(self.view()))
-        for router in self._control.controller.router_processes.peers:
+        for router in self._control.controller.router_set.peers:
             self._control.wire.send(router.node, view)
 
     def view(self) -> dict[str, Any]:
         """See `cluster.control.view`."""
         control, spec = self._control, self._control.spec
-        routers = control.controller.router_processes.routers.values()
+        routers = control.controller.routers.values()
         lives = {(router.node, router.epoch) for router in routers}
         self._loads = {life: load for life, load in self._loads.items() if life in lives}
         host, scheme = spec.config.api.host, spec.config.tls.scheme
@@ -103,9 +102,9 @@ class OperatorsDesk:
     async def audit(self) -> dict[str, Any]:
         """Where the workers' blocks are, and what is leaked; see `cluster.control.audits`."""
         controller = self._control.controller
-        up_workers = [w.node for w in controller.workers.values() if w.state is WorkerState.UP]
-        routers = controller.router_processes.routers.values()
-        up_routers = [router.node for router in routers if router.state is RouterState.UP]
+        up_workers = [w.node for w in controller.workers.values() if w.is_serving]
+        routers = controller.routers.values()
+        up_routers = [router.node for router in routers if router.is_serving]
         found = await self._ask([*up_workers, *up_routers])
         num_live, left = 0, list[str]()
         for router in up_routers:

@@ -1,14 +1,21 @@
-"""What the supervisor and its processes say to each other, beside the controller's messages."""
+"""What the supervisor and its processes say to each other, beside the controller's messages: over
+channels (`engine.wire.channel`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.control.messages import RouterStarted
+from kvrelay.cluster.control.messages import (
+    RouterFailed,
+    RouterLost,
+    RouterStarted,
+    StartRouter,
+    StopRouter,
+)
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire import channel
 from kvrelay.worker.process import Listening
 
 
@@ -27,11 +34,11 @@ class ControlSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PartNews:
+class StartupProgress:
     """To the supervisor: how far a part of the cluster is."""
 
     part: str
-    news: str
+    state: str
     is_up: bool
 
 
@@ -43,20 +50,17 @@ class AllUp:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterOrder:
-    """What a router's process is to be. `sock`: the number of its listening socket here."""
-
-    spec: Any  # RouterProcessSpec
-    listening: Listening
-    host: str  # where its wire listens
-    sock: int
-
-
-@dataclass(frozen=True, slots=True)
 class Serves:
     """From a router: its API takes requests."""
 
     router: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRequest:
+    """From a router: an operator asks for this, of the whole server."""
+
+    service: str  # "drain" or "restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """Read tenants again."""
+    """To a router: read the tenants' files again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +98,8 @@ class WorkersRestarted:
     """`why_not`: empty if all are up again."""
 
     why_not: str
+
+
+channel.register(RouterFailed, RouterLost, RouterStarted, StartRouter, StopRouter)
+channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
+channel.register(Stop, Ending, Reload, RestartWorkers, WorkersRestarted)

@@ -45,12 +45,13 @@ from kvrelay.decode_worker.actor import DecodeWorker
 from kvrelay.engine.host import first_line
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire.channel import pack, unpack
 from kvrelay.prefill_worker.actor import PrefillWorker
 from kvrelay.worker.messages import StartFailed, WorkerStarted
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import name_of
 from kvrelay.worker.rank_host import RankHostSpec
-from kvrelay.worker.spec import WorkerSpec
+from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 
 log = logging.getLogger("kvrelay.ray")
 
@@ -58,7 +59,8 @@ POLL_MACHINES_S = 1.0
 END_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 30.0  # for the GPUs of a machine, which its last worker may still have
 RANKS_WAIT_S = 120.0  # for a worker to connect to its ranks; it imports torch before that
-HELD = 0.001  # of a machine, by each worker: Ray's autoscaler would think it idle otherwise
+# Each worker holds so much of its machine: Ray's autoscaler would think that idle otherwise.
+HELD = 0.001
 ACTORS = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
 
 
@@ -67,7 +69,7 @@ class _Running:
     epoch: int
     guardian: Any  # None: not created yet
     task: asyncio.Task[None]
-    # Of its ranks on other machines. They end with the worker; by force where it never began.
+    # Guardians of its ranks on other machines end with the worker; by force where it never began.
     of_ranks: list[Any] = field(default_factory=list)
 
 
@@ -153,7 +155,7 @@ class RayWorkers:
         await asyncio.to_thread(ask_for_machines, num_machines, resources)
 
     async def close(self) -> None:
-        """End all, within `END_TIMEOUT_S`."""
+        """End all workers, within `END_TIMEOUT_S`."""
         for worker in {*self._running, *self._placed}:
             self.end(worker, sys.maxsize)
         if self._ending:
@@ -191,7 +193,8 @@ class RayWorkers:
                     return None, place
             spec = replace(spec, host=listening.host, rank_hosts=tuple(places))
         running.guardian = self._guardian(spec, group, 0)
-        return running.guardian, await _result(running.guardian.start.remote(spec, listening))
+        order = pack(WorkerOrder(spec, listening))
+        return running.guardian, unpack(await _result(running.guardian.start.remote(order)))
 
     async def _place(self, spec: WorkerSpec) -> PlacementGroup | None:
         """A bundle for each of the worker's machines, once Ray holds them; None: it does not."""
@@ -227,8 +230,8 @@ class RayWorkers:
             )
             guardian = self._guardian(spec, group, number)
             running.of_ranks.append(guardian)
-            answers.append(_result(guardian.start_ranks.remote(of_ranks)))
-        return await asyncio.gather(*answers)
+            answers.append(_result(guardian.start_ranks.remote(pack(of_ranks))))
+        return [unpack(answer) for answer in await asyncio.gather(*answers)]
 
     def _host_of(self, machine: str) -> str:
         """Where a worker on it listens."""
@@ -238,7 +241,7 @@ class RayWorkers:
         return ray.util.get_node_ip_address() if own else self._raylets[machine][0]
 
     def _guardian(self, spec: WorkerSpec, group: PlacementGroup, number: int) -> Any:
-        """`number`: of the machine among the worker's."""
+        """`number` says which of the worker's machines it is on."""
         who = f"ranks of {spec.worker}" if number else spec.worker
         name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
         env = {"OMP_NUM_THREADS": str(spec.engine.threads), "TOKENIZERS_PARALLELISM": "false"}

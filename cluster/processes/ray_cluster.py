@@ -16,7 +16,7 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.engine.host import first_line
 
 REACH_TIMEOUT_S = 5.0
-NAMESPACE = "kvrelay"  # of actors' names
+NAMESPACE = "kvrelay"  # where actors have their names
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 
 
@@ -82,7 +82,7 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 
 def ask_for_machines(num_machines: int, resources: dict[str, float]) -> None:
-    """Of Ray's autoscaler; see `RayWorkers.request_machines`. Blocks."""
+    """Ask Ray's autoscaler; see `RayWorkers.request_machines`. Blocks."""
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=[resources] * num_machines)

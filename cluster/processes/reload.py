@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from kvrelay.cluster.api.tenants import Tenants, load_tenants
-from kvrelay.cluster.config import Config, ConfigError
+from kvrelay.cluster.config import Config, ConfigError, load_config
 
 POLL_S = 2.0
 
@@ -24,12 +25,15 @@ _log = logging.getLogger("kvrelay.tenants")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a server's configuration comes from. `read` raises ConfigError; `hangup` is set by
-    SIGHUP."""
+    """Where a server's configuration comes from: a file, and what the command line says."""
 
     path: Path | None
-    read: Callable[[], Config]
-    hangup: asyncio.Event
+    overrides: dict[str, Any]
+    hangup: asyncio.Event  # set by SIGHUP
+
+    def read(self) -> Config:
+        """Reads the file again. Raises ConfigError if it is not right."""
+        return load_config(self.path, self.overrides)
 
 
 async def follow(

@@ -25,6 +25,7 @@ import msgspec
 from kvrelay.cluster.api.metrics import status_dict
 from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import RouterStarted, ScalingReport, SetRole
 from kvrelay.cluster.control.process_messages import (
     AuditAnswer,
@@ -34,7 +35,7 @@ from kvrelay.cluster.control.process_messages import (
     RouterLoad,
     RouterReport,
 )
-from kvrelay.cluster.control.router_processes import RouterState, router_entry
+from kvrelay.cluster.control.routers import router_entry
 from kvrelay.cluster.control.view import merged_status
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
@@ -44,12 +45,13 @@ from kvrelay.cluster.state.opening import open_state
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
+from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
 from kvrelay.router.router import Router
-from kvrelay.worker.messages import CONTROLLER, Introduced, Meet, Peer
-from kvrelay.worker.process import Listening, meet
+from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, UpdatePeers
+from kvrelay.worker.process import Listening, update_peers
 
 REPORT_S = 1.0
 AWAY_S = 5.0  # without a word of the controller it counts as gone
@@ -71,8 +73,21 @@ class RouterProcessSpec:
     config: Config
     model: ServedModel
     access: Access
-    # of tenants that may change: `path` and `read` of a `Source`
-    source: tuple[Path | None, Callable[[], Config]] | None = None
+    # where tenants come from that may change: `path` and `overrides` of a `Source`
+    source: tuple[Path | None, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOrder:
+    """What a router's process is to be. `sock`: the number of its listening socket here."""
+
+    spec: RouterProcessSpec
+    listening: Listening
+    host: str  # where its wire listens
+    sock: int
+
+
+channel.register(RouterOrder)
 
 
 class RouterProcess:
@@ -213,7 +228,7 @@ class RouterProcess:
         status["restarted_tasks"] = dict(self._restarted)
         spec = self._spec
         host, port, scheme = spec.config.api.host, self._http_port, spec.config.tls.scheme
-        up, load = RouterState.UP, self._load()
+        up, load = ProcessState.UP, self._load()
         status["routers"] = [router_entry(spec.router, spec.epoch, up, host, port, load, scheme)]
         return merged_status(status, self._view, now - self._viewed_at)
 
@@ -283,9 +298,9 @@ class RouterProcess:
     def _deliver(self, to: NodeId, message: Any) -> None:
         """What is for the process is not for its node."""
         match message:
-            case Meet(about, epoch, peers):
-                meet(self.wire, peers)
-                self.wire.send(CONTROLLER, Introduced(self._spec.router, about, epoch))
+            case UpdatePeers(about, epoch, peers):
+                update_peers(self.wire, peers)
+                self.wire.send(CONTROLLER, PeersUpdated(self._spec.router, about, epoch))
             case ClusterView(data):
                 self._view = msgspec.msgpack.decode(data)
                 self._viewed_at = self._loop.time()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -26,47 +27,131 @@ from kvrelay.cluster.control.messages import (
     StopRouter,
 )
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.channel import Child
-from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.life import Life
 from kvrelay.cluster.processes.orders import (
     AllUp,
     ControlSpec,
     Ending,
     GaveUp,
-    PartNews,
     Reload,
     RestartWorkers,
-    RouterOrder,
     Serves,
+    ServiceRequest,
+    StartupProgress,
     Stop,
     WorkersRestarted,
 )
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
-from kvrelay.cluster.processes.router_process import RouterProcessSpec
+from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
 
 log = logging.getLogger("kvrelay.serve")
 
-Tell = Callable[[str, str, bool], None]  # part, news, done
+OnProgress = Callable[[str, str, bool], None]  # part, state, whether it is up
+CHILD = "kvrelay.cluster.processes.child"
+LAST_WORDS_S = 1.0  # for what a process has said before its end
 
 WATCH_S = 1.0
 SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
-RESTART_S, MAX_RESTART_S = 0.1, 10.0  # before a controller that ended is started again
+RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
 STABLE_S = 60.0  # one that ran for so long is started again at once
 END_S = 20.0  # for a process to end by itself once it was told to
+
+
+class ServeError(Exception):
+    """Serving cannot begin, or cannot go on; one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
     """All are up, and the first router takes requests."""
 
-    ports: dict[NodeId, int]  # of each router's API
+    ports: dict[NodeId, int]  # where each router's API listens
     lines: tuple[str, ...]  # what the KV cache costs
     model: str
+
+
+class Child:
+    """A process beside the supervisor, from its start to its end."""
+
+    def __init__(
+        self, name: str, on_message: Callable[[Any], None], on_end: Callable[[int], None]
+    ) -> None:
+        """`on_end` gets the exit code, negative for a signal."""
+        self.name = name
+        self.heard_at = asyncio.get_running_loop().time()
+        self._on_message = on_message
+        self._on_end = on_end
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
+        """`kind`: one of `cluster.processes.child`; `fds`: sockets that it gets, by number."""
+        mine, its = socket.socketpair()
+        with its:
+            self._process = await asyncio.create_subprocess_exec(
+                *command(CHILD, kind, self.name, end=its),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(its.fileno(), *fds),
+                start_new_session=True,  # the terminal's signals are for the supervisor
+            )
+        self._channel = await Channel.over(mine)
+        self.send(first)
+        self._tasks = [
+            asyncio.create_task(self._listen(self._channel)),
+            asyncio.create_task(self._await_end()),
+        ]
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def send(self, message: Any) -> None:
+        if self.is_alive and self._channel is not None:
+            self._channel.send(message)
+
+    def kill(self) -> None:
+        if self._process is not None and self.is_alive:
+            # `Popen.kill` may reap a process that is dead already, and its exit code with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    async def ended(self, timeout_s: float) -> bool:
+        """Whether it ends within so long."""
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _listen(self, channel: Channel) -> None:
+        try:
+            while True:
+                message = await channel.receive()
+                self.heard_at = asyncio.get_running_loop().time()
+                if not isinstance(message, Beat):
+                    self._on_message(message)
+        except EOFError:
+            return
+        except ChannelError as error:
+            log.error("%s is ended: %s", self.name, error)
+        except Exception:
+            log.exception("%s is ended: what it said leads nowhere", self.name)
+        self.kill()
+
+    async def _await_end(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        await asyncio.wait(self._tasks[:1], timeout=LAST_WORDS_S)
+        self._on_end(code)
 
 
 class Supervisor:
@@ -82,7 +167,7 @@ class Supervisor:
         life: Life,
         listening: Listening,
         host: str,
-        tell: Tell,
+        on_progress: OnProgress,
         source: Source | None,
     ) -> None:
         """`sockets`: of each router, listening; `host`: where routers and controller listen."""
@@ -92,7 +177,7 @@ class Supervisor:
         self._life = life
         self._listening = listening
         self._host = host
-        self._tell = tell
+        self._on_progress = on_progress
         self._source = source
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -124,7 +209,7 @@ class Supervisor:
 
     def reload(self) -> None:
         for router in self._routers.values():
-            router.order(Reload())
+            router.send(Reload())
 
     async def end(self, drain_s: float) -> None:
         """Take no new requests, finish what is there within `drain_s`, and end all."""
@@ -132,13 +217,13 @@ class Supervisor:
         self._to_controller(Ending())
         routers = list(self._routers.values())
         for router in routers:
-            router.order(Stop(drain_s))
+            router.send(Stop(drain_s))
         finish_s = drain_s + SHUTDOWN_S + END_S
         await asyncio.gather(*(_end(router, finish_s) for router in routers))
         if self._controller is not None and self._controller.is_alive:
-            self._controller.order(Stop())
+            self._controller.send(Stop())
             await _end(self._controller, 2 * END_S)
-        kill_workers(self.cluster)  # of a controller that could not end them, if they are here
+        kill_workers(self.cluster)  # where the controller could not, if they are here
         for task in self._tasks:
             task.cancel()
         if not self.failed.done():
@@ -153,7 +238,7 @@ class Supervisor:
         self._restarting = self._loop.create_future()
         try:
             log.info("restarting workers")
-            self._controller.order(RestartWorkers())
+            self._controller.send(RestartWorkers())
             why_not = await self._restarting
             if why_not:
                 log.error("restart stopped: %s", why_not)
@@ -172,7 +257,7 @@ class Supervisor:
     async def _restart_router(self, name: NodeId) -> None:
         old, drain_s = self._routers[name], self._config.cluster.drain_s
         self._serving.discard(name)
-        old.order(Stop(drain_s, refuse=False))
+        old.send(Stop(drain_s, refuse=False))
         await _end(old, drain_s + SHUTDOWN_S + END_S)
         async with asyncio.timeout(self._config.cluster.start_timeout_s):
             while name not in self._serving:
@@ -196,23 +281,23 @@ class Supervisor:
         )
         started_at = self._loop.time()
         child = Child(
-            "controller", self._on_controller_news, lambda code: self._on_end(started_at, code)
+            "controller", self._on_controller_message, lambda code: self._on_end(started_at, code)
         )
         self._controller = child
         await child.start("controller", spec)
         if self._model is not None:
-            child.order(self._model)
+            child.send(self._model)
 
-    def _on_controller_news(self, news: Any) -> None:
-        match news:
-            case PartNews(part, text, is_up):
+    def _on_controller_message(self, message: Any) -> None:
+        match message:
+            case StartupProgress(part, state, is_up):
                 if not self.ready.done():
-                    self._tell(part, text, is_up)
+                    self._on_progress(part, state, is_up)
             case AllUp(lines):
                 self._lines = lines
                 self._look_ready()
             case StartRouter():
-                self._spawn(self._start_router(news))
+                self._spawn(self._start_router(message))
             case StopRouter(router, epoch):
                 self._stop_router(router, epoch)
             case WorkersRestarted(why_not):
@@ -221,16 +306,16 @@ class Supervisor:
             case GaveUp(reason):
                 self._fail(ServeError(reason))
             case _:
-                log.warning("the controller said %s", type(news).__name__)
+                log.warning("the controller said %s", type(message).__name__)
 
     def _on_end(self, started_at: float, code: int) -> None:
         if self._is_ending:
             return
         if self._loop.time() - started_at >= STABLE_S:
             self._failures = 0
-        pause_s = min(RESTART_S * 2**self._failures, MAX_RESTART_S)
         self._failures += 1
-        log.warning("the controller has ended (%s); again in %g s", told(code), pause_s)
+        pause_s = RESTART.pause_s(self._failures)
+        log.warning("the controller has ended (%s); again in %g s", shown(code), pause_s)
         if self._restarting is not None and not self._restarting.done():
             self._restarting.set_result("the controller has ended")
 
@@ -259,33 +344,33 @@ class Supervisor:
             config=config,
             model=served,
             access=self._access,
-            source=None if self._source is None else (self._source.path, self._source.read),
+            source=None if self._source is None else (self._source.path, self._source.overrides),
         )
         fd = self._sockets[name].fileno()
         child = Child(
             name,
-            self._on_router_news,
+            self._on_router_message,
             lambda code: self._on_router_end(name, start.epoch, code),
         )
         self._routers[name] = child
         await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
 
-    def _on_router_news(self, news: Any) -> None:
-        match news:
+    def _on_router_message(self, message: Any) -> None:
+        match message:
             case RouterStarted(peer):
-                self._started[peer.node] = news
-                self._to_controller(news)
+                self._started[peer.node] = message
+                self._to_controller(message)
             case RouterFailed() | RouterLost():
-                self._to_controller(news)
+                self._to_controller(message)
             case Serves(router):
                 self._serving.add(router)
                 self._look_ready()
-            case "drain":
+            case ServiceRequest("drain"):
                 self.asked_to_end.set()
-            case "restart":
+            case ServiceRequest("restart"):
                 self._spawn(self.restart())
             case _:
-                log.warning("a router said %s", type(news).__name__)
+                log.warning("a router said %s", type(message).__name__)
 
     def _on_router_end(self, name: NodeId, epoch: int, code: int) -> None:
         self._serving.discard(name)
@@ -293,7 +378,7 @@ class Supervisor:
         if started is not None and started.peer.epoch == epoch:
             del self._started[name]
         if not self._is_ending:
-            self._to_controller(RouterLost(name, epoch, f"its process has ended ({told(code)})"))
+            self._to_controller(RouterLost(name, epoch, f"its process has ended ({shown(code)})"))
 
     def _stop_router(self, name: NodeId, epoch: int) -> None:
         child, started = self._routers.get(name), self._started.get(name)
@@ -302,7 +387,7 @@ class Supervisor:
 
     def _to_controller(self, message: Any) -> None:
         if self._controller is not None:
-            self._controller.order(message)
+            self._controller.send(message)
 
     def _look_ready(self) -> None:
         lines, model = self._lines, self._model
@@ -341,8 +426,8 @@ async def _end(child: Child, timeout_s: float) -> None:
         await child.ended(END_S)
 
 
-def told(code: int) -> str:
-    """An exit code, for people."""
+def shown(code: int) -> str:
+    """Says an exit code as people know it."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):

@@ -2,31 +2,29 @@
 
 `python -m kvrelay.cluster.processes.worker NAME FD`. It leaves the guardian's session, so that it
 outlives it: weights and KV are worth more than what started them. NAME says in `ps` which worker
-it is. From stdin come a WorkerSpec and a Listening, pickled; to FD go, pickled, the process id, a
-WorkerStarted or StartFailed, and why it ends."""
+it is. FD is a channel (`engine.wire.channel`): a WorkerOrder comes, and a WorkerStarted or
+StartFailed goes, then ProcessEnds."""
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
-import pickle
 import signal
 import sys
-from typing import IO, TYPE_CHECKING, Any
 
 from kvrelay.engine.host import NodeExit, first_line
+from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.core_dumps import CoreDumps
-from kvrelay.worker.messages import StartFailed, WorkerStarted
+from kvrelay.worker.messages import ProcessEnds, StartFailed, WorkerStarted
 from kvrelay.worker.process import Listening, WorkerProcess
-
-if TYPE_CHECKING:
-    from kvrelay.worker.spec import WorkerSpec
+from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 
 
-def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None, Any]:
-    """Build the worker and serve. What would fail again is told as permanent."""
+def start(
+    spec: WorkerSpec, listening: Listening
+) -> tuple[WorkerProcess | None, WorkerStarted | StartFailed]:
+    """Build the worker and serve. What would fail again is reported as permanent."""
     from kvrelay.cluster.roles import build_worker
     from kvrelay.worker.kv_plan import BuildError
 
@@ -41,19 +39,12 @@ def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None,
         return None, StartFailed(spec.worker, spec.epoch, why, permanent=False)
 
 
-def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
-    """Returns the exit code."""
-
-    def tell(news: Any) -> None:
-        with contextlib.suppress(OSError):  # the guardian may be gone
-            guardian.write(pickle.dumps(news))
-            guardian.flush()
-
-    tell(os.getpid())
+def serve(spec: WorkerSpec, listening: Listening, guardian: BlockingChannel) -> int:
+    """Returns the exit code of the process."""
     dumps = CoreDumps(spec.engine.core_dumps, spec.worker, on_gpu=spec.on_gpu)
     dumps.prepare(os.environ)
     process, answer = start(spec, listening)
-    tell(answer)
+    guardian.send(answer)
     if process is None or not isinstance(answer, WorkerStarted):
         return 1
     try:
@@ -62,7 +53,7 @@ def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
         why, hangs = first_line(error), isinstance(error, NodeExit) and error.hangs
         stacks = dumps.write_stacks(why) if hangs else None
         where = f"; stacks: {stacks}" if stacks else ""
-        tell(f"{type(error).__name__}: {why}{where}")
+        guardian.send(ProcessEnds(f"{type(error).__name__}: {why}{where}"))
         if hangs:  # what it did, others have taken over: its step was late for long
             dumps.dump_gpus()
         logging.shutdown()
@@ -79,10 +70,9 @@ def main() -> None:
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("kvrelay").setLevel(logging.INFO)
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to the log
-    guardian = os.fdopen(int(sys.argv[2]), "wb")
-    os.set_inheritable(guardian.fileno(), False)
-    spec, listening = pickle.load(sys.stdin.buffer)
-    code = serve(spec, listening, guardian)
+    guardian = BlockingChannel(inherited(sys.argv[2]))
+    order: WorkerOrder = guardian.receive()
+    code = serve(order.spec, order.listening, guardian)
     sys.stderr.flush()
     os._exit(code)
 

@@ -26,9 +26,10 @@ from redis.retry import Retry
 
 from kvrelay.cluster.state.index_keys import IndexKeys
 from kvrelay.cluster.state.session_keys import SessionKeys, Stamped
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.node import Effect, NodeId
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.router.sessions.session import DeleteSession, SaveSession
 from kvrelay.router.state import (
     ForgetView,
     IndexView,
@@ -48,7 +49,7 @@ POLL_S = 0.1  # between looks at what others have changed
 REST_S = 0.01  # between two rounds, so that changes come together
 LOADS_S = 0.5
 LOADS_TTL_S = 3.0  # a router that fell silent has no load after this
-MAX_PAUSE_S = 2.0  # between attempts to connect
+RECONNECT = Backoff(0.1, 2.0)
 CLOSE_TIMEOUT_S = 5.0
 MAX_SESSIONS = 20_000  # not written yet
 MAX_EVENTS = 20_000
@@ -188,11 +189,11 @@ class RedisState:
 
     def _run(self) -> None:
         """Body of the thread."""
-        pause_s = 0.1
+        failures = 0
         while not self._closing:
             try:
                 self._begin()
-                pause_s = 0.1
+                failures = 0
                 while not self._closing:
                     self._round()
                     self._rest()
@@ -200,9 +201,9 @@ class RedisState:
                 self._index.leave(self._redis)
             except Exception as error:
                 self._lose(error)
+                failures += 1
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing, pause_s)
-                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+                    self._changed.wait_for(lambda: self._closing, RECONNECT.pause_s(failures))
         self._redis.close()
 
     def _rest(self) -> None:

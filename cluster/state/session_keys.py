@@ -23,8 +23,13 @@ from redis import Redis
 from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
-from kvrelay.router.sessions.session import TOKEN_BYTES, SessionRecord
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
+from kvrelay.router.sessions.session import (
+    TOKEN_BYTES,
+    DeleteSession,
+    SaveSession,
+    SessionRecord,
+    SessionsUpdated,
+)
 
 MAX_CHANGES = 10_000  # in the stream, about
 CLOSED_S = 3600.0  # how long it is known that a session was closed

@@ -23,8 +23,13 @@ from kvrelay.cluster.config import Config
 from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import Effect
-from kvrelay.router.sessions.session import TOKEN_BYTES, SessionConfig, SessionRecord
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.router.sessions.session import (
+    TOKEN_BYTES,
+    DeleteSession,
+    SaveSession,
+    SessionConfig,
+    SessionRecord,
+)
 
 log = logging.getLogger("kvrelay.sessions")
 
@@ -85,6 +90,9 @@ class SessionStore:
             ) from error
         try:
             self._connection, self.records = self._open_or_set_aside()
+        except SessionStoreError:
+            os.close(self._lock)
+            raise
         except (OSError, sqlite3.Error) as error:
             os.close(self._lock)
             raise SessionStoreError(f"cannot keep sessions in {path}: {error}") from error
@@ -137,8 +145,11 @@ class SessionStore:
         connection = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
         try:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version not in (0, VERSION):
-                raise sqlite3.DatabaseError(f"it is of version {version}, this is {VERSION}")
+            if version > VERSION:  # nothing is wrong with it
+                raise SessionStoreError(
+                    f"{self.path} is of version {version}, of a newer KVRelay, and this one reads "
+                    f"up to {VERSION}: it is left as it is; go back to that, or move it away"
+                )
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
                 raise sqlite3.DatabaseError(found)

@@ -20,7 +20,6 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.node import Effect, NodeId, Send
-from kvrelay.engine.stats import RouterDown, RouterUp
 from kvrelay.engine.wire.codec import register
 
 
@@ -85,20 +84,15 @@ class KVPublisher:
         self._rest: deque[tuple[Tier, bytes]] = deque()
         self._num_due = 0  # events that bring more of it
 
-    def on_message(self, message: object) -> list[Effect] | None:
-        """Routers that subscribe to this worker, unsubscribe or ask for a snapshot: effects, or
-        None if there is more to do about `message`."""
-        if isinstance(message, RouterUp):
-            if message.router not in self.routers:
-                self.routers.append(message.router)
-            return [self._snapshot(message.router)]
-        if isinstance(message, RouterDown):
-            if message.router in self.routers:
-                self.routers.remove(message.router)
-            return None  # the worker also ends its requests
-        if isinstance(message, KVSnapshotRequest):
-            return [self._snapshot(message.router)]
-        return None
+    def subscribe(self, router: NodeId) -> list[Effect]:
+        """`router` gets all events from now on, after a snapshot."""
+        if router not in self.routers:
+            self.routers.append(router)
+        return self.snapshot(router)
+
+    def unsubscribe(self, router: NodeId) -> None:
+        if router in self.routers:
+            self.routers.remove(router)
 
     def tick(self) -> None:
         """More of the last snapshot is due."""
@@ -138,7 +132,8 @@ class KVPublisher:
         event = KVEvents(config.node_id, config.epoch, self.event_seq, stored, removed, tiers)
         return [Send(router, event) for router in self.routers]
 
-    def _snapshot(self, router: NodeId) -> Send:
+    def snapshot(self, router: NodeId) -> list[Effect]:
+        """What is held now, as far as it fits; the rest follows as events."""
         config, tiers = self._config, self.lower.snapshot() if self.lower is not None else ()
         parts = (TierHashes(Tier.DEVICE, self._pool.block_hashes()), *tiers)
         blocks = ((part.tier, block_hash) for part in parts for block_hash in part.stored)
@@ -149,7 +144,8 @@ class KVPublisher:
         announced = _by_tier(first)
         hashes = announced.pop(Tier.DEVICE, ())
         tiers = tuple(TierHashes(part.tier, announced.get(part.tier, ())) for part in tiers)
-        return Send(router, KVSnapshot(config.node_id, config.epoch, self.event_seq, hashes, tiers))
+        held = KVSnapshot(config.node_id, config.epoch, self.event_seq, hashes, tiers)
+        return [Send(router, held)]
 
 
 def _by_tier(blocks: Iterable[tuple[Tier, bytes]]) -> dict[Tier, tuple[bytes, ...]]:

@@ -22,11 +22,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 
 OnPeerLost = Callable[[NodeId, int], None]  # (peer, epoch)
 
 INCARNATION_BYTES = 16
+RECONNECT = Backoff(0.02, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,7 @@ class WireLimits:
     connect_s: float = 2.0  # a SYN that was lost is repeated after 1 s
     handshake_s: float = 5.0
     give_up_s: float = 10.0  # a peer that cannot be reached for so long is lost
-    backoff_s: float = 0.02
-    max_backoff_s: float = 1.0
+    reconnect: Backoff = RECONNECT
     ack_delay_s: float = 0.1  # acknowledged after so long,
     ack_frames: int = 512  # or so many messages,
     ack_bytes: int = 1 << 20  # or bytes

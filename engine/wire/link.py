@@ -69,7 +69,7 @@ class Link:
         self._connected_at = 0.0
         self._has_progressed = False  # since it was connected
         self._deadline = 0.0
-        self._pause_s = 0.0
+        self._num_tries = 0  # to connect, since it was well
 
     def send(self, body: bytes) -> None:
         """Write the message, or queue it; dropped and counted if there is no room."""
@@ -123,7 +123,7 @@ class Link:
         now = asyncio.get_running_loop().time()
         if self._has_progressed or now - self._connected_at >= STABLE_S:
             self._deadline = now + self.context.limits.give_up_s
-            self._pause_s = 0.0
+            self._num_tries = 0
         if self._connecting is None:
             self._connect_soon()
 
@@ -173,7 +173,7 @@ class Link:
         self.stream = next(self.context.streams)
         self._peer_incarnation = None
         self._num_acked = 0
-        self._pause_s = 0.0
+        self._num_tries = 0
         self.context.counters["lost"] += 1
         self.context.on_peer_lost(self.peer, self.address.epoch)
 
@@ -184,9 +184,8 @@ class Link:
         limits, counters = self.context.limits, self.context.counters
         loop = asyncio.get_running_loop()
         while True:
-            if self._pause_s:
-                await asyncio.sleep(self._pause_s)
-            self._pause_s = min(max(limits.backoff_s, 2 * self._pause_s), limits.max_backoff_s)
+            await asyncio.sleep(limits.reconnect.pause_s(self._num_tries))
+            self._num_tries += 1
             try:
                 async with asyncio.timeout(limits.handshake_s):
                     outbound, resume = await self._attempt()
@@ -200,7 +199,7 @@ class Link:
                 if is_refused and was_up and self.context.is_here(self.address.host):
                     self._lose_peer()
                     return
-            if loop.time() + self._pause_s > self._deadline:
+            if loop.time() + limits.reconnect.pause_s(self._num_tries) > self._deadline:
                 self._lose_peer()
                 return
         self._connecting = None

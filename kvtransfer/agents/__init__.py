@@ -1,1 +1,1 @@
-"""Transports behind `kvtransfer.agent.Agent`."""
+"""The transports that implement `kvtransfer.agent.Agent`."""

@@ -22,7 +22,7 @@ from kvrelay.engine.model.gpu.staging import to_device
 STRIPE, STRIPES = 64, 16  # bytes; stripes of a chunk
 CHUNK = STRIPE * STRIPES
 LEAST = 256  # bytes; XXH3 computes shorter inputs otherwise
-CHUNKS = 8  # of a program
+CHUNKS = 8  # a program does so many
 _LANES = tl.constexpr(8)  # 64-bit numbers of a stripe
 _PRIME32_1 = tl.constexpr(0x9E3779B1)
 _PRIME64_1 = tl.constexpr(0x9E3779B185EBCA87)
@@ -47,8 +47,8 @@ def fits(bytes_per_head: int) -> bool:
 
 
 class Checksums:
-    """Of the blocks of one pool. May be used from several threads, each of which has a stream of
-    its own here, so that it does not wait for the passes of the model."""
+    """Computes those of one pool's blocks. May be used from several threads, each of which has a
+    stream of its own here, so that it does not wait for the passes of the model."""
 
     def __init__(self, blocks: torch.Tensor, weights: np.ndarray) -> None:
         """blocks: [num_blocks, bytes_per_block] uint8, contiguous; weights: [heads of a block], as
@@ -100,7 +100,7 @@ class Checksums:
         return stream
 
     def _sums(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Of each block, int64, under way."""
+        """Launches the sums of the blocks. [num_blocks] int64"""
         if not block_ids:
             return torch.empty(0, dtype=torch.int64)
         num_blocks = self._num_blocks
@@ -110,7 +110,7 @@ class Checksums:
         return terms.sum(1)
 
     def _launch(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Of each head of each block, int64, under way."""
+        """Launches the terms of their heads. [num_blocks, num_heads] int64"""
         width, device = self._words.shape[1], self._words.device
         size, num_heads = 8 * width, len(self._weights)
         rows = np.array(block_ids, np.int64)[:, None] * num_heads + np.arange(num_heads)
@@ -137,7 +137,7 @@ def _unsigned(sums: torch.Tensor) -> list[int]:
 
 
 def _numbers(offset: int, count: int) -> np.ndarray:
-    """Of the secret, from a byte on."""
+    """Reads the secret from a byte on."""
     return np.frombuffer(_SECRET, np.uint64, count, offset)
 
 

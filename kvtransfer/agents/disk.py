@@ -89,7 +89,7 @@ class FileTransport:
     stays as long as transfers use it."""
 
     def __init__(self, name: NodeId, spaces: Mapping[Tier, Space], store: BlockFile) -> None:
-        """Raises whatever NIXL does."""
+        """Raises AgentError, and whatever NIXL raises."""
         self.nixl = open_nixl(on_cpu=False)  # UCX, of which that is a matter, is not used here
         self.files: list[OpenFile] = []
         self._name = name
@@ -239,7 +239,7 @@ class FileTransport:
 class Move(Transfer):
     reads: bool  # the disk
     num_blocks: int
-    end: int  # of its bytes in the file
+    file_end: int  # its bytes in the file end there
     file: OpenFile
 
 
@@ -306,7 +306,7 @@ class DiskAgent(Transfers[Move]):
         blocks, slots = (dst, src) if reads else (src, dst)
         end = max(map(self._store.offset, slots)) + self._store.bytes_per_block
         file = transport.current_file()
-        move = Move(text=text, handle=0, reads=reads, num_blocks=len(src), end=end, file=file)
+        move = Move(text=text, handle=0, reads=reads, num_blocks=len(src), file_end=end, file=file)
         _check(move, transport)
         try:
             move.handle = transport.make(reads, tier, blocks, file, slots)
@@ -382,9 +382,9 @@ def _check(transfer: Move, transport: FileTransport) -> None:
     what is written is in a file that the store has given up."""
     if transfer.reads:
         size = os.fstat(transfer.file.fd).st_size
-        if size < transfer.end:
+        if size < transfer.file_end:
             raise AgentError(
-                f"{transfer.text}: the file was cut to {size} bytes, not {transfer.end}"
+                f"{transfer.text}: the file was cut to {size} bytes, not {transfer.file_end}"
             )
     elif not transport.is_current(transfer.file):
         raise AgentError(f"{transfer.text}: the disk store has another file now")

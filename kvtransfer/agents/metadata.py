@@ -23,7 +23,7 @@ class Space(msgspec.Struct, frozen=True, array_like=True):
     """Blocks in one run of registered memory."""
 
     num_blocks: int
-    address: int = 0  # of block 0, in its owner's address space
+    address: int = 0  # where block 0 begins, in its owner's address space
     memory: str = "DRAM"  # NIXL's name of the memory's kind: "DRAM" or "VRAM"
     device: int = 0  # CUDA device index; 0 for DRAM
 
@@ -31,7 +31,7 @@ class Space(msgspec.Struct, frozen=True, array_like=True):
 class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
     """Immutable facts about one incarnation of an agent."""
 
-    transport: str  # "local", "nixl/UCX", ...: agents of different transports cannot talk
+    transport: str  # say "nixl/UCX": agents of different transports cannot talk
     agent: str  # unique to the incarnation
     bytes_per_block: int
     spaces: dict[Tier, Space]  # the device pool, and the host arena if there is one
@@ -49,7 +49,7 @@ def pack_ranks(each: Sequence[bytes]) -> bytes:
 
 
 def unpack_ranks(peer: NodeId, data: bytes) -> list[bytes]:
-    """Raises AgentError."""
+    """Returns the metadata of each rank. Raises AgentError."""
     try:
         return msgspec.msgpack.decode(data, type=list[bytes])
     except msgspec.DecodeError as error:
@@ -57,7 +57,7 @@ def unpack_ranks(peer: NodeId, data: bytes) -> list[bytes]:
 
 
 def read(peer: NodeId, data: bytes) -> AgentMetadata:
-    """Of one agent of `peer`, whatever it says. Raises AgentError."""
+    """Reads what one agent of `peer` says, whatever that is. Raises AgentError."""
     digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(body):
         raise AgentError(f"agent metadata of {peer} is damaged ({len(data)} bytes)")

@@ -66,7 +66,7 @@ class Peer:
 
     agent: str
     spaces: Mapping[Tier, Space]
-    spans: Spans  # of each block; local lists are made for the same
+    spans: Spans  # what is read of each block; local lists are made for the same ones
     dlists: dict[Tier, int]
     metadata: bytes = b""
     live: int = 0  # transfers not released

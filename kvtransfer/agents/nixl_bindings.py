@@ -61,13 +61,13 @@ def memory_type(nixl: Any, space: Space) -> Any:
 
 
 def whole(nixl: Any, space: Space, bytes_per_block: int) -> Any:
-    """All of `space` as one entry of a registration."""
+    """Describes all of `space` by one entry of a registration."""
     row = (space.address, space.num_blocks * bytes_per_block, space.device, "")
     return nixl.nixlRegDList(memory_type(nixl, space), [row])
 
 
 def descriptors(nixl: Any, space: Space, bytes_per_block: int, spans: list[tuple[int, int]]) -> Any:
-    """One descriptor for each (offset, length) of each block, block by block."""
+    """Makes one descriptor for each (offset, length) of each block, block by block."""
     blocks = np.arange(space.num_blocks, dtype=np.uint64) * np.uint64(bytes_per_block)
     offsets, lengths = np.array(spans, np.uint64).T
     rows: NDArray[np.uint64] = np.empty((space.num_blocks, len(spans), 3), np.uint64)
@@ -78,7 +78,7 @@ def descriptors(nixl: Any, space: Space, bytes_per_block: int, spans: list[tuple
 
 
 def indices(block_ids: list[int], spans_per_block: int) -> NDArray[np.int32]:
-    """Of descriptors: those of each block, block by block."""
+    """Which descriptors are those of these blocks, block by block."""
     blocks = np.asarray(block_ids, np.int32)
     if spans_per_block == 1:
         return blocks
@@ -176,7 +176,7 @@ class Transfers(Generic[T]):
         """NIXL says that it ended well."""
 
     def _on_failed(self, transfer: T) -> None:
-        """It has settled badly."""
+        """It has settled, but its end was bad."""
 
     def _on_released(self, transfer: T) -> None:
         """It uses nothing any more."""

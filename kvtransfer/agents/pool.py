@@ -47,7 +47,6 @@ class DeviceBytes:
         self._kernels = _checksum_kernels(self._blocks, share)
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """As `checksum_blocks`."""
         if self._kernels is not None:
             found: list[int] = self._kernels.of(block_ids)
             return found

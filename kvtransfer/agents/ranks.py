@@ -96,7 +96,7 @@ class RanksAgent:
             except Exception as error:
                 if not copy.parts:
                     raise
-                copy.error = str(error)  # told by `poll`: what was posted has to settle
+                copy.error = str(error)  # raised by `poll`: what was posted has to settle
                 break
         return copy
 
@@ -119,7 +119,7 @@ class RanksAgent:
 
 
 def join_ranks(name: NodeId, metadata: Sequence[bytes]) -> bytes:
-    """Of a worker, from the metadata of the RanksAgents of all its ranks, in their order."""
+    """Makes a worker's metadata from those of the RanksAgents of all its ranks, in their order."""
     return pack_ranks([one for each in metadata for one in unpack_ranks(name, each)])
 
 

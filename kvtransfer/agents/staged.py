@@ -33,7 +33,7 @@ class _Staged:
     dst: list[int]
     done: int = 0
     slots: list[int] = field(default_factory=list)
-    handle: Any = None  # of the batch; None: it has not been posted
+    handle: Any = None  # the batch's; None: it has not been posted
 
 
 class StagedAgent:

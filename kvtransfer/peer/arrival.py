@@ -65,7 +65,7 @@ class Arrival:
     producer: NodeId | None
     deadline: float
     state: ConsumerState = ConsumerState.WAITING
-    epoch: int | None = None  # of the producer that announced the blocks
+    epoch: int | None = None  # that in which the producer announced the blocks
     lease: int | None = None  # under which it holds them
     first: int = 0
     own: list[Source | None] = field(default_factory=list)  # None: the table has no block there
@@ -85,7 +85,7 @@ class Arrival:
         return self.seq.key
 
     def take(self, now: float, ready: KVReady) -> None:
-        """The producer has announced blocks. With the last ones it has told the router a token."""
+        """The producer has announced blocks. With the last ones it has sent the router a token."""
         self.epoch, self.lease = ready.epoch, ready.lease
         blocks = zip(ready.block_ids, ready.checksums, strict=True)
         for index, (block, checksum) in enumerate(blocks, start=ready.first):
@@ -183,7 +183,6 @@ class Settled:
     left: tuple[Read, ...] = ()
 
     def note(self) -> Note:
-        """Of what was left."""
         whose = ", ".join(sorted({self.arrival.source_of(read) for read in self.left}))
         name = self.arrival.key[0]
         text = f"{len(self.left)} reads of {name} from {whose} do not settle; it goes on"

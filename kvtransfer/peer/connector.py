@@ -7,18 +7,25 @@ fingerprint before any address is given out: not a byte moves between the two.
 Life of an arrival: expected (the request has come) -> started (destination blocks are allocated)
 -> reading, as blocks are announced -> confirming, if a producer held them -> settled, with those
 blocks that are certain to be good; the worker computes the rest. The same for all sources. A read
-has a deadline; one that does not settle when it is given up is left behind (`Orphans`).
+has a deadline.
+
+Life of an orphaned read: given up, and not settled in time (the worker that it reads from may be
+stopped) -> the sequence goes on with other blocks, and the read keeps its own -> settled: they are
+free. One that never settles keeps them as long as the process lives; nothing that a peer says ends
+that, since bytes on their way may arrive after it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, islice
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import Rate
+from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.sequence import Sequence
@@ -42,7 +49,6 @@ from kvrelay.kvtransfer.messages import (
 )
 from kvrelay.kvtransfer.peer.arrival import Arrival, Mode, Read, Settled, mismatch
 from kvrelay.kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
-from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS, memory_tiers
@@ -52,7 +58,7 @@ CONFIRM_TIMEOUT_S = 5.0
 SETTLE_S = 0.5  # for a read that is given up; then it is left behind
 FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
 CONNECT_RETRY_S = 1.0
-MAX_LINKS = 32  # that are told: they are in every message of statistics
+MAX_LINKS = 32  # that are reported: they are in every message of statistics
 
 SLACK = 10.0  # a read may take so many times as long as at the measured rate
 MAX_COUNTED_PEERS = 32  # each with counters of its own: they are in every message of statistics
@@ -72,7 +78,7 @@ class Reach(StrEnum):
 class _Peer:
     epoch: int = -1
     connected: bool = False
-    bytes_per_s: float = 0.0  # of a small read, when it was connected; 0: not known
+    bytes_per_s: float = 0.0  # by a small read, when it was connected; 0: not known
     asked_at: float = float("-inf")
 
 
@@ -158,7 +164,7 @@ class ReadRates:
         self._config = config
         self._tiers = tiers
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
-        self._at_connection = Rate()  # of small reads from peers when they were connected
+        self._at_connection = Rate()  # by small reads from peers when they were connected
         self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER", and seconds
         self._peers: set[str] = set()  # with counters of their own
 
@@ -206,6 +212,51 @@ class ReadRates:
         for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
             key = f"kv_read_{name}:{source}"
             self.counters[key] = self.counters.get(key, 0.0) + amount
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphan:
+    blocks: Seq[int]  # its destination
+    sources: Seq[Source]  # in a lower tier; pinned
+
+
+class Orphans:
+    """Owned by a worker's exchange. Invariant: each block that such a read may write to has a
+    reference from here, so that it is neither allocated nor sealed."""
+
+    def __init__(self, pool: BlockPool, tiers: Tiers) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._reads: dict[TransferId, _Orphan] = {}
+        self.num_taken = 0  # since the start
+
+    @property
+    def num_reads(self) -> int:
+        return len(self._reads)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the device that are kept for them."""
+        return sum(len(orphan.blocks) for orphan in self._reads.values())
+
+    def take(self, transfer_id: TransferId, blocks: Seq[int], sources: Seq[Source]) -> None:
+        """A read whose sequence still has its blocks, and may free them from now on. `sources` are
+        pinned, and stay so."""
+        self._pool.hold(blocks)
+        self._reads[transfer_id] = _Orphan(blocks, sources)
+        self.num_taken += 1
+
+    def on_copy_done(self, done: CopyDone) -> bool:
+        """Whether it was one of these."""
+        orphan = self._reads.pop(done.transfer_id, None)
+        if orphan is None:
+            return False
+        self._pool.release(orphan.blocks)
+        self._tiers.unpin(orphan.sources)
+        return True
+
+    def check_idle(self) -> list[str]:
+        return [f"an orphaned read holds {len(o.blocks)} blocks" for o in self._reads.values()]
 
 
 class Connector:
@@ -292,7 +343,7 @@ class Connector:
         return self._advance(now, arrival)
 
     def _keep_early(self, key: Key, ready: KVReady) -> None:
-        """Of more than may be here the oldest are dropped, whose requests may never come."""
+        """Keeps it until its request comes. The oldest of too many are dropped: theirs may not."""
         if key in self._missed:
             return
         self._early.setdefault(key, []).append(ready)

@@ -28,7 +28,7 @@ from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import is_storage
 
 MAX_EXPORTS = 64
-EXPORT_SHARE = 0.5  # of the device pool, at most: exported blocks cannot be evicted
+EXPORT_SHARE = 0.5  # at most, so much of the device pool: exported blocks cannot be evicted
 STAGE_TIMEOUT_S = 5.0  # for blocks to come from storage; those that have not come are left out
 
 
@@ -46,7 +46,7 @@ class Lease:
 
 @dataclass(slots=True, kw_only=True)
 class Handoff(Lease):
-    """Of the blocks of `seq`, from 0 on."""
+    """Covers the blocks of `seq`, from 0 on."""
 
     seq: Sequence
     num_tokens: int  # that the consumer asked for
@@ -54,13 +54,13 @@ class Handoff(Lease):
 
 @dataclass(slots=True, kw_only=True)
 class PrefixExport(Lease):
-    """Of blocks `[first, announced_end)`, which are pinned here."""
+    """Covers blocks `[first, announced_end)`, which are pinned here."""
 
     first: int
     block_hashes: tuple[bytes, ...]  # from `first` on
     staged: set[bytes] = field(default_factory=set)  # asked for from storage
-    blocks: list[int] = field(default_factory=list)  # of the device pool
-    sources: list[Source] = field(default_factory=list)  # of tiers in memory
+    blocks: list[int] = field(default_factory=list)  # in the device pool
+    sources: list[Source] = field(default_factory=list)  # in tiers that are memory
 
     @property
     def num_exported(self) -> int:

@@ -59,12 +59,12 @@ class DiskStore:
         max_blocks: int,
         clock: Callable[[], float],
     ) -> None:
-        """For `open`."""
+        """`open` makes one, and calls this."""
         self.folder = folder
         self.bytes_per_block = bytes_per_block
         self.slot_bytes = slot_bytes(bytes_per_block)
         self.max_blocks = max_blocks
-        self.num_bytes = max_blocks * self.slot_bytes  # of the blocks file, holes included
+        self.num_bytes = max_blocks * self.slot_bytes  # that the blocks file has, holes included
         self.fd = -1
         self.records: list[DiskRecord] = []
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -112,7 +112,7 @@ class DiskStore:
         return store
 
     def offset(self, slot: int) -> int:
-        """Of the slot's first byte in `fd`; the block is the next `bytes_per_block` bytes."""
+        """Where the slot begins in `fd`; the block is the next `bytes_per_block` bytes."""
         assert 0 <= slot < self.max_blocks, (slot, self.max_blocks)
         return slot * self.slot_bytes
 
@@ -155,12 +155,12 @@ class DiskStore:
             except (StoreError, OSError, sqlite3.Error) as error:
                 mended, self._trouble = None, str(self._as_store_error(error))
             if self._trouble:
-                news = self._trouble if self._trouble != before else None
+                report = self._trouble if self._trouble != before else None
             else:
-                news = mended or (self._line("in order again") if before else None)
-            if news:
-                self._note(news)
-            return news
+                report = mended or (self._line("in order again") if before else None)
+            if report:
+                self._note(report)
+            return report
 
     def close(self) -> None:
         """Ends the use of `fd`, and lets another open the folder. More than once is allowed."""

@@ -118,7 +118,7 @@ class Index:
             return False
 
     def update(self, remove: Iterable[int], put: Iterable[Row]) -> None:
-        """One transaction, `remove` first; all of it or, with an error, nothing."""
+        """Commits one transaction, `remove` first; all of it or, with an error, nothing."""
         if self._db.in_transaction:  # the last roll-back failed
             self._db.execute("ROLLBACK")
         self._db.execute("BEGIN IMMEDIATE")

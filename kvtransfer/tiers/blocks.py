@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.node import Effect, Note
@@ -21,11 +22,10 @@ from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.tiers.pool import Entry, LeastFirst, TierPool, Usage
 from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 
-WRITE_AHEAD_SHARE = 0.25  # of the first tier: with fewer blank blocks, the oldest are written early
+WRITE_AHEAD_SHARE = 0.25  # where less of the first tier is blank, its oldest are written early
 
-FIRST_RETRY_S = 10.0  # after a failure, before the store is written again; doubles if it fails soon
-MAX_RETRY_S = 300.0
-REFRESH_SHARE = 0.5  # of a block's retention has to be missing from its record to put it again
+RETRY = Backoff(10.0, 300.0)  # before a store that failed is written again
+REFRESH_SHARE = 0.5  # a record that lacks so much of its block's retention is put again
 MAX_REFRESHED = 64  # records that are put again at a time
 
 StoreRecords = Mapping[Tier, Sequence[DiskRecord]]
@@ -43,7 +43,7 @@ class Source:
 
 
 class IndexUpdates:
-    """What the index of a storage tier has to be told, and when the store may be written.
+    """How the index of a storage tier has to change, and when the store may be written.
 
     Owned by `TierBlocks`. Invariant: a record is removed before its slot is given to a move,
     because `take` goes first and nothing is moved to the store while it waits."""
@@ -53,7 +53,7 @@ class IndexUpdates:
         self._removed: list[int] = []  # slots
         self._put: list[Entry] = []
         self._stale: dict[Entry, None] = {}  # listed, with too little retention
-        self._retry_s = FIRST_RETRY_S
+        self._failures = 0  # each soon after the one before
         self._retry_at = float("-inf")
 
     def may_write(self, now: float) -> bool:
@@ -64,7 +64,6 @@ class IndexUpdates:
         self._put.append(entry)
 
     def remove(self, entry: Entry) -> None:
-        """It was forgotten."""
         if entry.indexed_until is not None:
             self._removed.append(entry.slot)
 
@@ -83,7 +82,7 @@ class IndexUpdates:
             self._put.append(entry)
 
     def take(self, now: float) -> list[Effect]:
-        """What to tell the index; nothing while the store must not be written."""
+        """What to change in the index; nothing while the store must not be written."""
         if not self.may_write(now) or not (self._removed or self._put):
             return []
         records = []
@@ -103,19 +102,17 @@ class IndexUpdates:
         """The store could not be written."""
         if not self.may_write(now):
             return []  # posted before the failure that was noted
-        was_well = now >= self._retry_at + self._retry_s
-        retry_s = FIRST_RETRY_S if was_well else self._retry_s
+        if now >= self._retry_at + RETRY.pause_s(self._failures + 1):  # it was well
+            self._failures = 0
+        self._failures += 1
+        retry_s = RETRY.pause_s(self._failures)
         self._retry_at = now + retry_s
-        self._retry_s = min(2 * retry_s, MAX_RETRY_S)
         text = (
             f"{error}. Nothing is written to the {self._tier} store for {retry_s:g} s, what it"
             " holds is still read; see that its folder exists, is writable, and has room for the"
             " full size"
         )
         return [Note("warning", f"{self._tier}_store_failed", text)]
-
-    def has_work(self, now: float) -> bool:
-        return self.may_write(now) and bool(self._removed or self._put or self._stale)
 
 
 class BackingTier:
@@ -158,10 +155,6 @@ class BackingTier:
                 return entry
         return None
 
-    def may_be_due(self, now: float) -> bool:
-        """Whether `next_to_write` may find something."""
-        return bool(self._to_park) or self._is_due(self._to_write.first(), now)
-
     def _lacks(self, entry: Entry) -> bool:
         return self._takes(entry) and entry.block_hash not in self.pool
 
@@ -191,7 +184,7 @@ class TierBlocks:
     def __init__(self, config: WorkerConfig) -> None:
         sizes = {tier: spec.num_blocks(config) for tier, spec in TIERS.items()}
         self.pools = {tier: TierPool(tier, size) for tier, size in sizes.items() if size}
-        nothing = TierPool(next(iter(TIERS)), 0)  # of a worker without lower tiers
+        nothing = TierPool(next(iter(TIERS)), 0)  # what a worker without lower tiers has
         self.first = next(iter(self.pools.values()), nothing)
         self.backing = [
             BackingTier(self.first, pool, TIERS[tier].write_after_s(config))
@@ -345,17 +338,6 @@ class TierBlocks:
             entry.indexed_until = None  # there is no record to remove
             pool.forget(entry, "lost")
 
-    def has_work(self, now: float) -> bool:
-        """Whether a move could start, or an index be told something; not while a store fails."""
-        if self.to_copy and self.may_write(now, self.first.tier):
-            return True
-        if any(index.has_work(now) for index in self.indexes.values()):
-            return True
-        return any(
-            bool(each.to_promote) or (self.may_write(now, each.pool.tier) and each.may_be_due(now))
-            for each in self.backing
-        )
-
     def count(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + amount
 
@@ -380,7 +362,7 @@ class TierBlocks:
                 self.indexes[tier].on_use(now, entry)
 
     def _usage_of(self, now: float, record: DiskRecord) -> Usage:
-        """Of a block that a store held; another one may have held it too, for longer."""
+        """What a store knew of a block; another one may have held it too, for longer."""
         usage = self.usages.get(record.block_hash)
         if usage is None:
             return self._add_usage(now, record.block_hash, Retention(record.keep_s))

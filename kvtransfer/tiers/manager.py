@@ -56,7 +56,6 @@ class Tiers:
         self._pools = self._blocks.pools
         self._orders: list[LiveOrder] = []
         self._orders_due = False  # something has changed since they were looked at
-        self._now = 0.0
         self.counters = self._blocks.counters
         kv.collect_sealed = bool(self._pools)
 
@@ -119,7 +118,6 @@ class Tiers:
         """After every message: start what is due."""
         if not self._pools:
             return []
-        self._now = now
         self._take_sealed(now)
         answers = self._step_orders(now) if self._orders_due else []
         return [*self._moves.advance(now), *answers]
@@ -190,7 +188,7 @@ class Tiers:
         return tier in self._pools and self._pools[tier].get(block_hash) is not None
 
     def written_bytes_per_s(self, tier: Tier) -> float:
-        """Of the copies down to `tier`, since the start; 0 before the first."""
+        """How fast copies down to `tier` were, since the start; 0 before the first."""
         top = next(iter(TIERS))
         way = f"{Tier.DEVICE if tier is top else top}_{tier}"
         seconds = self.counters.get(f"moved_s_{way}", 0.0)
@@ -207,12 +205,6 @@ class Tiers:
     @property
     def num_moves(self) -> int:
         return len(self._moves.live)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Nothing is in flight, and at the time of the last call nothing was due."""
-        waiting = self._kv.newly_sealed or self._orders or self._moves.live or self._moves.to_load
-        return not self._pools or not (waiting or self._blocks.has_work(self._now))
 
     def check_integrity(self) -> None:
         """Assert the class invariants. Cost: O(number of blocks)."""

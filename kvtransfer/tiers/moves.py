@@ -20,7 +20,7 @@ from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
 from kvrelay.kvtransfer.tiers.blocks import BackingTier, TierBlocks
 from kvrelay.kvtransfer.tiers.pool import Entry, TierPool
 
-MAX_MOVE_BLOCKS = 32  # of one move; there is one at a time in each direction
+MAX_MOVE_BLOCKS = 32  # in one move; there is one at a time in each direction
 MOVE_SHARE = 8  # and it has at most 1 / 8 of the blocks of either tier
 FREE_SHARE = 8  # 1 / 8 of the device pool is left to requests when blocks are loaded ahead of them
 RETRY_S = 1.0  # before a direction is tried again in which a move has failed
@@ -52,7 +52,7 @@ class TierMoves:
     """Owned by `Tiers`.
 
     Invariant: at most one move each way; exactly the blocks of `live` are pinned by it, in the
-    tiers and on the device. What the index of a store has to be told of forgotten slots goes
+    tiers and on the device. What the index of a store has to forget goes
     before the next move to that store."""
 
     def __init__(self, config: WorkerConfig, kv: KVCacheManager, blocks: TierBlocks) -> None:
@@ -71,7 +71,7 @@ class TierMoves:
         return any(block.block_hash == block_hash for move in moves for block in move.blocks)
 
     def advance(self, now: float) -> list[Effect]:
-        """Start what is due."""
+        """Start the moves that are due."""
         moves = [
             *self._copy_down(now),
             *self._each(self._write, now),
@@ -83,7 +83,7 @@ class TierMoves:
         return [*changes, *moves]
 
     def finish(self, now: float, done: CopyDone) -> list[Effect]:
-        """A move has settled."""
+        """Take note that a move has settled."""
         move = self.live.pop(done.transfer_id)
         way, add = f"{move.src}_{move.dst}", self._blocks.count
         if move.src is Tier.DEVICE:
@@ -133,7 +133,7 @@ class TierMoves:
         return [effect for backing in self._blocks.backing for effect in start(now, backing)]
 
     def _write(self, now: float, backing: BackingTier) -> list[Effect]:
-        """From the first tier to one behind it."""
+        """Copies blocks from the first tier to one behind it."""
         first, target = self._blocks.first, backing.pool
         moving: list[Moving] = []
         room = self._room(now, first.tier, target.tier)
@@ -148,7 +148,7 @@ class TierMoves:
         return self._post(first.tier, target.tier, moving)
 
     def _promote(self, now: float, backing: BackingTier) -> list[Effect]:
-        """From there to the first tier."""
+        """Copies blocks from there to the first tier."""
         first, pool = self._blocks.first, backing.pool
         moving: list[Moving] = []
         room = self._room(now, pool.tier, first.tier)

@@ -20,7 +20,7 @@ PROBATION_SHARE = 0.7
 that a flood of prompts without a second use does not push them out. On an hour of real chat traffic
 it finds 1.0 points more blocks than LRU in 8 M tokens and 0.3 more in 16 M, and no rule that was
 compared finds 0.5 more (`python -m benchmarks.kv.tier_trace TRACE --policies`)."""
-KEPT_SHARE = 0.5  # of a tier, at most, is kept by orders
+KEPT_SHARE = 0.5  # at most, so much of a tier is kept by orders
 
 Item = TypeVar("Item")
 
@@ -103,7 +103,7 @@ class Entry:
     checksum: int = 0
     readable: bool = False
     kept: bool = False
-    indexed_until: float | None = None  # what the disk's index was told of its retention, if at all
+    indexed_until: float | None = None  # its end in the index of the store; None: it is not there
     gone: str = ""
 
     @property

@@ -23,7 +23,7 @@ class TierSpec:
     agent and a thread of its own."""
 
     num_blocks: Callable[[WorkerConfig], int]  # 0: the worker has no such tier
-    bytes_per_s: float  # of a load into device memory, until one was measured
+    bytes_per_s: float  # into device memory, until a load was measured
     is_storage: bool
     # Behind the first tier: a block that was not used for this long is written.
     write_after_s: Callable[[WorkerConfig], float] = lambda config: 0.0

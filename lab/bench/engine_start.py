@@ -14,8 +14,7 @@ import time
 def main(text: str) -> None:
     reached = {"python": time.monotonic()}
     from kvrelay.cluster.prepare import prepare_model
-    from kvrelay.lab.bench.engine import EngineSpec, Prompts, greedy
-    from kvrelay.lab.bench.lone_worker import LoneWorker
+    from kvrelay.lab.bench.engine import EngineSpec, LoneWorker, Prompts, greedy
 
     reached["imports"] = time.monotonic()
     given = json.loads(text)

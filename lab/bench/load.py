@@ -60,7 +60,7 @@ class LoadSpec:
 
 
 @dataclass(slots=True)
-class Timing:
+class RequestTiming:
     """What happened to one request. Times in seconds since the start of the run."""
 
     sent_at: float
@@ -117,7 +117,7 @@ class Client:
     """One run under way. Owned by `run_load`."""
 
     def __init__(
-        self, spec: LoadSpec, client: httpx.AsyncClient, on_done: Callable[[Timing], None]
+        self, spec: LoadSpec, client: httpx.AsyncClient, on_done: Callable[[RequestTiming], None]
     ) -> None:
         self._spec = spec
         self._client = client
@@ -127,16 +127,16 @@ class Client:
     def now(self) -> float:
         return time.perf_counter() - self._start
 
-    async def open_loop(self, prompts: Sequence[str]) -> list[Timing]:
+    async def open_loop(self, prompts: Sequence[str]) -> list[RequestTiming]:
         tasks = []
         for prompt, at in zip(prompts, make_arrivals(self._spec), strict=True):
             await asyncio.sleep(max(0.0, at - self.now()))
             tasks.append(asyncio.create_task(self.request(prompt)))
         return list(await asyncio.gather(*tasks))
 
-    async def closed_loop(self, prompts: Sequence[str], concurrency: int) -> list[Timing]:
+    async def closed_loop(self, prompts: Sequence[str], concurrency: int) -> list[RequestTiming]:
         todo = iter(prompts)
-        timings: list[Timing] = []
+        timings: list[RequestTiming] = []
 
         async def client() -> None:
             for prompt in todo:  # one iterator: every prompt is taken once
@@ -145,19 +145,19 @@ class Client:
         await asyncio.gather(*(client() for _ in range(concurrency)))
         return timings
 
-    async def request(self, prompt: str) -> Timing:
+    async def request(self, prompt: str) -> RequestTiming:
         if self._spec.endpoint != "chat":
             return await self.send("/v1/completions", _body(self._spec) | {"prompt": prompt})
         return await self.chat([{"role": "user", "content": prompt}])
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], **more: Any) -> Timing:
+    async def chat(self, messages: Sequence[Mapping[str, str]], **more: Any) -> RequestTiming:
         """One request to the chat endpoint; `more` goes into its body."""
         body = _body(self._spec) | {"messages": list(messages)} | more
         return await self.send("/v1/chat/completions", body)
 
-    async def send(self, path: str, body: dict[str, Any]) -> Timing:
+    async def send(self, path: str, body: dict[str, Any]) -> RequestTiming:
         """One request with just this body, timed."""
-        timing = Timing(sent_at=self.now())
+        timing = RequestTiming(sent_at=self.now())
         try:
             async with asyncio.timeout(self._spec.timeout_s):
                 await self._exchange(path, body, timing)
@@ -173,7 +173,7 @@ class Client:
         self._on_done(timing)
         return timing
 
-    async def _exchange(self, path: str, body: dict[str, Any], timing: Timing) -> None:
+    async def _exchange(self, path: str, body: dict[str, Any], timing: RequestTiming) -> None:
         async with self._client.stream("POST", path, json=body) as response:
             if response.is_error:
                 await response.aread()
@@ -187,7 +187,7 @@ class Client:
                 timing.text = "".join(_text_of(choice) for choice in answer["choices"])
                 timing.chunk_at.append(self.now())
 
-    async def _read_stream(self, response: httpx.Response, timing: Timing) -> None:
+    async def _read_stream(self, response: httpx.Response, timing: RequestTiming) -> None:
         is_done = False
         async for line in response.aiter_lines():
             data = line.removeprefix("data:").strip()
@@ -231,7 +231,7 @@ def _text_of(choice: dict[str, Any]) -> str:
     return choice.get("text") or said.get("content") or said.get("reasoning_content") or ""
 
 
-def _count_usage(usage: dict[str, Any], timing: Timing) -> None:
+def _count_usage(usage: dict[str, Any], timing: RequestTiming) -> None:
     timing.usage = usage
     timing.num_prompt_tokens = usage.get("prompt_tokens", 0)
     timing.num_output_tokens = usage.get("completion_tokens", 0)
@@ -247,8 +247,8 @@ def _error_kind(response: httpx.Response) -> str:
 
 
 async def run_load(
-    spec: LoadSpec, on_done: Callable[[Timing], None] = lambda timing: None
-) -> tuple[list[Timing], float]:
+    spec: LoadSpec, on_done: Callable[[RequestTiming], None] = lambda timing: None
+) -> tuple[list[RequestTiming], float]:
     """Send the load; return one timing per request, and the seconds it took altogether."""
     assert (spec.rate is None) != (spec.concurrency is None)
     headers = {"authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
@@ -279,7 +279,7 @@ def _percentiles_ms(values_s: Sequence[float]) -> dict[str, float | None]:
     return {name: None if value is None else round(value * 1e3, 3) for name, value in found.items()}
 
 
-def summarize(spec: LoadSpec, timings: Sequence[Timing], elapsed_s: float) -> dict[str, Any]:
+def summarize(spec: LoadSpec, timings: Sequence[RequestTiming], elapsed_s: float) -> dict[str, Any]:
     """What a run showed. Latencies in ms, rates per second of the whole run.
 
     Goodput counts requests whose TTFT and whose mean ITL are within their SLO.
@@ -312,7 +312,7 @@ def summarize(spec: LoadSpec, timings: Sequence[Timing], elapsed_s: float) -> di
     }
 
 
-def _is_within(spec: LoadSpec, timing: Timing) -> bool:
+def _is_within(spec: LoadSpec, timing: RequestTiming) -> bool:
     ttft_ok = spec.ttft_slo_ms is None or timing.ttft_s * 1e3 <= spec.ttft_slo_ms
     itl_ok = spec.itl_slo_ms is None or timing.mean_itl_s * 1e3 <= spec.itl_slo_ms
     return ttft_ok and itl_ok

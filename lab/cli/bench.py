@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvrelay.cluster.cli.client import plain_errors, url_option
-from kvrelay.lab.bench.load import PERCENTILES, LoadSpec, Timing, run_load, summarize
+from kvrelay.lab.bench.load import PERCENTILES, LoadSpec, RequestTiming, run_load, summarize
 
 MAX_TOKENS = 1 << 20
 
@@ -67,8 +67,7 @@ def engine(json_path: Path | None, **options: Any) -> None:
     by them takes at least, at rates measured in the same run.
     """
     from kvrelay.cluster.config import ConfigError
-    from kvrelay.lab.bench.engine import EngineSpec, measure
-    from kvrelay.lab.bench.lone_worker import WorkerFailed
+    from kvrelay.lab.bench.engine import EngineSpec, WorkerFailed, measure
     from kvrelay.worker.kv_plan import BuildError
 
     console = Console(stderr=True, highlight=False)
@@ -195,7 +194,7 @@ def serve(url: str, model: str | None, json_path: Path | None, **options: Any) -
         task = progress.add_task("requests", total=spec.num_requests, errors=0)
         num_errors = 0
 
-        def on_done(timing: Timing) -> None:
+        def on_done(timing: RequestTiming) -> None:
             nonlocal num_errors
             num_errors += timing.error is not None
             progress.update(task, advance=1, errors=num_errors)

@@ -33,25 +33,23 @@ from rich.progress import (
 from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
-from kvrelay.lab.replay.generators import PRESETS, preset
 from kvrelay.lab.replay.readers import TraceError, read_trace
-from kvrelay.lab.replay.report import Slo, Summary, summary
-from kvrelay.lab.replay.tables import comparison_table, result_table
-from kvrelay.lab.replay.trace import Trace, multiplied
-from kvrelay.lab.timing.file import load_timing
+from kvrelay.lab.replay.report import Slo, Summary, comparison_table, result_table, summary
+from kvrelay.lab.replay.trace import PRESETS, Trace, multiplied, preset
+from kvrelay.lab.timing.profile import load_timing
 from kvrelay.lab.timing.timing import Timing, TimingError
 from kvrelay.router.config import POLICIES
 from kvrelay.router.scaling_config import ScalingConfig
 
 if TYPE_CHECKING:
-    from kvrelay.lab.replay.autoscale.scaled import ScaledResult
+    from kvrelay.lab.replay.autoscale import ScaledResult
     from kvrelay.lab.replay.config import ReplayConfig
-    from kvrelay.lab.replay.results import ReplayResult
+    from kvrelay.lab.replay.replay import ReplayResult
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_STATIC_TRIES = 4
-BESIDE = ("static", "oracle")
+BASELINES = ("static", "oracle")
 
 
 def autoscale_options(command: F) -> F:
@@ -67,7 +65,7 @@ def autoscale_options(command: F) -> F:
             click.option("--percentile", type=above_0, help="Of requests, wanted; default 90."),
             click.option(
                 "--beside",
-                default=",".join(BESIDE),
+                default=",".join(BASELINES),
                 show_default=True,
                 help="What is replayed beside the autoscaler; none: nothing.",
             ),
@@ -106,12 +104,11 @@ def run_autoscale(
     plot_path: Path | None,
 ) -> None:
     """Replay, show and write. Raises ConfigError for settings that cannot be."""
-    from kvrelay.lab.replay.autoscale.report import scaled_table, scaled_tables_json
-    from kvrelay.lab.replay.report import Slo
+    from kvrelay.lab.replay.report import Slo, scaled_table, scaled_tables_json
 
     scaling = scaling_of(options)
     beside = {name.strip() for name in options["beside"].split(",")} - {"none", ""}
-    if unknown := beside - set(BESIDE):
+    if unknown := beside - set(BASELINES):
         raise ConfigError(f"--beside {unknown.pop()!r} is unknown; there are static, oracle, none")
     slo = Slo(scaling.ttft_target_ms, scaling.itl_target_ms)
     found = _replays(console, trace, config, scaling, beside, slo)
@@ -130,7 +127,7 @@ def run_autoscale(
         else:
             json_path.write_text(text)
     if plot_path is not None:
-        from kvrelay.lab.replay.autoscale.plot import save_scaling_plot
+        from kvrelay.lab.replay.plot import save_scaling_plot
 
         save_scaling_plot(found, plot_path, slo, scaling)
 
@@ -146,9 +143,8 @@ def _replays(
     """The autoscaler first, then what stands beside it."""
     from dataclasses import replace
 
-    from kvrelay.lab.replay.autoscale.foresight import foresee, plan_of
-    from kvrelay.lab.replay.autoscale.report import attainment
-    from kvrelay.lab.replay.autoscale.scaled import replay_scaled, with_targets
+    from kvrelay.lab.replay.autoscale import foresee, plan_of, replay_scaled, with_targets
+    from kvrelay.lab.replay.report import attainment
 
     config = with_targets(config, scaling)
     start_s, wanted = scaling.start_s, scaling.percentile / 100.0

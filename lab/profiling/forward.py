@@ -92,7 +92,7 @@ def running(config: Config, model: PreparedModel, threads: int) -> Iterator[Mode
             ranks.close()
 
 
-class ForwardPasses:
+class PassRunner:
     """Runs passes over one runner's pool. Owned by whoever measures; one pass at a time."""
 
     def __init__(self, runner: ModelRunner, point_s: float, max_batched_tokens: int) -> None:

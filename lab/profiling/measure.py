@@ -3,9 +3,8 @@
 What is served is measured last, because what a request takes beside its passes is what is left when
 they are known.
 
-How fast KV moves here: between two processes, between host memory and the device, from the disk.
-
-Each is measured as a worker does it, by its transfer thread and with the checksums of what has
+How fast KV moves (between two processes, between host memory and the device, from the disk) is
+measured as a worker does it, by its transfer thread and with the checksums of what has
 come: for several numbers of blocks, of which the slope is the rate and the rest the overhead.
 """
 
@@ -39,9 +38,8 @@ from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
-from kvrelay.lab.profiling.forward import ForwardPasses, Grid, ProfileError, running
-from kvrelay.lab.profiling.neighbour import NAME
-from kvrelay.lab.profiling.pair import Neighbour
+from kvrelay.lab.profiling.forward import Grid, PassRunner, ProfileError, running
+from kvrelay.lab.profiling.pair import NAME, Neighbour
 from kvrelay.lab.profiling.served import measure_served
 from kvrelay.lab.timing.profile import arrays_of, profile_of
 from kvrelay.worker.disk_tier import open_disk_tier
@@ -218,7 +216,7 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
     config = replace(config, engine=engine)
     threads = engine.threads or os.cpu_count() or 1
     with running(config, model, threads) as runner:
-        passes = ForwardPasses(runner, grid.point_s, engine.max_num_batched_tokens)
+        passes = PassRunner(runner, grid.point_s, engine.max_num_batched_tokens)
         passes.fill_pool()
         grid = grid.within(model.max_model_len, passes.num_blocks, engine.block_size)
         work = _Work(config, model, runner, passes, grid, tell, int(with_serving))
@@ -242,7 +240,7 @@ class _Work:
         config: Config,
         model: PreparedModel,
         runner: ModelRunner,
-        passes: ForwardPasses,
+        passes: PassRunner,
         grid: Grid,
         tell: Tell,
         num_more: int,

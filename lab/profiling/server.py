@@ -9,9 +9,8 @@ import sys
 import msgspec
 
 from kvrelay.cluster.config import Config, ConfigError
-from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.launch import serve
-from kvrelay.cluster.processes.supervisor import Ready
+from kvrelay.cluster.processes.supervisor import Ready, ServeError
 
 
 async def main() -> None:

@@ -8,11 +8,12 @@ import gc
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
@@ -21,12 +22,67 @@ from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.lab.replay.config import Fault, ReplayConfig
-from kvrelay.lab.replay.results import LoadSeries, ReplayResult, Sample
 from kvrelay.lab.replay.runtime import ReplayRuntime
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 from kvrelay.lab.timing.timing import overheads_of
 from kvrelay.router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
 from kvrelay.router.router import Router
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as its client saw it. Seconds count from its arrival; None: it never came."""
+
+    request_id: str
+    at_s: float
+    input_length: int
+    output_length: int  # asked for
+    tenant: str = ""
+    priority: int = 0
+    ttft_s: float | None = None
+    second_s: float | None = None  # the second token; None where there is one token only
+    e2e_s: float | None = None
+    num_output: int = 0
+    cached: dict[str, int] = field(default_factory=dict)  # prompt tokens by source
+    predicted_ttft_s: float | None = None
+    prefill: str | None = None  # worker that computed the prompt; None: the decode worker did
+    decode: str | None = None
+    refused: str | None = None  # the reason
+    refused_s: float | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(slots=True)
+class LoadSeries:
+    """Per-worker load over time, sampled at `times_s`. Arrays are [len(workers), len(times_s)]."""
+
+    workers: tuple[str, ...]
+    times_s: NDArray[np.float64]
+    num_running: NDArray[np.float64]
+    kv_used: NDArray[np.float64]  # fraction of the pool that requests hold
+    pending_tokens: NDArray[np.float64]  # prompt tokens that wait for computation
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """What one replay has shown. `itl_s` are gaps between tokens, `itl_counts` how often each was
+    seen."""
+
+    trace: str
+    policy: str
+    timing: str
+    speedup: float
+    samples: list[Sample]
+    itl_s: NDArray[np.float32]
+    itl_counts: NDArray[np.int32]
+    load: LoadSeries
+    virtual_s: float
+    wall_s: float
+    num_events: int
+    peak_rss_bytes: int
+    retries: dict[str, int] = field(default_factory=dict)  # by cause
+    counters: dict[str, float] = field(default_factory=dict)  # summed over workers
+
 
 ROUTER: NodeId = "router-0"
 CLIENT: NodeId = "client"

@@ -4,10 +4,16 @@ Forward passes and transfers are replaced by how long they take. Many decode ste
 same sequences are one event, as `Step.repeats` allows; whatever changes the running sequences ends
 them at the step that is under way.
 
-Forward passes that are not run: how long each takes, and the tokens that come of it.
-
 Every output token of request number i is the same number, which no prompt has, so that the blocks
 of answers have hashes of their own.
+
+Where workers share the cores of one machine, passes slow those of the other role down
+(`Contention`). Life of a pass: begun with the seconds that it takes alone; while a worker of the
+other role has a pass too, it runs at 1 / slowdown of its speed; ended by its worker. After each
+change the runtime asks when the passes will end now.
+
+Equal passes do not take equally long: interruptions come at random, so the relative spread of a
+pass is the smaller the longer it takes.
 """
 
 from __future__ import annotations
@@ -15,18 +21,80 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import ceil, sqrt
+from math import ceil, exp, sqrt
+from random import Random
 from typing import Any
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.stats import Role
 from kvrelay.engine.step import Execute, Sampled, ScheduledSeq, Step, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
-from kvrelay.lab.replay.contention import Contention
-from kvrelay.lab.timing.timing import Timing, overheads_of
+from kvrelay.lab.timing.timing import Overheads, Timing, overheads_of
 from kvrelay.lab.virtual_time import VirtualTime
+
+SPREAD_S = 0.01  # a pass of this length is spread by Overheads.spread
+
+
+@dataclass(slots=True)
+class _Pass:
+    role: Role
+    has_prompts: bool
+    left_s: float  # if it were alone from now on
+
+
+@dataclass(slots=True)
+class Contention:
+    """The passes under way on one machine. Owned by who replays.
+
+    Invariant: at most one pass a worker, and `left_s` of each is true at `_now`."""
+
+    overheads: Overheads
+    _now: float = 0.0
+    _passes: dict[NodeId, _Pass] = field(default_factory=dict)
+    _random: Random = field(default_factory=lambda: Random(0))
+
+    def begin(
+        self, now: float, worker: NodeId, role: Role, has_prompts: bool, seconds: float
+    ) -> None:
+        assert worker not in self._passes, f"{worker} has a pass already"
+        self._advance(now)
+        self._passes[worker] = _Pass(role, has_prompts, seconds * self._luck(seconds))
+
+    def end(self, now: float, worker: NodeId) -> None:
+        """The pass of `worker` is over, or its worker is gone."""
+        self._advance(now)
+        del self._passes[worker]
+
+    def ends(self) -> dict[NodeId, float]:
+        """When each pass will end if no other begins or ends before."""
+        return {
+            worker: self._now + each.left_s * self._slowdown(each)
+            for worker, each in self._passes.items()
+        }
+
+    def _advance(self, now: float) -> None:
+        elapsed_s, self._now = now - self._now, now
+        for each in self._passes.values():
+            each.left_s = max(0.0, each.left_s - elapsed_s / self._slowdown(each))
+
+    def _luck(self, seconds: float) -> float:
+        """Draws a factor that is 1 in the median."""
+        spread = self.overheads.spread
+        if not spread:
+            return 1.0
+        return exp(spread * sqrt(min(1.0, SPREAD_S / seconds)) * self._random.gauss())
+
+    def _slowdown(self, one: _Pass) -> float:
+        """How much a pass is slowed by those that are under way. Alone, what it computes is what
+        counts: a prompt takes as long on a decode worker."""
+        costs = self.overheads
+        if all(each.role is one.role for each in self._passes.values()):
+            return costs.prefill_alone_slowdown if one.has_prompts else costs.decode_alone_slowdown
+        return costs.prefill_slowdown if one.role is Role.PREFILL else costs.decode_slowdown
+
 
 FIRST_OUTPUT_TOKEN = 1 << 31
 """Plus the number of the request. Block ids of traces are below."""
@@ -90,7 +158,7 @@ class TokenLog:
         return self.second_at.pop(request, None)
 
 
-class ForwardPasses:
+class TimedPasses:
     """Stands for the model of every worker. Holds nothing of its own but the log."""
 
     def __init__(self, timing: Timing, log: TokenLog) -> None:
@@ -146,7 +214,7 @@ MAX_BURST_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class Life:
+class ReplayNode:
     """One incarnation of a node. Nothing of it happens after `alive` is False."""
 
     node: Node
@@ -165,31 +233,31 @@ class BurstEnd:
 
 
 @dataclass(slots=True)
-class ReplayRuntime(VirtualTime[Life, Any]):
+class ReplayRuntime(VirtualTime[ReplayNode, Any]):
     """Owns the lives. An event is a message, or for no life a call."""
 
     timing: Timing
     block_size: int
     to_client: Callable[[float, Any], None]
-    lives: dict[NodeId, Life] = field(default_factory=dict)
+    lives: dict[NodeId, ReplayNode] = field(default_factory=dict)
     log: TokenLog = field(default_factory=TokenLog)
     notes: dict[str, int] = field(default_factory=dict)
     client: NodeId = "client"
-    _passes: ForwardPasses = field(init=False)
+    _passes: TimedPasses = field(init=False)
     _contention: Contention | None = None  # None: no two workers share anything but links
 
     def __post_init__(self) -> None:
-        self._passes = ForwardPasses(self.timing, self.log)
+        self._passes = TimedPasses(self.timing, self.log)
         overheads = overheads_of(self.timing)
         if overheads.shares_cores:
             self._contention = Contention(overheads)
 
-    def begin(self, node: Node, epoch: int = 0, pool_tokens: int = 0) -> Life:
+    def begin(self, node: Node, epoch: int = 0, pool_tokens: int = 0) -> ReplayNode:
         """Start a node, or the next life of one whose last has ended."""
         old = self.lives.get(node.node_id)
         assert old is None or not old.alive
         scheduler = node.core.scheduler if hasattr(node, "core") else None
-        life = self.lives[node.node_id] = Life(node, epoch, scheduler, pool_tokens)
+        life = self.lives[node.node_id] = ReplayNode(node, epoch, scheduler, pool_tokens)
         self._perform(life, node.start(self.now))
         return life
 
@@ -230,7 +298,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             self._deliver(life, message)
         return False
 
-    def _deliver(self, life: Life, message: Any) -> None:
+    def _deliver(self, life: ReplayNode, message: Any) -> None:
         self._perform(life, life.node.receive(self.now, message))
         burst = life.burst
         if burst is None or burst.repeats == 1:
@@ -241,7 +309,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             if count < burst.repeats:
                 self._start(life, burst, count)
 
-    def _perform(self, life: Life, effects: list[Effect]) -> None:
+    def _perform(self, life: ReplayNode, effects: list[Effect]) -> None:
         message_s = self.timing.links.message_s
         for effect in effects:
             kind = type(effect)
@@ -265,7 +333,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             else:
                 assert kind is StoreIndex, f"unknown effect {effect!r}"
 
-    def _execute(self, life: Life, step: Step) -> None:
+    def _execute(self, life: ReplayNode, step: Step) -> None:
         assert life.scheduler is not None
         first_s, growth_s = self._passes.seconds(step, life.pool_tokens)
         repeats = step.repeats
@@ -290,7 +358,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             life.burst = replace(life.burst)
             self.schedule(max(at_s, self.now), life, BurstEnd(life.burst, 1))
 
-    def _start(self, life: Life, burst: Burst, count: int) -> None:
+    def _start(self, life: ReplayNode, burst: Burst, count: int) -> None:
         """Let the burst end after `count` steps."""
         shorter = Burst(
             burst.step, burst.start_s, burst.first_s, burst.growth_s, count, burst.running
@@ -299,14 +367,14 @@ class ReplayRuntime(VirtualTime[Life, Any]):
         ends_s = max(burst.start_s + shorter.ends_s(count), self.now)  # but for what rounding takes
         self.schedule(ends_s, life, BurstEnd(shorter, count))
 
-    def _connect(self, life: Life, effect: ConnectPeer) -> None:
+    def _connect(self, life: ReplayNode, effect: ConnectPeer) -> None:
         peer = self.lives.get(effect.peer)
         there = peer is not None and peer.alive and peer.epoch == effect.epoch
         error = None if there else f"{effect.peer} epoch {effect.epoch} is not there"
         done = PeerConnected(effect.peer, effect.epoch, error)
         self.schedule(self.now + 2 * self.timing.links.message_s, life, done)
 
-    def _read(self, life: Life, effect: CopyBlocks) -> None:
+    def _read(self, life: ReplayNode, effect: CopyBlocks) -> None:
         """A transfer waits for the ends of the links that it takes."""
         links, own = self.timing.links, effect.peer == life.node.node_id
         source = self.lives.get(effect.peer)

@@ -38,13 +38,12 @@ from kvrelay.engine.waiting import Passes
 from kvrelay.kvtransfer.agent import CopyDone, TransferId
 from kvrelay.kvtransfer.messages import KVRelease
 from kvrelay.kvtransfer.peer.arrival import Arrival
-from kvrelay.kvtransfer.peer.connector import Connector
+from kvrelay.kvtransfer.peer.connector import Connector, Orphans
 from kvrelay.kvtransfer.peer.handoff import ConsumerEvent
-from kvrelay.kvtransfer.peer.orphans import Orphans
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.transfer_loop import Answer
-from kvrelay.router.admission.flows import Entry, Level
+from kvrelay.router.admission.fair_queue import Level, QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import RoleChanged, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord
@@ -236,8 +235,8 @@ def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> 
     if broken is Break.TURNS:
 
         def oldest(
-            level: Level, skip: Mapping[str, Entry], without: Collection[str]
-        ) -> Entry | None:
+            level: Level, skip: Mapping[str, QueueEntry], without: Collection[str]
+        ) -> QueueEntry | None:
             returned = [each for _, each in level.returned]
             heads = [flow.head(skip, 0.0) for flow in level.flows.values()]
             heads = [each for each in heads if each and not queue.is_limited(each.flow)]

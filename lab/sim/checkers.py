@@ -4,7 +4,8 @@ themselves.
 During the run: no queue above its bound, no stream that waits for memory while others have some,
 tenants that share by weight, and no request that is passed too often. At its end, with all faults
 over and every lease run out: nothing is left on any node, and the router's prefix index says what
-the workers hold.
+the workers hold. At all times, what makes no progress must not stay: streams that are silent, and
+workers that hang, fail in every step or are stopped.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.cost import order_of
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.progress import FIRST_SLACK
 from kvrelay.engine.request import NO_OUTPUTS, Refusal
 from kvrelay.engine.sequence import Sequence as EngineSequence
-from kvrelay.engine.stats import Role
+from kvrelay.engine.stats import Progress, Role
 from kvrelay.engine.waiting import MAX_PASSED
-from kvrelay.lab.sim.client import Client, JudgeFailure, Order
+from kvrelay.lab.sim.client import ClientRequest, JudgeFailure, SimClient
+from kvrelay.lab.sim.faults import SicknessKind
 from kvrelay.lab.sim.model import FULL, Attention, prompt_outputs
-from kvrelay.lab.sim.runtime import Life, SimRuntime
+from kvrelay.lab.sim.runtime import SimNode, SimRuntime
 from kvrelay.lab.sim.scenario import BLOCK_SIZE, Scenario
-from kvrelay.router.admission.estimates import OUTPUT_UNITS
-from kvrelay.router.admission.fair_queue import FairQueue
-from kvrelay.router.admission.flows import Entry
+from kvrelay.router.admission.admission import OUTPUT_UNITS
+from kvrelay.router.admission.fair_queue import FairQueue, QueueEntry
 from kvrelay.router.messages import Failed
+from kvrelay.router.record import RequestRecord
 from kvrelay.router.router import Router
 from kvrelay.worker.node import Worker
 
@@ -45,7 +49,7 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
     lengths = [w.max_model_len for w in scenario.workers]
     pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers]
 
-    def judge(order: Order, failed: Failed, now: float) -> str | None:
+    def judge(order: ClientRequest, failed: Failed, now: float) -> str | None:
         job, reason = order.job, failed.reason
         assert order.submitted_at is not None
         if reason is Refusal.CONTEXT_LENGTH:
@@ -87,7 +91,7 @@ class QueueBounds:
         self._max_new = config.max_queue
         self._slots = num_workers * config.max_inflight_per_worker
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         node = life.node
         if isinstance(node, Worker):
             config, waiting = node.config, len(node.core.scheduler.waiting)
@@ -117,7 +121,7 @@ class Starvation:
         self._since: dict[tuple[NodeId, str, int], float] = {}
         self._due_at = 0.0
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if runtime.faults.active or runtime.now < self._due_at:
             return
         self._due_at = runtime.now + STARVATION_S / 8
@@ -150,26 +154,30 @@ class Starvation:
             return False
         if record.current is not None and record.current.number > seq.attempt:
             return False  # it was moved, to a worker that may be lost: `Silence` looks at that
-        core, config = worker.core, worker.config
+        config = worker.config
         endpoint = life.node._requests.dispatcher.endpoint(config.node_id, config.epoch)
         if endpoint is None or runtime.now < endpoint.excluded_until:
             return False  # it has just failed, or does not get on
-        busy = len(core.seqs)
-        whole = seq.num_prompt_tokens + seq.sampling.max_tokens
-        needed = -(-whole // config.block_size) + busy + 1
-        return busy + 1 < config.max_num_seqs and core.kv.pool.num_free >= needed + MARGIN
+        return has_room(worker, seq.num_prompt_tokens + seq.sampling.max_tokens)
+
+
+def has_room(worker: Worker, num_tokens: int) -> bool:
+    """Whether a sequence that may come to `num_tokens` fits beside what the worker has."""
+    core, config, busy = worker.core, worker.config, len(worker.core.seqs)
+    needed = -(-num_tokens // config.block_size) + busy + 1
+    return busy + 1 < config.max_num_seqs and core.kv.pool.num_free >= needed + MARGIN
 
 
 class Fairness:
-    """Of the crowd at a router, from when all its tenants have requests waiting until one has none:
-    what they are sent for, divided by their weights, differs by no more than start-time fair
+    """The crowd at a router shares, from when all its tenants have requests waiting until one has
+    none: what they are sent for, divided by their weights, differs by no more than start-time fair
     queueing allows, and by what was sent past those that lacked memory. How often that may be is
     what `Overtaken` looks at."""
 
     def __init__(self, router: NodeId, scenario: Scenario) -> None:
         self._crowd = _Crowd(router, scenario)
-        self._units: dict[str, float] = {}  # of each request, by its tenant's weight
-        self._largest: dict[str, float] = {}  # of each tenant
+        self._units: dict[str, float] = {}  # each request's, by its tenant's weight
+        self._largest: dict[str, float] = {}  # each tenant's
         for job in scenario.jobs:
             if job.request_id in self._crowd.tenants:
                 assert job.tenant is not None
@@ -179,11 +187,11 @@ class Fairness:
                 self._largest[tenant] = max(self._largest.get(tenant, 0.0), units)
         self._passes: dict[str, int] = {}
         self._sent: dict[str, float] = {}  # for each tenant, while all of them wait
-        self._excused: dict[str, float] = {}  # of that, past one of another tenant
+        self._excused: dict[str, float] = {}  # what was sent past one of another tenant
         self._starts: dict[str, float] = {}  # in virtual time: who was owed service before
         self._is_reported = False
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if not self._crowd.look(runtime, life):
             return
         waiting = self._crowd.waiting
@@ -223,7 +231,7 @@ class Fairness:
 
 
 class Overtaken:
-    """Of the crowd: no more requests that came later go before one that waits for memory than
+    """No more requests of the crowd that came later go before one that waits for memory than
     `engine.waiting` says. At a router these are its own tenant's, while memory is held for no
     other; at a worker those that belong behind it in its order."""
 
@@ -234,7 +242,7 @@ class Overtaken:
         self._admitted: dict[NodeId, set[tuple[str, int]]] = {}
         self._passes: Counter[tuple[NodeId, str]] = Counter()
 
-    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
         if self._crowd.look(runtime, life):
             self._look_at_router(runtime)
         elif self._crowd.tenants and life.node_id in self._workers:
@@ -279,7 +287,8 @@ class Overtaken:
 
 
 def _order(core: EngineCore, seq: EngineSequence) -> float:
-    """Orders as `engine.scheduling.selection` does, by what there is to compute."""
+    """The order of `engine.scheduling.selection`, by what there is to compute, not what routers
+    thought."""
     compute_s = seq.num_missing * core.timing.token_s
     return order_of(compute_s, core.now - seq.arrived_at)
 
@@ -294,8 +303,8 @@ class _Crowd:
             for job in scenario.jobs
             if job.tenant is not None and scenario.router_of(job.request_id) == router
         }
-        self.waiting: dict[str, Entry] = {}
-        self.sent: dict[str, Entry] = {}
+        self.waiting: dict[str, QueueEntry] = {}
+        self.sent: dict[str, QueueEntry] = {}
         self.holds = False  # memory for one that waits at a worker
         self._queue: FairQueue | None = None
         self.was_hidden = False  # faults were active between this look and the last
@@ -309,7 +318,7 @@ class _Crowd:
         flows = [flow for level in self._queue.levels for flow in level.flows.values()]
         return {flow.tenant: flow.start for flow in flows}
 
-    def look(self, runtime: SimRuntime, life: Life) -> bool:
+    def look(self, runtime: SimRuntime, life: SimNode) -> bool:
         """Whether it may have changed."""
         router = life.node
         if not self.tenants or router.node_id != self.router:
@@ -340,15 +349,15 @@ class _Crowd:
         return True
 
 
-def check_roles(runtime: SimRuntime, router: NodeId, told: Mapping[NodeId, Role]) -> None:
-    """The router prefers each worker for what it was last told to."""
+def check_roles(runtime: SimRuntime, router: NodeId, given: Mapping[NodeId, Role]) -> None:
+    """The router prefers each worker for the role that it was last given."""
     life = runtime.life(router)
     assert life is not None
     assert isinstance(life.node, Router)
     for status in life.node.status(runtime.now).workers:
-        if status.role is not told[status.worker]:
+        if status.role is not given[status.worker]:
             known = f"{status.worker} is {status.role} to the router"
-            runtime.violate("role differs", f"{known}, and was made {told[status.worker]}")
+            runtime.violate("role differs", f"{known}, and was made {given[status.worker]}")
 
 
 def check_idle(runtime: SimRuntime, nodes: Sequence[NodeId]) -> None:
@@ -399,7 +408,9 @@ def _check_disk(runtime: SimRuntime, node_id: NodeId, held: set[bytes]) -> None:
         )
 
 
-def check_prompt_outputs(runtime: SimRuntime, client: Client, attention: Attention = FULL) -> None:
+def check_prompt_outputs(
+    runtime: SimRuntime, client: SimClient, attention: Attention = FULL
+) -> None:
     """What a prompt gives has come once, whole, with the first token and with no other; whatever
     has become of the request since."""
     for order in client.orders.values():
@@ -407,14 +418,121 @@ def check_prompt_outputs(runtime: SimRuntime, client: Client, attention: Attenti
         wanted = prompt_outputs(job.prompt, job.sampling, attention)
         expected = [(0, wanted)] if order.tokens and wanted != NO_OUTPUTS else []
         if order.prompts != expected:
-            told = [(index, len(got.logprobs), got.embedding.hex()) for index, got in order.prompts]
+            sent = [(index, len(got.logprobs), got.embedding.hex()) for index, got in order.prompts]
             runtime.violate(
                 "wrong prompt outputs",
-                f"{job.request_id}: (index, log-probabilities, embedding) are {told}, wanted"
+                f"{job.request_id}: (index, log-probabilities, embedding) are {sent}, wanted"
                 f" {len(wanted.logprobs)}, {wanted.embedding.hex()} of {len(job.prompt)} tokens",
             )
 
 
-def check_finished(runtime: SimRuntime, client: Client) -> None:
+def check_finished(runtime: SimRuntime, client: SimClient) -> None:
     for left in client.describe_open():
         runtime.violate("stuck", left)
+
+
+LOOK_S = 0.25
+SILENT_S = 12.0
+STOPPED_S = 14.0  # one that was being introduced when it was stopped is waited for 10 s
+MARGIN_S = 4.0
+
+
+class Silence:
+    """After the faults: no stream is silent for long while a worker that makes progress has room
+    for all of it. One such silence is one violation."""
+
+    def __init__(
+        self, router: NodeId, workers: Sequence[NodeId], may_decode: Callable[[NodeId], bool]
+    ) -> None:
+        """`may_decode`: whether the policy ever chooses the worker for it."""
+        self._router = router
+        self._workers = workers
+        self._may_decode = may_decode
+        self._seen: dict[str, tuple[int, float]] = {}  # request -> tokens that it had, since when
+        self._due_at = 0.0
+
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
+        if runtime.faults.active or runtime.now < self._due_at:
+            return
+        self._due_at = runtime.now + LOOK_S
+        router_life = runtime.life(self._router)
+        assert router_life is not None
+        router = router_life.node
+        assert isinstance(router, Router)
+        begun = [r for r in router.live.values() if r.current is not None or r.num_output_tokens]
+        seen: dict[str, tuple[int, float]] = {}
+        for record in begun:
+            count, since = self._seen.get(record.request_id, (-1, 0.0))
+            if count != len(record.tokens):
+                count, since = len(record.tokens), runtime.now
+            decodes = filter(self._may_decode, self._workers)
+            could = [worker for worker in decodes if could_serve(runtime, worker, record)]
+            if runtime.now - since > SILENT_S and could:
+                text = f"{record.request_id} has got no token for {SILENT_S:g} s, and {could} live"
+                runtime.violate("silent", text)
+                since = float("inf")
+            seen[record.request_id] = (count, since)
+        self._seen = seen
+
+
+def could_serve(runtime: SimRuntime, name: NodeId, record: RequestRecord) -> bool:
+    """The worker is well, and has room for all that the request may become beside what it has."""
+    life = runtime.life(name)
+    if life is None or runtime.faults.sickness(runtime.now, name, life.epoch) is not None:
+        return False
+    worker = life.node
+    assert isinstance(worker, Worker)
+    whole = record.num_prompt_tokens + record.sampling.max_tokens
+    is_avoided = name in {each.worker for each in record.avoid}
+    makes_progress = worker.core.watch.progress is Progress.MADE
+    fits = whole <= worker.config.max_model_len and has_room(worker, whole)
+    return fits and makes_progress and not is_avoided
+
+
+class NoProgress:
+    """At all times: no worker that makes no progress stays up for long."""
+
+    def __init__(self, workers: Sequence[NodeId], scenario: Scenario) -> None:
+        self._workers = workers
+        first_s = {w.node_id: FIRST_SLACK * w.step_timeout_s for w in scenario.workers}
+        self._hang_s = {worker: seconds + MARGIN_S for worker, seconds in first_s.items()}
+        self._since: dict[tuple[NodeId, int], float] = {}  # when something went wrong with a life
+        self._due_at = 0.0
+
+    def __call__(self, runtime: SimRuntime, life: SimNode) -> None:
+        if runtime.now < self._due_at:
+            return
+        self._due_at = runtime.now + LOOK_S
+        lives = [each for each in map(runtime.life, self._workers) if each is not None]
+        since: dict[tuple[NodeId, int], float] = {}
+        for each in lives:
+            limit_s = self._limit_s(runtime, each)
+            if limit_s is None:
+                continue
+            key = (each.node_id, each.epoch)
+            since[key] = self._since.get(key, runtime.now)
+            if runtime.now - since[key] > limit_s:
+                kind = runtime.faults.sickness(runtime.now, *key)
+                runtime.violate("no progress", f"{each.node_id} stays up: {kind}")
+                since[key] = float("inf")
+        self._since = since
+
+    def _limit_s(self, runtime: SimRuntime, life: SimNode) -> float | None:
+        """How long this may go on; None: there is nothing wrong that shows."""
+        kind, executor = (
+            runtime.faults.sickness(runtime.now, life.node_id, life.epoch),
+            life.executor,
+        )
+        assert isinstance(life.node, Worker)
+        if kind is SicknessKind.STOPPED:
+            return STOPPED_S
+        if kind is SicknessKind.HANGS and executor.is_busy:
+            return self._hang_s[life.node_id]
+        if kind is SicknessKind.FAILS and executor.failed_in_a_row > _most_failed(life.node.config):
+            return 0.0
+        return None
+
+
+def _most_failed(config: WorkerConfig) -> int:
+    """Steps in a row: down to who failed alone, and the health checks after that."""
+    return config.max_num_seqs.bit_length() + 1 + config.max_failed_steps

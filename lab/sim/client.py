@@ -39,7 +39,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(slots=True)
-class Order:
+class ClientRequest:
     """One job as the client sees it."""
 
     job: Job
@@ -52,11 +52,11 @@ class Order:
     failure: Failed | None = None
 
 
-JudgeFailure = Callable[[Order, Failed, float], str | None]
+JudgeFailure = Callable[[ClientRequest, Failed, float], str | None]
 """Why a request must not have failed in this way at this time; None if it may."""
 
 
-class Client:
+class SimClient:
     """Node. Invariant: `num_open` counts the jobs of the current wave that have not ended."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Client:
         attention: Attention = FULL,
     ) -> None:
         self.node_id = node_id
-        self.orders = {job.request_id: Order(job) for job in jobs}
+        self.orders = {job.request_id: ClientRequest(job) for job in jobs}
         self.num_open = 0
         self._routers = routers
         self._attention = attention
@@ -106,7 +106,7 @@ class Client:
         self.num_open += len(wave)
         return [Wake(job.arrive_s, f"submit {job.request_id}") for job in wave]
 
-    def _submit(self, now: float, order: Order) -> list[Effect]:
+    def _submit(self, now: float, order: ClientRequest) -> list[Effect]:
         job = order.job
         order.submitted_at = now
         number = int(job.request_id[1:])
@@ -127,7 +127,7 @@ class Client:
             effects.append(Wake(job.cancel_after_s, f"cancel {job.request_id}"))
         return effects
 
-    def _cancel(self, now: float, order: Order) -> list[Effect]:
+    def _cancel(self, now: float, order: ClientRequest) -> list[Effect]:
         if order.outcome is not Outcome.OPEN:
             return []
         self._end(now, order, Outcome.CANCELLED)
@@ -140,8 +140,8 @@ class Client:
         """One for each token, of what the oracle says."""
         wanted: list[Any] = []
         if job.sampling.logprobs is not None:
-            told = job.expected[: first + len(output.tokens)]
-            every = output_logprobs(job.prompt, told, job.sampling.logprobs, self._attention)
+            sent = job.expected[: first + len(output.tokens)]
+            every = output_logprobs(job.prompt, sent, job.sampling.logprobs, self._attention)
             wanted = every[first:]
         if list(output.logprobs) != wanted:
             self._on_violation(
@@ -194,7 +194,7 @@ class Client:
                 )
         return []
 
-    def _may_still_come(self, now: float, order: Order, what: str) -> bool:
+    def _may_still_come(self, now: float, order: ClientRequest, what: str) -> bool:
         """What was on its way when the client cancelled arrives at that very time, not later."""
         if order.outcome is Outcome.OPEN:
             return True
@@ -204,7 +204,7 @@ class Client:
             )
         return False
 
-    def _end(self, now: float, order: Order, outcome: Outcome) -> None:
+    def _end(self, now: float, order: ClientRequest, outcome: Outcome) -> None:
         order.outcome = outcome
         order.ended_at = now
         self.num_open -= 1

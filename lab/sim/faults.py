@@ -16,7 +16,7 @@ from enum import StrEnum
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.lab.sim.transfers import ReadFate
+from kvrelay.lab.sim.executor import ReadFate
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BrokenLink:
     until_s: float
 
 
-class Kind(StrEnum):
+class SicknessKind(StrEnum):
     HANGS = "step hangs"
     FAILS = "steps all fail"
     STOPPED = "stopped"  # SIGSTOP
@@ -70,7 +70,7 @@ class Sickness:
 
     worker: NodeId
     at_s: float
-    kind: Kind
+    kind: SicknessKind
     for_s: float = float("inf")
 
 
@@ -151,19 +151,19 @@ class Faults:
     plan: FaultPlan = field(default_factory=FaultPlan)
     injected: Counter[str] = field(default_factory=Counter)
     active: bool = False
-    _sick: dict[tuple[NodeId, int], tuple[Kind, float]] = field(default_factory=dict)
+    _sick: dict[tuple[NodeId, int], tuple[SicknessKind, float]] = field(default_factory=dict)
 
     def fall_sick(self, epoch: int, sickness: Sickness) -> None:
-        """Of the life of this epoch; one that is sick does not fall sick again."""
+        """The life of this epoch falls sick; one that is sick does not fall sick again."""
         if (sickness.worker, epoch) in self._sick:
             return
         self.injected[str(sickness.kind)] += 1
         self._sick[sickness.worker, epoch] = (sickness.kind, sickness.at_s + sickness.for_s)
 
-    def sickness(self, now: float, node_id: NodeId, epoch: int) -> Kind | None:
+    def sickness(self, now: float, node_id: NodeId, epoch: int) -> SicknessKind | None:
         """That this life has now. One that is stopped gets well; the others do not."""
         kind, until_s = self._sick.get((node_id, epoch), (None, 0.0))
-        return None if kind is Kind.STOPPED and now >= until_s else kind
+        return None if kind is SicknessKind.STOPPED and now >= until_s else kind
 
     def _hits(self, kind: str, probability: float) -> bool:
         if not self.active or probability == 0.0 or self.rng.random() >= probability:
@@ -191,7 +191,7 @@ class Faults:
     def paused_until(self, now: float, node_id: NodeId, epoch: int) -> float:
         """When a node that is paused or stopped now goes on; 0 if it is not."""
         kind, until_s = self._sick.get((node_id, epoch), (None, 0.0))
-        if kind is Kind.STOPPED and now < until_s:
+        if kind is SicknessKind.STOPPED and now < until_s:
             return until_s
         if self.active:
             for pause in self.plan.pauses:
@@ -207,9 +207,9 @@ class Faults:
     def step(self, node_id: NodeId, epoch: int, num_tokens: int) -> tuple[float | None, str | None]:
         """(duration of a step, None if it never ends; why it fails, or None)."""
         kind, _ = self._sick.get((node_id, epoch), (None, 0.0))
-        if kind is Kind.HANGS:
+        if kind is SicknessKind.HANGS:
             return None, None
-        if kind is Kind.FAILS:
+        if kind is SicknessKind.FAILS:
             return 0.002, "injected, as in every step"
         duration = (0.002 + 0.0001 * num_tokens) * self.rng.uniform(0.8, 1.5)
         if self._hits("step slow", self.plan.step_slow):

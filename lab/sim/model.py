@@ -25,7 +25,7 @@ from kvrelay.engine.request import (
 
 VOCAB_SIZE = 32
 EOS = 0
-PERIOD = 5  # of what most positions say
+PERIOD = 5  # after which most positions say it again
 UNWRITTEN = 0xDEAD_DEAD_DEAD_DEAD
 """What a slot holds before its first use."""
 
@@ -102,7 +102,8 @@ def forced_after(grammar: str, position: int) -> tuple[int, ...]:
 
 
 def logprobs_of(attended: int, token: int, position: int, num_best: int) -> TokenLogprobs:
-    """Of `token` at `position`, given the sum of all slots before it, and of the best tokens."""
+    """Those that `token` and the best ones have at `position`, given the sum of all slots before
+    it."""
     values = [-(slot_value(attended & _MASK, t, position) >> 44) / 2**16 for t in range(VOCAB_SIZE)]
     best = sorted(range(VOCAB_SIZE), key=lambda t: -values[t])[:num_best]
     return TokenLogprobs(values[token], tuple((t, values[t]) for t in best))
@@ -115,7 +116,7 @@ def packed_sum(slots: Sequence[int], before: bytes = b"") -> bytes:
 
 
 def embedding(pooling: Pooling, pooled: bytes, last: int, length: int) -> bytes:
-    """Of a prompt of so many tokens. pooled: the sum of its slots; last: the last of them."""
+    """Embeds a prompt of so many tokens. pooled: the sum of its slots; last: the last of them."""
     if pooling is Pooling.LAST:
         return packed_sum([last])
     return packed_sum([slot_value(struct.unpack("<Q", pooled)[0], 0, length)])
@@ -139,7 +140,7 @@ def prompt_outputs(
 
 
 def checksum(slots: Sequence[int], rank: int = 0, num_ranks: int = 1) -> int:
-    """Of one block, whatever it holds, or of what a rank has of it. As those of real blocks, the
+    """Sums up one block, whatever it holds, or what a rank has of it. As for real blocks, the
     sums of all ranks add up to that of the block."""
     own = range(rank, len(slots), num_ranks)
     return sum(slot_value(slots[at], at, slots[at] >> 48) for at in own) % (1 << 64)
@@ -148,7 +149,7 @@ def checksum(slots: Sequence[int], rank: int = 0, num_ranks: int = 1) -> int:
 def output_logprobs(
     prompt: Sequence[int], output: Sequence[int], num_best: int, attention: Attention = FULL
 ) -> list[TokenLogprobs]:
-    """The oracle: of each token of `output`."""
+    """The oracle says what each token of `output` has."""
     slots: list[int] = []
     extend_slots(slots, [*prompt, *output])
     return [

@@ -7,10 +7,9 @@ message delivered) tells whether two runs were the same.
 A worker has lives: each has an epoch, a pool, an executor and a transfer agent. A crash ends a life
 and all that belonged to it: steps, transfers, wake-ups, and messages on their way to it.
 
-The disk of a simulated worker: blocks and an index that survive its death.
-
-A block is written slot by slot at moments of its own, so a death in the middle leaves it half
-written; the index changes at once or not at all, as a transaction does.
+Its disk, blocks and an index, survives its death. A block is written slot by slot at moments of its
+own, so a death in the middle leaves it half written; the index changes at once or not at all, as a
+transaction does.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
 from kvrelay.kvtransfer.ranks import RankAnswers
-from kvrelay.lab.sim.executor import POISON, SimExecutor, SimPool
+from kvrelay.lab.sim.executor import POISON, SimAgent, SimExecutor, SimPool
 from kvrelay.lab.sim.faults import Faults
 from kvrelay.lab.sim.model import FULL, Attention
-from kvrelay.lab.sim.transfers import SimAgent
 from kvrelay.lab.virtual_time import VirtualTime
 
 
@@ -54,7 +52,7 @@ class SimDisk:
         for record in change.put:
             if not 0 <= record.slot < len(self.pool.blocks):
                 return f"slot {record.slot} of {len(self.pool.blocks)}"
-            there = self.index.get(record.slot)  # the same block: its retention is renewed
+            there = self.index.get(record.slot)  # if it is this block, its retention is renewed
             if lossless and there is not None and there[0].block_hash != record.block_hash:
                 wrong = f"slot {record.slot} is in the index"
             if lossless and slots.get(record.block_hash, record.slot) != record.slot:
@@ -103,7 +101,7 @@ class PoolShape:
 
 
 @dataclass(eq=False, slots=True)
-class Life:
+class SimNode:
     """One incarnation of a node. Nothing of it happens after `alive` is False."""
 
     node_id: NodeId
@@ -128,12 +126,12 @@ class _Place:
     make: MakeNode
     shape: PoolShape
     disk: SimDisk
-    life: Life | None = None
+    life: SimNode | None = None
     next_epoch: int = 1
 
 
 @dataclass(slots=True)
-class SimRuntime(VirtualTime[Life, Callable[[], None]]):
+class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
     """Owns every node. Nodes in `trusted` share a process, and its clock: what they send each other
     always arrives, in order."""
 
@@ -144,10 +142,12 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     notes: Counter[str] = field(default_factory=Counter)
     trusted: set[NodeId] = field(default_factory=set)
     stopped: bool = False  # a node raised: its state means nothing any more
-    after_receive: Callable[[SimRuntime, Life], None] | None = None  # a check on every event
-    perform_other: Callable[[Life, Effect], None] | None = None  # effects that are not known here
+    after_receive: Callable[[SimRuntime, SimNode], None] | None = None  # a check on every event
+    perform_other: Callable[[SimNode, Effect], None] | None = (
+        None  # effects that are not known here
+    )
     join_answers: type[RankAnswers] = RankAnswers
-    attention: Attention = FULL  # of the model that all workers run
+    attention: Attention = FULL  # what the model of all workers has
     poison: dict[str, str] = field(default_factory=dict)  # request -> what it does to its steps
     _places: dict[NodeId, _Place] = field(default_factory=dict)
     _last_arrival: dict[tuple[NodeId, NodeId], float] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     def disk(self, node_id: NodeId) -> SimDisk:
         return self._places[node_id].disk
 
-    def life(self, node_id: NodeId) -> Life | None:
+    def life(self, node_id: NodeId) -> SimNode | None:
         """The current life of a node; None while it is down or if there never was one."""
         place = self._places.get(node_id)
         return place.life if place else None
@@ -216,7 +216,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         )
         clock_s = 0.0 if node_id in self.trusted else self.rng.uniform(0.0, 1000.0)
         node = place.make(epoch, place.disk.records(self.now))
-        life = Life(node_id, epoch, node, executor, agent, clock_s)
+        life = SimNode(node_id, epoch, node, executor, agent, clock_s)
         place.life = life
         self._guard(life, lambda: life.node.start(clock_s + self.now))
         return life.node
@@ -254,7 +254,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
 
     # -- effects -------------------------------------------------------------------------------
 
-    def _perform(self, life: Life, effect: Effect) -> None:
+    def _perform(self, life: SimNode, effect: Effect) -> None:
         match effect:
             case Send(to, message):
                 self._send(life.node_id, to, message)
@@ -303,7 +303,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
             if life is not None:  # else the connection is gone, and the message with it
                 self._push(arrival - self.now, life, lambda: self._deliver(source, life, message))
 
-    def _store(self, life: Life, change: StoreIndex) -> None:
+    def _store(self, life: SimNode, change: StoreIndex) -> None:
         error = self.faults.store()
         if error is not None:
             self._to_self(life, 0.001, StoreFailed(error))
@@ -326,33 +326,33 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
             return POISON
         return None
 
-    def _run_step(self, life: Life) -> None:
+    def _run_step(self, life: SimNode) -> None:
         num_tokens = life.executor.num_tokens
         duration_s, error = self.faults.step(life.node_id, life.epoch, num_tokens)
         if duration_s is not None:
             taken_s = duration_s
             self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))
 
-    def _finish_step(self, life: Life, duration_s: float, error: str | None) -> None:
+    def _finish_step(self, life: SimNode, duration_s: float, error: str | None) -> None:
         done: StepDone = life.executor.finish(duration_s, error)
         if life.executor.is_busy:
             self._run_step(life)
         self._deliver(life.node_id, life, done)
 
-    def _read_done(self, life: Life, done: CopyDone) -> None:
+    def _read_done(self, life: SimNode, done: CopyDone) -> None:
         self._deliver(life.node_id, life, done)
 
-    def _connect(self, life: Life, effect: ConnectPeer, error: str | None) -> None:
+    def _connect(self, life: SimNode, effect: ConnectPeer, error: str | None) -> None:
         self._deliver(life.node_id, life, life.agent.connect(effect, error))
 
-    def _to_self(self, life: Life, after_s: float, message: Any) -> None:
+    def _to_self(self, life: SimNode, after_s: float, message: Any) -> None:
         self._push(after_s, life, lambda: self._deliver(life.node_id, life, message))
 
-    def _push(self, after_s: float, life: Life | None, call: Callable[[], None]) -> None:
+    def _push(self, after_s: float, life: SimNode | None, call: Callable[[], None]) -> None:
         assert after_s >= 0
         self.schedule(self.now + after_s, life, call)
 
-    def _deliver(self, source: NodeId, life: Life, message: Any) -> None:
+    def _deliver(self, source: NodeId, life: SimNode, message: Any) -> None:
         paused_until = self.faults.paused_until(self.now, life.node_id, life.epoch)
         if paused_until > self.now:
             self._push(paused_until - self.now, life, lambda: self._deliver(source, life, message))
@@ -370,7 +370,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
             return self._encoder.encode([rest, *parts])
         return self._encoder.encode(message)
 
-    def _guard(self, life: Life, act: Callable[[], list[Effect]]) -> None:
+    def _guard(self, life: SimNode, act: Callable[[], list[Effect]]) -> None:
         """A node that raises has broken its own assertions: that is a finding, and the end."""
         try:
             for effect in act():

@@ -20,15 +20,15 @@ from kvrelay.lab.sim.faults import (
     Crash,
     FaultPlan,
     Handover,
-    Kind,
     Partition,
     Pause,
     Rot,
     Sickness,
+    SicknessKind,
 )
 from kvrelay.lab.sim.model import Attention
 from kvrelay.lab.sim.operator import PlannedOrder, draw_orders
-from kvrelay.lab.sim.workload import Job, Limits, Poison, draw_crowd, draw_jobs
+from kvrelay.lab.sim.workload import Job, JobLimits, Poison, draw_crowd, draw_jobs
 from kvrelay.router.config import POLICIES, RouterConfig
 
 ROUTERS: tuple[NodeId, ...] = ("router-0", "router-1")
@@ -61,12 +61,12 @@ class Scenario:
     faults: FaultPlan
     orders: tuple[PlannedOrder, ...]
     role_changes: tuple[RoleChange, ...]
-    silent_grace_s: float  # of the controller
+    silent_grace_s: float  # the controller's
     routers: tuple[NodeId, ...]
     attention: Attention
 
     def router_of(self, request_id: str) -> NodeId:
-        """In turn."""
+        """Routers get requests in turn."""
         return self.routers[int(request_id[1:]) % len(self.routers)]
 
     @property
@@ -89,7 +89,7 @@ def draw_scenario(rng: random.Random, more: random.Random) -> Scenario:
     names: list[NodeId] = [w.node_id for w in workers]
     faults = draw_faults(rng, ROUTERS[0], names, until_s, checksums=checksums)
     faults = replace(faults, row_error=more.uniform(0.002, 0.02) if more.random() < 0.3 else 0.0)
-    limits = Limits(
+    limits = JobLimits(
         max_model_len=min(w.max_model_len for w in workers),
         longest_model_len=max(w.max_model_len for w in workers),
         pool_tokens=BLOCK_SIZE * min(w.num_blocks for w in workers if w.role is Role.DECODE),
@@ -145,7 +145,7 @@ def _make_room_for_crowd(
 def _make_unlike(
     more: random.Random, workers: list[WorkerConfig], attention: Attention
 ) -> list[WorkerConfig]:
-    """Of one model, and else of unequal machines: some of a host that others share, some with more
+    """Workers of one model on unequal machines: some on a host that others share, some with more
     memory, a longer context, or another layout."""
     chances = [0.3 if more.random() < 0.4 else 0.0 for _ in range(4)]
 
@@ -336,7 +336,7 @@ def _draw_sicknesses(
         Sickness(
             rng.choice(workers),
             rng.uniform(0.0, until_s),
-            rng.choice(list(Kind)),
+            rng.choice(list(SicknessKind)),
             rng.choice((rng.uniform(0.5, 8.0), rng.uniform(8.0, 30.0))),
         )
         for _ in range(rng.choice((0, 0, 0, 1, 2)))

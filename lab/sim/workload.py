@@ -44,11 +44,11 @@ class Job:
     cancel_at_output: int | None = None  # as soon as so many tokens have come
     scope: CacheScope = UNSALTED
     poison: Poison | None = None
-    tenant: tuple[str, TenantShare] | None = None  # of a crowd
+    tenant: tuple[str, TenantShare] | None = None  # in a crowd
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and the longest possible output."""
+        """What prompt and the longest possible output have."""
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
@@ -57,18 +57,20 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class JobLimits:
     """What fits: taken from the workers of the run."""
 
-    max_model_len: int  # of the worker with the shortest
+    max_model_len: int  # the shortest of all workers'
     longest_model_len: int
-    pool_tokens: int  # of the smallest pool that decodes
+    pool_tokens: int  # in the smallest pool that decodes
     attention: Attention = FULL
-    # Of the requests of the first wave that are poison, by kind.
+    # Shares of the first wave's requests that are poison, by kind.
     poison: tuple[tuple[Poison, float], ...] = ()
 
 
-def draw_jobs(rng: random.Random, more: random.Random, limits: Limits, until_s: float) -> list[Job]:
+def draw_jobs(
+    rng: random.Random, more: random.Random, limits: JobLimits, until_s: float
+) -> list[Job]:
     """20 to 60 jobs that arrive while there are faults, until `until_s`, and 4 to 8 for later.
     `more`: draws what older seeds did not have."""
     writer = _JobWriter(rng, more, limits)
@@ -84,7 +86,7 @@ def draw_jobs(rng: random.Random, more: random.Random, limits: Limits, until_s: 
     return jobs
 
 
-def draw_crowd(more: random.Random, limits: Limits) -> list[Job]:
+def draw_crowd(more: random.Random, limits: JobLimits) -> list[Job]:
     """Two to four tenants of unequal weights, with equally many short requests of unequal sizes,
     all waiting after the first moment; and up to three that need most of a pool, early on."""
     count, at_s = more.randint(2, 4), 1.0
@@ -95,7 +97,7 @@ def draw_crowd(more: random.Random, limits: Limits) -> list[Job]:
     sizes = [more.randint(8, 32) for _ in tenants]
     turns = [n % count for n in range(count * more.randint(50, 70))]
     more.shuffle(turns)
-    # Of the tenant with the largest share, whose others may go first.
+    # They are the tenant's with the largest share, whose others may go first.
     most = max(range(count), key=lambda turn: tenants[turn][1].weight)
     early = [number for number in range(len(turns) // 4) if turns[number] == most]
     large = set(more.sample(early, min(more.randint(1, 3), len(early))))
@@ -127,7 +129,7 @@ def draw_crowd(more: random.Random, limits: Limits) -> list[Job]:
 class _JobWriter:
     """Draws one job after the other. Owns the shared prefixes and the conversations so far."""
 
-    def __init__(self, rng: random.Random, more: random.Random, limits: Limits) -> None:
+    def __init__(self, rng: random.Random, more: random.Random, limits: JobLimits) -> None:
         self._rng = rng
         self._more = more
         self._has_grammars, self._has_logprobs, self._has_least, self._has_salts = (

@@ -7,10 +7,18 @@
 
 `kvrelay profile` writes the same, as points, and more beside it: what a (query, key) pair takes,
 what a pass of prompts and decodes saves, links and overheads. See `docs/timing.md`.
+
+What a user writes after `--timing` becomes a Timing here:
+
+FILE.json   {"kind": "polynomial", "prefill_ms": [a, b, c], "decode_ms": [d, e, f],
+             "links": {"peer_bytes_per_s": 5e10, ...}}; "links" may be left out
+FILE.npz    a measured profile, of `kvrelay profile` or of NVIDIA's profiler
+GPU:MODEL   a roofline, such as h100:llama-3-8b
 """
 
 from __future__ import annotations
 
+import math
 import zipfile
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -21,7 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.lab.timing.timing import Links, Overheads, TimingError
+from kvrelay.lab.timing.roofline import GPUS, MODELS, parse_roofline
+from kvrelay.lab.timing.timing import Links, Overheads, Polynomial, Timing, TimingError, read_json
 
 REQUIRED = (
     "prefill_isl",
@@ -36,7 +45,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Interpolation:
     """Through measured points, straight between them. Beyond them it goes on as between the last
     two, but does not fall; before them as between the first two, but not below a tenth of the
     least. Invariant: `xs` ascends, and has at least one element."""
@@ -64,7 +73,7 @@ class DecodeSteps:
     comes out exactly, in the measured range and outside of it. Owned by a Profile."""
 
     contexts: tuple[float, ...]  # ascending
-    lines: tuple[Line, ...]
+    lines: tuple[Interpolation, ...]
 
     def at(self, batch: float, context: float) -> float:
         contexts = self.contexts
@@ -84,7 +93,7 @@ class Profile:
     """A Timing that was measured. Owned by whoever read it."""
 
     name: str
-    prefill: Line  # ms over tokens of one prompt
+    prefill: Interpolation  # ms over tokens of one prompt
     decode: DecodeSteps
     pair_ms: float  # what a (query, key) pair of a prompt takes
     mixed_saved_ms: float = 0.0  # by a pass of prompts and decodes: weights are read once
@@ -185,13 +194,13 @@ def _fitted_steps(batch: Array, context: Array, itl: Array) -> DecodeSteps:
     return DecodeSteps(tuple(map(float, contexts)), tuple(lines))
 
 
-def _line(x: Array, y: Array) -> Line:
+def _line(x: Array, y: Array) -> Interpolation:
     """Points in order; of several at the same x, their mean."""
     xs = np.unique(x)
-    return Line(tuple(map(float, xs)), tuple(float(y[x == each].mean()) for each in xs))
+    return Interpolation(tuple(map(float, xs)), tuple(float(y[x == each].mean()) for each in xs))
 
 
-def _fitted_pair_ms(prefill: Line) -> float:
+def _fitted_pair_ms(prefill: Interpolation) -> float:
     """From how the time of a prompt curves: a + b n + pair_ms n^2 / 2. 0 where it does not."""
     if len(prefill.xs) < 3:
         return 0.0
@@ -249,3 +258,74 @@ def arrays_of(
 
 def _array(values: Sequence[float]) -> Array:
     return np.array(values, np.float64)
+
+
+__all__ = ["TimingError", "load_timing"]
+
+KEYS = ("kind", "prefill_ms", "decode_ms", "links")
+
+
+def load_timing(text: str) -> Timing:
+    """Raises TimingError if it is none."""
+    path = Path(text).expanduser()
+    if path.suffix == ".npz":
+        return read_profile(path)
+    if path.suffix == ".json" and not _is_roofline(text):
+        return _read_json(path)
+    if ":" in text:
+        return parse_roofline(text)
+    raise TimingError(
+        f"timing {text!r}: expected a .json or .npz file, or GPU:MODEL with a GPU of"
+        f" {', '.join(GPUS)} and a model of {', '.join(MODELS)}, such as h100:llama-3-8b"
+    )
+
+
+def _is_roofline(text: str) -> bool:
+    """GPU:/path/to/config.json also ends in .json."""
+    return ":" in text and not Path(text).expanduser().exists()
+
+
+def _read_json(path: Path) -> Polynomial:
+    raw = read_json(path)
+    if not isinstance(raw, dict) or raw.get("kind") != "polynomial":
+        kind = raw.get("kind") if isinstance(raw, dict) else raw
+        raise TimingError(f'{path}: kind = {kind!r}: expected "polynomial"')
+    for key in raw:
+        if key not in KEYS:
+            raise TimingError(f"{path}: {key} is not known; there are {', '.join(KEYS)}")
+    return Polynomial(
+        prefill_ms=_three(path, raw, "prefill_ms"),
+        decode_ms=_three(path, raw, "decode_ms"),
+        name=path.name,
+        links=_links(path, raw.get("links", {})),
+    )
+
+
+def _three(path: Path, raw: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    value = raw.get(key)
+    if not isinstance(value, list) or len(value) != 3 or not all(map(_is_number, value)):
+        raise TimingError(f"{path}: {key} = {value!r}: expected three numbers")
+    a, b, c = (float(each) for each in value)
+    if a + b + c <= 0 or c < 0:
+        raise TimingError(f"{path}: {key} = {value!r}: expected a time above 0 for every pass")
+    return a, b, c
+
+
+def _links(path: Path, raw: Any) -> Links:
+    known = [each.name for each in fields(Links)]
+    if not isinstance(raw, dict):
+        raise TimingError(f"{path}: links = {raw!r}: expected an object with {', '.join(known)}")
+    for key, value in raw.items():
+        if key not in known:
+            raise TimingError(f"{path}: links.{key} is not known; there are {', '.join(known)}")
+        least = 0 if key in ("transfer_s", "message_s") else 1
+        if not _is_number(value) or value < least:
+            raise TimingError(f"{path}: links.{key} = {value!r}: expected at least {least}")
+        if key == "bytes_per_token" and not isinstance(value, int):
+            raise TimingError(f"{path}: links.{key} = {value!r}: expected a whole number")
+    return Links(**raw)
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)

@@ -13,21 +13,136 @@ ended; `restore` brings one back whose attempt failed. The order, by the first r
 4. Within a tenant, the order of arrival; those whose first token cannot be on time (`put_late`)
    go last, but for one in `1 / low_share`.
 
-Service is in units of work (`router.admission.estimates`): charged as estimated when a request is
+Service is in units of work (`router.admission.admission`): charged as estimated when a request is
 sent, and corrected to what it took when it has ended.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
 
-from kvrelay.router.admission.flows import Entry, Flow, Level
+from kvrelay.engine.waiting import Passes
+from kvrelay.router.messages import TenantShare
 from kvrelay.router.record import RequestRecord
 from kvrelay.router.state import TenantLoad
 
-LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
+
+@dataclass(slots=True, eq=False)
+class QueueEntry:
+    """A live request is here from `push` to `settle`."""
+
+    record: Any  # its RequestRecord
+    units: float  # estimated service
+    level: Level
+    flow: Flow
+    sent_at: float | None = None  # its first attempt; None: it was never sent, or came back
+    is_charged: bool = False
+    is_served: bool = False  # it has an attempt
+    units_left: float = 0.0  # while it is served
+    passes: Passes = field(default_factory=Passes)  # while no worker has room for it
+    is_late: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """A tenant's requests of one priority. Invariant: `units` is the sum over those that wait."""
+
+    tenant: str
+    share: TenantShare
+    floor: float = 0.0  # virtual time when it began to wait
+    finish: float = 0.0  # virtual finish of the last request that was charged
+    on_time: OrderedDict[str, QueueEntry] = field(default_factory=OrderedDict)
+    late: OrderedDict[str, QueueEntry] = field(default_factory=OrderedDict)
+    by_size: list[tuple[float, int, QueueEntry]] = field(
+        default_factory=list
+    )  # a heap, longest first
+    on_time_units: float = 0.0
+    num_before_late: int = 0  # sent while late ones waited, since the last of those
+    units: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.on_time) + len(self.late)
+
+    @property
+    def start(self) -> float:
+        """Virtual start of its next request."""
+        return max(self.floor, self.finish)
+
+    @property
+    def newest(self) -> Any:
+        return next(reversed((self.late or self.on_time).values())).record
+
+    @property
+    def longest(self) -> QueueEntry | None:
+        """The one with most work among those that are on time."""
+        while self.by_size:
+            entry = self.by_size[0][2]
+            if entry.record.request_id in self.on_time:
+                return entry
+            heappop(self.by_size)
+        return None
+
+    def add(self, entry: QueueEntry) -> None:
+        """To the end of those that are on time."""
+        self.on_time[entry.record.request_id] = entry
+        heappush(self.by_size, (-entry.units, entry.record.arrival, entry))
+        self.on_time_units += entry.units
+        self.units += entry.units
+
+    def put_late(self, entry: QueueEntry) -> None:
+        if self._leave(entry):
+            entry.is_late = True
+            self.late[entry.record.request_id] = entry
+
+    def remove(self, entry: QueueEntry) -> bool:
+        """Returns whether it was waiting here."""
+        if entry.is_late:
+            found = self.late.pop(entry.record.request_id, None) is not None
+        else:
+            found = self._leave(entry)
+        if found:
+            self.num_before_late = 0 if entry.is_late else self.num_before_late + bool(self.late)
+            self.units = self.units - entry.units if self else 0.0
+        return found
+
+    def _leave(self, entry: QueueEntry) -> bool:
+        if self.on_time.pop(entry.record.request_id, None) is None:
+            return False
+        self.on_time_units = self.on_time_units - entry.units if self.on_time else 0.0
+        if not self.on_time:
+            self.by_size.clear()
+        return True
+
+    def head(self, skip: Mapping[str, QueueEntry], late_share: float) -> QueueEntry | None:
+        """Returns the one that goes next."""
+        parts = [self.on_time, self.late]
+        if self.num_before_late * late_share >= 1:
+            parts.reverse()
+        return next((e for part in parts for name, e in part.items() if name not in skip), None)
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """A priority. Invariant: it is in the queue's `_levels` while anything of it waits."""
+
+    priority: int
+    flows: dict[str, Flow] = field(default_factory=dict)
+    returned: list[tuple[int, QueueEntry]] = field(default_factory=list)  # by arrival
+    virtual: float = 0.0  # start of the last request that was charged
+    credit: float = 0.0  # service owed to it while higher priorities are served
+    units: float = 0.0  # sum over all that waits
+    num_new: int = 0  # that were never served
+
+    def __bool__(self) -> bool:
+        return bool(self.num_new or self.returned)
+
+
+LEAST_LEFT = 0.25  # part of a request, until it ends: estimates are means, and some take far more
 
 
 class FairQueue:
@@ -37,9 +152,9 @@ class FairQueue:
     def __init__(self, low_share: float) -> None:
         self._low_share = low_share
         self._levels: list[Level] = []  # by priority, those where something waits
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, QueueEntry] = {}
         self._num_waiting = 0
-        self.units_running = self.units_left = 0.0  # of all that are served
+        self.units_running = self.units_left = 0.0  # sums over all that are served
         self.num_running: Counter[str] = Counter()
         self.num_queued: Counter[str] = Counter()
         self.elsewhere: Mapping[str, TenantLoad] = {}  # at other routers, by tenant
@@ -67,7 +182,7 @@ class FairQueue:
             for flow in list(level.flows.values()):
                 yield from [e.record for e in (*flow.on_time.values(), *flow.late.values())]
 
-    def entry(self, record: RequestRecord) -> Entry:
+    def entry(self, record: RequestRecord) -> QueueEntry:
         return self._entries[record.request_id]
 
     def is_limited(self, flow: Flow) -> bool:
@@ -106,7 +221,7 @@ class FairQueue:
         if flow is None:
             flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share)
         flow.share = submit.share
-        entry = self._entries[record.request_id] = Entry(record, units, level, flow)
+        entry = self._entries[record.request_id] = QueueEntry(record, units, level, flow)
         self._add(entry)
 
     def restore(self, record: RequestRecord) -> None:
@@ -120,7 +235,9 @@ class FairQueue:
         entry.level.units += entry.units
         self._num_waiting += 1
 
-    def next(self, skip: Mapping[str, Entry], without: Collection[str] = ()) -> Entry | None:
+    def next(
+        self, skip: Mapping[str, QueueEntry], without: Collection[str] = ()
+    ) -> QueueEntry | None:
         """The next request to be served; None: none, or only those in `skip`, of tenants `without`
         which others go on, and of tenants that have as many running as they may. It waits until it
         is charged."""
@@ -128,8 +245,8 @@ class FairQueue:
             for _, stream in level.returned:
                 if stream.record.num_output_tokens and stream.record.request_id not in skip:
                     return stream
-        first: Entry | None = None
-        credited: tuple[float, Entry] | None = None
+        first: QueueEntry | None = None
+        credited: tuple[float, QueueEntry] | None = None
         for level in self._levels:
             entry = self._head(level, skip, without)
             if entry is None:
@@ -238,8 +355,8 @@ class FairQueue:
         return level
 
     def _head(
-        self, level: Level, skip: Mapping[str, Entry], without: Collection[str]
-    ) -> Entry | None:
+        self, level: Level, skip: Mapping[str, QueueEntry], without: Collection[str]
+    ) -> QueueEntry | None:
         """What is next of `level`."""
         for _, entry in level.returned:
             if entry.record.request_id not in skip and entry.flow.tenant not in without:
@@ -253,7 +370,7 @@ class FairQueue:
         found = min(heads, key=lambda each: (each[0], each[1].record.arrival), default=None)
         return None if found is None else found[1]
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: QueueEntry) -> None:
         level, flow = entry.level, entry.flow
         if not flow:
             flow.floor = level.virtual
@@ -263,8 +380,7 @@ class FairQueue:
         self.num_queued[flow.tenant] += 1
         self._num_waiting += 1
 
-    def _take_out(self, entry: Entry) -> None:
-        """It waits no more."""
+    def _take_out(self, entry: QueueEntry) -> None:
         level, flow = entry.level, entry.flow
         if flow.remove(entry):
             level.num_new -= 1
@@ -276,7 +392,7 @@ class FairQueue:
         if not level:
             self._levels.remove(level)
 
-    def _stop_running(self, entry: Entry) -> None:
+    def _stop_running(self, entry: QueueEntry) -> None:
         entry.is_served = False
         _decrement(self.num_running, entry.record.submit.tenant)
         self.units_running = self.units_running - entry.units if self.num_running else 0.0

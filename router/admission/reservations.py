@@ -23,7 +23,9 @@ HOLD_S = 4.0  # and after: HTTP's Retry-After is in whole seconds
 ROUNDING_S = 1e-3
 MAX_RESERVATIONS = 16384
 MAX_RETRY_AFTER_S = 600.0
-RESERVED_SHARE = 0.75  # of what can be served; the rest is for clients that come the first time
+RESERVED_SHARE = (
+    0.75  # part of what can be served; the rest is for clients that come the first time
+)
 NUM_REMEMBERED = 200  # reservations by which the share of clients that come back is estimated
 NUM_ASSUMED = 10.0  # clients that are taken to have come back before the first
 
@@ -95,12 +97,12 @@ class Reservations:
         self._active: deque[Reservation] = deque()  # by when they are due
         self._numbers = count()
         self._num_open = self._num_active = 0
-        self.num_by_flow: Counter[FlowKey] = Counter()  # of those that are open
+        self.num_by_flow: Counter[FlowKey] = Counter()  # those that are open
         self._schedules: dict[FlowKey, RetrySchedule] = {}
         self._tidied_at = 0.0
         self._last_redeemed: ClientKey | None = None
         self._active_units: dict[FlowKey, float] = {}
-        self._return_share = Share(NUM_REMEMBERED, NUM_ASSUMED)  # of clients that come back
+        self._return_share = Share(NUM_REMEMBERED, NUM_ASSUMED)  # clients that come back
 
     def __len__(self) -> int:
         return self._num_open
@@ -170,7 +172,6 @@ class Reservations:
         return next((r for r in of_client if r.is_active and r.due <= now + ROUNDING_S), None)
 
     def _end(self, reservation: Reservation, *, was_redeemed: bool) -> None:
-        """Of an active one."""
         reservation.is_over = True
         of_client = self._by_client[reservation.client]
         of_client.remove(reservation)

@@ -27,5 +27,5 @@ def bindings() -> Any:
 
 
 def address_of(pointer: Any) -> int:
-    """Of what a cffi pointer or array points to."""
+    """The address that a cffi pointer or array points to."""
     return int(ffi.cast(_ADDRESS, pointer))

@@ -190,7 +190,7 @@ placement first_at(const cost_model *c, const worker *w, const work *asked) {
     if (w->cores || w->roles != PREFILLS)
         p.seconds.stall += p.computing_s * stalled(c, w);
     /* It gives way to what decodes on the same cores. */
-    double slower = 1.0 + fmin(1.0, w->beside) * (c->giving_way - 1.0);
+    double slower = 1.0 + fmin(1.0, w->beside) * (c->low_priority_factor - 1.0);
     p.seconds.prefill = fmax(p.seconds.prefill, slower * p.computing_s);
     return p;
 }

@@ -142,7 +142,7 @@ typedef struct worker {
 typedef struct {
     rates fleet;
     double handoff_s, stalled_at_least, prefilling_at_least;
-    double giving_way; /* factor of prompts for others while sequences decode on the same cores */
+    double low_priority_factor; /* factor of prompts for others while sequences decode on the same cores */
     int64_t free_tokens;
 } cost_model;
 

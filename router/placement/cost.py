@@ -53,14 +53,14 @@ class CostModel:
         handoff_s: float = 0.01,
         stalled_at_least: float = 0.5,
         prefilling_at_least: float = 0.5,
-        giving_way: float = 4.0,
+        low_priority_factor: float = 4.0,
         free_tokens: int = 16,
     ) -> None:
         """`handoff_s`: messages and connection of one handoff, whatever its size.
         `stalled_at_least`: sequences that will come to decode while a prompt is computed, where
         they are meant to. `prefilling_at_least`: share of the time in which prompts will be
-        computed, where they are meant to be. `giving_way`: how much longer prompts for others take
-        while sequences decode on the same cores, by the niceness in worker.threads.
+        computed, where they are meant to be. `low_priority_factor`: how much longer prompts for
+        others take while sequences decode on the same cores, by the niceness in worker.threads.
         `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
         fleet = (prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8)
         fields = {
@@ -68,7 +68,7 @@ class CostModel:
             "handoff_s": handoff_s,
             "stalled_at_least": stalled_at_least,
             "prefilling_at_least": prefilling_at_least,
-            "giving_way": giving_way,
+            "low_priority_factor": low_priority_factor,
             "free_tokens": free_tokens,
         }
         self.struct = ffi.new("cost_model *", fields)

@@ -19,12 +19,15 @@ from math import exp
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
-LEAST_S: float = constants.LEAST_MS / 1000  # of a prompt that should be computed by now, and is not
+LEAST_S: float = (
+    constants.LEAST_MS / 1000
+)  # for a prompt that should be computed by now, and is not
 TYPICAL_S = 10.0  # time constant of what is typical: sequences that decode, prompts to compute
 ROLE_BITS = {
     Role.DECODE: constants.DECODES,
@@ -36,12 +39,12 @@ RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "doubl
 
 @cache
 def model_number(fingerprint: bytes) -> int:
-    """Equal for equal fingerprints."""
+    """A number that is equal for equal fingerprints."""
     return int.from_bytes(blake2b(fingerprint, digest_size=8).digest())
 
 
 def set_weights(rates: Any, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
-    """Of native `rates`. Empty: there is no fit yet."""
+    """Weights of native `rates`. Empty: there is no fit yet."""
     rates.has_prompt_weights, rates.has_decode_weights = bool(prompt), bool(decode)
     if prompt:
         rates.prompt_weights = prompt
@@ -50,7 +53,7 @@ def set_weights(rates: Any, prompt: tuple[float, ...], decode: tuple[float, ...]
 
 
 def struct_field(name: str) -> Any:
-    """A field of an object's `struct`, as an attribute."""
+    """An attribute that is a field of an object's `struct`."""
 
     def write(owner: Any, value: float) -> None:
         setattr(owner.struct, name, value)
@@ -174,7 +177,7 @@ class Endpoint:
         self.silent_s = 0.0  # since its last statistics, or since it came up
         self.progress = Progress.MADE  # as it says
         self.complained_at = float("-inf")
-        self.prompt_tokens = 0  # of requests whose prefix hit this worker has reported
+        self.prompt_tokens = 0  # in requests whose prefix hit this worker has reported
         self.cached_tokens = 0
         self.cached_tokens_by_source: Counter[str] = Counter()
 
@@ -184,7 +187,8 @@ class Endpoint:
 
     @property
     def free_share(self) -> float:
-        """Of its KV blocks, without those that are about to be allocated."""
+        """The share of its KV blocks that are free, but for those that are about to be
+        allocated."""
         free: int = self.struct.reported_free_blocks - self.struct.uncounted_blocks
         return max(0, free) / max(1, self.info.num_blocks)
 
@@ -297,15 +301,15 @@ class Endpoint:
                 left_s = booking.prefill_tokens * booking.token_s * self.prompt_slowdown
                 self.prompts.correct(now, request_id, left_s)
 
-    def fail(self, now: float, sent_at: float, backoff_s: float, max_backoff_s: float) -> None:
+    def fail(self, now: float, sent_at: float, backoff: Backoff) -> None:
         """Leave the worker alone for a while; longer with every failure in a row. An attempt of
         `sent_at` was lost. One failure of the worker costs it many attempts: those that it had
         before the last failure tell nothing new."""
         if sent_at <= self._failed_at:
             return
         self._failed_at = now
-        self.excluded_until = now + min(max_backoff_s, backoff_s * 2.0 ** min(self.failures, 30))
         self.failures += 1
+        self.excluded_until = now + backoff.pause_s(self.failures)
 
     def succeed(self) -> None:
         self.failures = 0
@@ -330,8 +334,8 @@ class Endpoint:
 
 
 class Ends(NamedTuple):
-    """Of a link, by which KV is read. `fetches`: a prefix that `source` holds; else a prompt that
-    it computes."""
+    """The ends of a link, by which KV is read. `fetches`: a prefix that `source` holds; else a
+    prompt that it computes."""
 
     source: Endpoint
     reader: Endpoint

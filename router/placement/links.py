@@ -13,53 +13,53 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.router.placement.endpoint import Endpoint, Ends, LinkLoss
 
 LEAST_LOST = 2.5  # about three losses; with fewer nothing changes
-MOST = 16.0  # cases that are remembered
+MAX_CASES = 16.0  # cases that are remembered
 FADES_S = 600.0  # time constant with which they are forgotten
-RETRY_S = 30.0  # after the loss that makes a link bad
-MAX_RETRY_S = 480.0
+RETRY = Backoff(30.0, 480.0)  # after the loss that makes a link bad, and after each trial
 MAX_LINKS = 4096
 
 
 @dataclass(slots=True)
-class Link:
-    """Invariant: `lost <= cases <= MOST`, as of `at`."""
+class LinkHistory:
+    """Invariant: `lost <= cases <= MAX_CASES`, as of `at`."""
 
     at: float
     cases: float = 0.0
     lost: float = 0.0
     wait_s: float = 0.0  # that a loss took beyond what the KV should have taken, on average
     is_bad: bool = False
-    retry_s: float = RETRY_S
+    num_trials: int = 0
     retry_at: float = 0.0
 
     def lost_share(self, now: float) -> float:
-        """Of what is read from now on; 0 while it is good, or is to be tried."""
+        """What is expected to get lost from now on; 0 while it is good, or is to be tried."""
         return self.lost / self.cases if self.is_bad and now < self.retry_at else 0.0
 
     def add(self, now: float, *, is_lost: bool) -> None:
         kept = exp(min(0.0, self.at - now) / FADES_S)
-        kept = min(kept, (MOST - 1.0) / self.cases) if self.cases else 1.0
+        kept = min(kept, (MAX_CASES - 1.0) / self.cases) if self.cases else 1.0
         self.at, self.cases, self.lost = now, self.cases * kept + 1.0, self.lost * kept + is_lost
         self.is_bad = self.lost >= LEAST_LOST or (self.is_bad and is_lost)
 
 
-class Links:
+class KVLinks:
     """Owned by a dispatcher. Invariant: has the links between living workers on which something was
     lost, at most MAX_LINKS of them."""
 
     def __init__(self) -> None:
-        self._links: dict[Ends, Link] = {}
+        self._links: dict[Ends, LinkHistory] = {}
 
     def begin(self, now: float, ends: Ends) -> bool:
         """A request is sent over it. True: to try it."""
         link = self._links.get(ends)
         if link is None or not link.is_bad or now < link.retry_at:
             return False
-        link.retry_s = min(MAX_RETRY_S, 2 * link.retry_s)
-        link.retry_at = now + link.retry_s
+        link.num_trials += 1
+        link.retry_at = now + RETRY.pause_s(1 + link.num_trials)
         return True
 
     def end(
@@ -73,7 +73,7 @@ class Links:
                 return False
             if len(self._links) == MAX_LINKS:
                 del self._links[next(iter(self._links))]
-            link = self._links[ends] = Link(now)
+            link = self._links[ends] = LinkHistory(now)
         elif is_trial and not is_lost:
             del self._links[ends]
             return False
@@ -81,11 +81,11 @@ class Links:
         link.add(now, is_lost=is_lost)
         if is_lost:
             link.wait_s += (wait_s - link.wait_s) / max(1.0, link.lost)
-            link.retry_at = now + link.retry_s
+            link.retry_at = now + RETRY.pause_s(1 + link.num_trials)
         return link.is_bad and not was_bad
 
     def forget(self, endpoint: Endpoint) -> None:
-        """That worker is gone."""
+        """Forget the links of a worker that is gone."""
         for ends in [each for each in self._links if endpoint in each]:
             del self._links[ends]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Fleet
 from kvrelay.router.record import RequestRecord, RetainOn
 
 REFRESH_S = 2.0  # room and reuse change slowly
@@ -39,17 +39,17 @@ GAPS_S = tuple(0.5 * 2 ** (i / 2) for i in range(28))
 
 
 @dataclass(slots=True)
-class Kind:
+class RequestKind:
     """Requests that are alike. `gaps[i]` of them were continued after a gap in bin i. Old requests
     count for less: each new one weighs more than the last."""
 
     num_requests: float = 0.0
-    num_tokens: float = 0.0  # of KV, as `Reuse` weighs them: see `Reuse.rate`
+    num_tokens: float = 0.0  # KV, as `Reuse` weighs them: see `Reuse.rate`
     gaps: list[float] = field(default_factory=lambda: [0.0] * (len(GAPS_S) + 1))
-    weight: float = 1.0  # of the latest request, in `num_requests` and `gaps`
+    weight: float = 1.0  # what the latest request has, in `num_requests` and `gaps`
 
     def count(self) -> None:
-        """One request more."""
+        """One request more has come."""
         self.weight /= FORGET
         if self.weight > HEAVY:
             self.num_requests /= self.weight
@@ -85,11 +85,11 @@ class Reuse:
     for each beginning of a prompt that it remembers, at most MAX_REMEMBERED."""
 
     def __init__(self) -> None:
-        self.kinds = [Kind() for _ in range(NUM_TURNS + 1)]
+        self.kinds = [RequestKind() for _ in range(NUM_TURNS + 1)]
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
         self._since: float | None = None
         self._tokens_s = 0.0  # time over which tokens were counted, with the same weights
-        self._weight = 1.0  # of what comes now
+        self._weight = 1.0  # what comes now has
 
     def on_prompt(self, now: float, block_hashes: Sequence[bytes], num_tokens: int) -> int:
         """A prompt with these block hashes has arrived. Returns its kind."""
@@ -115,7 +115,7 @@ class Reuse:
         self._count(now, self.kinds[kind], num_tokens)
         return kind
 
-    def rate(self, kind: Kind) -> float:
+    def rate(self, kind: RequestKind) -> float:
         """Tokens of KV that requests of this kind bring per second."""
         return kind.num_tokens / self._tokens_s if self._tokens_s else 0.0
 
@@ -147,10 +147,10 @@ class Reuse:
                     best, best_found = shares, found
         return best
 
-    def _kind(self, turn: int, num_blocks: int) -> Kind:
+    def _kind(self, turn: int, num_blocks: int) -> RequestKind:
         return self.kinds[_kind_number(turn, num_blocks)]
 
-    def _count(self, now: float, kind: Kind, num_tokens: int) -> None:
+    def _count(self, now: float, kind: RequestKind, num_tokens: int) -> None:
         kind.count()
         self._weight /= FORGET
         if self._weight > HEAVY:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
-from kvrelay.router.index.table import Held
+from kvrelay.router.index.prefix_index import Held
 from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 
 
@@ -34,7 +34,7 @@ class Seconds(NamedTuple):
 
     @property
     def ttft(self) -> float:
-        """From the decision to the first token."""
+        """How long it takes from the decision to the first token."""
         return self.queue + self.load + self.fetch + self.prefill
 
 
@@ -56,7 +56,7 @@ class HashedPrompt(NamedTuple):
     model: int  # as `Endpoint.model`
     block_size: int
     unit: int  # tokens that a hash stands for
-    block_hashes: bytearray  # of its full blocks, packed
+    block_hashes: bytearray  # its full blocks', packed
 
 
 class Work(NamedTuple):
@@ -65,10 +65,10 @@ class Work(NamedTuple):
     num_tokens: int  # prompt and output so far: KV that must be there before the next token
     total_tokens: int  # at most, at its end
     output_tokens: float  # expected from now on
-    others_output: float  # of a request, on average
+    others_output: float  # per request, on average
     prompts: Sequence[HashedPrompt]  # one for each kind of workers
     avoid: Sequence[Endpoint] = ()  # workers that have failed it, then those that it leaves
-    num_left: int = 0  # of these
+    num_left: int = 0  # how many it leaves
     alone: bool = False  # one worker has to do all of it
     patient: bool = False  # it is sent out now, and waits for memory at a worker
     resumes: bool = False  # its client has tokens
@@ -87,7 +87,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Decision:
+class RoutingDecision:
     """A choice and its alternatives, so that it can be explained."""
 
     request_id: str
@@ -107,7 +107,7 @@ class Decision:
 
     @property
     def decode_candidates(self) -> tuple[Candidate, ...]:
-        """Best first."""
+        """Candidates are sorted, the best first."""
         return self.candidates(Role.DECODE)
 
     @property

@@ -19,10 +19,9 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from tests.chaos.clients import Clients, Stream, requests_of
 from tests.chaos.faults import Fault, disk_faults, link_faults, process_faults
-from tests.chaos.kvrelay import OnHosts, OnLoopback
+from tests.chaos.kvrelay import OnHosts, OnLoopback, System
 from tests.chaos.leaks import LEAST_LIFE_S, Growth, Watch
 from tests.chaos.network import Hosts, what_is_missing
-from tests.chaos.system import System
 
 UP_WITHIN_S = 90.0
 NOTICED_S = 1.0  # before that, a system may not know of a fault

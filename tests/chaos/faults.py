@@ -12,13 +12,14 @@ from random import Random
 
 import psutil
 
+from tests.chaos.kvrelay import System
 from tests.chaos.network import Hosts
-from tests.chaos.system import System
 
 RESTART_WITHIN_S = 300.0
 FULL_S = 20.0
 SLOW_S = 10.0  # a process that is slowed down runs half of this time, in short turns
 TURN_S = 0.1
+Apply = Callable[[Random], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Fault:
     """`apply` returns when it is undone, and says to what it was done; None: to nothing."""
 
     name: str
-    apply: Callable[[Random], Awaitable[str | None]]
+    apply: Apply
     breaks_clients: bool = False  # whoever is connected to the process that is hit
 
 
@@ -42,11 +43,11 @@ def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
 def link_faults(hosts: Hosts) -> Iterator[Fault]:
     """Cuts links to any host but the first, where the API is."""
     for seconds in (5.0, 30.0):
-        yield Fault(f"a link cut for {seconds:g} s", _cutting(hosts, seconds))
-    yield Fault("10 % of packets lost for 20 s", _losing(hosts, 20.0))
+        yield Fault(f"a link cut for {seconds:g} s", _on_host(hosts, seconds, hosts.cut))
+    yield Fault("10 % of packets lost for 20 s", _on_host(hosts, 20.0, hosts.lose))
 
 
-def _restarting(system: System) -> Callable[[Random], Awaitable[str | None]]:
+def _restarting(system: System) -> Apply:
     async def apply(_: Random) -> str | None:
         began = time.monotonic()
         if not await asyncio.to_thread(system.restart, RESTART_WITHIN_S):
@@ -60,7 +61,7 @@ def disk_faults(disk: Path) -> Iterator[Fault]:
     yield Fault(f"a full disk for {FULL_S:g} s", _filling(disk))
 
 
-def _filling(disk: Path) -> Callable[[Random], Awaitable[str | None]]:
+def _filling(disk: Path) -> Apply:
     async def apply(random: Random) -> str | None:
         rest = disk / "in the way"
         with rest.open("wb") as out, contextlib.suppress(OSError):
@@ -76,26 +77,25 @@ def _filling(disk: Path) -> Callable[[Random], Awaitable[str | None]]:
     return apply
 
 
-def _killing(system: System, kind: str) -> Callable[[Random], Awaitable[str | None]]:
+def _victim(system: System, kind: str, random: Random) -> psutil.Process | None:
+    found = system.processes(kind)
+    return random.choice(found) if found else None
+
+
+def _killing(system: System, kind: str) -> Apply:
     async def apply(random: Random) -> str | None:
-        found = system.processes(kind)
-        if not found:
+        if (victim := _victim(system, kind, random)) is None:
             return None
-        victim = random.choice(found)
         victim.kill()
         return f"pid {victim.pid}"
 
     return apply
 
 
-def _stopping(
-    system: System, kind: str, seconds: float
-) -> Callable[[Random], Awaitable[str | None]]:
+def _stopping(system: System, kind: str, seconds: float) -> Apply:
     async def apply(random: Random) -> str | None:
-        found = system.processes(kind)
-        if not found:
+        if (victim := _victim(system, kind, random)) is None:
             return None
-        victim = random.choice(found)
         victim.suspend()
         try:
             await asyncio.sleep(seconds)
@@ -107,12 +107,10 @@ def _stopping(
     return apply
 
 
-def _slowing(system: System, kind: str) -> Callable[[Random], Awaitable[str | None]]:
+def _slowing(system: System, kind: str) -> Apply:
     async def apply(random: Random) -> str | None:
-        found = system.processes(kind)
-        if not found:
+        if (victim := _victim(system, kind, random)) is None:
             return None
-        victim = random.choice(found)
         with contextlib.suppress(psutil.NoSuchProcess):
             for _ in range(int(SLOW_S / (2 * TURN_S))):
                 victim.suspend()
@@ -126,27 +124,16 @@ def _slowing(system: System, kind: str) -> Callable[[Random], Awaitable[str | No
     return apply
 
 
-def _cutting(hosts: Hosts, seconds: float) -> Callable[[Random], Awaitable[str | None]]:
+def _on_host(hosts: Hosts, seconds: float, act: Callable[[int, bool], None]) -> Apply:
+    """`act(host, True)`, and `act(host, False)` when the time is over."""
+
     async def apply(random: Random) -> str | None:
         number = random.randrange(1, len(hosts.names))
-        hosts.cut(number, is_cut=True)
+        act(number, True)
         try:
             await asyncio.sleep(seconds)
         finally:
-            hosts.cut(number, is_cut=False)
-        return f"host {number}"
-
-    return apply
-
-
-def _losing(hosts: Hosts, seconds: float) -> Callable[[Random], Awaitable[str | None]]:
-    async def apply(random: Random) -> str | None:
-        number = random.randrange(1, len(hosts.names))
-        hosts.lose(number, 10)
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            hosts.lose(number, 0)
+            act(number, False)
         return f"host {number}"
 
     return apply

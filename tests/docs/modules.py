@@ -13,7 +13,6 @@ from pathlib import Path
 from tests.structure import PACKAGES, ROOT
 
 PAGE = ROOT / "docs/architecture.md"
-BEGIN, END = "<!-- modules -->", "<!-- end of modules -->"
 WIDTH = 100
 
 
@@ -55,11 +54,15 @@ def _item(path: Path) -> str:
     )
 
 
+def between_marks(page: str, name: str, text: str) -> str:
+    """`page` with `text` between its two marks of that name."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
+
+
 def with_modules(page: str) -> str:
-    """`page` with the list between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{module_list()}\n\n{END}{after}"
+    return between_marks(page, "modules", module_list())
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tests.cluster.api.peer_fields import ENDPOINTS, Endpoint
+from tests.docs.modules import between_marks
 from tests.structure import ROOT
 
 PAGE = ROOT / "docs/api.md"
-BEGIN, END = "<!-- parameters -->", "<!-- end of parameters -->"
 COLUMNS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text",
@@ -63,10 +63,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def with_parameters(page: str) -> str:
-    """`page` with the tables between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+    return between_marks(page, "parameters", tables())
 
 
 if __name__ == "__main__":

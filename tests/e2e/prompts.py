@@ -1,6 +1,12 @@
-"""The 24 prompts that every way of serving has to answer with the same tokens."""
+"""The 24 prompts that every way of serving has to answer with the same tokens, and these tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import transformers
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 
@@ -64,3 +70,23 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     assert len(tokens) == 24
     assert len(tokens[20]) == LONG_PROMPT_TOKENS
     return tokens
+
+
+def greedy(
+    model_dir: Path, dtype: torch.dtype, prompts: Iterable[list[int]], max_tokens: int
+) -> list[list[int]]:
+    """What `transformers` says: up to `max_tokens` tokens for each prompt, alone, in `dtype`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            answers.append(out[0, len(prompt) :].tolist())
+    return answers

@@ -12,8 +12,8 @@ from kvrelay.cluster.api.constraints.schema import schema_grammar
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import FinishReason, SamplingParams
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
+from tests.support.local import LocalCluster
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e]
 

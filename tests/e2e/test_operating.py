@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served
-from tests.cluster.api.conftest import wait_until
+from tests.e2e.serving import KVRELAY, urls_of, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -42,22 +40,17 @@ def served(tenants_file: Path) -> Iterator[Served]:
         yield served
 
 
-def urls(served: Served) -> list[str]:
-    (found,) = filter(None, (re.search(r"router-1: (\S+)/v1", line) for line in served.lines))
-    return [served.url, found[1]]
-
-
 def status(url: str, path: str, key: str) -> int:
     headers = {"authorization": f"Bearer {key}"}
     return httpx.get(f"{url}{path}", headers=headers, timeout=30).status_code
 
 
 def test_operators_have_a_key_of_their_own_at_every_router(served: Served) -> None:
-    for url in urls(served):
+    for url in urls_of(served):
         for path in ("/status", "/metrics"):
             assert (status(url, path, "old-key"), status(url, path, KEY)) == (401, 200)
         assert httpx.get(f"{url}/health", timeout=30).status_code == 200
-    command = [sys.executable, "-m", "kvrelay.cluster.cli.main", "audit", "--url", served.url]
+    command = [*KVRELAY, "audit", "--url", served.url]
     audited = subprocess.run(
         [*command, "--operations-key", KEY], capture_output=True, text=True, check=False
     )
@@ -66,11 +59,11 @@ def test_operators_have_a_key_of_their_own_at_every_router(served: Served) -> No
 
 
 def test_a_hangup_changes_the_keys_of_every_router(served: Served, tenants_file: Path) -> None:
-    for url in urls(served):
+    for url in urls_of(served):
         assert status(url, "/v1/models", "old-key") == 200
     tenants_file.write_text(TENANT.format("new-key"))
     served.process.send_signal(signal.SIGHUP)
-    for url in urls(served):
+    for url in urls_of(served):
         wait_until(lambda url=url: status(url, "/v1/models", "new-key") == 200, 20)
         assert status(url, "/v1/models", "old-key") == 401
     assert served.process.poll() is None

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from tests.e2e.test_faults import status
-from tests.e2e.test_two_nodes import RAY_ENV, RayNode, ask
+from tests.e2e.serving import ask, status, wait_until
+from tests.e2e.test_two_nodes import RAY_ENV, RayNode
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(500)]
 
@@ -86,13 +86,6 @@ def num_machines(head: RayNode) -> int:
     """Raylets beside that of the head."""
     tree = psutil.Process(head.process.pid).children(recursive=True)
     return sum(process.name() == "raylet" for process in tree) - 1
-
-
-def wait_until(holds: Any, timeout_s: float, why: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, why
-        time.sleep(0.3)
 
 
 def serve(**settings: object) -> Served:

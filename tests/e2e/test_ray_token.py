@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvrelay.cluster.processes.ray_access import TokenUnknown, asks_for_token
+from tests.e2e.serving import KVRELAY
 from tests.e2e.test_two_nodes import RayNode
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -40,16 +40,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_serving_refuses_a_cluster_without_a_token_and_says_what_to_do(start: Start) -> None:
     address = start("open", OPEN)
     assert not asks_for_token(address)
-    command = [
-        sys.executable,
-        "-m",
-        "kvrelay.cluster.cli.main",
-        "serve",
-        "--port",
-        "0",
-        "--address",
-        address,
-    ]
+    command = [*KVRELAY, "serve", "--port", "0", "--address", address]
     done = subprocess.run(
         command, env={**os.environ, **OPEN}, capture_output=True, text=True, timeout=120
     )

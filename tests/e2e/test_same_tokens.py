@@ -6,7 +6,7 @@ answers half of the 24 prompts, and nothing may be left over.
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import Refusal, SamplingParams
-from kvrelay.lab.local import Completion, LocalCluster
 from kvrelay.router.config import RouterConfig
-from tests.e2e.prompts import prompts
-from tests.e2e.reference import greedy
+from tests.e2e.prompts import greedy, prompts
+from tests.e2e.serving import wait_until
+from tests.kvtransfer.tiers.quiet import is_quiet
+from tests.support.local import Completion, LocalCluster
 
 pytestmark = pytest.mark.e2e
 
@@ -27,42 +28,30 @@ MAX_TOKENS = 12
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt goes through the prefill worker
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir: Path) -> Tokenizer:
-    return Tokenizer(smollm2_dir)
+@dataclass(frozen=True)
+class Asked:
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    expected: list[list[int]]
+
+    def check(self, answers: list[Completion]) -> None:
+        for index, (answer, expected) in enumerate(zip(answers, self.expected, strict=True)):
+            assert answer.failed is None, f"prompt {index}: {answer.failed}"
+            assert answer.tokens == expected, f"prompt {index} parts from the reference"
 
 
 @pytest.fixture(scope="module")
-def all_prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    chosen = prompts(tokenizer)
-    (one_token,) = [prompt for prompt in chosen if len(prompt) == 1]
-    return [*chosen[::2], one_token]
-
-
-@pytest.fixture(scope="module")
-def sampling(tokenizer: Tokenizer) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=tuple(tokenizer.eos_token_ids)
-    )
-
-
-@pytest.fixture(scope="module")
-def reference(smollm2_dir: Path, all_prompts: list[list[int]]) -> list[list[int]]:
-    return greedy(smollm2_dir, torch.float32, all_prompts, MAX_TOKENS)
-
-
-def check(answers: list[Completion], reference: list[list[int]]) -> None:
-    for index, (answer, expected) in enumerate(zip(answers, reference, strict=True)):
-        assert answer.failed is None, f"prompt {index}: {answer.failed}"
-        assert answer.tokens == expected, f"prompt {index} parts from the reference"
+def asked(smollm2_dir: Path) -> Asked:
+    tokenizer = Tokenizer(smollm2_dir)
+    every = prompts(tokenizer)
+    chosen = [*every[::2], *(prompt for prompt in every if len(prompt) == 1)]
+    ends = tuple(tokenizer.eos_token_ids)
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=ends)
+    return Asked(chosen, sampling, greedy(smollm2_dir, torch.float32, chosen, MAX_TOKENS))
 
 
 def test_one_request_at_a_time_and_again_from_every_tier(
-    smollm2_dir: Path,
-    all_prompts: list[list[int]],
-    sampling: SamplingParams,
-    reference: list[list[int]],
-    tmp_path: Path,
+    smollm2_dir: Path, asked: Asked, tmp_path: Path
 ) -> None:
     """Computed; evicted and read from host memory; then left on disk to the next process."""
     engine = EngineSection(num_blocks=100)  # the longest prompt, and nothing beside it
@@ -73,17 +62,17 @@ def test_one_request_at_a_time_and_again_from_every_tier(
     }
     for host_bytes, source in ((1 << 30, "host"), (0, "disk")):
         with LocalCluster(
-            smollm2_dir, prefill=0, engine=engine, nixl=True, host_bytes=host_bytes, **disk
+            smollm2_dir, prefill=0, engine=engine, host_bytes=host_bytes, **disk
         ) as cluster:
             if source == "host":
-                check([cluster.submit(p, sampling).result(120) for p in all_prompts], reference)
+                asked.check([cluster.submit(p, asked.sampling).result(120) for p in asked.prompts])
                 wait_until_on_disk(cluster)
                 pool = cluster.workers["decode-0"].node.core.kv.pool
                 cluster.run(lambda pool=pool: pool.evict(pool.block_hashes()))
-            answers = [cluster.submit(p, sampling).result(120) for p in all_prompts]
-            check(answers, reference)
+            answers = [cluster.submit(p, asked.sampling).result(120) for p in asked.prompts]
+            asked.check(answers)
             cluster.wait_idle()
-            most = sum((len(prompt) - 1) // 16 * 16 for prompt in all_prompts)
+            most = sum((len(prompt) - 1) // 16 * 16 for prompt in asked.prompts)
             loaded = cluster.status().totals.cached_tokens_by_source[source]
             assert loaded > 0.7 * most, f"{loaded} of {most} tokens"
             wait_until_on_disk(cluster)
@@ -92,39 +81,30 @@ def test_one_request_at_a_time_and_again_from_every_tier(
 
 def wait_until_on_disk(cluster: LocalCluster) -> None:
     node: Any = cluster.workers["decode-0"].node
-    deadline = time.monotonic() + 60
-    while not cluster.run(lambda: node.exchange.tiers.is_quiet):
-        assert time.monotonic() < deadline, "the tiers never come to rest"
-        time.sleep(0.05)
+    wait_until(
+        lambda: cluster.run(lambda: is_quiet(node.exchange.tiers, node.core.now)),
+        60,
+        "they never rest",
+    )
 
 
-def test_one_pool_in_a_batch(
-    smollm2_dir: Path,
-    all_prompts: list[list[int]],
-    sampling: SamplingParams,
-    reference: list[list[int]],
-) -> None:
+def test_one_pool_in_a_batch(smollm2_dir: Path, asked: Asked) -> None:
     with LocalCluster(smollm2_dir, prefill=0) as cluster:
-        check(cluster.generate(all_prompts, sampling), reference)
+        asked.check(cluster.generate(asked.prompts, asked.sampling))
         cluster.wait_idle()
 
 
-def test_one_pool_under_preemption(
-    smollm2_dir: Path,
-    all_prompts: list[list[int]],
-    sampling: SamplingParams,
-    reference: list[list[int]],
-) -> None:
-    crowd = [index for index, prompt in enumerate(all_prompts) if len(prompt) < 200]
+def test_one_pool_under_preemption(smollm2_dir: Path, asked: Asked) -> None:
+    crowd = [index for index, prompt in enumerate(asked.prompts) if len(prompt) < 200]
     small = EngineSection(
-        num_blocks=-(-(max(len(all_prompts[i]) for i in crowd) + 40) // 4) * 3 // 2,
+        num_blocks=-(-(max(len(asked.prompts[i]) for i in crowd) + 40) // 4) * 3 // 2,
         block_size=4,
         max_model_len=8192,
     )
     with LocalCluster(smollm2_dir, prefill=0, engine=small) as cluster:
-        answers = cluster.generate([all_prompts[i] for i in crowd], sampling)
-        check(answers, [reference[i] for i in crowd])
-        too_long = cluster.submit(max(all_prompts, key=len), sampling).result(60).failed
+        answers = cluster.generate([asked.prompts[i] for i in crowd], asked.sampling)
+        replace(asked, expected=[asked.expected[i] for i in crowd]).check(answers)
+        too_long = cluster.submit(max(asked.prompts, key=len), asked.sampling).result(60).failed
         assert too_long is not None
         assert too_long.reason is Refusal.NEVER_FITS
         assert f"worker has {small.num_blocks}" in too_long.detail
@@ -133,16 +113,11 @@ def test_one_pool_under_preemption(
         cluster.wait_idle()
 
 
-def test_two_pools(
-    smollm2_dir: Path,
-    all_prompts: list[list[int]],
-    sampling: SamplingParams,
-    reference: list[list[int]],
-) -> None:
+def test_two_pools(smollm2_dir: Path, asked: Asked) -> None:
     engine = EngineSection(max_num_batched_tokens=64)  # the long prompt comes in many chunks
     with LocalCluster(smollm2_dir, engine=engine, router=HAND_OVER) as cluster:
-        check(cluster.generate(all_prompts, sampling), reference)
+        asked.check(cluster.generate(asked.prompts, asked.sampling))
         counters = cluster.run(lambda: cluster.workers["decode-0"].node.core.counters)
-        assert counters["handoffs_done"] == len(all_prompts)
+        assert counters["handoffs_done"] == len(asked.prompts)
         assert counters.get("handoffs_failed", 0) == 0
         cluster.wait_idle()

@@ -7,8 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,12 @@ from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.kv.spec import DTYPE_BYTES
 from kvrelay.engine.model.runner import ModelRunner
+from tests.e2e.serving import KVRELAY, MODEL, ask, status, wait_until, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 # Weights and rounding as they ship: on CPUs that multiply bfloat16 faster, that.
 TOLERANCE = 1e-3 if ModelRunner.default_dtype() == "float32" else 0.2
-KVRELAY = [sys.executable, "-m", "kvrelay.cluster.cli.main"]
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +34,8 @@ def served() -> Iterator[Served]:
         yield served
 
 
-def ask(url: str) -> dict[str, object]:
-    question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"model": "smollm2-135m", "messages": [question], "max_tokens": 30, "temperature": 0}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    parsed: dict[str, object] = answer.json()
-    return parsed
-
-
 def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
-    assert "Paris" in json.dumps(ask(served.url))
+    assert "Paris" in ask(served.url)
     text = "".join(served.lines)
     size = DTYPE_BYTES[ModelRunner.default_dtype()]
     shape = f"2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x {size}"
@@ -62,7 +51,7 @@ def test_what_vllm_lets_a_client_say_reaches_the_sampler(served: Served, smollm2
     def chat(**fields: Any) -> Any:
         own = {name: fields.pop(name) for name in ("logprobs", "stop") if name in fields}
         return client.chat.completions.create(
-            model="smollm2-135m",
+            model=MODEL,
             messages=question,
             max_tokens=30,
             temperature=0,
@@ -90,7 +79,7 @@ def test_what_vllm_lets_a_client_say_reaches_the_sampler(served: Served, smollm2
     best = [top.logprob for top in told.logprobs.content[0].top_logprobs]
     assert best == sorted(best, reverse=True)
     assert told.logprobs.content[0].logprob == max(best)
-    body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 1}
+    body = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 1}
     body |= {"echo": True, "logprobs": 1, "prompt_logprobs": 1}
     (choice,) = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"]
     ids = tokenizer.encode("The capital of France is")
@@ -130,7 +119,7 @@ def test_what_a_prompt_gives_is_what_transformers_gives(served: Served, smollm2_
         known = torch.log_softmax(model.lm_head(states[:-1]), dim=-1)
     wanted = [known[at, token].item() for at, token in enumerate(prompt[1:])]
     vector = torch.nn.functional.normalize(states.mean(dim=0), dim=0).tolist()
-    ask_for = {"model": "smollm2-135m", "max_tokens": 1, "temperature": 0}
+    ask_for = {"model": MODEL, "max_tokens": 1, "temperature": 0}
     for _ in range(2):
         client.completions.create(prompt=prompt, **ask_for)
         answer = client.completions.create(prompt=prompt, echo=True, logprobs=1, **ask_for)
@@ -139,9 +128,7 @@ def test_what_a_prompt_gives_is_what_transformers_gives(served: Served, smollm2_
         assert given is not None
         assert given[0] is None
         assert given[1 : len(prompt)] == pytest.approx(wanted, abs=TOLERANCE)
-        made = client.embeddings.create(
-            model="smollm2-135m", input=[prompt], extra_body={"pooling": "mean"}
-        )
+        made = client.embeddings.create(model=MODEL, input=[prompt], extra_body={"pooling": "mean"})
         assert made.data[0].embedding == pytest.approx(vector, abs=TOLERANCE)
 
 
@@ -151,30 +138,23 @@ def test_health_and_status_name_both_workers(served: Served) -> None:
         "workers": 2,
         "workers_up": 2,
     }
-    workers = httpx.get(f"{served.url}/status").json()["workers"]
+    workers = status(served.url)["workers"]
     assert {(w["worker"], w["role"], w["state"]) for w in workers} == {
         ("prefill-0", "prefill", "up"),
         ("decode-0", "decode", "up"),
     }
 
 
-def entry_of(url: str, worker: str) -> dict[str, Any]:
-    """What the status says of it."""
-    workers = httpx.get(f"{url}/status").json()["workers"]
-    return next(w for w in workers if w["worker"] == worker)
-
-
 @pytest.mark.parametrize("worker", [pytest.param("prefill-0", marks=pytest.mark.long), "decode-0"])
 def test_a_worker_that_was_killed_comes_back(served: Served, worker: str) -> None:
-    os.kill(entry_of(served.url, worker)["pid"], signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        entry = entry_of(served.url, worker)
-        if entry["epoch"] == 2 and entry["state"] == "up":
-            break
-        time.sleep(0.1)
-    assert (entry["epoch"], entry["state"]) == (2, "up")
-    assert "Paris" in json.dumps(ask(served.url))
+    os.kill(worker_of(status(served.url), worker)["pid"], signal.SIGKILL)
+
+    def is_back() -> bool:
+        entry = worker_of(status(served.url), worker)
+        return (entry["epoch"], entry["state"]) == (2, "up")
+
+    wait_until(is_back, 60, f"{worker} is not back")
+    assert "Paris" in ask(served.url)
 
 
 def test_after_all_that_an_audit_finds_nothing_left_over(served: Served) -> None:

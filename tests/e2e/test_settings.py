@@ -21,9 +21,9 @@ from redis import Redis
 
 from benchmarks.serving.served import Served
 from tests.cluster.api.calls import APIS, NUM_CALLS, answers_of, asked
-from tests.cluster.api.conftest import wait_until
 from tests.cluster.api.test_tracing import PREFIXES, Collector, attributes
 from tests.cluster.state.stores import Server
+from tests.e2e.serving import urls_of, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -42,12 +42,6 @@ class World:
         self.collector: Collector | None = None
         self.redis = ""
         self.exact = 0.0  # `log_probability` without a setting
-
-    @property
-    def urls(self) -> list[str]:
-        """Lists the addresses of all routers."""
-        lines = "".join(self.served.lines)
-        return [self.served.url, *re.findall(r"router-[1-9]: (\S+)/v1", lines)]
 
     def get(self, path: str, url: str = "") -> httpx.Response:
         response = self.http.get((url or self.served.url) + path)
@@ -177,7 +171,7 @@ def a_session_comes_back_from_disk(world: World) -> None:
 
 
 def both_are_up(world: World) -> None:
-    assert len(world.urls) == 2
+    assert len(urls_of(world.served)) == 2
     assert [each["state"] for each in world.status()["routers"]] == ["up", "up"]
 
 
@@ -272,7 +266,7 @@ def test_all_four_apis_answer_with_a_setting_on(
     answers, exact = plain
     with world_of(tmp_path, values, setting.headers) as world:
         world.collector, world.redis, world.exact = collector, redis, exact
-        for url in world.urls:
+        for url in urls_of(world.served):
             found = counted_answers(world, url)
             assert setting.changes_tokens or found == answers
         setting.shows(world)

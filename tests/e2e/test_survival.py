@@ -7,9 +7,7 @@ restarts everything under load.
 
 from __future__ import annotations
 
-import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,29 +16,23 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from tests.e2e.test_faults import all_up, status, stream, wait_for
+from tests.e2e.serving import KVRELAY, MODEL, all_up, status, stream, wait_for
+from tests.operations.served import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
 
 GREEDY = {"temperature": 0, "max_tokens": 80}
 LONG = " ".join(f"Keeper {number} saw a whale." for number in range(60))
-MODEL = "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory, port: int) -> Callable[[], Served]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Served]:
     settings = {
         "sessions.state_dir": str(tmp_path_factory.mktemp("state")),
         "router.policy": "round_robin",  # every prompt is handed over
     }
-    return lambda: Served(settings, "--port", str(port))
+    port = str(free_port())
+    return lambda: Served(settings, "--port", port)
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +129,7 @@ def drain(server: Served) -> None:
     def disturb(number: int) -> None:
         if number == 5:
             assert httpx.get(f"{server.url}/health/ready").status_code == 200
-            command = [
-                sys.executable,
-                "-m",
-                "kvrelay.cluster.cli.main",
-                "drain",
-                "--url",
-                server.url,
-            ]
+            command = [*KVRELAY, "drain", "--url", server.url]
             subprocess.run(command, check=True, timeout=30, capture_output=True)
             body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
             refused.append(httpx.get(f"{server.url}/health/ready"))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.hosts_file import kvrelay, write_hosts_file
 from tests.chaos.network import Hosts, what_is_missing
-from tests.e2e.test_two_nodes import ask
+from tests.e2e.serving import ask
 
 pytestmark = [
     pytest.mark.long,

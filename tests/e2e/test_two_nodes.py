@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,12 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from tests.e2e.test_faults import all_up, status, wait_for
+from tests.e2e.serving import all_up, ask, status, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -81,14 +79,6 @@ def nodes(tmp_path: Path) -> Iterator[list[RayNode]]:
     finally:
         for node in reversed(started):
             node.kill()
-
-
-def ask(url: str) -> str:
-    question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"messages": [question], "max_tokens": 20, "temperature": 0, "model": "smollm2-135m"}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return json.dumps(answer.json())
 
 
 def test_pools_are_spread_and_a_lost_node_is_survived(nodes: list[RayNode]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,11 +15,9 @@ import pytest
 
 from benchmarks.serving.served import Served
 from tests.cluster.state.stores import Server
-from tests.e2e.test_faults import is_idle, status, wait_for
+from tests.e2e.serving import MODEL, is_idle, status, urls_of, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(120)]
-
-MODEL = "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +34,6 @@ def served(store: Server) -> Iterator[Served]:
     settings |= {"state.url": store.url}
     with Served(settings) as served:
         yield served
-
-
-def second_url(served: Served) -> str:
-    (found,) = filter(None, (re.search(r"router-1: (\S+)/v1", line) for line in served.lines))
-    return found[1]
 
 
 def ask(url: str, text: str, **more: Any) -> dict[str, Any]:
@@ -73,7 +65,7 @@ def router_entry(url: str) -> dict[str, Any]:
 
 
 def test_both_answer_alike_and_find_what_the_other_has_computed(served: Served) -> None:
-    first, second = served.url, second_url(served)
+    first, second = urls_of(served)
     text = " ".join(str(number) for number in range(100))
     one = ask(first, text, prompt_cache_key="talk")
     assert one["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -87,7 +79,7 @@ def test_both_answer_alike_and_find_what_the_other_has_computed(served: Served) 
 
 
 def test_each_router_is_shown_with_its_api_its_load_and_its_store(served: Served) -> None:
-    first, second = served.url, second_url(served)
+    first, second = urls_of(served)
 
     def says(_: Any) -> bool:
         found = router_entry(first)
@@ -103,7 +95,7 @@ def test_each_router_is_shown_with_its_api_its_load_and_its_store(served: Served
 def test_a_router_that_is_killed_takes_nothing_of_the_other_with_it_and_comes_back(
     served: Served,
 ) -> None:
-    first, second = served.url, second_url(served)
+    first, second = urls_of(served)
     before = router_entry(first)
     lost = threading.Thread(target=cut_off, args=(second,))
     lost.start()
@@ -132,7 +124,7 @@ def cut_off(url: str) -> None:
 def test_without_the_store_both_go_on_and_it_is_told_everything_when_it_is_back(
     served: Served, store: Server
 ) -> None:
-    first, second = served.url, second_url(served)
+    first, second = urls_of(served)
     store.kill()
     wait_for(first, lambda state: not state["state"]["up"], 10, "it was not missed")
     for url in (first, second):

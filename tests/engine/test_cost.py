@@ -50,9 +50,6 @@ def worst_miss(cost: FittedCost, rng: Random, factor: float = 1.0) -> float:
     return max(misses)
 
 
-# -- features -----------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 40_000), st.integers(0, 100_000), st.integers(1, 9000))
 @example(8192, 0, 8192)
 @example(8193, 5, 8192)
@@ -71,17 +68,8 @@ def test_features_of_a_prompt_are_the_sums_over_its_chunks(
     assert prompt_features(num_new, start, budget) == pytest.approx(tuple(sums), rel=1e-9)
 
 
-def test_a_prompt_that_goes_on_costs_what_its_parts_cost() -> None:
-    whole = fitted_s(TRUE, prompt_features(3 * BUDGET, 0, BUDGET))
-    parts = [fitted_s(TRUE, prompt_features(BUDGET, i * BUDGET, BUDGET)) for i in range(3)]
-    assert whole == pytest.approx(sum(parts))
-
-
 def test_a_fit_never_says_less_than_no_time() -> None:
     assert fitted_s((-1.0, 0.0), (1.0, 1.0)) == 0.0
-
-
-# -- the fit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -170,9 +158,6 @@ def test_a_time_that_cannot_be_is_not_learned(seconds: float) -> None:
     cost = FittedCost(4)
     cost.add(prompt_features(100, 0, BUDGET), seconds)
     assert (cost.num_samples, cost.weights) == (0, [0.0] * 4)
-
-
-# -- a worker's own steps -------------------------------------------------------------------------
 
 
 def share(start: int, count: int) -> ScheduledSeq:
@@ -286,9 +271,6 @@ def test_the_longer_a_prompt_has_waited_the_longer_steps_may_be() -> None:
     strict = timing_of(itl_target_ms=50.0)
     strict.on_step(Step(0, [share(0, 100)]), 0.02, 1)
     assert strict.prompt_budget(60.0) == strict.prompt_budget(0.0)
-
-
-# -- load or compute ------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(0, 2, allow_nan=False), max_size=12), st.floats(0, 1, allow_nan=False))

@@ -9,9 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.block_hash import BlockChain, CacheScope
-from kvrelay.engine.kv.tier import DEFAULT_RETENTION
-from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.scheduling.selection import (
     MAX_ROW_COST,
     MAX_SLOWDOWN,
@@ -20,6 +17,7 @@ from kvrelay.engine.scheduling.selection import (
     NgramProposer,
 )
 from kvrelay.engine.sequence import Sequence
+from tests.engine.sequences import sequence
 
 POOL = 10_000
 
@@ -121,27 +119,12 @@ def test_the_acceptance_rate_counts_drafts_up_to_the_first_rejected_one() -> Non
     assert proposer.acceptance_rate == rate
 
 
-def sequence(tokens: list[int]) -> Sequence:
-    return Sequence(
-        request_id="r",
-        attempt=0,
-        router="router",
-        tokens=tokens,
-        num_prompt_tokens=1,
-        sampling=SamplingParams(),
-        deadline=1.0,
-        arrived_at=0.0,
-        chain=BlockChain(b"", CacheScope(), 16),
-        retention=DEFAULT_RETENTION,
-    )
-
-
 def drafter(max_drafts: int = 7, max_rows: int = 64) -> Drafter:
     return Drafter(max_drafts, max_rows, POOL)
 
 
 def looping(length: int = 40) -> Sequence:
-    return sequence([1, 2, 3, 4, 5] * (length // 5))
+    return sequence([1, 2, 3, 4, 5] * (length // 5), num_prompt_tokens=1)
 
 
 def weights(row: float, kv: float = 0.0) -> tuple[float, ...]:

@@ -1,32 +1,16 @@
 """What the KV cache manager tells of the blocks that it seals, and which of them go first."""
 
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Retention
-from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import Sequence
+from tests.engine.sequences import sequence
 
 RETENTION = Retention(5.0)
 SPARE = Retention(0.0, to_disk=False)
 
 
-def sequence(tokens: list[int], retention: Retention = RETENTION) -> Sequence:
-    return Sequence(
-        request_id="r",
-        attempt=0,
-        router="router",
-        tokens=tokens,
-        num_prompt_tokens=len(tokens),
-        sampling=SamplingParams(max_tokens=1),
-        deadline=1.0,
-        arrived_at=0.0,
-        chain=BlockChain(b"f", UNSALTED, block_size=4),
-        retention=retention,
-    )
-
-
 def compute(kv: KVCacheManager, tokens: list[int], retention: Retention = RETENTION) -> Sequence:
-    seq = sequence(tokens, retention)
+    seq = sequence(tokens, retention=retention)
     assert kv.admit(seq, headroom=0)
     seq.num_computed = len(tokens)
     kv.seal_computed(seq)

@@ -6,14 +6,12 @@ import pytest
 from msgspec import structs
 
 from kvrelay.engine.cost import FittedCost
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
 from kvrelay.engine.kv.cache_manager import KVCacheManager
-from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.request import PromptOutputs, SamplingParams, TokenLogprobs
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.step import Sampled, ScheduledSeq, StepDone
 from tests.engine.configs import worker_config
+from tests.engine.sequences import sequence
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 32, 61
 WHOLE = tuple(TokenLogprobs(-float(at)) for at in range(LENGTH - 1))
@@ -27,18 +25,8 @@ class Computed:
         config = worker_config(num_blocks=NUM_BLOCKS, block_size=BLOCK)
         self.kv = KVCacheManager(config.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.kv)
-        self.seq = Sequence(
-            "r",
-            1,
-            "router",
-            list(range(LENGTH)),
-            LENGTH,
-            SamplingParams(max_tokens=4, prompt_logprobs=0),
-            1e9,
-            0.0,
-            BlockChain(b"f", UNSALTED, BLOCK),
-            DEFAULT_RETENTION,
-        )
+        sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
+        self.seq = sequence(list(range(LENGTH)), sampling=sampling, block_size=BLOCK)
         self.scheduler.add(self.seq)
         self.admit()
 

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.cost import TOKENS_UNIT, FittedCost
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
 from kvrelay.engine.kv.cache_manager import KVCacheManager
-from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.step import Sampled, StepDone
 from tests.engine.configs import worker_config
+from tests.engine.sequences import sequence
 
 BUDGET = 64
 
@@ -44,17 +43,11 @@ class Prompts:
 
     def come(self, length: int, max_tokens: int = 50) -> Sequence:
         number = len(self.seqs)
-        seq = Sequence(
-            f"r{number}",
-            1,
-            "router",
+        seq = sequence(
             [number * 10_000 + i for i in range(length)],
-            length,
-            SamplingParams(max_tokens=max_tokens),
-            1e9,
-            self.now,
-            BlockChain(b"f", UNSALTED, 4),
-            DEFAULT_RETENTION,
+            request_id=f"r{number}",
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrived_at=self.now,
         )
         self.seqs.append(seq)
         self.scheduler.add(seq)

@@ -192,12 +192,11 @@ def test_a_prefill_worker_samples_one_token_however_much_of_the_prompt_it_has() 
     tokens = [*prompt, *reference(prompt, 1)]
     world.submit("a", tokens, 2, remote=True)
     world.drain()
-    common = ("b", 2, "router")
-    rest = (tuple(tokens), len(prompt), SamplingParams(max_tokens=12, temperature=0), 60.0)
-    world.queue.append(("prefill", Prefill(*common, "decode", *rest)))
-    world.queue.append(("decode", Decode(*common, "prefill", *rest)))
-    world.drain()
-    assert world.output("b", tokens) == reference(tokens, 11)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    work = ("b", 2, "router", tuple(tokens), len(prompt), params, 60.0)
+    world.queue.append(("prefill", Prefill(*work, decode_to="decode")))
+    world.queue.append(("decode", Decode(*work, prefill_from="prefill")))
+    world.assert_finishes("b", tokens, 11)
     world.assert_idle()
 
 
@@ -224,8 +223,7 @@ def test_what_is_aborted_while_it_is_repeated_gives_its_blocks_back_after_it() -
         assert world.step()
     world.deliver("decode", Abort("a", 0))
     assert not world.decode.core.kv.pool.is_idle()
-    world.drain()
-    assert world.output("b", [2] * 5) == reference([2] * 5, 30)
+    world.assert_finishes("b", [2] * 5, 30)
     world.assert_idle()
 
 
@@ -234,8 +232,7 @@ def test_the_context_ends_a_repeat_where_it_ends_the_request() -> None:
     world = Repeating(num_blocks=100, max_model_len=limit)
     prompt = [5] * (limit - 3)
     tokens, sampling = tuple(prompt), SamplingParams(max_tokens=50, temperature=0)
-    world.deliver("decode", Decode("a", 0, "router", None, tokens, len(prompt), sampling, 60.0))
-    world.drain()
-    assert world.output("a", prompt) == reference(prompt, 3)
+    world.deliver("decode", Decode("a", 0, "router", tokens, len(prompt), sampling, 60.0))
+    world.assert_finishes("a", prompt, 3)
     assert ends(world) == {"a": FinishReason.LENGTH}
     world.assert_idle()

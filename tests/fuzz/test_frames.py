@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import pytest
 
 from tests.fuzz.frames import fuzz_in_process, fuzz_over_sockets
 
@@ -17,8 +17,9 @@ def test_malformed_frames_crash_nothing_and_are_not_accepted() -> None:
     assert result.outcomes["sealed_garbage: bad_frame"] > 0
 
 
-def test_a_listening_process_survives_malformed_connections() -> None:
-    result = asyncio.run(fuzz_over_sockets(200, seed=3))
+@pytest.mark.anyio
+async def test_a_listening_process_survives_malformed_connections() -> None:
+    result = await fuzz_over_sockets(200, seed=3)
     assert result.wrong == []
     assert result.grown_mib < MAX_GROWTH_MIB
     rejected = ("bad_mac", "bad_magic", "oversized", "truncated")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvrelay.engine.model import fp8
-from tests.engine.model.paged import DEVICE, expected, paged
+from tests.engine.model.paged import DEVICE, attention_case, expected, paged
 
 pytest.importorskip("triton")
 
@@ -58,25 +58,11 @@ def check(found, answer):
 
 def attention(lengths, model, variant, kv_fp8):
     """(case, queries as in qkv, out, the kernels' options, the answer)."""
-    heads, kv_heads, head_dim, block_size = MODELS[model]
-    options = OPTIONS[variant]
-    window, sinks = options.get("window", 0), options.get("num_sinks", 0)
-    case = paged(
-        lengths, kv_heads, head_dim, dtype=torch.bfloat16, kv_fp8=kv_fp8, block_size=block_size,
-        given_back=window, sinks=sinks,
+    scale = MODELS[model][2] ** -0.5
+    return attention_case(
+        lengths, *MODELS[model], torch.bfloat16, kv_fp8, scale=scale, fill=float("nan"),
+        **OPTIONS[variant],
     )  # fmt: skip
-    width = (heads + 2 * kv_heads) * head_dim
-    qkv = torch.randn(case.num_tokens, width, device=DEVICE).bfloat16()
-    late = torch.randn(case.num_tokens, heads * head_dim, device=DEVICE).bfloat16()
-    out = torch.full_like(late, float("nan"))
-    scale = head_dim**-0.5
-    answer = expected(
-        case, qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim)), heads, scale,
-        window=window, sinks=sinks, sink_queries=late.unflatten(1, (heads, head_dim)),
-        softcap=options.get("softcap", 0.0),
-    )  # fmt: skip
-    given = {"num_heads": heads, "scale": scale, "sink_queries": late if sinks else None}
-    return case, qkv, out, given | options, answer
 
 
 @pytest.mark.parametrize(("model", "variant", "kv_fp8"), CASES)

@@ -13,7 +13,7 @@ from kvrelay.engine.step import Step
 from tests.engine.model.gpu.triton_world import World
 from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import GREEDY, Talk, alone, step
-from tests.engine.model.tiny import make_checkpoint, tokens_of
+from tests.engine.model.tiny import tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,13 +22,6 @@ pytestmark = [
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=5)
 PROMPTS = [tokens_of(count, seed=count) for count in (37, 20, 5)]
 BLOCKS = ([9, 4, 7, 1], [2, 11, 8], [3, 6])
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    make_checkpoint("llama", path)
-    return path
 
 
 def talk_all(world: World) -> list[list[int]]:
@@ -45,22 +38,22 @@ def talk_all(world: World) -> list[list[int]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3"])
 @pytest.mark.parametrize("kind", ["triton", "triton-int8"])
-def test_captured_steps_give_the_tokens_of_steps_that_are_not(path, dtype, kv_dtype, kind):
+def test_captured_steps_give_the_tokens_of_steps_that_are_not(llama, dtype, kv_dtype, kind):
     kv = dtype if kv_dtype == "auto" else kv_dtype
-    captured, plain = (World(path, kind, kv, graphs, dtype) for graphs in (True, False))
+    captured, plain = (World(llama, kind, kv, graphs, dtype) for graphs in (True, False))
     assert talk_all(captured) == talk_all(plain)
     assert torch.equal(captured.pool.view(torch.uint8), plain.pool.view(torch.uint8))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "gemma3", "deepseek3"])
-def test_steps_of_other_families_can_be_captured(family, tmp_path):
-    make_checkpoint(family, tmp_path)
-    captured, plain = (World(tmp_path, "triton", graphs=graphs) for graphs in (True, False))
+def test_steps_of_other_families_can_be_captured(family, checkpoint_of):
+    path = checkpoint_of(family)
+    captured, plain = (World(path, "triton", graphs=graphs) for graphs in (True, False))
     assert talk_all(captured) == talk_all(plain)
 
 
-def test_tokens_are_those_of_torch_in_float32(path):
-    captured, reference = World(path, "triton", graphs=True), World(path, "torch")
+def test_tokens_are_those_of_torch_in_float32(llama):
+    captured, reference = World(llama, "triton", graphs=True), World(llama, "torch")
     expected = [
         alone(reference, Talk(prompt, blocks), 24)
         for prompt, blocks in zip(PROMPTS, BLOCKS, strict=True)
@@ -70,12 +63,12 @@ def test_tokens_are_those_of_torch_in_float32(path):
     assert alone(captured, Talk(PROMPTS[1], BLOCKS[1]), 24) == expected[1]
 
 
-def test_logits_in_bfloat16_stay_near_those_in_float32(path):
+def test_logits_in_bfloat16_stay_near_those_in_float32(llama):
     """Within what torch in bfloat16 loses, by a fifth."""
     told = SamplingParams(temperature=0.0, logprobs=131)
     lines = []
     for kind, dtype in (("triton", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
-        world = World(path, kind, dtype, dtype=dtype)
+        world = World(llama, kind, dtype, dtype=dtype)
         sampled = world.run(Talk(PROMPTS[0], BLOCKS[0], told).next())[0]
         lines.append(torch.tensor([logprob for _, logprob in sorted(sampled.logprobs.top)]))
     kernels, plain = ((each - lines[2]).abs().mean() for each in lines[:2])
@@ -83,10 +76,10 @@ def test_logits_in_bfloat16_stay_near_those_in_float32(path):
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_runner_uses_the_kernels_and_says_nothing(path, graphs):
+def test_a_runner_uses_the_kernels_and_says_nothing(llama, graphs):
     told = []
     runner = model_runner(
-        path,
+        llama,
         device="cuda",
         dtype="float32",
         num_blocks=12,
@@ -96,7 +89,7 @@ def test_a_runner_uses_the_kernels_and_says_nothing(path, graphs):
     )
     assert runner.notices == []
     assert ("capturing decode steps: 3 of 3" in told) == graphs
-    talk, reference = Talk(PROMPTS[1], BLOCKS[1]), World(path, "torch")
+    talk, reference = Talk(PROMPTS[1], BLOCKS[1]), World(llama, "torch")
     while len(talk.output) < 12:
         share = talk.next()
         done = runner.execute(Step(0, [share], repeats=-len(talk.tokens) % 16 or 1))
@@ -104,11 +97,11 @@ def test_a_runner_uses_the_kernels_and_says_nothing(path, graphs):
     assert talk.output[:12] == alone(reference, Talk(PROMPTS[1], BLOCKS[1]), 12)
 
 
-def test_nothing_is_compiled_after_the_start(path):
+def test_nothing_is_compiled_after_the_start(llama):
     import triton
 
     compiled = []
-    world = World(path, "triton", graphs=True)
+    world = World(llama, "triton", graphs=True)
     triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
     try:
         talk_all(world)

@@ -1,11 +1,12 @@
-"""An agent whose reads do as the test says."""
+"""An agent whose reads do as the test says, and a store that refuses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.kvtransfer.agent import AgentError, CopyBlocks
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks, StoreIndex
+from kvrelay.kvtransfer.store import StoreError
 
 
 @dataclass
@@ -67,3 +68,18 @@ def a_read(
     transfer_id: int = 1, peer: str = "p", epoch: int = 1, timeout_s: float = 5, **tiers: Tier
 ) -> CopyBlocks:
     return CopyBlocks(transfer_id, peer, epoch, (0, 1), (2, 3), timeout_s, **tiers)
+
+
+class RefusingStore:
+    """A store whose index cannot be changed."""
+
+    closed = False
+
+    def update(self, change: StoreIndex) -> None:
+        raise StoreError("no space")
+
+    def check(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.closed = True

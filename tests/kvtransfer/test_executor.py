@@ -17,7 +17,6 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import (
     STORE_CHECK_BUSY_S,
@@ -26,6 +25,7 @@ from kvrelay.kvtransfer.executor import (
     TransferExecutor,
 )
 from kvrelay.kvtransfer.store import StoreError
+from tests.kvtransfer.agents.agent_kit import agent_maker
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
 
@@ -273,17 +273,17 @@ class TestTheStore:
 
 
 def test_bad_bytes_in_one_block_change_its_checksum_alone() -> None:
-    registry = LocalRegistry()
-    pool, source = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
-    producer = LocalAgent("p", source, registry)
-
     def corrupt(request: CopyBlocks, pool_bytes: np.ndarray) -> None:
         pool_bytes[request.dst[1], 100] ^= 1
 
-    agent = LocalAgent("r", pool, registry)
-    executor = TransferExecutor("r", 1, agent, {Tier.DEVICE: pool}, corrupt=corrupt)
-    assert executor.connect(ConnectPeer("p", 1, NUM_BLOCKS, producer.metadata())).error is None
-    executor.post(CopyBlocks(1, "p", 1, (4, 5, 6), (1, 2, 3), 5.0))
-    (done,) = executor.poll_copies()
+    with agent_maker() as make:
+        producer, source = make("p", NUM_BLOCKS, BLOCK, 1)
+        agent, pool = make("r", NUM_BLOCKS, BLOCK, 0)
+        executor = TransferExecutor("r", 1, agent, {Tier.DEVICE: pool}, corrupt=corrupt)
+        assert executor.connect(ConnectPeer("p", 1, NUM_BLOCKS, producer.metadata())).error is None
+        executor.post(CopyBlocks(1, "p", 1, (4, 5, 6), (1, 2, 3), 5.0))
+        while not (answers := executor.poll_copies()):
+            pass
+    (done,) = answers
     expected = checksum_blocks(source, [4, 5, 6])
     assert [a == b for a, b in zip(done.checksums, expected, strict=True)] == [True, False, True]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer import transfer_loop
@@ -21,7 +22,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
@@ -64,10 +65,9 @@ def start() -> Iterator[Callable[..., Loop]]:
 
 class TestTransferLoop:
     def test_many_reads_between_two_workers(self, start: Callable[..., Loop]) -> None:
-        registry = LocalRegistry()
-        pool, source = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
-        producer = LocalAgent("p", source, registry)
-        executor = executor_of(LocalAgent("me", pool, registry), pool)
+        producer = NixlAgent("p", torch.from_numpy(source := content(NUM_BLOCKS, BLOCK, 1)))
+        pool = content(NUM_BLOCKS, BLOCK, 0)
+        executor = executor_of(NixlAgent("me", torch.from_numpy(pool)), pool)
         loop = start(executor)
         loop.submit(ConnectPeer("p", 3, NUM_BLOCKS, producer.metadata()))
         for i in range(200):
@@ -80,6 +80,7 @@ class TestTransferLoop:
         assert sorted(a.transfer_id for a in answers if isinstance(a, CopyDone)) == [*range(200)]
         assert np.array_equal(pool, source)
         assert executor.audit() == 0
+        producer.close()
 
     def test_a_stalled_read_times_out_by_itself(self, start: Callable[..., Loop]) -> None:
         agent = FakeAgent()
@@ -269,5 +270,5 @@ def test_the_wait_between_polls_grows_from_nothing_to_its_cap() -> None:
     waits = [transfer_loop._wait_s(quiet) for quiet in range(5000)]
     assert waits == sorted(waits)
     assert waits[0] == 0.0
-    assert waits[transfer_loop.SPINS] == transfer_loop.FIRST_WAIT_S
-    assert waits[-1] == transfer_loop.MAX_WAIT_S
+    assert waits[transfer_loop.SPINS] == transfer_loop.WAIT.base_s
+    assert waits[-1] == transfer_loop.WAIT.max_s

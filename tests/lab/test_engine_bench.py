@@ -25,8 +25,15 @@ from kvrelay.engine.model.roofline import (
 from kvrelay.engine.request import FinishReason
 from kvrelay.lab.bench import engine as engine_bench
 from kvrelay.lab.bench import engine_start
-from kvrelay.lab.bench.engine import EngineSpec, Prompts, decode_step_s, greedy
-from kvrelay.lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
+from kvrelay.lab.bench.engine import (
+    EngineSpec,
+    Generated,
+    LoneWorker,
+    Prompts,
+    WorkerFailed,
+    decode_step_s,
+    greedy,
+)
 from kvrelay.lab.cli.bench import bench
 from tests.engine.model.tiny import VOCAB, make_checkpoint
 
@@ -89,11 +96,11 @@ def test_what_does_not_fit_is_told(worker: LoneWorker) -> None:
 
 
 def test_a_step_is_timed_from_when_all_decode() -> None:
-    first = Answer(tokens=[1, 2, 3, 4], arrived_at=[1.0, 2.0, 3.0, 4.0])
-    second = Answer(tokens=[1, 2, 3], arrived_at=[2.0, 3.0, 4.0])
+    first = Generated(tokens=[1, 2, 3, 4], arrived_at=[1.0, 2.0, 3.0, 4.0])
+    second = Generated(tokens=[1, 2, 3], arrived_at=[2.0, 3.0, 4.0])
     assert decode_step_s([first, second]) == pytest.approx(1.0)
     with pytest.raises(WorkerFailed, match="1 tokens of output are too few for 1 sequences"):
-        decode_step_s([Answer(tokens=[1], arrived_at=[1.0])])
+        decode_step_s([Generated(tokens=[1], arrived_at=[1.0])])
 
 
 def test_a_fresh_process_tells_when_it_reached_each_stage(

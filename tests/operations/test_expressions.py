@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.samples import Sample
 
 from benchmarks.serving.served import Served
-from tests.operations import dashboards
 from tests.operations.expressions import Expression, alert_rules, expressions, missing, selectors
 from tests.operations.served import full_server, scrape, use
 from tests.structure import ROOT
@@ -32,29 +30,10 @@ def test_alerts_have_names_severities_and_runbooks() -> None:
         assert int(rule.get("for", "0s").removesuffix("s")) <= MAX_FOR_S
 
 
-@pytest.mark.parametrize("name", dashboards.DASHBOARDS)
-def test_dashboards_are_the_ones_that_are_made(name: str) -> None:
-    """If this fails: `python -m tests.operations.dashboards`."""
-    path = dashboards.FOLDER / f"{name}.json"
-    assert path.read_text(encoding="utf-8") == dashboards.text_of(name)
-    assert {each.stem for each in dashboards.FOLDER.glob("*.json")} == {*dashboards.DASHBOARDS}
-
-
 @pytest.mark.parametrize("each", expressions(), ids=lambda each: each.place)
 def test_expressions_are_promql(each: Expression) -> None:
     assert selectors(each.text)
     assert selectors(each.unfiltered)
-
-
-def test_what_is_missing_is_found() -> None:
-    known = [Sample("kvrelay_x_total", {"worker": "w"}, 1.0)]
-    assert missing("sum by (worker) (rate(kvrelay_x_total[1m])) > 0", known) == []
-    assert missing('kvrelay_x_total{worker=~"w|v"}', known) == []
-    assert len(missing("kvrelay_y_total", known)) == 1
-    assert len(missing('kvrelay_x_total{worker!="w"}', known)) == 1
-    assert len(missing("max by (role) (kvrelay_x_total)", known)) == 1
-    with pytest.raises(ValueError):
-        missing("sum by (rate(kvrelay_x_total[1m])", known)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,10 @@ from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
-from kvrelay.router.index.table import EXPECTED, FACT, NOTHING, Held, IndexTable
-from kvrelay.router.placement.choice import Option
+from kvrelay.router.index.prefix_index import EXPECTED, FACT, NOTHING, Held, IndexTable
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
-from kvrelay.router.placement.policy import Choice, Policy
+from kvrelay.router.placement.policy import Fleet, Option, Placement, Policy
 from kvrelay.router.placement.work import HashedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
@@ -84,7 +82,7 @@ class Chooser:
             self.policy.chooser.put(worker, self.index.open(int(is_prefill)))
             self.fleets[worker.info.role].add(0.0, worker)
 
-    def choose(self, todo: Todo, *, now: float = 0.0, sticky: bytes = b"r") -> Choice:
+    def choose(self, todo: Todo, *, now: float = 0.0, sticky: bytes = b"r") -> Placement:
         self.update(now)
         choice = self.policy.choose(now, self.asked(todo), lambda: sticky)
         assert choice is not None
@@ -130,11 +128,11 @@ class Chooser:
         return options.best, options.best_prefill
 
 
-def choose(todo: Todo, *workers: Endpoint, policy: str = "prefix") -> Choice:
+def choose(todo: Todo, *workers: Endpoint, policy: str = "prefix") -> Placement:
     return Chooser(*workers, policy=policy).choose(todo)
 
 
-def names_of(choice: Choice) -> tuple[str, str | None]:
+def names_of(choice: Placement) -> tuple[str, str | None]:
     return choice.decode.worker, choice.prefill.worker if choice.prefill else None
 
 

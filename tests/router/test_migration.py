@@ -13,7 +13,7 @@ from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.engine.stats import Role
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.messages import Cancel, Failed, Output, RoleChanged
-from kvrelay.router.migration import PAUSE_S
+from kvrelay.router.router import PAUSE
 from tests.router.script import CLIENT, Script, worker_stats
 from tests.router.test_explain import explained
 
@@ -181,7 +181,7 @@ def test_a_role_that_changes_all_the_time_moves_a_request_less_and_less_often() 
             moved_at.append(s.now)
         s.pass_time(0.05)
     pauses = [later - earlier for earlier, later in pairwise(moved_at)]
-    assert pauses == pytest.approx([PAUSE_S * 2**n for n in range(6)], abs=0.06)
+    assert pauses == pytest.approx([PAUSE.base_s * 2**n for n in range(6)], abs=0.06)
     finish(s, worker, attempt, 5, 6, 7)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.messages import Abort, Preempted
-from kvrelay.router.migration import PAUSE_S
+from kvrelay.router.router import PAUSE
 from tests.router.script import Script, worker_stats
 from tests.router.test_migration import PAIR, THREE, finish, others, running
 
@@ -124,7 +124,7 @@ def test_a_request_tries_again_when_its_new_worker_has_failed_and_it_still_waits
     new, _, _ = s.dispatched()
     s.down(new)
     assert s.take(Decode) == [], "it moved just now"
-    s.pass_time(PAUSE_S + 0.3)
+    s.pass_time(PAUSE.base_s + 0.3)
     last, _, order = s.dispatched()
     assert last not in (old, new)
     s.delta(last, 42, 7, attempt=order.attempt)

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
 from kvrelay.router.messages import Submit
-from kvrelay.router.record import RequestRecord, Verdict
+from kvrelay.router.record import DeltaFit, RequestRecord
 from tests.router.script import BLOCK, worker_info
 
 PROMPT = tuple(range(10))
@@ -30,25 +30,25 @@ def delta(position: int, *tokens: int, finish: FinishReason | None = None) -> To
 @pytest.mark.parametrize(
     ("sent", "verdict", "output"),
     [
-        (delta(12, 22, 23), Verdict.NEXT, (20, 21, 22, 23)),
-        (delta(12), Verdict.NEXT, (20, 21)),
-        (delta(10), Verdict.NEXT, (20, 21)),
-        (delta(10, 20, 21), Verdict.NEXT, (20, 21)),
-        (delta(11, 21, 22), Verdict.NEXT, (20, 21, 22)),
-        (delta(8, 8, 9, 20, 21, 22), Verdict.NEXT, (20, 21, 22)),
-        (delta(13, 23), Verdict.GAP, (20, 21)),
-        (delta(13), Verdict.GAP, (20, 21)),
-        (delta(11, 5), Verdict.DIVERGED, (20, 21)),
-        (delta(11, 5, 22), Verdict.DIVERGED, (20, 21)),
-        (delta(8, 9, 9), Verdict.DIVERGED, (20, 21)),
-        (delta(-2, 8), Verdict.DIVERGED, (20, 21)),
-        (delta(11, 21, finish=FinishReason.STOP), Verdict.NEXT, (20, 21)),
-        (delta(12, finish=FinishReason.STOP), Verdict.NEXT, (20, 21)),
-        (delta(10, 20, finish=FinishReason.STOP), Verdict.DIVERGED, (20, 21)),
+        (delta(12, 22, 23), DeltaFit.NEXT, (20, 21, 22, 23)),
+        (delta(12), DeltaFit.NEXT, (20, 21)),
+        (delta(10), DeltaFit.NEXT, (20, 21)),
+        (delta(10, 20, 21), DeltaFit.NEXT, (20, 21)),
+        (delta(11, 21, 22), DeltaFit.NEXT, (20, 21, 22)),
+        (delta(8, 8, 9, 20, 21, 22), DeltaFit.NEXT, (20, 21, 22)),
+        (delta(13, 23), DeltaFit.GAP, (20, 21)),
+        (delta(13), DeltaFit.GAP, (20, 21)),
+        (delta(11, 5), DeltaFit.DIVERGED, (20, 21)),
+        (delta(11, 5, 22), DeltaFit.DIVERGED, (20, 21)),
+        (delta(8, 9, 9), DeltaFit.DIVERGED, (20, 21)),
+        (delta(-2, 8), DeltaFit.DIVERGED, (20, 21)),
+        (delta(11, 21, finish=FinishReason.STOP), DeltaFit.NEXT, (20, 21)),
+        (delta(12, finish=FinishReason.STOP), DeltaFit.NEXT, (20, 21)),
+        (delta(10, 20, finish=FinishReason.STOP), DeltaFit.DIVERGED, (20, 21)),
     ],
 )
 def test_a_delta_is_next_a_gap_or_a_contradiction(
-    sent: TokenDelta, verdict: Verdict, output: tuple[int, ...]
+    sent: TokenDelta, verdict: DeltaFit, output: tuple[int, ...]
 ) -> None:
     record = record_of(20, 21)
     assert record.accept(sent) is verdict

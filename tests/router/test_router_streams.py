@@ -8,7 +8,7 @@ from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from kvrelay.engine.messages import Abort, Probe
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from kvrelay.prefill_worker.messages import Prefill
-from kvrelay.router.index.table import Held
+from kvrelay.router.index.prefix_index import Held
 from kvrelay.router.messages import Cancel, Failed, Output, Submit
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 

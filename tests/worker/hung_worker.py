@@ -1,7 +1,6 @@
-"""A worker's process whose first step hangs: `python -m tests.worker.hung_worker FOLDER`.
+"""A worker's process whose first step hangs: `python -m tests.worker.hung_worker FOLDER FD`.
 
-All of it is the real thing but for the function that computes. It writes, pickled, to stdout what
-it tells its guardian.
+All of it is the real thing but for the function that computes. FD is the channel to its guardian.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.process import Listening, WorkerProcess
 from kvrelay.worker.spec import WorkerSpec
 
@@ -35,7 +35,7 @@ def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None,
     process, answer = REAL_START(spec, listening)
     assert process is not None, answer
     params = SamplingParams(max_tokens=4, temperature=0)
-    request = Decode("a", 0, "router-0", None, (1, 2, 3), 3, params, 60.0)
+    request = Decode("a", 0, "router-0", (1, 2, 3), 3, params, 60.0)
     process._host.deliver_soon(WORKER, request)
     return process, answer
 
@@ -59,7 +59,7 @@ def main() -> None:
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     worker_main.start = start
-    guardian = sys.stdout.buffer
+    guardian = BlockingChannel(inherited(sys.argv[2]))
     sys.exit(worker_main.serve(spec, Listening("127.0.0.1", b"token" * 8, 1 << 20), guardian))
 
 

@@ -51,16 +51,16 @@ class Both(World):
     ) -> None:
         """The prompt is computed by one worker and the output by another."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
-        rest = (tuple(prompt), len(prompt), params, TIMEOUT_S)
-        self.queue.append((computes, Prefill(name, 0, "router", decodes, *rest)))
-        self.queue.append((decodes, Decode(name, 0, "router", computes, *rest)))
+        work = (name, 0, "router", tuple(prompt), len(prompt), params, TIMEOUT_S)
+        self.queue.append((computes, Prefill(*work, decode_to=decodes)))
+        self.queue.append((decodes, Decode(*work, prefill_from=computes)))
 
     def decode_at(self, worker: str, name: str, prompt: list[int], max_tokens: int) -> None:
         """All of it is computed there."""
         self.submit(name, prompt, max_tokens, remote=False, decode=worker)
 
     def seqs_of(self, node: str) -> list[tuple[set[str], bool]]:
-        """The requests in each step of a worker, and whether it gives way."""
+        """The requests in each step of a worker, and whether it has low priority."""
         return [
             ({seq.request_id.partition("#")[0] for seq in step.seqs}, step.low_priority)
             for where, step in self.steps
@@ -126,7 +126,7 @@ def test_small_pools_in_which_both_kinds_compete_finish_right() -> None:
     assert sum(world.num_preemptions(each) for each in workers) > 0
 
 
-def test_a_step_of_prompts_for_others_gives_way_and_one_with_an_own_request_does_not(
+def test_a_step_of_prompts_for_others_has_low_priority_and_one_with_an_own_request_has_not(
     world: Both,
 ) -> None:
     world.hand_over("a", PROMPT, 4, computes="decode", decodes="decode-1")

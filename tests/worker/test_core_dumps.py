@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -16,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.config import ConfigError, build_config
+from kvrelay.engine.wire.channel import BlockingChannel, command
 from kvrelay.worker import core_dumps
 from kvrelay.worker.core_dumps import CORE, KEPT, PIPE, STACKS, CoreDumps
-from kvrelay.worker.messages import WorkerStarted
+from kvrelay.worker.messages import ProcessEnds, WorkerStarted
 
 HOST, PID = socket.gethostname(), os.getpid()
 START_S = 120.0
@@ -173,14 +172,24 @@ def test_a_folder_has_to_be_said_whole() -> None:
 
 def test_a_worker_whose_step_hangs_says_where_before_it_ends(tmp_path: Path) -> None:
     """A process of its own, all of it real but the function that computes."""
-    command = [sys.executable, "-m", "tests.worker.hung_worker", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, timeout=START_S, check=False)
-    assert done.returncode == 1, done.stderr.decode()
-    news = io.BytesIO(done.stdout)
-    pid, started, why = (pickle.load(news) for _ in range(3))
+    mine, its = socket.socketpair()
+    with mine:
+        with its:
+            done = subprocess.run(
+                command("tests.worker.hung_worker", str(tmp_path), end=its),
+                capture_output=True,
+                timeout=START_S,
+                check=False,
+                pass_fds=(its.fileno(),),
+            )
+        assert done.returncode == 1, done.stderr.decode()
+        guardian = BlockingChannel(mine)
+        pid = guardian.hello().pid
+        started, ending = guardian.receive(), guardian.receive()
     assert isinstance(started, WorkerStarted)
+    assert isinstance(ending, ProcessEnds)
     (stacks,) = tmp_path.iterdir()
-    assert why == f"NodeExit: a step has not ended after 1 s; stacks: {stacks}"
+    assert ending.reason == f"NodeExit: a step has not ended after 1 s; stacks: {stacks}"
     assert stacks.name.startswith(f"stacks.decode-0.{HOST}.{pid}.")
     text = stacks.read_text()
     assert "a step has not ended after 1 s" in text

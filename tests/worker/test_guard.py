@@ -58,10 +58,14 @@ WRITES = {
 }
 
 
+def submit_all(world: World, *, remote: bool) -> None:
+    for name, prompt in PROMPTS.items():
+        world.submit(name, prompt, 30, remote=remote)
+
+
 def begin(world: World) -> tuple[Sequence, Sequence]:
     """All of them decode; returns the liar and one of the others."""
-    for name, prompt in PROMPTS.items():
-        world.submit(name, prompt, 30, remote=False)
+    submit_all(world, remote=False)
     seqs = world.decode.core.seqs
     while len(seqs) < 3 or any(seq.num_output_tokens < 5 for seq in seqs.values()):
         assert world.step()
@@ -131,8 +135,7 @@ class Refusing(World):
 @pytest.mark.parametrize("remote", [False, True])
 def test_who_is_left_out_by_the_executor_fails_and_the_others_go_on(remote: bool) -> None:
     world = Refusing(num_blocks=60, num_decode=1)
-    for name, prompt in PROMPTS.items():
-        world.submit(name, prompt, 30, remote=remote)
+    submit_all(world, remote=remote)
     world.left_out = "liar"
     for _ in range(400):
         if world.refused():
@@ -168,8 +171,7 @@ class Compiling(World):
 @pytest.mark.parametrize("remote", [False, True])
 def test_whose_grammar_compiles_comes_again_and_the_others_go_on(remote: bool) -> None:
     world = Compiling(num_blocks=60, num_decode=1)
-    for name, prompt in PROMPTS.items():
-        world.submit(name, prompt, 30, remote=remote)
+    submit_all(world, remote=remote)
     world.num_steps = 7
     world.drain()
     assert world.num_steps == 0

@@ -86,8 +86,7 @@ def test_the_only_request_is_tried_alone_before_it_is_refused() -> None:
     failures = iter(["ECC error"])
     world.fault = lambda _: next(failures, None)
     world.submit("a", [5] * 9, 8, remote=False)
-    world.drain()
-    assert world.output("a", [5] * 9) == reference([5] * 9, 8)
+    world.assert_finishes("a", [5] * 9, 8)
 
 
 def test_a_pool_that_is_full_still_finds_who_fails() -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvrelay.engine.node import Note
 from kvrelay.engine.stats import KVLink, RouterUp, WorkerStats
 from kvrelay.kvtransfer.agent import PeerConnected
-from tests.worker.world import World, reference
+from tests.worker.world import World
 
 PROMPT = list(range(1, 10))
 
@@ -51,8 +51,7 @@ def test_routers_hear_of_a_rate_before_the_first_read_for_a_request() -> None:
     assert stats.read_bytes_per_s == pytest.approx(8e9)
     world.hold_reads = False
     world.now += 1.0
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 4)
+    world.assert_finishes("a", PROMPT, 4)
     after = world.told()
     assert 0 < after.read_bytes_per_s < 10, "of reads for requests alone, now that there was one"
     assert after.links == stats.links
@@ -62,8 +61,7 @@ def test_a_read_that_was_not_timed_is_noted_and_nothing_else() -> None:
     world = Timed(not_timed="p has left")
     world.hold_reads = False
     world.submit("a", PROMPT, 4, remote=True)
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 4)
+    world.assert_finishes("a", PROMPT, 4)
     assert world.told().links == (KVLink("prefill", 0.0),)
     (note,) = [note for note in world.notes if note.counter == "kv_read_not_timed"]
     assert note.text == "prefill is connected, its rate is not known: p has left"

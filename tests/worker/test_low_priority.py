@@ -45,7 +45,7 @@ def usual() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("low_priority", [True, False])
-def test_only_a_step_thread_that_gives_way_is_nice(usual: int, low_priority: bool) -> None:
+def test_only_a_step_thread_of_low_priority_is_nice(usual: int, low_priority: bool) -> None:
     seen: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def execute(step: Step) -> StepDone:
@@ -63,7 +63,7 @@ def test_only_a_step_thread_that_gives_way_is_nice(usual: int, low_priority: boo
     assert seen.get(timeout=DEADLINE_S) == (expected, expected)
 
 
-def test_a_call_that_gives_way_returns_its_result_from_a_thread_that_is_gone_then(
+def test_a_call_at_low_priority_returns_its_result_from_a_thread_that_is_gone_then(
     usual: int,
 ) -> None:
     threads: list[threading.Thread] = []
@@ -77,7 +77,7 @@ def test_a_call_that_gives_way_returns_its_result_from_a_thread_that_is_gone_the
     assert not threads[0].is_alive()
 
 
-def test_a_call_that_gives_way_raises_what_the_call_raises() -> None:
+def test_a_call_at_low_priority_raises_what_the_call_raises() -> None:
     error = ValueError("a bug")
 
     def call() -> None:
@@ -89,7 +89,7 @@ def test_a_call_that_gives_way_raises_what_the_call_raises() -> None:
 
 
 @pytest.mark.parametrize("shares_cores", [True, False])
-def test_on_shared_cores_the_steps_that_may_wait_give_way(usual: int, shares_cores: bool) -> None:
+def test_on_shared_cores_some_steps_have_low_priority(usual: int, shares_cores: bool) -> None:
     pools: dict[Tier, Any] = {Tier.DEVICE: content(4, 8, 0)}
     seen: dict[int, int] = {}
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()

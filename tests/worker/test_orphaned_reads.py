@@ -7,7 +7,7 @@ import pytest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Abort, Probe
 from kvrelay.kvtransfer.agent import CopyDone
-from kvrelay.kvtransfer.peer.orphans import Orphans
+from kvrelay.kvtransfer.peer.connector import Orphans
 from kvrelay.worker.node import Worker
 from tests.worker.world import World, reference
 
@@ -85,8 +85,7 @@ def test_a_read_that_settles_when_it_is_given_up_leaves_nothing_behind() -> None
     for node, read in world.reads:
         world.deliver(node, CopyDone(read.transfer_id, "timed out"))
     world.reads.clear()
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 8)
+    world.assert_finishes("a", PROMPT, 8)
     assert left_behind(world.decode).num_taken == 0
     world.assert_idle()
 

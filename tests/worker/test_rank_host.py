@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +19,8 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.link import RankHost, reach
 from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.step import Step
-from kvrelay.worker.messages import StartFailed
+from kvrelay.engine.wire.channel import BlockingChannel, command
+from kvrelay.worker.messages import ProcessEnds, StartFailed
 from kvrelay.worker.processes import (
     RANKS_MODULE,
     kill_workers,
@@ -41,18 +40,20 @@ SPEC = RankHostSpec(CLUSTER, "decode-0", 1, THERE, 1, 60.0)
 
 
 @contextmanager
-def rank_host(spec: RankHostSpec) -> Iterator[tuple[int, Any, IO[bytes]]]:
-    """A process of it: its id, its answer, and what it says later."""
-    mine, its = os.pipe()
+def rank_host(spec: RankHostSpec) -> Iterator[tuple[int, Any, BlockingChannel]]:
+    """A process of it: its id, its answer, and the channel to it."""
+    mine, its = socket.socketpair()
     name = name_of(spec.cluster, spec.worker, spec.epoch)
-    command = [sys.executable, "-m", RANKS_MODULE, name, str(its)]
-    subprocess.run(command, input=pickle.dumps(spec), pass_fds=(its,), check=True, timeout=60)
-    os.close(its)
-    try:
-        with os.fdopen(mine, "rb") as news:
-            yield pickle.load(news), pickle.load(news), news
-    finally:
-        kill_workers(spec.cluster)
+    with mine:
+        with its:
+            run = command(RANKS_MODULE, name, end=its)
+            subprocess.run(run, pass_fds=(its.fileno(),), check=True, timeout=60)
+        channel = BlockingChannel(mine)
+        channel.send(spec)
+        try:
+            yield channel.hello().pid, channel.receive(), channel
+        finally:
+            kill_workers(spec.cluster)
 
 
 def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path)
     expected = generate(model_runner(tmp_path, **OPTIONS), PROMPT, BLOCKS, 8, temperature=0.0)
     before = psutil.Process().children()  # other tests have left some
-    with rank_host(SPEC) as (pid, place, news):
+    with rank_host(SPEC) as (pid, place, channel):
         assert isinstance(place, RankHost)
         assert (place.host, place.num_ranks) == (THERE, 1)
         # A connection without the secret is refused, and counts for no rank.
@@ -80,24 +81,24 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
         rank.kill()  # as if its machine were gone: the worker is
         lost: list[Exception] = []
         runner.when_lost(lost.append)
-        assert pickle.load(news) == "its ranks have ended"
+        assert channel.receive() == ProcessEnds("its ranks have ended")
         with pytest.raises((RanksLost, RuntimeError, OSError)):
             runner.execute(Step(1, [scheduled(PROMPT, 0, BLOCKS)]))
         runner.close()
         assert isinstance(lost[0], RanksLost)
 
-    with rank_host(SPEC) as (pid, place, news):  # and the other way round: they end with it
+    with rank_host(SPEC) as (pid, place, channel):  # and the other way round: they end with it
         runner = parallel_runner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
         runner.close()
-        assert pickle.load(news) == "its ranks have ended"
+        assert channel.receive() == ProcessEnds("its ranks have ended")
     with pytest.raises(ModelError, match=rf"rank 1 of this worker is not at {THERE}:{place.port}"):
         parallel_runner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
 
 
 def test_a_rank_host_without_connections_ends() -> None:
-    with rank_host(replace(SPEC, start_timeout_s=0.2)) as (_, place, news):
+    with rank_host(replace(SPEC, start_timeout_s=0.2)) as (_, place, channel):
         assert isinstance(place, RankHost)
-        assert pickle.load(news) == "the worker did not connect within 0.2 s"
+        assert channel.receive() == ProcessEnds("the worker did not connect within 0.2 s")
 
 
 def test_an_address_that_is_not_of_this_machine_is_told() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Send
@@ -18,12 +20,15 @@ def follow(world: World, index: PrefixIndex) -> None:
     world.to_router.clear()
 
 
+def serve(world: World, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        world.submit(f"r{number}", [100 * number + t for t in range(20)], 4, remote=False)
+        world.drain()
+
+
 def test_a_large_cache_is_published_in_parts_while_it_changes() -> None:
     world = World(num_blocks=40, num_host_blocks=60, max_snapshot_blocks=4)
-    for number in range(5):
-        prompt = [100 * number + token for token in range(20)]
-        world.submit(f"r{number}", prompt, 4, remote=False)
-        world.drain()
+    serve(world, range(5))
     index = PrefixIndex()
     index.add("decode", 1)
     world.to_router.clear()
@@ -33,8 +38,7 @@ def test_a_large_cache_is_published_in_parts_while_it_changes() -> None:
     follow(world, index)
     assert len(index.block_hashes("decode")) == 4
     for number in range(5, 15):  # evicts blocks that were not told of yet
-        world.submit(f"r{number}", [100 * number + token for token in range(20)], 4, remote=False)
-        world.drain()
+        serve(world, [number])
         world.tick(0.25)
         world.drain()
         follow(world, index)
@@ -48,9 +52,7 @@ def test_a_large_cache_is_published_in_parts_while_it_changes() -> None:
 
 def test_a_part_that_is_lost_makes_the_router_ask_again() -> None:
     world = World(num_blocks=40, max_snapshot_blocks=4)
-    for number in range(5):
-        world.submit(f"r{number}", [100 * number + t for t in range(20)], 4, remote=False)
-        world.drain()
+    serve(world, range(5))
     index = PrefixIndex()
     index.add("decode", 1)
     world.deliver("decode", RouterUp("router"))
@@ -72,17 +74,13 @@ def test_a_part_that_is_lost_makes_the_router_ask_again() -> None:
 
 def test_a_snapshot_that_comes_before_the_rest_of_the_last_one_leaves_nothing_out() -> None:
     world = World(num_blocks=40, max_snapshot_blocks=4)
-    for number in range(5):
-        world.submit(f"r{number}", [100 * number + t for t in range(20)], 4, remote=False)
-        world.drain()
+    serve(world, range(5))
     index = PrefixIndex()
     index.add("decode", 1)
     world.to_router.clear()
     world.deliver("decode", RouterUp("router"))
     follow(world, index)
-    for number in range(5, 9):  # the first blocks go: the next snapshot begins with others
-        world.submit(f"r{number}", [100 * number + t for t in range(20)], 4, remote=False)
-        world.drain()
+    serve(world, range(5, 9))  # the first blocks go: the next snapshot begins with others
     assert world.decode.core.kv.pool.num_evictions > 0
     follow(world, index)
     world.perform("decode", [Send("decode", KVSnapshotRequest("router"))])

@@ -151,8 +151,7 @@ def test_a_request_that_has_its_kv_joins_the_step_ahead() -> None:
         joined = any(len(step.seqs) == 2 for step in world.waiting["decode"])
     assert world.num_waiting > before
     assert [seq.follows for seq in world.waiting["decode"][-1].seqs] == [0, None]
-    world.drain()
-    assert world.output("b", [2] * 8) == reference([2] * 8, 10)
+    world.assert_finishes("b", [2] * 8, 10)
 
 
 def test_after_a_step_that_failed_the_one_behind_it_ends_before_blocks_are_free() -> None:
@@ -180,8 +179,7 @@ def test_who_fails_steps_ahead_is_tried_alone_and_refused_once() -> None:
     assert [refused.reason for refused in world.refused()] == [Refusal.EXECUTION]
     world.error = None
     world.submit("b", [2] * 6, 4, remote=False)
-    world.drain()
-    assert world.output("b", [2] * 6) == reference([2] * 6, 4)
+    world.assert_finishes("b", [2] * 6, 4)
     world.assert_idle()
 
 
@@ -189,8 +187,7 @@ def test_a_last_block_that_is_full_is_grown_ahead_and_not_if_there_is_none() -> 
     """With no block left the step ahead is not made, and nothing is preempted for it."""
     world = Ahead(num_blocks=4)
     world.submit("a", [1] * 6, 4 * BLOCK_SIZE - 6, remote=False)
-    world.drain()
-    assert world.output("a", [1] * 6) == reference([1] * 6, 4 * BLOCK_SIZE - 6)
+    world.assert_finishes("a", [1] * 6, 4 * BLOCK_SIZE - 6)
     assert world.decode.core.scheduler.num_preemptions == 0
 
 

@@ -23,29 +23,13 @@ from kvrelay.kvtransfer.agent import (
 )
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import StoreExecutor, TransferExecutor
-from kvrelay.kvtransfer.store import StoreError
 from kvrelay.worker.disk_tier import Storage
 from kvrelay.worker.threads import LaunchThreads, WorkerThreads
 from tests.kvtransfer.agents.nixl_peer import content
-from tests.kvtransfer.fake_agent import FakeAgent
+from tests.kvtransfer.fake_agent import FakeAgent, RefusingStore
 
 DEADLINE_S = 30.0
 HOST, DISK = Tier.HOST, Tier.DISK
-
-
-class Store:
-    """A disk store whose index cannot be changed."""
-
-    closed = False
-
-    def update(self, change: StoreIndex) -> None:
-        raise StoreError("no space")
-
-    def check(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Bench:
@@ -54,7 +38,7 @@ class Bench:
     def __init__(self, with_disk: bool = True) -> None:
         pools = {Tier.DEVICE: content(4, 8, 0), HOST: content(4, 8, 1)}
         self.memory, self.disk = FakeAgent(states=["done"] * 9), FakeAgent(states=["done"] * 9)
-        self.store: Any = Store()
+        self.store: Any = RefusingStore()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.steps: list[int] = []
         tier = Storage(TransferExecutor("me", 1, self.disk, pools), StoreExecutor(self.store), ())

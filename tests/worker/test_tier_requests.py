@@ -214,7 +214,9 @@ def test_two_requests_with_one_prefix_load_it_once() -> None:
     world.assert_idle()
 
 
-def test_abort_while_loading_drains_before_free() -> None:
+@pytest.fixture
+def loading() -> World:
+    """The prefix of a request "b" is being loaded."""
     world = world_of()
     finish(world, "a", PROMPT)
     push_out(world)
@@ -222,6 +224,11 @@ def test_abort_while_loading_drains_before_free() -> None:
     world.submit("b", PROMPT, 4, remote=False)
     world.drain()
     assert world.reads
+    return world
+
+
+def test_abort_while_loading_drains_before_free(loading: World) -> None:
+    world = loading
     world.deliver("decode", Abort("b", 0))
     world.drain()
     assert world.decode.check_idle()
@@ -230,17 +237,11 @@ def test_abort_while_loading_drains_before_free() -> None:
     world.assert_idle()
 
 
-def test_a_failed_load_is_computed() -> None:
-    world = world_of()
-    finish(world, "a", PROMPT)
-    push_out(world)
-    world.hold_reads = True
-    world.submit("b", PROMPT, 4, remote=False)
-    world.drain()
+def test_a_failed_load_is_computed(loading: World) -> None:
+    world = loading
     world.settle_read("the disk is on fire")
     world.hold_reads = False
-    world.drain()
-    assert world.output("b", PROMPT) == reference(PROMPT, 4)
+    world.assert_finishes("b", PROMPT, 4)
     world.assert_idle()
 
 
@@ -282,8 +283,7 @@ def test_an_export_that_is_not_answered_is_not_waited_for_long() -> None:
     world.drain()
     assert world.output("b", PROMPT) == []
     world.tick(2.5)
-    world.drain()
-    assert world.output("b", PROMPT) == reference(PROMPT, 4)
+    world.assert_finishes("b", PROMPT, 4)
     world.tick(60.0)
     world.drain()
     world.assert_idle()
@@ -298,8 +298,7 @@ def test_blocks_read_after_the_lease_has_expired_are_not_used() -> None:
     assert world.reads
     world.tick(1.5)
     world.hold_reads = False
-    world.drain()
-    assert world.output("b", PROMPT) == reference(PROMPT, 4)
+    world.assert_finishes("b", PROMPT, 4)
     assert sources(world, "b") == {}
     assert world.workers["decode-1"].exchange.connector.failures == {"refused": 1}
     world.assert_idle()
@@ -312,8 +311,7 @@ def test_a_lost_confirmation_ends_with_the_lease() -> None:
     world.submit("b", PROMPT, 4, remote=False, decode="decode-1", fetch_from="decode")
     world.drain()
     world.tick(6.0)
-    world.drain()
-    assert world.output("b", PROMPT) == reference(PROMPT, 4)
+    world.assert_finishes("b", PROMPT, 4)
     world.assert_idle()
 
 

@@ -29,8 +29,7 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize("remote", [False, True])
 def test_tokens_are_those_of_the_model(world: World, remote: bool) -> None:
     world.submit("a", PROMPT, 9, remote=remote)
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 9)
+    world.assert_finishes("a", PROMPT, 9)
 
 
 def test_remote_prompt_is_not_computed_by_the_decode_worker(world: World) -> None:
@@ -44,8 +43,7 @@ def test_remote_prompt_is_not_computed_by_the_decode_worker(world: World) -> Non
 def test_chunked_prefill_announces_blocks_as_they_fill(budget: int) -> None:
     world = World(max_num_batched_tokens=budget)
     world.submit("a", PROMPT, 5, remote=True)
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 5)
+    world.assert_finishes("a", PROMPT, 5)
     world.assert_idle()
 
 
@@ -75,7 +73,7 @@ def test_many_requests_in_a_small_pool_are_preempted_and_finish_right() -> None:
         world.submit(name, prompt, 12, remote=False)
     world.drain()
     for name, prompt in prompts.items():
-        assert world.output(name, prompt) == reference(prompt, 12)
+        world.assert_finishes(name, prompt, 12)
     assert world.decode.core.scheduler.num_preemptions > 0
     world.assert_idle()
 
@@ -87,7 +85,7 @@ def test_remote_requests_in_a_small_pool_finish_right() -> None:
         world.submit(name, prompt, 12, remote=True)
     world.drain()
     for name, prompt in prompts.items():
-        assert world.output(name, prompt) == reference(prompt, 12)
+        world.assert_finishes(name, prompt, 12)
     world.assert_idle()
 
 
@@ -102,8 +100,7 @@ def test_second_request_reads_only_what_is_missing(world: World) -> None:
     assert not more
     assert len(read.dst) == 1  # five blocks are in the cache, the sixth is partial
     world.hold_reads = False
-    world.drain()
-    assert world.output("b", [*PROMPT, 50, 51]) == reference([*PROMPT, 50, 51], 3)
+    world.assert_finishes("b", [*PROMPT, 50, 51], 3)
     assert (
         world.prefill.core.counters["tokens_scheduled"] - before == len(PROMPT) + 2 - 5 * BLOCK_SIZE
     )
@@ -123,8 +120,7 @@ def test_refused_read_is_computed_here(world: World) -> None:
     world.drain()
     world.deliver("prefill", Abort("a", 0))  # the producer frees while the consumer reads
     world.hold_reads = False
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 6)
+    world.assert_finishes("a", PROMPT, 6)
     assert world.decode.exchange.connector.failures == {"refused": 1}
 
 
@@ -147,8 +143,7 @@ def test_bad_transfer_is_noticed_and_computed_here(world: World, fault: str) -> 
     world.submit("a", PROMPT, 6, remote=True)
     world.drain()
     world.settle_read("link down" if fault == "error" else None, corrupt=fault == "corrupt")
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 6)
+    world.assert_finishes("a", PROMPT, 6)
     why = {"error": "read_failed", "corrupt": "checksum_mismatch"}[fault]
     assert world.decode.exchange.connector.failures == {why: 1}
 
@@ -185,8 +180,7 @@ def test_lost_messages_end_in_local_compute(world: World, lost: type) -> None:
     world.drain()
     assert len(world.output("a", PROMPT)) == 1  # the producer's token
     world.tick(world.decode.config.handoff_timeout_s)
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 6)
+    world.assert_finishes("a", PROMPT, 6)
 
 
 def test_kv_announced_before_the_request_arrives_is_used(world: World) -> None:
@@ -194,8 +188,7 @@ def test_kv_announced_before_the_request_arrives_is_used(world: World) -> None:
     late = world.queue.pop()
     world.drain()
     world.queue.append(late)
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 6)
+    world.assert_finishes("a", PROMPT, 6)
     assert world.decode.core.counters["handoffs_done"] == 1
 
 
@@ -293,8 +286,7 @@ def test_blocks_of_an_earlier_lease_are_not_confirmed_by_a_later_one(world: Worl
     world.drain()
     world.deliver("decode", Probe("a", 0, "router", len(PROMPT)))
     world.hold_reads = False
-    world.drain()
-    assert world.output("a", PROMPT) == reference(PROMPT, 6)
+    world.assert_finishes("a", PROMPT, 6)
     assert world.decode.core.counters.get("handoffs_done", 0) == 0
 
 

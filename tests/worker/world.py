@@ -201,15 +201,11 @@ class World:
     ) -> None:
         """`options`: of the `Prefill` if it is handed over, else of the `Decode`."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **(sampling or {}))
-        tokens = tuple(prompt)
-        common = (name, attempt, "router")
-        rest = (tokens, len(prompt), params, 60.0)
+        work = (name, attempt, "router", tuple(prompt), len(prompt), params, 60.0)
         if remote:
-            self.queue.append(("prefill", Prefill(*common, decode, *rest, **options)))
-            options = {}
-        self.queue.append(
-            (decode, Decode(*common, "prefill" if remote else None, *rest, **options))
-        )
+            self.queue.append(("prefill", Prefill(*work, decode_to=decode, **options)))
+            options = {"prefill_from": "prefill"}
+        self.queue.append((decode, Decode(*work, **options)))
 
     def output(self, name: str, prompt: list[int]) -> list[int]:
         """What the router knows: gapless, and the same token wherever one came twice."""
@@ -222,6 +218,11 @@ class World:
                             assert tokens.setdefault(position, token) == token
         assert sorted(tokens) == list(range(len(prompt), len(prompt) + len(tokens)))
         return [tokens[position] for position in sorted(tokens)]
+
+    def assert_finishes(self, name: str, prompt: list[int], count: int) -> None:
+        """Come to rest; `name` has got `count` tokens by then, the model's."""
+        self.drain()
+        assert self.output(name, prompt) == reference(prompt, count)
 
     def refused(self) -> list[Refused]:
         return [m for m in self.to_router if isinstance(m, Refused)]

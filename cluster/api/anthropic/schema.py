@@ -12,15 +12,28 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from kvrelay.cluster.api.errors import ApiError, invalid
-from kvrelay.cluster.api.openai.schema import ChatRequest, Flag, or_default, parse, readable
-from kvrelay.cluster.api.openai.tools import MAX_TOOLS
+from kvrelay.cluster.api.errors import ApiError, invalid, renamed
+from kvrelay.cluster.api.openai.schema import (
+    ChatRequest,
+    Flag,
+    Message,
+    build,
+    or_default,
+    parse,
+    readable,
+)
+from kvrelay.cluster.api.openai.tools import MAX_TOOLS, Function, ToolCall, ToolParam, call_of
 from kvrelay.cluster.api.parameters import MESSAGES
 
 BILLING = "x-anthropic-billing-header:"
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 MAX_STOP_SEQUENCES = 64
 MAX_STOP_SEQUENCE_CHARS = 1024
+CHAT_NAMES = {
+    "response_format": "output_format",
+    "thinking_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+}
 _EFFORTS = {"max": "high"}
 _StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_SEQUENCE_CHARS)]
 
@@ -98,7 +111,7 @@ class MessagesRequest(BaseModel):
 
 
 class CountRequest(MessagesRequest):
-    """Of `/v1/messages/count_tokens`, which generates nothing."""
+    """Body of `/v1/messages/count_tokens`, which generates nothing."""
 
     max_tokens: int = 1
 
@@ -140,7 +153,7 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
         if getattr(request, name) is not None:
             chat[name] = getattr(request, name)
     if request.tools:
-        chat["tools"] = [_tool(tool) for tool in request.tools]
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     chat |= _choice(request.tool_choice)
     kind = (request.thinking or {}).get("type", "disabled")
     chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
@@ -153,22 +166,23 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
     if form is not None:
         schema = {"name": "output", "schema": _schema(form)}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    made = parse(MessagesChat, json.dumps(chat).encode())
+    with renamed(CHAT_NAMES):
+        made = build(MessagesChat, chat)
     made.stop = list(request.stop_sequences or [])
     return made
 
 
-def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def _messages(request: MessagesRequest) -> list[Message]:
+    messages: list[Message] = []
     system = request.system
     if isinstance(system, list):
         texts = [_text(block, f"system[{j}]") for j, block in enumerate(system)]
         system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
     if system:
-        messages.append({"role": "system", "content": system})
+        messages.append(Message(role="system", content=system))
     for i, turn in enumerate(request.messages):
         if isinstance(turn.content, str):
-            messages.append({"role": turn.role, "content": turn.content})
+            messages.append(Message(role=turn.role, content=turn.content))
         elif turn.role == "assistant":
             messages.append(_said(turn.content, f"messages[{i}]"))
         else:
@@ -176,10 +190,11 @@ def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _said(blocks: list[Block], where: str) -> dict[str, Any]:
-    """A turn of the assistant."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+def _said(blocks: list[Block], where: str) -> Message:
+    """Returns a turn of the assistant."""
+    texts: list[str] = []
     thoughts: list[str] = []
+    calls: list[ToolCall] = []
     for j, block in enumerate(blocks):
         place = f"{where}.content[{j}]"
         match block.type:
@@ -191,25 +206,26 @@ def _said(blocks: list[Block], where: str) -> dict[str, Any]:
                 if block.name is None or block.id is None:
                     raise invalid(f"'{place}': a tool_use has 'id', 'name' and 'input'")
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
-                function = {"name": block.name, "arguments": arguments}
-                call = {"id": block.id, "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
+                calls.append(call_of(block.id, block.name, arguments))
             case _:
-                message["content"] += _text(block, place)
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    return message
+                texts.append(_text(block, place))
+    return Message(
+        role="assistant",
+        content="".join(texts),
+        tool_calls=calls or None,
+        reasoning_content="\n".join(thoughts) if thoughts else None,
+    )
 
 
-def _asked(turn: Turn, where: str) -> list[dict[str, Any]]:
-    """A turn of the user: results of tools are messages of their own."""
+def _asked(turn: Turn, where: str) -> list[Message]:
+    """Returns a turn of the user: results of tools are messages of their own."""
     assert isinstance(turn.content, list)
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     texts: list[str] = []
 
     def end_text() -> None:
         if texts:
-            messages.append({"role": turn.role, "content": "\n".join(texts)})
+            messages.append(Message(role=turn.role, content="\n".join(texts)))
             texts.clear()
 
     for j, block in enumerate(turn.content):
@@ -223,9 +239,9 @@ def _asked(turn: Turn, where: str) -> list[dict[str, Any]]:
         content = _result(block.content, place)
         if block.is_error and not content.lower().startswith("error"):
             content = f"Error: {content}".rstrip()
-        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        messages.append(Message(role="tool", tool_call_id=block.tool_use_id, content=content))
     end_text()
-    return messages or [{"role": turn.role, "content": ""}]
+    return messages or [Message(role=turn.role, content="")]
 
 
 def _result(content: Any, where: str) -> str:
@@ -265,13 +281,14 @@ def _schema(form: Any) -> dict[str, Any]:
     return schema
 
 
-def _tool(tool: ToolDefinition) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema or {}}
-    if tool.description:
-        function["description"] = tool.description
-    if tool.strict:
-        function["strict"] = True
-    return {"type": "function", "function": function}
+def _tool(tool: ToolDefinition, place: str) -> ToolParam:
+    fields = {
+        "name": tool.name,
+        "description": tool.description or None,
+        "parameters": tool.input_schema or {},
+        "strict": tool.strict or None,
+    }
+    return ToolParam(type="function", function=build(Function, fields, place))
 
 
 def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def what_is_wrong(vocabulary: llguidance.LLTokenizer, grammar: str) -> str | Non
             wrong = llguidance.LLMatcher.validate_grammar(grammar) or wrong
         return in_one_line(wrong)
     if matcher.stop_reason() not in ("NotStopped", "NoExtension"):
-        told = matcher.get_error() if matcher.is_error() else NOTHING
-        return NOTHING if told.startswith("NoExtension") else in_one_line(told)
+        said = matcher.get_error() if matcher.is_error() else NOTHING
+        return NOTHING if said.startswith("NoExtension") else in_one_line(said)
     _try(matcher, vocabulary)
     return in_one_line(matcher.get_error()) if matcher.is_error() else None
 

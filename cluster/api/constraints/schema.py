@@ -301,7 +301,7 @@ def _values(node: dict[str, Any]) -> frozenset[str] | None:
 
 
 def _written(value: Any) -> str:
-    """The same for values that are equal, as 1 and 1.0 are."""
+    """Makes one key for values that are equal, as 1 and 1.0 are."""
     return json.dumps(_whole(value), sort_keys=True)
 
 

@@ -8,12 +8,12 @@ angle between two vectors, as in vLLM with a model for embeddings.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from base64 import b64encode
 from collections.abc import Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
+import msgspec
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -111,15 +111,6 @@ class PooledFormat(Format):
     def __init__(self, ctx: ApiContext, plan: Plan) -> None:
         self._ctx, self._num_texts = ctx, len(plan.choices)
 
-    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return []
-
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
     def _vectors(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """In the order of the texts, as the model gave them. Raises `ApiError`."""
         found = {piece.index: piece.embedding for piece in pieces if piece.embedding}
@@ -140,25 +131,20 @@ class EmbeddingFormat(PooledFormat):
     ) -> None:
         super().__init__(ctx, plan)
         self._request = request
-        self._entries: list[bytes] = []  # of the answer's data, as JSON
 
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        entries: list[msgspec.Raw] = []
         for index, vector in enumerate(self._vectors(pieces)):
             entry = {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
-            self._entries.append(json.dumps(entry, separators=(",", ":")).encode())
+            entries.append(msgspec.Raw(msgspec.json.encode(entry)))
             await asyncio.sleep(0)  # thousands of vectors of thousands of numbers take seconds
         counts = {key: usage[key] for key in ("prompt_tokens", "total_tokens")}
         return {
             "object": "list",
-            "data": [],
+            "data": entries,
             "model": self._ctx.model_name,
             "usage": counts,
         }
-
-    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
-        before, brackets, after = super().encode_whole(content)[0].partition(b"[]")
-        entries = [part for entry in self._entries for part in (b",", entry)][1:]
-        return [before + brackets[:1], *entries, brackets[1:] + after]
 
     def _encoded(self, vector: np.ndarray) -> str | list[float]:
         wanted = self._request.dimensions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import time
 from abc import ABC, abstractmethod
@@ -13,10 +14,11 @@ from itertools import chain, compress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.openai.logprobs import (
     COMPLETION_LISTS,
-    EncodedLists,
     Runs,
     TokenIdNames,
     TokenNames,
@@ -32,9 +34,24 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.openai.schema import GenerationRequest
     from kvrelay.cluster.api.output.dialect import Reading
 
-COMMENT = b": alive\n\n"  # of server-sent events, which clients skip
+COMMENT = b": alive\n\n"  # a server-sent event that clients skip
 _DONE = b"data: [DONE]\n\n"
-_ENTRIES_AT_ONCE = 256  # of log-probabilities of a prompt, encoded in one go
+_ENTRIES_AT_ONCE = 256  # log-probabilities of a prompt, encoded in one go
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("kvrelay-json", _escaped)
+
+
+def ascii_json(content: dict[str, Any]) -> bytes:
+    """What stands in it as `msgspec.Raw` is ASCII already. Clients that read an event line by line
+    may take U+2028 and the like, which JSON may contain, for the end of one."""
+    data = msgspec.json.encode(content)
+    return data if data.isascii() else data.decode().encode("ascii", "kvrelay-json")
 
 
 class Format(ABC):
@@ -44,16 +61,17 @@ class Format(ABC):
     names_events = False  # each by its type
     alive = COMMENT  # where a stream that has begun is silent
 
-    @abstractmethod
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events before the first text."""
+        """Returns the events before the first text."""
+        return []
 
-    @abstractmethod
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the events of a piece."""
+        return []
 
-    @abstractmethod
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events after the last piece."""
+        """Returns the events after the last piece."""
+        return []
 
     def condensed(self, piece: Piece) -> Piece:
         """What `whole` needs of it; what takes time is done now."""
@@ -62,10 +80,6 @@ class Format(ABC):
     @abstractmethod
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         """`pieces` of all choices, each choice's in order, condensed."""
-
-    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
-        """Parts of the JSON of what `whole` returned."""
-        return [json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()]
 
     async def settled(self) -> None:
         """Called when the answer is complete, before its end is sent."""
@@ -80,9 +94,73 @@ class Format(ABC):
         return self.failed(error)
 
     def encode(self, event: dict[str, Any]) -> bytes:
-        """As a server-sent event."""
+        """Returns a server-sent event."""
         name = f"event: {event['type']}\n".encode() if self.names_events else b""
-        return name + b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+        return b"%bdata: %b\n\n" % (name, ascii_json(event))
+
+
+class BlockFormat(Format):
+    """A row of blocks (reasoning, texts, calls): each is opened, gets what is new of it, and is
+    closed before the next is opened. One choice. What the events look like is the API's."""
+
+    names_events = True
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.reading is not None
+        self._parser = plan.reading.parser()
+        self._new_call_id = plan.reading.new_id
+        self._kind: type[Event] | None = None  # what began the open block
+        self._last: Piece | None = None  # the one with a `finish_reason`
+
+    @abstractmethod
+    def _open_block(self, event: Text | Reasoning | CallBegin) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _write(self, event: Text | Reasoning | Arguments) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _close_block(self, *, is_last: bool) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _end(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the events after the last block."""
+
+    @abstractmethod
+    def _answer(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Returns all of it, once every block is closed."""
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        return self._read(self.condensed(piece))
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*self._close(is_last=True), *self._end(usage)]
+
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        self._read(joined(pieces, 0))
+        self._close(is_last=True)
+        return self._answer(usage)
+
+    def _read(self, piece: Piece) -> list[dict[str, Any]]:
+        """piece: condensed."""
+        if piece.finish_reason is not None:
+            self._last = piece
+        made: list[dict[str, Any]] = []
+        for event in self._parser.read(piece.text, is_last=self._last is not None):
+            if isinstance(event, Arguments):
+                made += self._write(event)
+                continue
+            if isinstance(event, CallBegin) or self._kind is not type(event):
+                made += [*self._close(), *self._open_block(event)]
+                self._kind = type(event)
+            if not isinstance(event, CallBegin):
+                made += self._write(event)
+        return made
+
+    def _close(self, *, is_last: bool = False) -> list[dict[str, Any]]:
+        if self._kind is None:
+            return []
+        self._kind = None
+        return self._close_block(is_last=is_last)
 
 
 @dataclass(slots=True)
@@ -95,7 +173,7 @@ class _Answer:
     answer_id: str
     created: int = field(default_factory=lambda: int(time.time()))
     names: TokenNames = field(init=False)
-    _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice, so far
+    _num_tokens: Counter[int] = field(default_factory=Counter)  # so far, by choice
 
     def __post_init__(self) -> None:
         own = self.request.return_tokens_as_token_ids
@@ -106,7 +184,7 @@ class _Answer:
         self._num_tokens[piece.index] += len(piece.token_ids)
 
     def chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-        """Of a stream, with the usage so far where that is asked for."""
+        """Returns one of a stream, with the usage so far where that is asked for."""
         envelope = self.envelope(kind, [choice])
         if self.request.continuous_usage:
             num_prompt = len(self.plan.choices[choice["index"]].tokens)
@@ -137,7 +215,7 @@ class _Answer:
         return [self.envelope(kind, []) | {"usage": usage}] if self.plan.include_usage else []
 
     def ids(self, piece: Piece) -> dict[str, Any]:
-        """Of a choice: the tokens of `piece`, where they are asked for."""
+        """Returns the tokens of `piece`, where they are asked for."""
         if not self.request.return_token_ids:
             return {}
         return {"token_ids": list(piece.token_ids)}
@@ -171,15 +249,15 @@ class _Reader:
     """One choice's text as what it says: deltas of OpenAI's messages."""
 
     def __init__(self, reading: Reading, choice: str, *, reasoning: bool) -> None:
-        """choice: what tells its calls from others'. reasoning: whether it is told."""
+        """choice: what tells its calls from others'. reasoning: whether it is shown."""
         self._parser = reading.parser()
         self._reading, self._choice, self._reasoning = reading, choice, reasoning
         self._num_calls = 0
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
         events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
-        is_told = [self._reasoning or not isinstance(event, Reasoning) for event in events]
-        return [self._delta(event) for event in compress(events, is_told)]
+        is_shown = [self._reasoning or not isinstance(event, Reasoning) for event in events]
+        return [self._delta(event) for event in compress(events, is_shown)]
 
     def finish_reason(self, piece: Piece) -> str | None:
         is_call = piece.finish_reason == "stop" and self._parser.has_calls
@@ -233,11 +311,10 @@ class _WithLogprobs(Format):
 
     def __init__(self, plan: Plan) -> None:
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
-        self._lists = EncodedLists()
 
     @abstractmethod
     def _encoded(self, names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
-        """What `logprobs` of a condensed piece are."""
+        """Makes the `logprobs` of a condensed piece."""
 
     def condensed(self, piece: Piece) -> Piece:
         if not piece.tokens:
@@ -250,19 +327,13 @@ class _WithLogprobs(Format):
         plan = self._answer.plan.choices[piece.index]
         if plan.prompt_logprobs is None:
             return {}
-        told, tokens = piece.prompt_logprobs, plan.tokens[1:]
-        runs = [b"null"]  # the first token follows nothing
-        for begin in range(0, len(told), _ENTRIES_AT_ONCE):
+        logprobs, tokens = piece.prompt_logprobs, plan.tokens[1:]
+        runs = [msgspec.Raw(b"null")]  # the first token follows nothing
+        for begin in range(0, len(logprobs), _ENTRIES_AT_ONCE):
             part = slice(begin, begin + _ENTRIES_AT_ONCE)
-            runs.append(prompt_entries(self._answer.names, tokens[part], told[part]))
+            runs.append(prompt_entries(self._answer.names, tokens[part], logprobs[part]))
             await asyncio.sleep(0)
-        return {"prompt_logprobs": self._lists.value(tuple(runs))}
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        return b"".join([b"data: ", *self._lists.encode(event, ascii=True), b"\n\n"])
-
-    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
-        return self._lists.encode(content, ascii=False)
+        return {"prompt_logprobs": runs}
 
 
 class ChatFormat(_WithLogprobs):
@@ -348,7 +419,7 @@ class ChatFormat(_WithLogprobs):
         if not self._wants_logprobs:
             return None
         runs = piece.logprobs[0] if piece.logprobs else ()
-        return {"content": self._lists.value(runs), "refusal": None}
+        return {"content": runs, "refusal": None}
 
 
 class CompletionFormat(_WithLogprobs):
@@ -359,9 +430,6 @@ class CompletionFormat(_WithLogprobs):
     ) -> None:
         self._answer = _Answer(ctx, plan, request, f"cmpl-{request_id}")
         super().__init__(plan)
-
-    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         self._answer.count(piece)
@@ -397,4 +465,4 @@ class CompletionFormat(_WithLogprobs):
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         lists = piece.logprobs or ((),) * len(COMPLETION_LISTS)
-        return dict(zip(COMPLETION_LISTS, map(self._lists.value, lists), strict=True))
+        return dict(zip(COMPLETION_LISTS, lists, strict=True))

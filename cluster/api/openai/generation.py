@@ -108,7 +108,7 @@ class Choice:
             embedding=embedding,
             prompt_logprobs=prompt_logprobs,
         )
-        if piece.is_empty:  # as of half a character: it is not told
+        if piece.is_empty:  # such as half a character: nothing is sent
             return piece
         ids, self._untold = tuple(self._untold), []
         return replace(piece, token_ids=ids)
@@ -120,12 +120,12 @@ class Choice:
 
     def _take_prompt(self) -> tuple[bytes, tuple[TokenLogprobs, ...]]:
         """What the prompt gave, with the first tokens: its tokens come first; its embedding, and
-        the log-probabilities that are told beside the text."""
+        the log-probabilities that are shown beside the text."""
         assert self.stream is not None
         plan, outputs = self.plan, self.stream.prompt
         if plan.offsets:
-            told = _cut(outputs.logprobs, plan.sampling.logprobs or 0)
-            self._held += map(TokenText, plan.tokens, (None, *told), plan.offsets)
+            cut = _cut(outputs.logprobs, plan.sampling.logprobs or 0)
+            self._held += map(TokenText, plan.tokens, (None, *cut), plan.offsets)
         if plan.prompt_logprobs is None:
             return outputs.embedding, ()
         return outputs.embedding, _cut(outputs.logprobs, plan.prompt_logprobs)

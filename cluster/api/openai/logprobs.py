@@ -7,12 +7,10 @@ when it is put together. What is always the same of a token is encoded once.
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-import secrets
 from collections.abc import Sequence
-from typing import Any
+
+import msgspec
 
 from kvrelay.cluster.api.openai.parts import TokenText
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
@@ -21,8 +19,9 @@ from kvrelay.engine.request import TokenLogprobs
 _LOWEST = -9999.0  # JSON has no infinity; OpenAI writes this
 _MAX_NAMES = 1 << 18
 
-Runs = tuple[bytes, ...]
-"""Entries of one list in JSON, with commas between those of a run."""
+Runs = tuple[msgspec.Raw, ...]
+"""Entries of one list in JSON, with commas between those of a run: encoded as a list, they are
+joined by commas, and what is encoded already is copied once."""
 
 
 class TokenNames:
@@ -44,11 +43,11 @@ class TokenNames:
         return text
 
     def entry(self, token: int) -> bytes:
-        """Of a chat's log-probabilities: all but the number, which has to follow."""
+        """An entry of a chat's log-probabilities without its number, which has to follow."""
         entry = self._entries.get(token)
         if entry is None:
-            data = list(self._tokenizer.token_bytes(token))
-            entry = b'{"token":%b,"bytes":%b,"logprob":' % (self.text(token), _dump(data))
+            data = msgspec.json.encode(list(self._tokenizer.token_bytes(token)))
+            entry = b'{"token":%b,"bytes":%b,"logprob":' % (self.text(token), data)
             if len(self._entries) < _MAX_NAMES:
                 self._entries[token] = entry
         return entry
@@ -62,17 +61,17 @@ class TokenIdNames(TokenNames):
         return b'"token_id:%d"' % token
 
 
-def _dump(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
 def _number(logprob: float) -> bytes:
     return b"%r" % (logprob if logprob > _LOWEST else _LOWEST)
 
 
 def chat_logprobs(names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
-    """The entries of `content`."""
-    return ((b",".join([chat_entry(names, token) for token in tokens]),),)
+    """Makes the entries of `content`."""
+    return (_run([chat_entry(names, token) for token in tokens]),)
+
+
+def _run(entries: list[bytes]) -> Runs:
+    return (msgspec.Raw(b",".join(entries)),)
 
 
 def chat_entry(names: TokenNames, token: TokenText) -> bytes:
@@ -86,34 +85,34 @@ def chat_entry(names: TokenNames, token: TokenText) -> bytes:
 
 def prompt_entries(
     names: TokenNames, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> bytes:
-    """Entries of vLLM's `prompt_logprobs`: an object for each of `tokens`, of its own and the best
+) -> msgspec.Raw:
+    """A run of vLLM's `prompt_logprobs`: an object for each of `tokens`, of its own and the best
     ids. `rank` is null where a token is not among the best."""
     entries = []
     for token, each in zip(tokens, logprobs, strict=True):
         ranks = {other: (rank, p) for rank, (other, p) in enumerate(each.top, 1)}
-        told = {token: ranks.get(token, (None, each.logprob)), **ranks}
+        shown = {token: ranks.get(token, (None, each.logprob)), **ranks}
         entries.append(
             b"{%b}"
             % b",".join(
                 b'"%d":{"logprob":%b,"rank":%b,"decoded_token":%b}'
-                % (other, _number(p), _dump(rank), names.text(other))
-                for other, (rank, p) in told.items()
+                % (other, _number(p), b"null" if rank is None else b"%d" % rank, names.text(other))
+                for other, (rank, p) in shown.items()
             )
         )
-    return b",".join(entries)
+    return msgspec.Raw(b",".join(entries))
 
 
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def completion_logprobs(names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
-    """The entries of each of COMPLETION_LISTS."""
+    """Makes the entries of each of COMPLETION_LISTS."""
     return (
-        (b",".join([names.text(token.token) for token in tokens]),),
-        (b",".join([_logprob(token) for token in tokens]),),
-        (b",".join([_completion_top(names, token) for token in tokens]),),
-        (b",".join([b"%d" % token.offset for token in tokens]),),
+        _run([names.text(token.token) for token in tokens]),
+        _run([_logprob(token) for token in tokens]),
+        _run([_completion_top(names, token) for token in tokens]),
+        _run([b"%d" % token.offset for token in tokens]),
     )
 
 
@@ -122,7 +121,7 @@ def _logprob(token: TokenText) -> bytes:
 
 
 def _completion_top(names: TokenNames, token: TokenText) -> bytes:
-    """The chosen token, first as in vLLM, and the best; of two with the same text, the better."""
+    """Writes the chosen token, first as in vLLM, and the best; of two with one text, the better."""
     if token.logprobs is None:
         return b"null"
     top: dict[bytes, float] = {}
@@ -130,36 +129,3 @@ def _completion_top(names: TokenNames, token: TokenText) -> bytes:
         text = names.text(other)
         top[text] = max(logprob, top.get(text, _LOWEST))
     return b"{%b}" % b",".join([b"%b:%b" % (text, _number(p)) for text, p in top.items()])
-
-
-class EncodedLists:
-    """Lists whose entries are encoded already. Until the JSON around a list is made, a text that is
-    found nowhere else stands for it. Owned by a format."""
-
-    def __init__(self) -> None:
-        self._marker = secrets.token_hex(16)
-        self._found = re.compile(rb'"%b(\d+)"' % self._marker.encode())
-        self._numbers = itertools.count()
-        self._lists: dict[int, Runs] = {}
-        self._lasting: dict[int, Runs] = {}
-
-    def value(self, runs: Runs, *, lasts: bool = False) -> str:
-        """What stands for the list in what is encoded: once, or if it `lasts`, any number of
-        times."""
-        number = next(self._numbers)
-        (self._lasting if lasts else self._lists)[number] = runs
-        return f"{self._marker}{number}"
-
-    def encode(self, content: dict[str, Any], *, ascii: bool) -> list[bytes]:
-        """Parts of the JSON of `content`, not copied together: they may have many megabytes."""
-        text = json.dumps(content, ensure_ascii=ascii, separators=(",", ":")).encode()
-        first, *others = self._found.split(text)
-        parts = [first]
-        for number, rest in zip(others[::2], others[1::2], strict=True):
-            parts.append(b"[")
-            key = int(number)
-            runs = self._lasting[key] if key in self._lasting else self._lists.pop(key)
-            for i, run in enumerate(runs):
-                parts += [b",", run] if i else [run]
-            parts += [b"]", rest]
-        return parts

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import SamplingParams, TokenLogprobs
@@ -40,7 +42,7 @@ class Plan:
     include_usage: bool
     tenant: Tenant
     priority: int  # lower goes first
-    retention: Retention | None  # of the KV; None: the server's own
+    retention: Retention | None  # None: the server's own
     includes_stop: bool = False  # a text that is stopped has what stopped it
     shows_special: bool = False  # special tokens are part of texts
     call: bytes = b""  # names the call; the same when it is repeated
@@ -66,15 +68,15 @@ class Piece:
     stopped_by: str | None = None  # the stop string that ended it
     stop_token: int | None = None  # that ended it, if it is not the model's own
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[tuple[bytes, ...], ...] = ()  # of `tokens`, encoded by the answer's format
+    logprobs: tuple[tuple[msgspec.Raw, ...], ...] = ()  # lists, encoded by the answer's format
     embedding: bytes = b""  # float32
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token and the others
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the prompt's second token on
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is new."""
-        is_told = self.text or self.tokens or self.prompt_logprobs
-        return not is_told and self.finish_reason is None
+        """Whether it has nothing that is new."""
+        has_more = self.text or self.tokens or self.prompt_logprobs
+        return not has_more and self.finish_reason is None
 
     @property
     def stop_reason(self) -> str | int | None:

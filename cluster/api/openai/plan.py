@@ -1,4 +1,5 @@
-"""From a checked request to what is submitted: prompts as tokens, sampling, one entry per choice.
+"""From a checked request to what is submitted: prompts as tokens, sampling, the grammar of what it
+asks for, one entry per choice.
 
 The seed of every choice is fixed here, so that an attempt that is repeated anywhere further down
 draws the same tokens.
@@ -6,36 +7,55 @@ draws the same tokens.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvrelay.cluster.api.constraints.calls import Before, SpecialId, answer_grammar, call_grammar
+from kvrelay.cluster.api.constraints.grammar import grammar_of
+from kvrelay.cluster.api.constraints.schema import SchemaError
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
+from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.openai.schema import ChatRequest, GenerationRequest
+from kvrelay.cluster.api.output.format import THINK, THINK_END
+from kvrelay.cluster.api.output.marked_calls import Harmony
+from kvrelay.engine.model.sampling.grammar import GrammarError
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.output.dialect import Reading
+
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.incoming import check_token_ids
-from kvrelay.cluster.api.openai.constrain import constrain, constrain_chat
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Plan
 from kvrelay.cluster.api.openai.schema import (
     MAX_SCORED_TOKENS,
-    ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     ModelRequest,
 )
 from kvrelay.cluster.api.output.dialect import Reading
-from kvrelay.cluster.api.output.format import THINK, THINK_END
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.cluster.api.text.chat_template import TemplateOptions
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
-from kvrelay.cluster.api.text.infill import NoInfill, infill_prompt
-from kvrelay.cluster.api.text.tokenizer import MANY_CHARS, ChatPrompt, Keep, Tokenizer, TooLong
+from kvrelay.cluster.api.text.tokenizer import (
+    MANY_CHARS,
+    ChatPrompt,
+    Keep,
+    NoInfill,
+    Tokenizer,
+    TooLong,
+    infill_prompt,
+)
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
 from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import ReasoningBudget, Refusal, SamplingParams
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
@@ -48,7 +68,7 @@ def call_name(body: bytes) -> bytes:
     return blake2b(body, digest_size=8).digest()
 
 
-def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes) -> Call:
+def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes) -> IncomingCall:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
     most_chars = CHARS_PER_TOKEN * ctx.max_model_len
     if isinstance(request, ChatRequest):
@@ -62,7 +82,7 @@ def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes)
         )
         wanted = getattr(request, "max_tokens", 1)
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
-    return Call(
+    return IncomingCall(
         name=name,
         tenant=tenant.name,
         priority=priority_of(request, tenant),
@@ -126,7 +146,7 @@ def most_calls(request: ChatRequest) -> int | None:
     """How many calls of tools an answer has at most."""
     if not request.parallel_tool_calls:
         return 1
-    most: int | None = getattr(request, "max_tool_calls", None)  # of the Responses API
+    most: int | None = getattr(request, "max_tool_calls", None)  # a field of the Responses API
     return most
 
 
@@ -180,7 +200,7 @@ async def chat_prompt(
 
 
 def _chars_of_calls(request: ChatRequest) -> int:
-    """Of what the assistant said beside texts."""
+    """Counts what the assistant said beside texts."""
     calls = (call.function for message in request.messages for call in message.tool_calls or ())
     thoughts = sum(len(message.reasoning_content or "") for message in request.messages)
     return thoughts + sum(len(call.arguments) for call in calls)
@@ -458,3 +478,78 @@ def _plan(
         includes_stop=request.includes_stop,
         shows_special=not request.skip_special_tokens,
     )
+
+
+_log = logging.getLogger("kvrelay.api")
+
+
+async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:
+    """Returns the grammar of a completion; empty: anything is right. Raises `ApiError`."""
+    asked = request.constraint()
+    if asked is None:
+        return ""
+    make = partial(grammar_of, asked.kind, asked.value, asked.options)
+    return await _checked(ctx, asked.param, make)
+
+
+async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading) -> str:
+    """Returns the grammar of a chat: what is asked for, its tools, and reasoning before them.
+    Raises `ApiError`."""
+    choice = request.tool_choice
+    required = choice not in (None, "auto", "none")
+    if required and reading.tools is None:
+        raise invalid(
+            "'tool_choice': this server does not read tool calls (api.tool_parser is none), so it"
+            " cannot demand one",
+            param="tool_choice",
+        )
+    answer = await constrain(ctx, request)
+    before = _before(reading)
+    form, given = reading.tools, reading.given
+    offered = form is not None and bool(given) and choice != "none"
+    if form is not None and offered and (required or answer or any(t.strict for t in given)):
+        if isinstance(choice, tuple):
+            given = [tool for tool in given if tool.name == choice[0]]
+        make = partial(
+            call_grammar,
+            form,
+            given,
+            _ids(ctx, form.markers),
+            required=required,
+            parallel=request.parallel_tool_calls and not isinstance(choice, tuple),
+            before=before,
+            answer="" if required else answer,
+        )
+        return await _checked(ctx, "tools", make)
+    if not answer or before is Before.NOTHING:
+        return answer
+    make = partial(answer_grammar, answer, _ids(ctx, Harmony.markers), before)
+    return await _checked(ctx, "response_format", make)
+
+
+async def _checked(ctx: ApiContext, param: str, make: Callable[[], str]) -> str:
+    """Raises `ApiError`, which names `param`. `make` is pickled."""
+    try:
+        return await ctx.constraints.check(make)
+    except LimitReached as reached:
+        message = f"'{param}': too many others wait to be compiled"
+        raise overloaded(message, reached.retry_after_s) from None
+    except SchemaError as error:
+        raise invalid(f"'{param}': {error}", param=param) from None
+    except GrammarError as error:
+        _log.error("%s", error)
+        message = "This server's tokenizer is not one that outputs can be held to"
+        raise ApiError(501, message, param=param, type="server_error") from None
+
+
+def _ids(ctx: ApiContext, markers: Sequence[str]) -> SpecialId:
+    """The only ones that a grammar asks for: the tokenizer does not go to the compiler."""
+    return {text: ctx.tokenizer.special_id(text) for text in (*markers, THINK, THINK_END)}.get
+
+
+def _before(reading: Reading) -> Before:
+    if isinstance(reading.tools, Harmony):
+        return Before.CHANNELS
+    if not reading.thinks:
+        return Before.NOTHING
+    return Before.BEGUN if reading.begun else Before.MAY_THINK

@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -24,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from kvrelay.cluster.api.calls import Call
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, draining, overloaded, refused
-from kvrelay.cluster.api.incoming import caller, held_body
+from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES, caller, held_body, hold
 from kvrelay.cluster.api.limiter import LimitReached
 from kvrelay.cluster.api.openai.formats import COMMENT, Format
 from kvrelay.cluster.api.openai.generation import Generation
@@ -37,8 +38,7 @@ from kvrelay.router.messages import Failed
 
 Request = TypeVar("Request", bound=ModelRequest)
 
-_SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
-_PARTS_AT_ONCE = 16  # of an answer's JSON: some 100 kB of log-probabilities each
+_BYTES_AT_ONCE = 1 << 20  # bytes of an answer
 _CANCELLED = "cancelled"
 
 
@@ -112,14 +112,14 @@ class GenerateEndpoint(Generic[Request]):
         a client likes."""
         live, gauge = self._ctx.live, self._ctx.metrics.live_requests
         try:
-            with self._told_when_full(), live.take():
+            with self._refuse_when_full(), live.take():
                 gauge.set(live.num_taken)
                 yield
         finally:
             gauge.set(live.num_taken)
 
     @contextlib.contextmanager
-    def _told_when_full(self) -> Iterator[None]:
+    def _refuse_when_full(self) -> Iterator[None]:
         try:
             yield
         except LimitReached as taken:
@@ -143,17 +143,11 @@ class GenerateEndpoint(Generic[Request]):
         tenant = caller(self._ctx, http)
         clock = asyncio.get_running_loop().time
         deadline = call.arrived_at + self._ctx.settings.request_timeout_s
-        with self._told_when_full():
+        with self._refuse_when_full():
             self._ctx.live.check()
         async with contextlib.AsyncExitStack() as arrived:
             async with self._until(deadline):
-                body = await arrived.enter_async_context(held_body(self._ctx, http))
-                call.received_at = clock()
-                if len(body) <= _SMALL_BODY_BYTES:
-                    request, name = self._named(body)
-                else:
-                    request, name = await self._ctx.in_thread(len(body), self._named, body)
-            del body
+                request, name = await self._asked(http, call, arrived)
             about = call_of(self._ctx, request, tenant, name)
             failed = self._ctx.refuse_early(about)
             if failed is not None:
@@ -171,8 +165,18 @@ class GenerateEndpoint(Generic[Request]):
                     used = 0 if call.result is None else call.result.usage["total_tokens"]
                     rates.settle(clock(), tenant, num_taken, used)
 
+    async def _asked(
+        self, http: HttpRequest, call: Call, held: contextlib.AsyncExitStack
+    ) -> tuple[Request, bytes]:
+        """The request, and the name of its call. held: until the request is planned. Raises
+        `ApiError`."""
+        body = await held.enter_async_context(held_body(self._ctx, http))
+        call.received_at = asyncio.get_running_loop().time()
+        if len(body) <= SMALL_BODY_BYTES:
+            return self._named(body)
+        return await self._ctx.in_thread(len(body), self._named, body)
+
     def _named(self, body: bytes) -> tuple[Request, bytes]:
-        """The request, and the name of its call. Raises `ApiError`."""
         return self._read(body), call_name(body)
 
     async def _generate(
@@ -207,6 +211,35 @@ class GenerateEndpoint(Generic[Request]):
         metrics.output_tokens.inc(usage["completion_tokens"])
 
 
+def _not_read(body: bytes) -> NoReturn:
+    raise AssertionError("a request that has been read has no body")
+
+
+class ReadEndpoint(GenerateEndpoint[Request]):
+    """Serves one request that was read and made into a chat before it came here."""
+
+    def __init__(
+        self,
+        ctx: ApiContext,
+        name: str,
+        request: tuple[Request, bytes, int],
+        plan: Callable[[ApiContext, Request, Tenant], Awaitable[Plan]],
+        format: Callable[[ApiContext, Plan, Request, str], Format],
+    ) -> None:
+        """request: with the name of its call, and its size in bytes."""
+        super().__init__(ctx, name, _not_read, plan, format)
+        self._request = request
+
+    async def _asked(
+        self, http: HttpRequest, call: Call, held: contextlib.AsyncExitStack
+    ) -> tuple[Request, bytes]:
+        request, name, num_bytes = self._request
+        if num_bytes > SMALL_BODY_BYTES:
+            hold(held.enter_context(self._ctx.bodies.share()), num_bytes)
+        call.received_at = asyncio.get_running_loop().time()
+        return request, name
+
+
 async def _whole(
     generation: Generation,
     format: Format,
@@ -220,12 +253,12 @@ async def _whole(
         return _CANCELLED
     content = await format.whole(pieces, generation.usage())
     await format.settled()
-    parts = format.encode_whole(content)
+    body = msgspec.json.encode(content)
     start = Response(media_type="application/json", headers=headers)
-    start.headers["content-length"] = str(sum(map(len, parts)))
+    start.headers["content-length"] = str(len(body))
     await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
-    for begin in range(0, len(parts), _PARTS_AT_ONCE):
-        await _send_body(send, b"".join(parts[begin : begin + _PARTS_AT_ONCE]))
+    for begin in range(0, len(body), _BYTES_AT_ONCE):
+        await _send_body(send, body[begin : begin + _BYTES_AT_ONCE])
         await asyncio.sleep(0)
     await _end_body(send)
     return generation.choices[0].finish_reason or _CANCELLED

@@ -8,6 +8,8 @@ the fields that are not here are refused is said in `cluster.api.parameters`. Er
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -20,11 +22,78 @@ from pydantic import (
     model_validator,
 )
 
+from kvrelay.cluster.api.constraints.grammar import KINDS
 from kvrelay.cluster.api.errors import ApiError, invalid
-from kvrelay.cluster.api.openai.constraint import Constraint, constraint_of
 from kvrelay.cluster.api.openai.tools import ToolCall, ToolChoice, Tools
 from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
 from kvrelay.router.config import MAX_PRIORITY
+
+# vLLM's and SGLang's fields that say what an output matches -> kind.
+_OWN_FIELDS = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`kind`, `value` and `options` are those of `grammar_of`; `param` is what asked for it."""
+
+    param: str
+    kind: str
+    value: Any
+    options: Mapping[str, Any]
+
+
+def _format_of(form: Any) -> list[Constraint]:
+    """Returns what a `response_format` asks for. Raises ValueError."""
+    if form is None:
+        return []
+    kind = form.get("type") if isinstance(form, dict) else form
+    match kind:
+        case "text":
+            return []
+        case "json_object":
+            return [Constraint("response_format", kind, True, {})]
+        case "json_schema":
+            named = form.get("json_schema")
+            schema = named.get("schema", True) if isinstance(named, dict) else None
+            if schema is None:
+                raise ValueError("'response_format': 'json_schema' is an object with a 'schema'")
+            return [Constraint("response_format", "json", schema, {})]
+        case "structural_tag":
+            return [Constraint("response_format", kind, form, {})]
+    raise ValueError(
+        f"'response_format': type {kind!r:.60} is not known, use 'text', 'json_object',"
+        " 'json_schema' or 'structural_tag'"
+    )
+
+
+def constraint_of(request: GenerationRequest) -> Constraint | None:
+    """Raises ValueError."""
+    options = request.structured_outputs or {}
+    if options.get("disable_additional_properties"):
+        name = "disable_additional_properties"
+        raise ValueError(f"'structured_outputs': '{name}' is not supported; say it in the schema")
+    found = [
+        Constraint("structured_outputs", kind, options[kind], options)
+        for kind in KINDS
+        if options.get(kind) not in (None, False)
+    ]
+    spaced = {"whitespace_pattern": request.guided_whitespace_pattern}
+    for name, kind in _OWN_FIELDS.items():
+        if getattr(request, name) is not None:
+            found.append(Constraint(name, kind, getattr(request, name), spaced))
+    found += _format_of(request.response_format)
+    if len(found) > 1:
+        names = " and ".join(f"{each.kind} ({each.param})" for each in found)
+        raise ValueError(f"'{found[0].param}': an output matches one thing, got {names}")
+    if options and not found:
+        raise ValueError(f"'structured_outputs': expected one of {', '.join(KINDS)}")
+    return found[0] if found else None
+
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
@@ -34,7 +103,7 @@ MAX_SESSION_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORDS = 128
 MAX_PROMPT_LOGPROBS = 5  # a prompt may have 100,000 tokens
-MAX_SCORED_TOKENS = 600_000  # of a prompt that gives them: they come in one frame of 64 MiB
+MAX_SCORED_TOKENS = 600_000  # a prompt that gives them: they come in one frame of 64 MiB
 # What chat templates are given by other fields, or not at all.
 _NO_OPTIONS = (
     *("messages", "tools", "documents", "chat_template", "tokenize"),
@@ -154,7 +223,7 @@ def prompts_of(prompt: Any, most: int = MAX_CHOICES) -> list[str | list[int]]:
 
 
 def or_default(default: Any) -> BeforeValidator:
-    """null means the default."""
+    """Takes null for the default value."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -192,7 +261,7 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, under vLLM's newer name
+    reasoning: str | None = None  # vLLM's newer name for it
 
     @model_validator(mode="before")
     @classmethod
@@ -266,7 +335,7 @@ class GenerationRequest(ModelRequest):
     logprob_token_ids: _LogprobIds | None = None
     return_tokens_as_token_ids: Flag = False
     include_stop_str_in_output: Flag = False
-    no_stop_trim: Flag = False  # the same, under SGLang's name
+    no_stop_trim: Flag = False  # SGLang's name for it
     skip_special_tokens: Annotated[bool, or_default(True)] = True
     stream: Flag = False
     stream_options: StreamOptions | None = None
@@ -417,10 +486,19 @@ def parse(kind: type[Request], body: bytes) -> Request:
         raise _explain(error) from None
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in a sentence."""
+def build(kind: type[Request], fields: Mapping[str, Any], place: str = "") -> Request:
+    """Makes it of what has been read already. place: where a client wrote it, for errors. Raises
+    `ApiError` (400)."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _explain(error, place) from None
+
+
+def _explain(error: ValidationError, place: str = "") -> ApiError:
+    """Says the first thing that is wrong, in a sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
-    param = ""
+    param = place
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     message = first["msg"].removeprefix("Value error, ")

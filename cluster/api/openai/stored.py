@@ -28,7 +28,7 @@ from kvrelay.cluster.api.tenants import Tenant
 
 PREFIX = "chatcmpl-"
 MAX_LISTED = 1000
-MAX_LISTED_BYTES = 32 * 2**20  # of their records
+MAX_LISTED_BYTES = 32 * 2**20  # their records together
 _log = logging.getLogger("kvrelay.api")
 
 Record = dict[str, Any]

@@ -91,6 +91,10 @@ class ToolCall(BaseModel):
         return {"id": self.id, "type": "function", "function": called}
 
 
+def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
+    return ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments))
+
+
 def _choice_of(choice: Any) -> Any:
     """ "auto", "none", "required", or the name of a function in a tuple."""
     if choice is None or choice in ("auto", "none", "required"):

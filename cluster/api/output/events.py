@@ -49,10 +49,10 @@ class Events:
     the text, so it is held back until it is known what follows."""
 
     def __init__(self, reader: Reader, most_calls: int | None = None) -> None:
-        """reader: has read what is emitted, and nothing after it. most_calls: that are told."""
+        """reader: has read what is emitted, and nothing after it. most_calls: that are shown."""
         self.has_calls = False
         self._calls_left = most_calls
-        self._is_told = True  # the call that began last
+        self._is_shown = True  # the call that began last
         self._reader = reader
         self._new: list[Event] = []
         self._space: list[Text] = []  # at the end of the text so far
@@ -89,19 +89,19 @@ class Events:
         self._strips, self._has_reasoning, self._reasoning_space = True, False, ""
 
     def call(self, name: str, call_id: str | None = None) -> None:
-        self._is_told = self._calls_left != 0
-        self._space, self._strips, self.has_calls = [], True, self.has_calls or self._is_told
+        self._is_shown = self._calls_left != 0
+        self._space, self._strips, self.has_calls = [], True, self.has_calls or self._is_shown
         if self._calls_left:
             self._calls_left -= 1
-        if self._is_told:
+        if self._is_shown:
             self._new.append(CallBegin(name, call_id))
 
     def arguments(self, text: str) -> None:
-        if text and self._is_told:
+        if text and self._is_shown:
             self._new.append(Arguments(text))
 
     def finish(self) -> None:
-        """Nothing follows."""
+        """Says that nothing follows."""
         if self._space and not self.has_calls:
             self._new += self._space
         self._space = []

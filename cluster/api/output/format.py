@@ -56,7 +56,7 @@ class ToolFormat(ABC):
         """Read to the end of the output."""
 
     def new_id(self, seed: str) -> str:
-        """Of a call; the same for the same seed."""
+        """Makes the id of a call; one seed always makes one id."""
         return "call_" + blake2b(seed.encode(), digest_size=12).hexdigest()
 
     @abstractmethod

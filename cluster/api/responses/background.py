@@ -10,21 +10,22 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Scope
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.openai.formats import COMMENT
-from kvrelay.cluster.api.openai.logprobs import EncodedLists
-from kvrelay.cluster.api.responses.format import AskedCall, begun, error_event
+from kvrelay.cluster.api.responses.format import begun, error_event
 
-MAX_EVENT_BYTES = 16 * 2**20  # of a stream in the background that can be read again
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.responses.call import ResponseCall
+
+MAX_EVENT_BYTES = 16 * 2**20  # a stream in the background with more cannot be read again
 STOP_TIMEOUT_S = 5.0  # for one that is cancelled
-_OF_BODIES = (b"content-encoding", b"content-length")
 _log = logging.getLogger("kvrelay.api")
 
 
@@ -32,7 +33,7 @@ class Background:
     """A response that runs without a client. Life: planned and admitted, or refused; then its
     beginning is kept, then its end, whatever came of it."""
 
-    def __init__(self, ctx: ApiContext, call: AskedCall, scope: Scope, tenant: str) -> None:
+    def __init__(self, ctx: ApiContext, call: ResponseCall, scope: Scope, tenant: str) -> None:
         self.admitted = asyncio.Event()  # or refused, see `refusal`
         self.refusal: Response | None = None  # what its client is answered instead
         self.is_kept = call.may_settle = asyncio.Event()  # its beginning
@@ -51,9 +52,8 @@ class Background:
 
     async def _run(self) -> None:
         call = self._call
-        receive = call.receive(self._disconnected)
         try:
-            await call.endpoint()(inner(self._scope), receive, self._take)
+            await call.serve(self._scope, self._disconnected, self._take)
         except Exception:
             _log.exception("response %s failed", call.response_id)
             self._status = 500
@@ -79,7 +79,7 @@ class Background:
         response = begun(call.request, model, call.response_id, status)
         if status == "failed":
             response["error"] = self._error()
-        await call.keep(response, EncodedLists())
+        await call.keep(response)
 
     async def events(self, first: int) -> AsyncIterator[bytes]:
         """From number `first` to the end of the stream, with a comment where it is silent."""
@@ -168,24 +168,3 @@ def first_event(http: Request) -> int:
 def event_stream(events: AsyncIterator[bytes]) -> Response:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
-
-
-def inner(scope: Scope) -> Scope:
-    """Of the chat that a request means, whose body is another."""
-    headers = [each for each in scope["headers"] if each[0] not in _OF_BODIES]
-    return {**scope, "headers": headers, "state": dict(scope["state"])}
-
-
-def after_body(body: bytes, receive: Receive) -> Receive:
-    """Receives `body`, then what `receive` does."""
-    unread: bytes | None = body
-    del body
-
-    async def received() -> Message:
-        nonlocal unread
-        if unread is None:
-            return await receive()
-        given, unread = unread, None
-        return {"type": "http.request", "body": given, "more_body": False}
-
-    return received

@@ -27,7 +27,7 @@ from kvrelay.cluster.api.tenants import Tenant
 
 PREFIX = "conv_"
 MAX_ITEMS = 10_000
-MAX_BYTES = 8 * 2**20  # of all items
+MAX_BYTES = 8 * 2**20  # all items together
 MAX_ITEMS_AT_ONCE = 20  # OpenAI's, of those that a client adds
 
 Record = dict[str, Any]
@@ -179,20 +179,19 @@ class Remembered:
     """The last response of a connection that is not stored, with all that came before it."""
 
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of what a response was asked with; one with more is not remembered."""
-        self.max_bytes = max_bytes
-        self._name = ""
-        self._items: list[dict[str, Any]] = []
+        """max_bytes: of the items; if they have more, they are not remembered."""
+        self._max_bytes = max_bytes
+        self.name = ""
+        self.items: list[dict[str, Any]] = []
+        self.num_bytes = 0
 
-    def put(self, name: str, items: list[dict[str, Any]]) -> None:
-        self._name, self._items = name, items
-
-    def get(self, name: str) -> list[dict[str, Any]] | None:
-        return self._items if name == self._name else None
+    def put(self, name: str, items: list[dict[str, Any]], num_bytes: int) -> None:
+        if num_bytes <= self._max_bytes:
+            self.name, self.items, self.num_bytes = name, items, num_bytes
 
     def forget(self, name: Any) -> None:
-        if name == self._name:
-            self._name, self._items = "", []
+        if name == self.name:
+            self.name, self.items, self.num_bytes = "", [], 0
 
 
 def identified(record: Record, item: Record) -> Record:

@@ -6,22 +6,20 @@ of its calls.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from starlette.types import ASGIApp, Receive
+import msgspec
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.openai.formats import Format, joined
-from kvrelay.cluster.api.openai.logprobs import EncodedLists, Runs, chat_entry
+from kvrelay.cluster.api.openai.formats import BlockFormat, Format, joined
+from kvrelay.cluster.api.openai.logprobs import Runs, chat_entry
 from kvrelay.cluster.api.openai.parts import Piece, Plan, TokenText
-from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Span, Text
+from kvrelay.cluster.api.output.events import Arguments, CallBegin, Reasoning, Span, Text
 from kvrelay.cluster.api.responses.schema import (
     CUSTOM_INPUT,
     ENCRYPTED,
@@ -42,17 +40,19 @@ class TextLogprobs:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, bytes]] = deque()  # where its text begins, and its entry
+        self._waiting: deque[tuple[int, msgspec.Raw]] = (
+            deque()
+        )  # where its text begins, and its entry
 
     def add(self, tokens: Sequence[TokenText], entries: Runs) -> None:
-        """entries: as JSON, one of each token."""
+        """entries: one of each token, as JSON."""
         places = (token.offset for token in tokens)
         self._waiting.extend(zip(places, entries, strict=True))
 
-    def take(self, spans: Sequence[Span]) -> list[bytes]:
+    def take(self, spans: Sequence[Span]) -> list[msgspec.Raw]:
         """Entries of the tokens of a text that was read at `spans`. All that begin before the end
         of it have been added: a piece's tokens come no later than its text."""
-        waiting, entries = self._waiting, []
+        waiting, entries = self._waiting, list[msgspec.Raw]()
         for begin, end in spans:
             while len(waiting) > 1 and waiting[0][0] < begin and waiting[1][0] <= begin:
                 waiting.popleft()  # it ends where the next one begins
@@ -61,10 +61,9 @@ class TextLogprobs:
         return entries
 
 
-Keep = Callable[[dict[str, Any], EncodedLists], Awaitable[bool]]
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]
 """Keeps a response that is done, if that is asked for and possible; whether it did."""
 
-_ENTRIES_OF_A_RUN = 16  # of log-probabilities
 _REPEATED = (
     *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"),
     *("tools", "tool_choice", "parallel_tool_calls", "metadata", "user", "truncation"),
@@ -88,8 +87,8 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def begun(request: ResponsesRequest, model: str, response_id: str, status: str) -> dict[str, Any]:
-    """A response without output."""
-    given = request.model_dump()
+    """Makes a response that has no output yet."""
+    given = request.model_dump(exclude={"input"})
     repeated = {key: given.get(key) for key in _REPEATED}
     for key, default in _DEFAULTS.items():
         if repeated[key] is None:
@@ -135,29 +134,8 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_event(error: ApiError) -> dict[str, Any]:
-    """An error in a stream, beside the response."""
+    """Makes an error in a stream, beside the response."""
     return {"type": "error", "status": error.status, **error.body}
-
-
-class AskedCall(Protocol):
-    """A request for a response, read and prepared, for whoever serves it."""
-
-    request: ResponsesRequest
-    response_id: str
-    on_planned: Callable[[], None]  # called when it is about to be submitted
-    may_settle: asyncio.Event | None  # once set, its end may be kept; None: at once
-    has_settled: bool
-
-    def endpoint(self) -> ASGIApp: ...
-
-    def receive(self, after: Receive) -> Receive:
-        """The body of the chat that it means, then what `after` receives."""
-
-    async def keep(self, response: dict[str, Any], lists: EncodedLists) -> bool: ...
-
-    async def keep_events(self, events: list[bytes]) -> None: ...
-
-    async def remember(self, response: dict[str, Any]) -> None: ...
 
 
 class CompactFormat(Format):
@@ -167,15 +145,6 @@ class CompactFormat(Format):
         assert plan.reading is not None
         self._id, self._said = response_id, said
         self._parser = plan.reading.parser()
-
-    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return []
-
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
 
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         events = self._parser.read(joined(pieces, 0).text, is_last=True)
@@ -196,35 +165,28 @@ class CompactFormat(Format):
         }
 
 
-class ResponseFormat(Format):
-    """`/v1/responses`. One choice."""
-
-    names_events = True
+class ResponseFormat(BlockFormat):
+    """`/v1/responses`."""
 
     def __init__(
         self, ctx: ApiContext, plan: Plan, request: ResponsesChat, response_id: str, keep: Keep
     ) -> None:
-        assert plan.reading is not None
+        super().__init__(plan)
         self._id, self._keep = response_id, keep
         self._custom = frozenset(request.custom)
         self._spaces = request.spaces
         self._encrypts = ENCRYPTED in (request.asked.include or ())
-        self._parser = plan.reading.parser()
-        self._new_call_id = plan.reading.new_id
         self._response = begun(request.asked, ctx.model_name, response_id, "in_progress")
         sampling = plan.choices[0].sampling
         for name in ("temperature", "top_p"):  # as the model's makers recommend it, if not given
             if getattr(request.asked, name) is None:
                 self._response[name] = getattr(sampling, name)
         self._output: list[dict[str, Any]] = self._response["output"]
-        self._open: dict[str, Any] | None = None  # the item that is being written
-        self._text = ""  # of its content, or its arguments
+        self._item: dict[str, Any] = {}  # that is being written
+        self._text = ""  # its content, or its arguments
         self._names = ctx.token_names
-        self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
         self._logprobs = TextLogprobs()
-        self._entries: list[bytes] = []  # of its content: log-probabilities
-        self._lists = EncodedLists()
-        self._finish: str | None = None
+        self._entries: list[msgspec.Raw] = []  # log-probabilities of its text
         self._num_events = 0
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -236,53 +198,34 @@ class ResponseFormat(Format):
     def condensed(self, piece: Piece) -> Piece:
         if not piece.tokens:
             return piece
-        entries = tuple(chat_entry(self._names, token) for token in piece.tokens)
+        entries = tuple(msgspec.Raw(chat_entry(self._names, token)) for token in piece.tokens)
         places = tuple(TokenText(token.token, None, token.offset) for token in piece.tokens)
         return replace(piece, tokens=places, logprobs=(entries,))
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return self._read(self.condensed(piece))
-
     def _read(self, piece: Piece) -> list[dict[str, Any]]:
-        """piece: condensed."""
         if piece.logprobs:
             self._logprobs.add(piece.tokens, piece.logprobs[0])
-        self._finish = piece.finish_reason
-        events = self._parser.read(piece.text, is_last=self._finish is not None)
-        return [made for event in events for made in self._written(event)]
-
-    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        made = self._end_item(is_last=True)
-        response = self._ended(usage)
-        return [*made, self._event(f"response.{response['status']}", response=response)]
-
-    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        self._read(joined(pieces, 0))
-        self._end_item(is_last=True)
-        return self._ended(usage)
-
-    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
-        return self._lists.encode(content, ascii=False)
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        name = f"event: {event['type']}\ndata: ".encode()
-        return b"".join([name, *self._lists.encode(event, ascii=True), b"\n\n"])
+        return super()._read(piece)
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
-        told = {"code": error.code or "server_error", "message": error.message}
-        response = self._response | {"status": "failed", "error": told}
+        failure = {"code": error.code or "server_error", "message": error.message}
+        response = self._response | {"status": "failed", "error": failure}
         return [self._event("response.failed", response=response)]
 
     def refused(self, error: ApiError, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return [*self.opening(usage), *self.failed(error)]  # clients wait for `response.created`
 
     async def settled(self) -> None:
-        self._response["store"] = await self._keep(self._response, self._lists)
+        self._response["store"] = await self._keep(self._response)
 
-    def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        response = self._answer(usage)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def _answer(self, usage: dict[str, Any]) -> dict[str, Any]:
         response = self._response
         response["status"], response["completed_at"] = "completed", int(time.time())
-        if self._finish == "length":
+        if self._is_cut():
             response["status"] = "incomplete"
             response["completed_at"] = None
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -293,42 +236,37 @@ class ResponseFormat(Format):
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        assert self._open is not None
-        place = {"output_index": len(self._output), "item_id": self._open["id"]}
-        if self._open["type"] in _PARTS:
+    def _is_cut(self) -> bool:
+        return self._last is not None and self._last.finish_reason == "length"
+
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        place = {"output_index": len(self._output), "item_id": self._item["id"]}
+        if self._item["type"] in _PARTS:
             place["content_index"] = 0
         return self._event(kind, **place, **fields)
 
-    def _written(self, event: Event) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        kind = "message" if isinstance(event, Text) else "reasoning"
-        if isinstance(event, CallBegin):
-            return [*self._end_item(), *self._begin_item(self._call(event))]
-        if isinstance(event, Text | Reasoning):
-            if self._open is None or self._open["type"] != kind:
-                made = [*self._end_item(), *self._begin_item(self._said(kind))]
-            self._text += event.text
-            name, extra = "reasoning_text", {}
-            if isinstance(event, Text):
-                entries = self._logprobs.take(event.spans)
-                self._entries += entries
-                name, extra = "output_text", self._told(entries)
-            made.append(self._of_item(f"response.{name}.delta", delta=event.text, **extra))
-            return made
-        assert isinstance(event, Arguments)
-        assert self._open is not None
+    def _write(self, event: Text | Reasoning | Arguments) -> list[dict[str, Any]]:
         self._text += event.text
-        if self._open["type"] == "function_call":  # a custom tool's input is told when it is whole
-            kind = "response.function_call_arguments.delta"
-            made.append(self._of_item(kind, delta=event.text))
-        return made
+        match event:
+            case Text(text, spans):
+                entries = self._logprobs.take(spans)
+                self._entries += entries
+                kind = "response.output_text.delta"
+                return [self._item_event(kind, delta=text, logprobs=entries)]
+            case Reasoning(text):
+                return [self._item_event("response.reasoning_text.delta", delta=text)]
+            case Arguments(text) if self._item["type"] == "function_call":
+                kind = "response.function_call_arguments.delta"
+                return [self._item_event(kind, delta=text)]
+        return []  # a custom tool's input is sent when it is whole
 
-    def _said(self, kind: str) -> dict[str, Any]:
-        if kind == "message":
-            item = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
-            return item | {"status": "in_progress", "content": []}
-        return {"type": "reasoning", "id": self._item_id("rs"), "summary": [], "content": []}
+    def _begun(self, event: Text | Reasoning | CallBegin) -> dict[str, Any]:
+        if isinstance(event, CallBegin):
+            return self._call(event)
+        if isinstance(event, Reasoning):
+            return {"type": "reasoning", "id": self._item_id("rs"), "summary": [], "content": []}
+        item = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
+        return item | {"status": "in_progress", "content": []}
 
     def _call(self, event: CallBegin) -> dict[str, Any]:
         is_custom = event.name in self._custom
@@ -347,61 +285,50 @@ class ResponseFormat(Format):
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
 
-    def _told(self, entries: list[bytes], *, lasts: bool = False) -> dict[str, Any]:
-        """The log-probabilities of a text. lasts: several events repeat them."""
-        if not self._wants_logprobs:
-            return {"logprobs": []}
-        parts = range(0, len(entries), _ENTRIES_OF_A_RUN)
-        runs = tuple(b",".join(entries[begin : begin + _ENTRIES_OF_A_RUN]) for begin in parts)
-        return {"logprobs": self._lists.value(runs, lasts=lasts)}
-
-    def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        self._open, self._text, self._entries = item, "", []
+    def _open_block(self, event: Text | Reasoning | CallBegin) -> list[dict[str, Any]]:
+        self._item = item = self._begun(event)
+        self._text, self._entries = "", []
         index = len(self._output)
         made = [self._event("response.output_item.added", output_index=index, item=dict(item))]
         if item["type"] in _PARTS:
             part = _part(item["type"], "", {"logprobs": []})
-            made.append(self._of_item("response.content_part.added", part=part))
+            made.append(self._item_event("response.content_part.added", part=part))
         return made
 
-    def _end_item(self, is_last: bool = False) -> list[dict[str, Any]]:
-        item, text = self._open, self._text
-        if item is None:
-            return []
+    def _close_block(self, *, is_last: bool) -> list[dict[str, Any]]:
+        item, text = self._item, self._text
         made: list[dict[str, Any]] = []
         logprobs: dict[str, Any] = {}
         match item["type"]:
             case "message":
-                logprobs = self._told(self._entries, lasts=True)
-                made.append(self._of_item("response.output_text.done", text=text, **logprobs))
+                logprobs = {"logprobs": self._entries}
+                made.append(self._item_event("response.output_text.done", text=text, **logprobs))
             case "reasoning":
                 if self._encrypts:
                     item["encrypted_content"] = encoded(text)
-                made.append(self._of_item("response.reasoning_text.done", text=text))
+                made.append(self._item_event("response.reasoning_text.done", text=text))
             case "function_call":
                 item["arguments"] = text
                 kind = "response.function_call_arguments.done"
-                made.append(self._of_item(kind, arguments=text, name=item["name"]))
+                made.append(self._item_event(kind, arguments=text, name=item["name"]))
             case _:
                 item["input"] = _input_of(text)
                 for name, key in (("delta", "delta"), ("done", "input")):
                     kind = f"response.custom_tool_call_input.{name}"
-                    made.append(self._of_item(kind, **{key: item["input"]}))
+                    made.append(self._item_event(kind, **{key: item["input"]}))
         if item["type"] in _PARTS:
             part = _part(item["type"], text, logprobs)
             item["content"] = [part]
-            made.append(self._of_item("response.content_part.done", part=part))
+            made.append(self._item_event("response.content_part.done", part=part))
         if "status" in item:
-            is_cut = is_last and self._finish == "length"
-            item["status"] = "incomplete" if is_cut else "completed"
+            item["status"] = "incomplete" if is_last and self._is_cut() else "completed"
         index = len(self._output)
         made.append(self._event("response.output_item.done", output_index=index, item=item))
         self._output.append(item)
-        self._open = None
         return made
 
 
-# Of the one part of an item of a type.
+# An item's type -> the type of its one part.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -411,10 +338,10 @@ def _part(item: str, text: str, logprobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input_of(arguments: str) -> str:
-    """Of a custom tool, from the JSON that the model wrote."""
+    """Takes a custom tool's input from the JSON that the model wrote."""
     try:
-        value = json.loads(arguments)
-    except ValueError:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     given = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
     return given if isinstance(given, str) else arguments

@@ -9,20 +9,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvrelay.cluster.api.errors import ApiError, invalid
-from kvrelay.cluster.api.openai.schema import UNREAD, UNREAD_KINDS, ChatRequest, or_default
-from kvrelay.cluster.api.openai.tools import MAX_TOOLS
+from kvrelay.cluster.api.errors import ApiError, invalid, renamed
+from kvrelay.cluster.api.openai.schema import (
+    UNREAD,
+    UNREAD_KINDS,
+    ChatRequest,
+    Message,
+    build,
+    or_default,
+)
+from kvrelay.cluster.api.openai.tools import MAX_TOOLS, Function, ToolCall, ToolParam, call_of
 from kvrelay.cluster.api.parameters import RESPONSES
 
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
-# Of `include`.
+# Values of `include`.
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-SUMMARY = "Summary of the conversation so far:\n\n"  # of a compaction, before its text
+SUMMARY = "Summary of the conversation so far:\n\n"  # before a compaction's text
 UNREADABLE = "[Earlier turns were compacted by another server and cannot be read here.]"
 ROLES = ("user", "assistant", "system", "developer")
+CHAT_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_completion_tokens": "max_output_tokens",
+}
 # Fields that mean in a chat what they mean here. Those of the second row are vLLM's.
 _AS_IN_CHATS = (
     *("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"),
@@ -43,7 +56,7 @@ def _items_of(given: Any) -> Any:
 
 
 def _id_of(given: Any) -> Any:
-    """Of a conversation: it is named by its id, or by an object with it."""
+    """A conversation is named by its id, or by an object with it."""
     return given.get("id") if isinstance(given, dict) else given
 
 
@@ -129,12 +142,13 @@ class ResponsesChat(ChatRequest):
     max_tool_calls: int | None = None
 
 
-def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: str | None) -> Any:
-    """JSON of the `ResponsesChat`. history: items before those of the request. Raises `ApiError`
-    (400)."""
+def as_chat(
+    request: ResponsesRequest, history: list[dict[str, Any]], session: str | None
+) -> ResponsesChat:
+    """history: items before those of the request. Raises `ApiError` (400)."""
     messages = _messages([*history, *request.input], -len(history))
     if request.instructions:
-        messages.insert(0, {"role": "system", "content": request.instructions})
+        messages.insert(0, Message(role="system", content=request.instructions))
     if not messages:
         raise invalid("'input': there is nothing to answer", param="input")
     tools, custom, spaces = _tools(request.tools or [])
@@ -143,7 +157,7 @@ def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: s
         "messages": messages,
         "stream": bool(request.stream),
         "prompt_cache_key": request.prompt_cache_key or session,
-        "asked": request.model_dump(exclude_unset=True, exclude={"input"}),
+        "asked": request,
         "custom": custom,
         "spaces": spaces,
         "parallel_tool_calls": request.parallel_tool_calls,
@@ -162,65 +176,66 @@ def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: s
     chat["tool_choice"] = _choice(request.tool_choice)
     if request.text is not None and request.text.format is not None:
         chat["response_format"] = _format(request.text.format)
-    return chat
+    with renamed(CHAT_NAMES):
+        return build(ResponsesChat, chat)
 
 
-def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+def _messages(items: list[dict[str, Any]], first: int) -> list[Message]:
     """Items as messages: what the assistant said in a row is one. `first`: the place of the first
     item in the request's input; those before it are of earlier requests."""
-    messages: list[dict[str, Any]] = []
-    said: dict[str, Any] | None = None
-    texts: list[str] = []  # of what was said
+    messages: list[Message] = []
+    texts: list[str] = []  # what the assistant says in one turn: texts, thoughts, calls
     thoughts: list[str] = []
-
-    def assistant() -> dict[str, Any]:
-        nonlocal said
-        if said is None:
-            said = {"role": "assistant", "content": ""}
-            messages.append(said)
-        return said
+    calls: list[ToolCall] = []
+    is_said = False
 
     def end_turn() -> None:
-        nonlocal said
-        if said is not None:
-            said["content"] = "".join(texts)
-            if thoughts:
-                said["reasoning_content"] = "\n".join(thoughts)
-        said = None
-        texts.clear()
-        thoughts.clear()
+        nonlocal is_said
+        if is_said:
+            messages.append(
+                Message(
+                    role="assistant",
+                    content="".join(texts),
+                    tool_calls=[*calls] or None,
+                    reasoning_content="\n".join(thoughts) if thoughts else None,
+                )
+            )
+        is_said = False
+        for each in (texts, thoughts, calls):
+            each.clear()
 
     for i, item in enumerate(items, first):
         kind: Any = item.get("type") or "message"
         match kind:
             case "message" if item.get("role") == "assistant":
-                assistant()
+                is_said = True
                 texts.append(_text(item.get("content"), i))
             case "message":
                 end_turn()
                 role, content = item.get("role"), _text(item.get("content"), i)
                 if role not in ROLES:
                     raise _bad(i, f"'role' is one of {', '.join(ROLES)}, got {role!r:.60}")
-                messages.append({"role": role, "content": content})
+                messages.append(Message(role=role, content=content))
             case "reasoning":
-                assistant()
+                is_said = True
                 thoughts.append(_reasoning(item))
             case "function_call" | "custom_tool_call":
-                assistant().setdefault("tool_calls", []).append(_call(item, kind, i))
+                is_said = True
+                calls.append(_call(item, kind, i))
             case "function_call_output" | "custom_tool_call_output":
                 end_turn()
                 messages.append(_result(_string(item, "call_id", i), _text(item.get("output"), i)))
             case "compaction" | "compaction_summary":
                 end_turn()
-                messages.append({"role": "user", "content": _summary(item)})
-            case str() if kind.endswith("_call_output"):  # as of a shell
+                messages.append(Message(role="user", content=_summary(item)))
+            case str() if kind.endswith("_call_output"):  # such as a shell's
                 end_turn()
                 call_id = _string(item, "call_id" if "call_id" in item else "id", i)
                 messages.append(_result(call_id, _as_text(item.get("output"))))
             case str() if kind.endswith("_call"):
                 if isinstance(item.get("call_id"), str):  # its client runs it
-                    call = _client_call(kind, item)
-                    assistant().setdefault("tool_calls", []).append(call)
+                    is_said = True
+                    calls.append(_client_call(kind, item))
                 # Others ran at their maker; what came of them is in what the assistant said.
             case "mcp_list_tools" | "mcp_approval_request" | "mcp_approval_response":
                 pass
@@ -230,26 +245,24 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
     return messages
 
 
-def _call(item: dict[str, Any], kind: str, i: int) -> dict[str, Any]:
+def _call(item: dict[str, Any], kind: str, i: int) -> ToolCall:
     if kind == "custom_tool_call":
         given = {CUSTOM_INPUT: _string(item, "input", i)}
         arguments = json.dumps(given, ensure_ascii=False)
     else:
         arguments = _string(item, "arguments", i)
     name = _spaced(item.get("namespace"), _string(item, "name", i))
-    function = {"name": name, "arguments": arguments}
-    return {"id": _string(item, "call_id", i), "type": "function", "function": function}
+    return call_of(_string(item, "call_id", i), name, arguments)
 
 
-def _result(call_id: str, output: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call_id, "content": output}
+def _result(call_id: str, output: str) -> Message:
+    return Message(role="tool", tool_call_id=call_id, content=output)
 
 
-def _client_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Of a tool that a client runs and that is no function, as of a shell."""
+def _client_call(kind: str, item: dict[str, Any]) -> ToolCall:
+    """A call of a tool that a client runs and that is no function, such as a shell."""
     about: Any = item.get("action") or item.get("operation") or item.get("arguments") or {}
-    function = {"name": kind.removesuffix("_call"), "arguments": _as_text(about)}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    return call_of(item["call_id"], kind.removesuffix("_call"), _as_text(about))
 
 
 def _as_text(value: Any) -> str:
@@ -257,7 +270,7 @@ def _as_text(value: Any) -> str:
 
 
 def _summary(item: dict[str, Any]) -> str:
-    """Of a compaction."""
+    """Returns the text of a compaction."""
     text = _decoded(item)
     return text if text.startswith(SUMMARY) else UNREADABLE
 
@@ -356,9 +369,9 @@ def _in_spaces(given: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any
 
 def _tools(
     given: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], list[str], dict[str, list[str]]]:
-    """As a chat has them, which of them are custom, and which are in a namespace."""
-    tools: list[dict[str, Any]] = []
+) -> tuple[list[ToolParam], list[str], dict[str, list[str]]]:
+    """Those that a chat has, which of them are custom, and which are in a namespace."""
+    tools: list[ToolParam] = []
     custom: list[str] = []
     spaces: dict[str, list[str]] = {}
     for place, tool, space in _in_spaces(given):
@@ -386,7 +399,7 @@ def _tools(
         if space and isinstance(tool.get("name"), str):
             function["name"] = _spaced(space, tool["name"])
             spaces[function["name"]] = [space, tool["name"]]
-        tools.append({"type": "function", "function": function})
+        tools.append(ToolParam(type="function", function=build(Function, function, place)))
     return tools, custom, spaces
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 log = logging.getLogger("kvrelay.responses")
 
 FILE = "responses.db"
+VERSION = 1  # of the table, in the file's header
 KEEP_S = 30 * 86_400.0
 # Beyond these, each tenant keeps its share of them, the youngest.
 MAX_RESPONSES = 100_000
-MAX_BYTES = 4 * 2**30  # of all records
+MAX_BYTES = 4 * 2**30  # all records together
 MAX_MEMORY_BYTES = 64 * 2**20  # likewise, where there is no file
 PRUNE_EVERY = 256  # records, or a 64th of their bytes
 BUSY_S = 5.0  # that others of the file's users may take
@@ -125,7 +126,7 @@ class ResponseStore:
         return found
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there."""
+        """Returns whether it was there."""
         query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
         with self._lock, self._connection as connection:
             return connection.execute(query, (tenant, response_id)).rowcount > 0
@@ -139,9 +140,15 @@ class ResponseStore:
         try:
             _write_ahead(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > VERSION:
+                raise sqlite3.DatabaseError(
+                    f"version {version}, of a newer KVRelay; this one reads up to {VERSION}"
+                )
             with connection:
                 connection.execute(_TABLE)
                 connection.execute(_INDEX)
+                connection.execute(f"PRAGMA user_version = {VERSION}")
         except BaseException:
             connection.close()
             raise

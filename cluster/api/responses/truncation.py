@@ -23,10 +23,10 @@ from kvrelay.cluster.api.responses.schema import ResponsesChat
 from kvrelay.cluster.api.text.tokenizer import ChatPrompt
 from kvrelay.engine.request import Refusal
 
-# Of the context: what an answer has where it is not said how long it may be, and the most that is
-# kept for one. A client that always asks for very long answers still has a conversation.
+# Shares of the context: what an answer has where it is not said how long it may be, and the most
+# that is kept for one. A client that always asks for very long answers still has a conversation.
 ROOM_SHARE, MOST_SHARE = 8, 2
-STEP_SHARE = 8  # of the context, that is left out at once
+STEP_SHARE = 8  # an 8th of the context is left out at once
 _NUM_ESTIMATES = 4  # then the rest is halved
 _MESSAGE_CHARS = 16  # around each, about
 _LEAST_RATE = 1 / 64  # tokens of a character
@@ -109,8 +109,8 @@ async def _longest(
 
 
 def in_steps(cuts: Sequence[int], left_out: Sequence[int], step: int) -> list[int]:
-    """Of `cuts`, the first that leaves out at least each multiple of `step` characters, and the
-    last. left_out: characters, by cut."""
+    """Takes of `cuts` the first that leaves out at least each multiple of `step` characters, and
+    the last. left_out: characters, by cut."""
     firsts = {left_out[cut] // step: cut for cut in reversed(cuts)}
     return sorted({*firsts.values(), cuts[-1]})
 

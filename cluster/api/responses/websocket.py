@@ -12,7 +12,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -24,13 +24,16 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, draining, invalid, overloaded
 from kvrelay.cluster.api.incoming import caller
 from kvrelay.cluster.api.responses.conversations import Remembered
-from kvrelay.cluster.api.responses.format import AskedCall, begun, error_event
+from kvrelay.cluster.api.responses.format import begun, error_event
 from kvrelay.cluster.api.tenants import Tenant
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.responses.call import ResponseCall
 
 IDLE_S = 600.0  # without a message of the client
 MAX_WAITING = 8  # messages of the client that wait for the one that is answered
 WRITE_TIMEOUT_S = 60.0  # for a client that does not read
-Read = Callable[[bytes, Tenant, str, Remembered], Awaitable[AskedCall]]
+Read = Callable[[bytes, Tenant, str, Remembered], Awaitable["ResponseCall"]]
 """A body, whose it is, the response's id, and what the connection remembers. Raises `ApiError`."""
 _NOT_HERE = ("stream", "stream_options", "type")  # a connection always streams
 
@@ -136,12 +139,12 @@ class _Connection:
             if not is_generated:
                 await self._warm_up(call)
                 return
-            await call.endpoint()(self._scope(request_id), call.receive(self._left), self._take)
+            await call.serve(self._scope(request_id), self._left, self._take)
         finally:
             if self._has_failed:
                 self._remembered.forget(previous)
 
-    async def _warm_up(self, call: AskedCall) -> None:
+    async def _warm_up(self, call: ResponseCall) -> None:
         """What is said is remembered, and continued by the next."""
         response = begun(call.request, self._ctx.model_name, call.response_id, "completed")
         await call.remember(response)
@@ -150,7 +153,7 @@ class _Connection:
             await self.send({"type": kind, "sequence_number": i, "response": response})
 
     def _scope(self, request_id: str) -> dict[str, Any]:
-        """Of the call over HTTP that a message means."""
+        """Makes the scope of the call over HTTP that a message means."""
         scope = {key: self._socket.scope[key] for key in ("headers", "client", "server", "path")}
         state = {**self._socket.scope.get("state", {}), "request_id": request_id}
         return {**scope, "type": "http", "method": "POST", "query_string": b"", "state": state}

@@ -25,17 +25,17 @@ def describe_tools(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """`messages` as a template without tools understands them."""
-    told = [_told(message) for message in messages]
+    shown = [_shown(message) for message in messages]
     if not tools:
-        return told
+        return shown
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = "\n".join([_BEFORE, "<tools>", *lines, "</tools>", _AFTER])
-    if told and told[0].get("role") == "system":
-        return [{**told[0], "content": f"{told[0]['content']}\n\n{text}".lstrip()}, *told[1:]]
-    return [{"role": "system", "content": text}, *told]
+    if shown and shown[0].get("role") == "system":
+        return [{**shown[0], "content": f"{shown[0]['content']}\n\n{text}".lstrip()}, *shown[1:]]
+    return [{"role": "system", "content": text}, *shown]
 
 
-def _told(message: dict[str, Any]) -> dict[str, Any]:
+def _shown(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") == "tool":
         text = f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
         return {"role": "user", "content": text}

@@ -27,6 +27,7 @@ from tests.cluster.api.fake_router import FakeRouter
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 512
+ANSWER = " The capital of France is Paris."  # the scripted router's, where a test says nothing
 
 STATUS = {
     "model": MODEL,
@@ -137,7 +138,7 @@ def serve(
 ) -> Iterator[Served]:
     """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: as
     `RealRouter`, instead of a fake one; `options`: of `serve_app`."""
-    answer = [*tokenizer.encode(" The capital of France is Paris."), tokenizer.eos_token_ids[0]]
+    answer = [*tokenizer.encode(ANSWER), tokenizer.eos_token_ids[0]]
     router: Any = real_router or FakeRouter(answer=lambda submit: answer)
     client = router.client = RouterClient("api-0", "router-0", router.deliver)
     router.reply = lambda message: client.receive(asyncio.get_running_loop().time(), message)

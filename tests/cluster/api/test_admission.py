@@ -12,7 +12,7 @@ from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
 from kvrelay.engine.request import Refusal
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.messages import Failed, Submit, TenantShare
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve
 from tests.cluster.api.test_bad_input import error_of
@@ -27,7 +27,7 @@ ENTRIES = (
 
 @pytest.fixture(scope="module")
 def shared(tokenizer: Tokenizer) -> Iterator[Served]:
-    context = {"tenants": Tenants(ENTRIES, b"a secret")}
+    context = {"tenants": Tenants.of(ENTRIES, b"a secret")}
     with serve(tokenizer, ApiSettings(), context=context) as served:
         yield served
 
@@ -81,11 +81,11 @@ def test_an_overloaded_router_is_a_429_with_whole_seconds(
 
 
 @pytest.fixture
-def calls(served: Served) -> Iterator[list[Call]]:
+def calls(served: Served) -> Iterator[list[IncomingCall]]:
     """What the router is asked before a prompt is tokenised; it refuses all."""
-    asked: list[Call] = []
+    asked: list[IncomingCall] = []
 
-    def refuse(call: Call) -> Failed:
+    def refuse(call: IncomingCall) -> Failed:
         asked.append(call)
         return Failed("", Refusal.OVERLOADED, "too much", 7.0)
 
@@ -95,7 +95,7 @@ def calls(served: Served) -> Iterator[list[Call]]:
 
 
 def test_what_is_plainly_too_much_is_refused_before_it_is_submitted(
-    served: Served, calls: list[Call]
+    served: Served, calls: list[IncomingCall]
 ) -> None:
     response = served.post(CHAT | {"stream": True})
     assert error_of(response, 429)["message"] == "too much"
@@ -103,7 +103,9 @@ def test_what_is_plainly_too_much_is_refused_before_it_is_submitted(
     assert served.router.submits == []
 
 
-def test_a_call_that_is_repeated_has_the_same_name(served: Served, calls: list[Call]) -> None:
+def test_a_call_that_is_repeated_has_the_same_name(
+    served: Served, calls: list[IncomingCall]
+) -> None:
     for body in (CHAT, CHAT, CHAT | {"seed": 1}):
         served.post(body)
     first, second, other = calls
@@ -111,7 +113,9 @@ def test_a_call_that_is_repeated_has_the_same_name(served: Served, calls: list[C
     assert first.name != other.name
 
 
-def test_the_size_of_a_call_is_told_before_it_is_known(served: Served, calls: list[Call]) -> None:
+def test_the_size_of_a_call_is_told_before_it_is_known(
+    served: Served, calls: list[IncomingCall]
+) -> None:
     served.post(CHAT | {"priority": 2})
     served.post(CHAT | {"max_completion_tokens": 9})
     served.post({"model": MODEL, "prompt": ["x" * 400, "y" * 400]}, "/v1/completions")

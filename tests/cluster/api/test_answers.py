@@ -8,10 +8,9 @@ import pytest
 
 from kvrelay.cluster.api.openai.plan import choice_seed
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
+from tests.cluster.api.conftest import ANSWER, MAX_MODEL_LEN, MODEL, Served
 
 ASK: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
-ANSWER = " The capital of France is Paris."
 
 
 def test_whole_chat_answer(served: Served, tokenizer: Tokenizer) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kvrelay.cluster.api.calls import num_common
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.openai.generation import Generation
 from kvrelay.cluster.api.tenants import Tenants
-from kvrelay.cluster.api.text.prefixes import num_common
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
@@ -33,7 +33,7 @@ ENTRIES = (
 
 @pytest.fixture(scope="module")
 def shared(tokenizer: Tokenizer) -> Iterator[Served]:
-    context = {"tenants": Tenants(ENTRIES, b"a secret")}
+    context = {"tenants": Tenants.of(ENTRIES, b"a secret")}
     with serve(tokenizer, ApiSettings(), context=context) as served:
         yield served
 
@@ -291,7 +291,7 @@ def test_a_tenant_that_takes_all_places_does_not_refuse_another(
                 answer = http.get("/v1/sessions/s")
             answered.append(answer.status_code)
 
-    with serve(tokenizer, limits, context={"tenants": Tenants(ENTRIES, b"a secret")}) as served:
+    with serve(tokenizer, limits, context={"tenants": Tenants.of(ENTRIES, b"a secret")}) as served:
         served.router.delay_s = 20.0
         places = getattr(served.ctx, limiter)
         for _ in range(8):

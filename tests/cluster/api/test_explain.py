@@ -182,7 +182,7 @@ def test_the_last_ones_are_listed_youngest_first(routed: Served) -> None:
 
 
 def test_tenants_see_their_own_and_nobody_without_a_key(tokenizer: Tokenizer) -> None:
-    context = {"tenants": Tenants(ENTRIES, b"a secret")}
+    context = {"tenants": Tenants.of(ENTRIES, b"a secret")}
     router = real_router(tokenizer)
     with serve(tokenizer, ApiSettings(), context=context, real_router=router) as served:
         response = served.http.post("/v1/chat/completions", json=BODY, headers=RED)

@@ -15,10 +15,10 @@ from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import EngineSection
 from kvrelay.engine.node import Effect
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.explain import Explanations
 from tests.cluster.api.calls import APIS, Api, answers_of, asked
 from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.support.local import LocalCluster
 
 TEXT = {"prompt": "The capital of France is", "max_tokens": 8, "return_token_ids": True}
 

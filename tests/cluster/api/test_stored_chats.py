@@ -10,11 +10,10 @@ from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve
 
 PATH = "/v1/chat/completions"
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]
-ANSWER = " The capital of France is Paris."
 
 
 def test_one_lives_as_the_sdk_knows_it(served: Served) -> None:
@@ -76,7 +75,7 @@ def test_lists_have_pages_and_say_what_is_wrong(served: Served) -> None:
 @pytest.mark.parametrize("path", ["", "/messages"])
 def test_one_is_its_tenants_alone(tokenizer: Tokenizer, path: str) -> None:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     with serve(tokenizer, ApiSettings(), context=context) as served:
         red, blue = ({"authorization": f"Bearer {key}-key"} for key in ("red", "blue"))
         body = {"model": MODEL, "messages": ASK, "store": True}

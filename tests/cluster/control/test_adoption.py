@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
-from kvrelay.cluster.control.drains import NUM_CLEAN
+from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
-    Introduce,
-    Kept,
+    Checkpoint,
     MachinesChanged,
     Record,
-    RestartWorker,
     RouterStarted,
+    SendPeers,
     SetRole,
     StartRouter,
     StartWorker,
@@ -24,7 +23,6 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
-from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.node import Note, Send, Woken
 from kvrelay.engine.stats import (
     Progress,
@@ -34,8 +32,8 @@ from kvrelay.engine.stats import (
     RouterDown,
     RouterUp,
 )
-from kvrelay.router.messages import DrainReport, WorkerDown, WorkerDraining, WorkerUp
-from kvrelay.worker.messages import Introduced, Peer, WorkerStarted
+from kvrelay.router.messages import WorkerDown, WorkerUp
+from kvrelay.worker.messages import Peer, PeersUpdated, WorkerStarted
 from tests.cluster.control.test_controller import ONE, info, of
 
 ROUTER = Peer("router-0", "h", 6, 3)
@@ -53,7 +51,7 @@ class Lives:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.kept = Kept()
+        self.kept = Checkpoint()
         self.sent: list[Any] = []
         self.done: list[Any] = []
         self.deaf: set[str] = set()  # these say nothing
@@ -75,8 +73,8 @@ class Lives:
                     self.kept = kept
                 case Send():
                     self.sent.append(effect)
-                case Introduce(to, about, epoch):
-                    self.say(Introduced(to, about, epoch))
+                case SendPeers(to, about, epoch):
+                    self.say(PeersUpdated(to, about, epoch))
                 case AdoptWorker(worker, epoch) if worker not in self.deaf:
                     self.say(WorkerStarted(info(worker, epoch), "h", 100, 7))
                 case Note():
@@ -120,7 +118,7 @@ def test_a_worker_that_does_not_answer_is_started_again_and_its_router_is_told(
     lives.deaf.add("decode-0")
     lives.begin(RUNNING)
     lives.say(MachinesChanged(ONE))
-    assert lives.controller.workers["decode-0"].state is WorkerState.ADOPTING
+    assert lives.controller.workers["decode-0"].state is ProcessState.ADOPTING
     lives.say(Woken("adopting 1 decode-0"))
     assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1)]
     (down,) = [s for s in lives.sent if isinstance(s.message, WorkerDown)]
@@ -133,7 +131,7 @@ def test_one_whose_process_is_gone_is_not_waited_for(lives: Lives) -> None:
     lives.deaf.add("decode-0")
     lives.begin(RUNNING)
     lives.say(WorkerLost("decode-0", 1, "its process has ended"))
-    assert lives.controller.workers["decode-0"].state is WorkerState.BACKOFF
+    assert lives.controller.workers["decode-0"].state is ProcessState.BACKOFF
 
 
 def test_one_that_was_starting_is_ended_and_started_under_a_new_epoch() -> None:
@@ -186,16 +184,3 @@ def test_a_router_that_lost_messages_meets_the_worker_again_once_that_has_answer
     assert Send("router-0", WorkerUp(info("decode-0", 1))) in lives.sent
     assert Send("decode-0", RouterUp("router-0")) in lives.sent
     assert lives.controller.all_up()
-
-
-def test_a_worker_that_an_operator_restarts_comes_back_under_a_new_epoch(lives: Lives) -> None:
-    lives.say(RestartWorker("decode-0", "an operator asks"))
-    assert Send("router-0", WorkerDraining("decode-0", 1)) in lives.sent
-    assert of(StopWorker, lives.done) == []
-    for _ in range(NUM_CLEAN):
-        lives.say(DrainReport("router-0", "decode-0", 1, 0))
-        lives.say(ProgressReport("decode-0", 1, 5, Progress.MADE, num_busy=0))
-        lives.say(Woken("drain 1 decode-0"))
-    assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1, gently=True)]
-    lives.say(Woken("backoff 1 decode-0"))
-    assert of(StartWorker, lives.done)[-1].epoch == 2

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.control.audits import SharedAudit, audit_dict, uneven
-from kvrelay.cluster.control.router_processes import RouterState
-from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.cluster.control.lifecycle import DesiredProcess, ProcessState
 from kvrelay.cluster.processes import operators_desk
 from kvrelay.cluster.processes.operators_desk import OperatorsDesk
 from kvrelay.engine.stats import Audit, AuditRequest
 
+pytestmark = pytest.mark.anyio
 COUNTS = {
     "device.blocks": 10,
     "device.in_use": 2,
@@ -70,23 +70,22 @@ class Control:
             "r1": Audit("r1", 1, {"live": 0}),
         }
         workers = {
-            name: SimpleNamespace(node=name, state=state)
+            name: DesiredProcess(name, state=state)
             for name, state in (
-                ("d0", WorkerState.UP),
-                ("d1", WorkerState.UP),
-                ("d2", WorkerState.STARTING),
+                ("d0", ProcessState.UP),
+                ("d1", ProcessState.UP),
+                ("d2", ProcessState.STARTING),
             )
         }
         routers = {
-            name: SimpleNamespace(node=name, state=state)
+            name: DesiredProcess(name, state=state)
             for name, state in (
-                ("r0", RouterState.UP),
-                ("r1", RouterState.UP),
-                ("r2", RouterState.STARTING),
+                ("r0", ProcessState.UP),
+                ("r1", ProcessState.UP),
+                ("r2", ProcessState.STARTING),
             )
         }
-        processes = SimpleNamespace(routers=routers)
-        self.controller = SimpleNamespace(workers=workers, router_processes=processes)
+        self.controller = SimpleNamespace(workers=workers, routers=routers)
         self.wire = self
         self.silent = silent
         self.desk = OperatorsDesk(self)  # type: ignore[arg-type]
@@ -98,23 +97,23 @@ class Control:
             self.desk.receive(self.answers[to])
 
 
-def test_workers_and_routers_that_are_up_are_asked() -> None:
-    found = asyncio.run(Control().desk.audit())
+async def test_workers_and_routers_that_are_up_are_asked() -> None:
+    found = await Control().desk.audit()
     assert [each["worker"] for each in found["workers"]] == ["d0", "d1"]
     assert found["left"] == ["request r is queued", "d1: 2 blocks are in use"]
     assert (found["clean"], found["live"], found["wrong"]) == (False, 0, [])
 
 
-def test_who_does_not_answer_in_time_is_named_or_may_serve_a_request(
+async def test_who_does_not_answer_in_time_is_named_or_may_serve_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(operators_desk, "ANSWER_TIMEOUT_S", 0.05)
-    found = asyncio.run(Control(frozenset({"d1", "r0"})).desk.audit())
+    found = await Control(frozenset({"d1", "r0"})).desk.audit()
     assert [each["worker"] for each in found["workers"]] == ["d0"]
     assert (found["clean"], found["live"], found["wrong"]) == (False, 1, ["d1 did not answer"])
 
 
-async def _asked_together() -> tuple[list[Any], int]:
+async def test_who_asks_together_shares_an_audit_that_begins_after_they_asked() -> None:
     """10 ask at once, 5 more while the first audit runs, 1 after all."""
     num_begun = num_running = 0
 
@@ -136,28 +135,20 @@ async def _asked_together() -> tuple[list[Any], int]:
     began = asyncio.get_running_loop().time()
     found.append((await shared.ask())["number"])
     assert asyncio.get_running_loop().time() - began > 0.2  # after a pause
-    return found, num_begun
-
-
-def test_who_asks_together_shares_an_audit_that_begins_after_they_asked() -> None:
-    found, num_begun = asyncio.run(_asked_together())
     assert found == [1] * 10 + [2] * 5 + [3]
     assert num_begun == 3
 
 
-def test_an_audit_that_fails_fails_for_those_who_share_it_only() -> None:
-    async def ask() -> None:
-        answers: list[Any] = [RuntimeError("no"), {"clean": True}]
+async def test_an_audit_that_fails_fails_for_those_who_share_it_only() -> None:
+    answers: list[Any] = [RuntimeError("no"), {"clean": True}]
 
-        async def look() -> dict[str, Any]:
-            answer: Any = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return dict(answer)
+    async def look() -> dict[str, Any]:
+        answer: Any = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
 
-        shared = SharedAudit(look)
-        failed = await asyncio.gather(shared.ask(), shared.ask(), return_exceptions=True)
-        assert [str(error) for error in failed] == ["no", "no"]
-        assert await shared.ask() == {"clean": True}
-
-    asyncio.run(ask())
+    shared = SharedAudit(look)
+    failed = await asyncio.gather(shared.ask(), shared.ask(), return_exceptions=True)
+    assert [str(error) for error in failed] == ["no", "no"]
+    assert await shared.ask() == {"clean": True}

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     GiveUp,
-    Introduce,
     MachinesChanged,
     Record,
+    SendPeers,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
-from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Role, RouterUp, WorkerInfo
 from kvrelay.router.messages import WorkerDown, WorkerUp
-from kvrelay.worker.messages import Introduced, Peer, StartFailed, WorkerStarted
+from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
 
 ROUTER = Peer("router-0", "h0", 1, 1)
 CONFIG = ControllerConfig(
@@ -62,11 +62,11 @@ class Script:
         """All acknowledge; returns what was said at the end."""
         last: list[Any] = []
         for effect in self.started(worker, epoch):
-            if isinstance(effect, Introduce):
-                last = self.say(Introduced(effect.to, effect.about, effect.epoch))
+            if isinstance(effect, SendPeers):
+                last = self.say(PeersUpdated(effect.to, effect.about, effect.epoch))
         return last
 
-    def state(self, worker: str) -> WorkerState:
+    def state(self, worker: str) -> ProcessState:
         return self.controller.workers[worker].state
 
 
@@ -88,25 +88,25 @@ def test_every_worker_is_started_once_there_are_machines() -> None:
 def test_a_worker_is_announced_only_when_all_have_been_introduced() -> None:
     script = Script()
     prefill = script.started("prefill-0", 1)
-    assert of(Introduce, prefill) == [
-        Introduce("prefill-0", "prefill-0", 1, (ROUTER,)),
-        Introduce("router-0", "prefill-0", 1, (Peer("prefill-0", "h", 101, 1),)),
+    assert of(SendPeers, prefill) == [
+        SendPeers("prefill-0", "prefill-0", 1, (ROUTER,)),
+        SendPeers("router-0", "prefill-0", 1, (Peer("prefill-0", "h", 101, 1),)),
     ]
     decode = script.started("decode-0", 1)
     me = Peer("decode-0", "h", 101, 1)
-    assert of(Introduce, decode) == [
-        Introduce("decode-0", "decode-0", 1, (ROUTER, Peer("prefill-0", "h", 101, 1))),
-        Introduce("router-0", "decode-0", 1, (me,)),
-        Introduce("prefill-0", "decode-0", 1, (me,)),
+    assert of(SendPeers, decode) == [
+        SendPeers("decode-0", "decode-0", 1, (ROUTER, Peer("prefill-0", "h", 101, 1))),
+        SendPeers("router-0", "decode-0", 1, (me,)),
+        SendPeers("prefill-0", "decode-0", 1, (me,)),
     ]
-    assert script.say(Introduced("decode-0", "decode-0", 1)) == []
-    assert script.say(Introduced("prefill-0", "decode-0", 1)) == []
-    assert script.say(Introduced("router-0", "decode-0", 1)) == [
+    assert script.say(PeersUpdated("decode-0", "decode-0", 1)) == []
+    assert script.say(PeersUpdated("prefill-0", "decode-0", 1)) == []
+    assert script.say(PeersUpdated("router-0", "decode-0", 1)) == [
         Send("decode-0", RouterUp("router-0")),
         Send("router-0", WorkerUp(info("decode-0", 1))),
     ]
-    assert script.state("decode-0") is WorkerState.UP
-    assert script.state("prefill-0") is WorkerState.INTRODUCING
+    assert script.state("decode-0") is ProcessState.UP
+    assert script.state("prefill-0") is ProcessState.INTRODUCING
     assert not script.controller.all_up()
 
 
@@ -117,26 +117,26 @@ def test_workers_of_one_role_are_introduced_and_not_waited_for() -> None:
     script.bring_up("prefill-0", 1)
     first, other = Peer("decode-0", "h", 101, 1), Peer("prefill-0", "h", 101, 1)
     me = Peer("decode-1", "h", 101, 1)
-    assert of(Introduce, script.started("decode-1", 1)) == [
-        Introduce("decode-1", "decode-1", 1, (ROUTER, first, other)),
-        Introduce("router-0", "decode-1", 1, (me,)),
-        Introduce("decode-0", "decode-1", 1, (me,)),
-        Introduce("prefill-0", "decode-1", 1, (me,)),
+    assert of(SendPeers, script.started("decode-1", 1)) == [
+        SendPeers("decode-1", "decode-1", 1, (ROUTER, first, other)),
+        SendPeers("router-0", "decode-1", 1, (me,)),
+        SendPeers("decode-0", "decode-1", 1, (me,)),
+        SendPeers("prefill-0", "decode-1", 1, (me,)),
     ]
-    script.say(Introduced("decode-1", "decode-1", 1))
-    script.say(Introduced("router-0", "decode-1", 1))
-    assert script.state("decode-1") is WorkerState.INTRODUCING
-    script.say(Introduced("prefill-0", "decode-1", 1))  # decode-0 says nothing: it hangs
-    assert script.state("decode-1") is WorkerState.UP
-    assert script.say(Introduced("decode-0", "decode-1", 1)) == []
+    script.say(PeersUpdated("decode-1", "decode-1", 1))
+    script.say(PeersUpdated("router-0", "decode-1", 1))
+    assert script.state("decode-1") is ProcessState.INTRODUCING
+    script.say(PeersUpdated("prefill-0", "decode-1", 1))  # decode-0 says nothing: it hangs
+    assert script.state("decode-1") is ProcessState.UP
+    assert script.say(PeersUpdated("decode-0", "decode-1", 1)) == []
 
 
 def test_workers_learn_where_listeners_are_who_need_not_learn_of_them() -> None:
     listener = Peer("listener", "h0", 1, 1)
     script = Script(replace(CONFIG, listeners=(listener,)))
-    assert of(Introduce, script.started("decode-0", 1)) == [
-        Introduce("decode-0", "decode-0", 1, (ROUTER, listener)),
-        Introduce("router-0", "decode-0", 1, (Peer("decode-0", "h", 101, 1),)),
+    assert of(SendPeers, script.started("decode-0", 1)) == [
+        SendPeers("decode-0", "decode-0", 1, (ROUTER, listener)),
+        SendPeers("router-0", "decode-0", 1, (Peer("decode-0", "h", 101, 1),)),
     ]
 
 
@@ -173,13 +173,13 @@ def test_news_of_an_older_epoch_changes_nothing() -> None:
         WorkerStarted(info("decode-0", 1), "h", 1),
         WorkerLost("decode-0", 1, "late"),
         StartFailed("decode-0", 1, "late", False),
-        Introduced("decode-0", "decode-0", 1),
+        PeersUpdated("decode-0", "decode-0", 1),
         Woken("starting 1 decode-0"),
         Woken("backoff 1 decode-0"),
         WorkerLost("nobody", 1, "unknown"),
     ):
         assert script.say(late) == []
-    assert script.state("decode-0") is WorkerState.STARTING
+    assert script.state("decode-0") is ProcessState.STARTING
 
 
 def test_the_pause_grows_to_its_cap_and_shrinks_after_a_stable_time() -> None:
@@ -201,8 +201,8 @@ def test_a_peer_that_is_lost_is_not_waited_for() -> None:
     script = Script()
     script.started("prefill-0", 1)
     script.started("decode-0", 1)
-    script.say(Introduced("decode-0", "decode-0", 1))
-    script.say(Introduced("router-0", "decode-0", 1))
+    script.say(PeersUpdated("decode-0", "decode-0", 1))
+    script.say(PeersUpdated("router-0", "decode-0", 1))
     lost = script.say(WorkerLost("prefill-0", 1, "killed"))
     assert lost[-1] == Send("router-0", WorkerUp(info("decode-0", 1)))
     assert of(Send, lost)[0] == Send("decode-0", RouterUp("router-0"))
@@ -215,15 +215,15 @@ def test_a_worker_that_cannot_be_introduced_is_started_again() -> None:
     lost = script.say(Woken(wake.tag))
     assert of(StopWorker, lost) == [StopWorker("decode-0", 1)]
     assert of(Send, lost) == []
-    assert script.state("decode-0") is WorkerState.BACKOFF
+    assert script.state("decode-0") is ProcessState.BACKOFF
 
 
 def test_a_worker_that_does_not_start_in_time_is_started_again() -> None:
     script = Script()
     lost = script.say(Woken("starting 1 decode-0"))
     assert of(StopWorker, lost) == [StopWorker("decode-0", 1)]
-    assert script.state("decode-0") is WorkerState.BACKOFF
-    assert script.state("prefill-0") is WorkerState.STARTING
+    assert script.state("decode-0") is ProcessState.BACKOFF
+    assert script.state("prefill-0") is ProcessState.STARTING
 
 
 def test_a_start_that_failed_is_tried_elsewhere() -> None:
@@ -246,7 +246,7 @@ def test_without_a_machine_a_worker_waits_for_one() -> None:
     script.say(MachinesChanged(()))
     script.say(WorkerLost("prefill-0", 1, "machine lost"))
     assert script.say(Woken("backoff 1 prefill-0")) == []
-    assert script.state("prefill-0") is WorkerState.DOWN
+    assert script.state("prefill-0") is ProcessState.DOWN
     again = script.say(MachinesChanged(ONE))
     assert of(StartWorker, again) == [StartWorker("prefill-0", Role.PREFILL, 2, "m1")]
 

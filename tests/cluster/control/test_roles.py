@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.control.messages import Introduce, SetRole, StartWorker, WorkerLost
-from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.cluster.control.lifecycle import ProcessState
+from kvrelay.cluster.control.messages import SendPeers, SetRole, StartWorker, WorkerLost
 from kvrelay.engine.node import Note, Send, Woken
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import RoleChanged, WorkerUp
-from kvrelay.worker.messages import Introduced, StartFailed
+from kvrelay.worker.messages import PeersUpdated, StartFailed
 from tests.cluster.control.test_controller import Script, info, of
-from tests.cluster.control.test_router_processes import TwoRouters
+from tests.cluster.control.test_routers import TwoRouters
 
 
 def announced(script: Script, introductions: list[Any]) -> list[WorkerUp]:
     """What routers are told of a worker once all say that they know it."""
     said: list[Any] = []
-    for each in of(Introduce, introductions):
-        said += script.say(Introduced(each.to, each.about, each.epoch))
+    for each in of(SendPeers, introductions):
+        said += script.say(PeersUpdated(each.to, each.about, each.epoch))
     return [each.message for each in of(Send, said) if isinstance(each.message, WorkerUp)]
 
 
@@ -37,7 +37,7 @@ def test_every_router_hears_of_it_once_and_the_worker_does_not() -> None:
         Send("router-0", change),
         Send("router-1", change),
     ]
-    assert script.state("decode-0") is WorkerState.UP
+    assert script.state("decode-0") is ProcessState.UP
     assert script.controller.workers["decode-0"].role is Role.PREFILL
     assert script.controller.workers["prefill-0"].role is Role.PREFILL
 
@@ -81,26 +81,22 @@ def test_while_a_worker_is_down_no_router_is_told_and_it_comes_back_in_its_new_r
 ) -> None:
     script = Script()
     script.say(news)
-    assert script.state("decode-0") is WorkerState.BACKOFF
+    assert script.state("decode-0") is ProcessState.BACKOFF
     assert script.say(SetRole("decode-0", Role.BOTH)) == []
     again = script.say(Woken("backoff 1 decode-0"), at=1.0)
     assert of(StartWorker, again) == [StartWorker("decode-0", Role.BOTH, 2, "m1")]
 
 
-def test_a_role_that_is_set_while_a_worker_starts_is_the_one_it_is_announced_with() -> None:
+@pytest.mark.parametrize("state", [ProcessState.STARTING, ProcessState.INTRODUCING])
+def test_a_role_that_is_set_before_a_worker_is_up_is_the_one_it_is_announced_with(
+    state: ProcessState,
+) -> None:
     script = Script()
-    assert script.state("decode-0") is WorkerState.STARTING
+    introductions = script.started("decode-0", 1) if state is ProcessState.INTRODUCING else []
+    assert script.state("decode-0") is state
     assert script.say(SetRole("decode-0", Role.PREFILL)) == []  # no router knows the worker
-    said = announced(script, script.started("decode-0", 1))
+    said = announced(script, introductions or script.started("decode-0", 1))
     assert said == [up_as(Role.PREFILL, "decode-0", 1)]
-
-
-def test_a_role_that_is_set_while_a_worker_is_introduced_is_the_one_it_is_announced_with() -> None:
-    script = Script()
-    introductions = script.started("decode-0", 1)
-    assert script.state("decode-0") is WorkerState.INTRODUCING
-    assert script.say(SetRole("decode-0", Role.PREFILL)) == []
-    assert announced(script, introductions) == [up_as(Role.PREFILL, "decode-0", 1)]
 
 
 def test_a_router_that_comes_later_hears_of_the_new_role_only() -> None:

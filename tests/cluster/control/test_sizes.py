@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
 from kvrelay.cluster.control.messages import (
     MachinesChanged,
@@ -15,7 +16,6 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.control.view import cluster_view, merged_status
-from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.node import Woken
 from kvrelay.engine.stats import Role
 from tests.cluster.control.test_controller import ROUTER, Script, of
@@ -70,7 +70,7 @@ def test_what_does_not_fit_waits_and_says_for_how_many_gpus() -> None:
     script = Script(CONFIG, (SMALL,))
     assert placed(script.first) == {"prefill-0": ("small", 1), "prefill-1": ("small", 1)}
     worker = script.controller.workers["decode-0"]
-    assert worker.state is WorkerState.DOWN
+    assert worker.state is ProcessState.DOWN
     assert worker.last_error == "no machine has room: 4 free GPU(s) of one are needed"
     assert placed(script.say(MachinesChanged((SMALL, BIG)))) == {"decode-0": ("big", 4)}
 
@@ -78,7 +78,7 @@ def test_what_does_not_fit_waits_and_says_for_how_many_gpus() -> None:
 def test_a_large_worker_that_failed_finds_its_gpus_free() -> None:
     config = replace(CONFIG, workers=(*CONFIG.workers, ("prefill-2", P)))
     script = Script(config, (BIG, SMALL))
-    assert script.state("prefill-2") is WorkerState.DOWN
+    assert script.state("prefill-2") is ProcessState.DOWN
     script.say(WorkerLost("decode-0", 1, "killed"))
     script.say(WorkerLost("prefill-0", 1, "killed"))
     other = Machine("other", "h3", 32.0, 1.0)

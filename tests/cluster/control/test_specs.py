@@ -10,7 +10,7 @@ from kvrelay.cluster.config import Config, load_config
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
 from kvrelay.cluster.control.specs import worker_spec
-from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.engine.stats import Role
 from kvrelay.worker.kv_plan import GIB, plan_kv
@@ -26,7 +26,7 @@ def spec_of(
 ) -> WorkerSpec:
     plan = plan_kv(MODEL, config.engine, "float32")
     start = StartWorker("decode-0", role, 1, "m", num_ranks, further)
-    workers = [Worker("decode-0", role, 1, num_ranks, machine_id="m")]
+    workers = [DesiredWorker("decode-0", role=role, num_ranks=num_ranks, machine_id="m")]
     model = PreparedModel(Path("model"), MODEL, "m", 100, plan)
     return worker_spec(start, "c", config, model, {"m": machine}, workers)
 

@@ -14,20 +14,23 @@ from click.testing import CliRunner
 
 from kvrelay.cluster.cli.hosts import down, up
 from kvrelay.cluster.config import ConfigError
-from kvrelay.cluster.hosts import there
-from kvrelay.cluster.hosts.launch import Launch, LaunchError
-from kvrelay.cluster.hosts.orders import (
-    Answer,
-    GiveToken,
-    Hello,
-    Stop,
-    decode_answer,
-    decode_order,
-    encode,
+from kvrelay.cluster.hosts import agent
+from kvrelay.cluster.hosts.agent import Answer, Ping
+from kvrelay.cluster.hosts.launch import (
+    HostEntry,
+    Hosts,
+    Launch,
+    LaunchError,
+    Remote,
+    SshSection,
+    read_hosts,
+    settings_text,
 )
-from kvrelay.cluster.hosts.remote import Remote
-from kvrelay.cluster.hosts.settings import HostEntry, Hosts, SshSection, read_hosts, settings_text
+from kvrelay.engine.wire.channel import PREAMBLE, PROTOCOL, Hello, frame
 
+OF_ANOTHER_VERSION = PREAMBLE + frame(Hello(PROTOCOL, "7.0"))
+OF_ANOTHER_VERSION = OF_ANOTHER_VERSION.replace(b"protocol\x01", b"protocol\x09")
+OTHER_VERSION = "printf %b " + "".join(rf"\\0{byte:03o}" for byte in OF_ANOTHER_VERSION)
 HERE = ("env", "KVRELAY_TEST_HOST={host}")  # a way to a machine that is this one
 
 
@@ -77,18 +80,13 @@ def test_what_is_wrong_is_one_line_without_a_traceback(
     assert "Traceback" not in found.output
 
 
-def test_orders_and_answers_cross_as_json() -> None:
-    for order in (Hello("~/x"), GiveToken("f", "t"), Stop("f", "ray", 2.0)):
-        assert decode_order(encode(order)) == order
-    said = b"Welcome to this machine!\n" + encode(Answer(news="done")) + b"\n"
-    assert decode_answer(said) == Answer(news="done")
-
-
 def test_a_machine_is_asked_by_a_process_there(tmp_path: Path) -> None:
-    remote = Remote(HostEntry("one"), ssh(tmp_path))
-    answer = remote.ask(Hello(remote.folder))
+    """Whatever its login shell says first."""
+    greets = ("sh", "-c", 'echo Welcome to {host}; exec "$@"', "sh")
+    remote = Remote(HostEntry("one"), ssh(tmp_path, command=greets))
+    answer = remote.ask(Ping(remote.folder))
     assert answer.error == ""
-    assert answer.facts["python"] == sys.version.split()[0]
+    assert answer.versions["python"] == sys.version.split()[0]
     assert remote.folder.endswith("/one")
 
 
@@ -99,68 +97,69 @@ def test_a_machine_is_asked_by_a_process_there(tmp_path: Path) -> None:
         ({"command": ("no-such-command",)}, "not installed here"),
         ({"command": ("sh", "-c", "echo No route to host >&2; exit 255", "{host}")}, "No route"),
         ({"python": "/usr/bin/python-of-nowhere"}, "python-of-nowhere"),
+        ({"command": ("sh", "-c", OTHER_VERSION, "{host}")}, "protocol 9 (kvrelay 7.0), and this"),
     ],
 )
 def test_who_cannot_be_reached_is_told_in_one_line(
     tmp_path: Path, changes: dict[str, object], said: str
 ) -> None:
     remote = Remote(HostEntry("one"), ssh(tmp_path, **changes))
-    answer = remote.ask(Hello(remote.folder))
+    answer = remote.ask(Ping(remote.folder))
     assert said in answer.error
     assert "\n" not in answer.error
 
 
 def test_ssh_gets_the_host_and_one_command_for_its_shell() -> None:
     remote = Remote(HostEntry("me@far"), SshSection(python="~/a b/python"))
-    assert remote.command() == [
+    assert remote.ssh_command() == [
         *("ssh", "-o", "BatchMode=yes", "me@far"),
-        "~/'a b/python' -m kvrelay.cluster.hosts.there",
+        "~/'a b/python' -m kvrelay.cluster.hosts.agent",
     ]
 
 
 def test_a_token_is_given_once_and_another_is_not_overwritten(tmp_path: Path) -> None:
-    assert there.give_token("one", tmp_path).error == ""
+    assert agent.give_token("one", tmp_path).error == ""
     file = tmp_path / ".ray/auth_token"
     assert file.read_text() == "one"
     assert file.stat().st_mode & 0o777 == 0o600
-    assert there.give_token("one", tmp_path).error == ""
-    assert "another token" in there.give_token("two", tmp_path).error
+    assert agent.give_token("one", tmp_path).error == ""
+    assert "another token" in agent.give_token("two", tmp_path).error
     assert file.read_text() == "one"
 
 
 def test_what_is_started_lives_on_and_is_started_once(tmp_path: Path) -> None:
     script = "import time; print('I am up', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", script]
-    assert there._start(tmp_path, "thing", command, "I am up", 20.0).error == ""
+    assert agent._start(tmp_path, "thing", command, "I am up", 20.0).error == ""
     pid = json.loads((tmp_path / "thing.running").read_text())["pid"]
-    assert there._start(tmp_path, "thing", command, "I am up", 20.0).error == ""
+    assert agent._start(tmp_path, "thing", command, "I am up", 20.0).error == ""
     assert json.loads((tmp_path / "thing.running").read_text())["pid"] == pid
     assert os.getsid(pid) == pid  # a hangup here is none there
-    assert there._stop(tmp_path, "thing", 10.0).news == "ended"
+    assert agent._stop(tmp_path, "thing", 10.0).result == "ended"
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert there._stop(tmp_path, "thing", 10.0).news == "was not running"
+    assert agent._stop(tmp_path, "thing", 10.0).result == "was not running"
 
 
 def test_what_does_not_start_says_why_and_what_is_stubborn_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such device')"]
-    answer = there._start(tmp_path, "thing", command, "up", 20.0)
+    answer = agent._start(tmp_path, "thing", command, "up", 20.0)
     assert "no such device" in answer.error
     assert "thing.log" in answer.error
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(60)"
     command = [sys.executable, "-u", "-c", stubborn]
-    assert there._start(tmp_path, "thing", command, "up", 20.0).error == ""
-    assert "by force" in there._stop(tmp_path, "thing", 0.5).news
+    assert agent._start(tmp_path, "thing", command, "up", 20.0).error == ""
+    assert "by force" in agent._stop(tmp_path, "thing", 0.5).result
 
 
 def test_a_number_that_came_again_is_not_taken_for_what_was_started(tmp_path: Path) -> None:
-    kept = there.Running(os.getpid(), time.time() + 5)
-    (tmp_path / "ray.running").write_bytes(there.msgspec.json.encode(kept))
-    assert there._stop(tmp_path, "ray", 0.1).news == "was not running"
+    kept = agent.Running(os.getpid(), time.time() + 5)
+    (tmp_path / "ray.running").write_bytes(agent.msgspec.json.encode(kept))
+    assert agent._stop(tmp_path, "ray", 0.1).result == "was not running"
 
 
 def test_machines_with_other_versions_are_refused_before_anything_starts(tmp_path: Path) -> None:
     launch = Launch(Hosts((HostEntry("a"), HostEntry("b"))), lambda *_: None, tmp_path)
-    same, other = Answer(facts={"ray": "2.1"}), Answer(facts={"ray": "2.2"})
+    same, other = Answer(versions={"ray": "2.1"}), Answer(versions={"ray": "2.2"})
     with pytest.raises(LaunchError, match=r"a has ray 2.1, and b has 2.2; install the same"):
         launch._check_versions([same, other])
 

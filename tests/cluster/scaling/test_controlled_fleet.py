@@ -14,12 +14,13 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
-    Introduce,
-    Kept,
+    Checkpoint,
     MachinesChanged,
     Record,
     RequestMachines,
+    RestartWorker,
     ScalingReport,
+    SendPeers,
     SetRole,
     StartWorker,
     StopWorker,
@@ -31,7 +32,7 @@ from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, Role
 from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
 from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen
-from kvrelay.worker.messages import Introduced, Peer, StartFailed, WorkerStarted
+from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.test_controller import info
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.cluster.scaling.connector_contract import state_of
@@ -54,7 +55,7 @@ class ControlledWorld:
         self.busy: dict[str, int] = {}  # what workers still do
         self.fails: set[str] = set()  # these do not start
         self.effects: list[Any] = []
-        self.kept = Kept()
+        self.kept = Checkpoint()
         self._events: list[tuple[float, int, int, Any]] = []
         self._count = 0
         self._life = 0  # the controller's epoch
@@ -112,8 +113,8 @@ class ControlledWorld:
                     self.say(WorkerStarted(info(worker, epoch), "h", 100), self.start_s)
                 case AdoptWorker(worker, epoch, _, _, _):
                     self.say(WorkerStarted(info(worker, epoch), "h", 100), 0.01)
-                case Introduce(to, about, epoch):
-                    self.say(Introduced(to, about, epoch), 0.001)
+                case SendPeers(to, about, epoch):
+                    self.say(PeersUpdated(to, about, epoch), 0.001)
                 case Send(to, WorkerDraining(worker, epoch)):
                     left = self.live_requests.get(worker, 0)
                     self.say(DrainReport(to, worker, epoch, left), 0.001)
@@ -303,3 +304,48 @@ def test_machines_are_asked_for_once_for_each_number() -> None:
     world.say(MachinesChanged((Machine("m", "h", 8.0), Machine("n", "h2", 8.0))))
     world.pass_time(2 * world.start_s)
     assert {each.state for each in world.connector.workers()} == {State.UP}
+
+
+def test_a_worker_is_restarted_when_its_requests_have_moved(world: ControlledWorld) -> None:
+    world.up()
+    worker = world.up()
+    world.live_requests[worker] = 1
+    world.say(RestartWorker(worker, "an operator asks"))
+    world.pass_time(2)
+    assert world.sent(WorkerDraining)
+    assert world.of(StopWorker) == []
+    world.live_requests[worker] = 0
+    world.pass_time(3 + world.start_s)
+    assert world.of(StopWorker) == [StopWorker(worker, 1, gently=True)]
+    assert world.controller.workers[worker].epoch == 2
+    assert world.controller.workers[worker].failures == 0
+    assert state_of(world, worker).state is State.UP
+    assert world.sent(WorkerUp)[-1].message.info.epoch == 2
+
+
+def test_one_that_is_restarted_waits_for_its_requests_only_so_long(world: ControlledWorld) -> None:
+    world.up()
+    worker = world.up()
+    world.live_requests[worker] = 1
+    world.say(RestartWorker(worker, "an operator asks"))
+    world.pass_time(CONFIG.restart_drain_s + 3 + world.start_s)
+    assert world.controller.workers[worker].epoch == 2
+
+
+def test_the_last_worker_is_restarted_at_once(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.say(RestartWorker(worker, "an operator asks"))
+    assert world.of(StopWorker) == [StopWorker(worker, 1)]
+
+
+def test_the_next_controller_takes_back_what_was_to_be_restarted(world: ControlledWorld) -> None:
+    world.up()
+    worker = world.up()
+    world.live_requests[worker] = 1
+    world.say(RestartWorker(worker, "an operator asks"))
+    world.pass_time(1)
+    world.effects.clear()
+    world.begin(CONFIG)
+    world.pass_time(2)
+    assert worker in [each.message.info.worker for each in world.sent(WorkerUp)]
+    assert not world.controller.workers[worker].is_draining

@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from kvrelay.cluster.state import redis
-from kvrelay.router.sessions.sharing import SaveSession, SessionsUpdated
+from kvrelay.router.sessions.session import SaveSession, SessionsUpdated
 from kvrelay.router.state import IndexLoaded, IndexWriter, SaveView, StateUp
 from tests.cluster.state.stores import Server, Teller, events, opened, record, until, view, writer
 

@@ -14,7 +14,7 @@ from kvrelay.cluster.state import index_keys, redis, session_keys
 from kvrelay.cluster.state.opening import open_state, with_url
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import Retention
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
+from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionsUpdated
 from kvrelay.router.state import (
     ForgetView,
     IndexLoaded,

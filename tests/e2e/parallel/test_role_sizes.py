@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -17,10 +14,11 @@ from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.agents.model import make_model
-from kvrelay.lab.local import LocalCluster
 from kvrelay.router.config import RouterConfig
 from tests.e2e.prompts import prompts
+from tests.e2e.serving import status, wait_until
+from tests.support.local import LocalCluster
+from tests.support.random_model import make_model
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -51,11 +49,6 @@ def complete(url: str, model: str, prompt: list[int]) -> list[int]:
     return found
 
 
-def status(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{url}/status", timeout=10).json()
-    return found
-
-
 def sizes(url: str) -> dict[str, tuple[int, int]]:
     """Maps each worker to what the status says, and how many processes there are."""
     found = {}
@@ -64,13 +57,6 @@ def sizes(url: str) -> dict[str, tuple[int, int]]:
         ranks = [p for p in children if "kvrelay.engine.model.parallel.follower" in p.cmdline()]
         found[worker["worker"]] = worker["tensor_parallel_size"], 1 + len(ranks)
     return found
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("is_default", [False, True], ids=["2 ranks and 1", "1 rank and 3"])

@@ -15,12 +15,13 @@ import pytest
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.model.parallel.link import SILENT_S
-from kvrelay.lab.agents.model import make_model
 from kvrelay.worker.processes import RANKS_MODULE
 from tests.chaos.hosts_file import kvrelay, write_hosts_file
 from tests.chaos.network import Hosts, what_is_missing
-from tests.e2e.parallel.test_role_sizes import NUM_BLOCKS, complete, of_one_rank_each, wait_until
+from tests.e2e.parallel.test_role_sizes import NUM_BLOCKS, complete, of_one_rank_each
 from tests.e2e.prompts import prompts
+from tests.e2e.serving import status, wait_until
+from tests.support.random_model import make_model
 
 pytestmark = [
     pytest.mark.long,
@@ -55,14 +56,8 @@ def rank_hosts() -> list[psutil.Process]:
     return [process for process in found if RANKS_MODULE in (process.info["cmdline"] or ())]
 
 
-def status(url: str) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    found: dict[str, Any] = httpx.get(f"{url}/status", timeout=10, headers=headers).json()
-    return found
-
-
 def workers(url: str) -> dict[str, dict[str, Any]]:
-    return {worker["worker"]: worker for worker in status(url)["workers"]}
+    return {worker["worker"]: worker for worker in status(url, KEY)["workers"]}
 
 
 def is_restarted(url: str) -> bool:
@@ -81,13 +76,13 @@ def test_ranks_on_two_hosts_say_what_one_process_says(tmp_path: Path) -> None:
         path = write_hosts_file(folder, hosts, settings)
         kvrelay("up", path)
         url = f"http://{hosts.address(0)}:8000"
-        name = status(url)["model"]
+        name = status(url, KEY)["model"]
         for worker in workers(url).values():
             assert worker["tensor_parallel_size"] == 2
             assert len({worker["machine"], *worker["further_machines"]}) == 2
         assert len(rank_hosts()) == 2
         assert [complete(url, name, prompt) for prompt in asked] == expected
-        totals = status(url)["totals"]
+        totals = status(url, KEY)["totals"]
         assert (totals["handoffs"], sum(totals["retries"].values())) == (len(asked), 0)
 
         # A rank dies: its worker does, on both hosts, and comes back on both.

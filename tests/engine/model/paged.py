@@ -110,3 +110,26 @@ def expected(
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         out.append((weights @ values).transpose(0, 1))
     return torch.cat(out)
+
+
+def attention_case(
+    lengths, heads, kv_heads, head_dim, block_size, dtype, kv_fp8, *, scale, fill, window=0,
+    num_sinks=0, softcap=0.0,
+):  # fmt: skip
+    """(case, queries as they lie in qkv, between rows of other numbers, `fill` as output, the
+    kernels' options, the answer [N, num_heads, head_dim])."""
+    case = paged(
+        lengths, kv_heads, head_dim, dtype=dtype, kv_fp8=kv_fp8, block_size=block_size,
+        given_back=window, sinks=num_sinks,
+    )  # fmt: skip
+    width = heads * head_dim
+    qkv = torch.randn(case.num_tokens, width + 2 * kv_heads * head_dim, device=DEVICE).to(dtype)
+    late = torch.randn(case.num_tokens, width, device=DEVICE).to(dtype)
+    queries, late_queries = (x.unflatten(1, (heads, head_dim)) for x in (qkv[:, :width], late))
+    answer = expected(
+        case, queries, heads, scale, window=window, sinks=num_sinks, sink_queries=late_queries,
+        softcap=softcap,
+    )  # fmt: skip
+    options = {"num_heads": heads, "scale": scale, "window": window, "num_sinks": num_sinks}
+    options |= {"softcap": softcap, "sink_queries": late if num_sinks else None}
+    return case, qkv, torch.full_like(late, fill), options, answer

@@ -1,14 +1,17 @@
 """Sequences that are fed step by step to something that runs steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Protocol
 
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.step import Sampled, ScheduledSeq
-from tests.engine.model.tiny import BLOCK_SIZE, scheduled
+from kvrelay.engine.step import UNKNOWN, Sampled, ScheduledSeq, Step, StepDone
+from tests.engine.model.tiny import BLOCK_SIZE, scheduled, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=1.0, seed=11)
+TABLES = ([9, 4], [2, 7], [3, 8])
 
 
 class World(Protocol):
@@ -84,3 +87,39 @@ def drafting(world: World, talks: Sequence[Talk], expected: Sequence[list[int]])
             num_accepted += len(sampled.more)
         left = [(talk, tokens) for talk, tokens in left if len(talk.output) < len(tokens)]
     return num_accepted
+
+
+def three_talks() -> list[Talk]:
+    prompts = (tokens_of(count, seed=seed) for count, seed in ((14, 1), (3, 2), (6, 3)))
+    return [Talk(*each) for each in zip(prompts, TABLES, (GREEDY, DRAWN, GREEDY), strict=True)]
+
+
+def after(talk: Talk, ahead: int, follows: int) -> ScheduledSeq:
+    """The share that follows `talk` once `ahead` tokens more are drawn for it."""
+    share = talk.next()
+    return replace(share, start=share.start + ahead, tokens=[UNKNOWN], follows=follows)
+
+
+class Launching:
+    """What a worker's node does with its executor, for sequences that are all decodes."""
+
+    def __init__(self, executor) -> None:
+        self.executor, self.number = executor, 0
+
+    def launch(self, *seqs: ScheduledSeq, checksums=(), followed=True) -> Callable[[], StepDone]:
+        self.number += 1
+        step = Step(self.number, list(seqs), list(checksums), may_be_followed=followed)
+        return self.executor.launch(step)
+
+    def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> list[Sampled | None]:
+        """A step that ends before the next begins."""
+        done = self.launch(*seqs, followed=False)()
+        assert done.error is None, done.error
+        return done.sampled
+
+    def begin(self) -> list[Talk]:
+        """Three talks whose prompts are computed."""
+        talks = three_talks()
+        for talk in talks:
+            step(self, talk)
+        return talks

@@ -55,22 +55,10 @@ def test_a_ragged_batch_of_prefill_chunk_and_decode_gives_the_reference_logits(d
     torch.testing.assert_close(got, torch.stack([long[71], short[15], short[5]]), **CLOSE)
 
 
-def test_decode_past_a_split_of_the_context_gives_the_reference_logits(tmp_path):
-    """More context than one split of the kernel (256): partial results are merged."""
-    model = make_checkpoint("llama", tmp_path)
-    ids = tokens_of(300, seed=5)
-    with torch.inference_mode():
-        expected = model(torch.tensor([ids])).logits[0, -1]
-    driver = Driver(tmp_path, "cpu")
-    driver.feed(("a", ids[:-1]))
-    torch.testing.assert_close(driver.feed(("a", ids[-1:]))[0], expected, **CLOSE)
-
-
-def test_sharded_checkpoints_load_like_whole_ones(tmp_path):
-    make_checkpoint("llama", tmp_path / "whole")
-    make_checkpoint("llama", tmp_path / "parts", max_shard_size="200KB")
-    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
-    whole, parts = (Driver(tmp_path / name, "cpu").feed(("a", LONG)) for name in ("whole", "parts"))
+def test_sharded_checkpoints_load_like_whole_ones(llama, tmp_path):
+    make_checkpoint("llama", tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole, parts = (Driver(path, "cpu").feed(("a", LONG)) for path in (llama, tmp_path))
     assert torch.equal(whole, parts)
 
 
@@ -87,20 +75,15 @@ def test_bf16_checkpoints_run_in_float32_without_losing_a_bit_of_them(tmp_path, 
 
 
 @pytest.mark.parametrize("low_precision", ["none", "bf16_pairs", "fp16", "amx", "int16"])
-def test_bf16_kernels_stay_near_the_torch_path(tmp_path, low_precision):
+def test_bf16_kernels_stay_near_the_torch_path(llama, low_precision):
     """bfloat16 weights and KV cache. Torch rounds activations too, so the bound is bf16's."""
-    make_checkpoint("llama", tmp_path)
+    kind = low_precision_kind(low_precision)
     logits = [
         torch.cat([driver.feed(("a", LONG)), driver.feed(("a", SHORT[:1]))])
         for driver in (
-            Driver(
-                tmp_path,
-                "cpu",
-                dtype=torch.bfloat16,
-                low_precision=low_precision_kind(low_precision),
-            ),
-            Driver(tmp_path, "torch", dtype=torch.bfloat16),
-            Driver(tmp_path, "torch"),
+            Driver(llama, "cpu", dtype=torch.bfloat16, low_precision=kind),
+            Driver(llama, "torch", dtype=torch.bfloat16),
+            Driver(llama, "torch"),
         )
     ]
     kernel_error = (logits[0] - logits[2]).abs().mean()

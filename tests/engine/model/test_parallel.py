@@ -78,19 +78,19 @@ def compare(path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("family", CHOSEN)
-def test_two_ranks_compute_what_one_process_does(family, tmp_path):
-    make_checkpoint(family, tmp_path)
-    compare(tmp_path, Ranks(tmp_path, 2, tmp_path / "meeting"))
+def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path):
+    path = checkpoint_of(family)
+    compare(path, Ranks(path, 2, tmp_path / "meeting"))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek3"])
-def test_without_kernels_too(family, tmp_path, monkeypatch):
+def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     def unavailable(_folder: Path) -> None:
         raise kernels.KernelsUnavailable("no compiler")
 
     monkeypatch.setattr(kernels, "load", unavailable)
-    make_checkpoint(family, tmp_path)
-    compare(tmp_path, Ranks(tmp_path, 2, tmp_path / "meeting"))
+    path = checkpoint_of(family)
+    compare(path, Ranks(path, 2, tmp_path / "meeting"))
 
 
 def test_more_ranks_than_kv_heads_have_copies_of_them(tmp_path, monkeypatch):
@@ -100,9 +100,8 @@ def test_more_ranks_than_kv_heads_have_copies_of_them(tmp_path, monkeypatch):
     compare(tmp_path, Ranks(tmp_path, 4, tmp_path / "meeting"))
 
 
-def test_sizes_that_do_not_divide_the_model_are_refused_with_those_that_do(tmp_path):
-    make_checkpoint("llama", tmp_path)
-    model = read_config(tmp_path)
+def test_sizes_that_do_not_divide_the_model_are_refused_with_those_that_do(llama):
+    model = read_config(llama)
     assert (model.num_heads, model.num_kv_heads, model.intermediate_size) == (6, 2, 160)
     check_divides(model, 2)
     with pytest.raises(ModelError, match=r"= 4 does not divide .* heads \(6\); possible: 1, 2$"):

@@ -233,6 +233,7 @@ def test_logprobs_are_of_the_raw_logits():
     assert pick_all([logits], [[0]], **GREEDY)[0].logprobs is None
 
 
+@pytest.mark.parametrize("drawn_by", ["torch"], indirect=True)
 @pytest.mark.parametrize(
     "params",
     [

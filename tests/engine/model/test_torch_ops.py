@@ -12,24 +12,10 @@ from kvrelay.engine.model.config import with_window
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import rope_tables
 from kvrelay.engine.model.torch_ops import TorchOps
-from tests.engine.model.tiny import MAX_LEN, Driver, make_checkpoint, make_pool, tokens_of
+from tests.engine.model.tiny import MAX_LEN, Driver, make_pool, tokens_of
 
 WINDOW, SINKS, LENGTH, SIZE = 10, 3, 37, 16
 LONG = tokens_of(150, seed=8)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    make_checkpoint("llama", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def latent_checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("latents")
-    make_checkpoint("deepseek2", path)
-    return path
 
 
 def turned(x: torch.Tensor, position: int, tables) -> torch.Tensor:
@@ -38,9 +24,9 @@ def turned(x: torch.Tensor, position: int, tables) -> torch.Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-def test_a_window_with_sinks_is_what_streaming_llm_defines(checkpoint):
+def test_a_window_with_sinks_is_what_streaming_llm_defines(llama):
     """Query by query, key by key: the distance to a sink never exceeds window and sinks."""
-    plain = read_config(checkpoint)
+    plain = read_config(llama)
     config = with_window(plain, WINDOW, SINKS)
     dim, group = config.head_dim, config.num_heads // config.num_kv_heads
     tables = rope_tables(config.ropes[0], MAX_LEN, torch.device("cpu"))
@@ -80,9 +66,9 @@ def batch_of(start: int, count: int) -> Batch:
 
 
 @pytest.mark.parametrize("sinks", [0, 20])
-@pytest.mark.parametrize("which", ["checkpoint", "latent_checkpoint"])
-def test_chunks_and_decode_see_the_same_window_and_sinks(request, which, sinks):
-    path = request.getfixturevalue(which)
+@pytest.mark.parametrize("family", ["llama", "deepseek2"])
+def test_chunks_and_decode_see_the_same_window_and_sinks(checkpoint_of, family, sinks):
+    path = checkpoint_of(family)
     config = with_window(read_config(path), WINDOW, sinks)
     whole, parts = Driver(path, "torch", config), Driver(path, "torch", config)
     expected = whole.feed(("a", LONG[:40]), ("b", LONG[50:53]))
@@ -95,9 +81,9 @@ def test_chunks_and_decode_see_the_same_window_and_sinks(request, which, sinks):
     assert (full[0] - expected[0]).abs().max() > 0.1, "the window hides something"
 
 
-def test_blocks_that_a_window_has_left_are_not_read(checkpoint):
-    config = with_window(read_config(checkpoint), WINDOW, SINKS)
-    kept, given_back = Driver(checkpoint, "torch", config), Driver(checkpoint, "torch", config)
+def test_blocks_that_a_window_has_left_are_not_read(llama):
+    config = with_window(read_config(llama), WINDOW, SINKS)
+    kept, given_back = Driver(llama, "torch", config), Driver(llama, "torch", config)
     for driver in (kept, given_back):
         driver.feed(("a", LONG[:90]), ("b", LONG[:12]))
     given_back.give_back("a", 1, 5)  # 90 - 10 = 80 = 5 blocks; the first holds the sinks
@@ -107,11 +93,11 @@ def test_blocks_that_a_window_has_left_are_not_read(checkpoint):
     torch.testing.assert_close(given_back.feed(*parts), kept.feed(*parts), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("which", ["checkpoint", "latent_checkpoint"])
+@pytest.mark.parametrize("family", ["llama", "deepseek2"])
 def test_an_fp8_pool_computes_with_rounded_keys_and_values_however_it_was_filled(
-    request, which, monkeypatch
+    checkpoint_of, family, monkeypatch
 ):
-    path = request.getfixturevalue(which)
+    path = checkpoint_of(family)
     exact = Driver(path, "torch").feed(("a", LONG[:60]))
     whole, parts = (Driver(path, "torch", fp8=True) for _ in range(2))
     got = whole.feed(("a", LONG[:60]))
@@ -149,13 +135,13 @@ def test_fp8_numbers_are_the_nearest_and_scales_the_smallest():
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(-1, 0), (0, 4), (8, -1)])
-def test_impossible_windows_are_refused(checkpoint, window, sinks):
+def test_impossible_windows_are_refused(llama, window, sinks):
     with pytest.raises(ModelError, match=f"a window of {window} positions and {sinks} sinks"):
-        with_window(read_config(checkpoint), window, sinks)
+        with_window(read_config(llama), window, sinks)
 
 
-def test_a_window_narrows_those_that_the_model_has(checkpoint):
-    model = replace(read_config(checkpoint), windows=(4, 0, 64))
+def test_a_window_narrows_those_that_the_model_has(llama):
+    model = replace(read_config(llama), windows=(4, 0, 64))
     assert with_window(model, 10, 2).windows == (4, 10, 10)
     assert with_window(model, 10, 2).max_window == 10
     assert model.max_window == 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.wire.context import TlsIdentity, WireLimits
 from kvrelay.engine.wire.wire import Wire
 
+LOOPS = ("asyncio", ("asyncio", {"use_uvloop": True}))
 TOKEN = b"a token of this cluster"
 LIMITS = WireLimits(
     max_frame_bytes=1 << 16,
@@ -16,8 +18,7 @@ LIMITS = WireLimits(
     max_unauthenticated=3,
     handshake_s=0.5,
     give_up_s=0.3,
-    backoff_s=0.01,
-    max_backoff_s=0.02,
+    reconnect=Backoff(0.01, 0.02),
 )
 
 
@@ -53,32 +54,9 @@ class Peer:
         self.wire.set_address(other.wire.node_id, *other.address, epoch)
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], object], what: str = "what was waited for") -> None:
     for _ in range(2000):
         if condition():
             return
         await asyncio.sleep(0.005)
     raise AssertionError(f"did not happen: {what}")
-
-
-def run(
-    scenario: Callable[[Peer, Peer], Awaitable[None]],
-    run_loop: Callable[..., None] = asyncio.run,
-    limits: WireLimits = LIMITS,
-) -> None:
-    """`scenario(a, b)` with two listening peers; `b` knows nobody."""
-
-    async def main() -> None:
-        a = await Peer("a", limits=limits).listen()
-        b = await Peer("b", limits=limits).listen()
-        try:
-            await scenario(a, b)
-        finally:
-            await a.wire.close()
-            await b.wire.close()
-
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await main()
-
-    run_loop(bounded())

@@ -1,4 +1,4 @@
-"""What the tests of the agents share: making agents of a kind with known bytes, and reading."""
+"""What the tests of the agents share: making agents with known bytes, and reading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import Agent, AgentError
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.layout import HeadShare
 from tests.kvtransfer.agents.nixl_peer import content
@@ -24,10 +23,8 @@ NUM_BLOCKS, BLOCK = 64, 4096
 
 @dataclass
 class AgentMaker:
-    """Makes agents of one kind, and the arrays they were made with."""
+    """Makes agents, and the arrays they were made with."""
 
-    kind: str  # "local" or "nixl"
-    registry: LocalRegistry = field(default_factory=LocalRegistry)
     agents: list[Agent] = field(default_factory=list)
 
     def __call__(
@@ -44,25 +41,20 @@ class AgentMaker:
         host: np.ndarray | None = None,
         share: HeadShare | None = None,
     ) -> Agent:
-        agent: Agent
-        if self.kind == "local":
-            agent = LocalAgent(name, pool, self.registry, host=host, share=share)
-        else:
-            agent = NixlAgent(name, torch.from_numpy(pool), host=host, share=share)
+        agent = NixlAgent(name, torch.from_numpy(pool), host=host, share=share)
         self.agents.append(agent)
         return agent
 
 
 @contextmanager
-def agent_maker(kind: str) -> Iterator[AgentMaker]:
+def agent_maker() -> Iterator[AgentMaker]:
     """Closes all agents at the end."""
-    maker = AgentMaker(kind)
+    maker = AgentMaker()
     try:
         yield maker
     finally:
         for agent in maker.agents:
             agent.close()
-    assert not maker.registry.pools
 
 
 def settle(agent: Agent, handle: Any) -> None:

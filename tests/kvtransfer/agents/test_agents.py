@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvrelay.kvtransfer.agents.metadata import AgentMetadata
 from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.agents.pool import pool_bytes
 from tests.kvtransfer.agents.agent_kit import (
@@ -20,17 +20,10 @@ from tests.kvtransfer.agents.agent_kit import (
     DEADLINE_S,
     NUM_BLOCKS,
     AgentMaker,
-    agent_maker,
     read,
     settle,
 )
 from tests.kvtransfer.agents.nixl_peer import content, peer_process
-
-
-@pytest.fixture(params=["local", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
-    with agent_maker(request.param) as maker:
-        yield maker
 
 
 class TestEveryAgent:
@@ -130,37 +123,11 @@ class TestEveryAgent:
                 reader.connect("p", 1, NUM_BLOCKS, metadata)
 
 
-def test_agents_of_different_transports_do_not_connect() -> None:
-    registry = LocalRegistry()
-    local = LocalAgent("l", content(4, 64, 0), registry)
-    nixl = NixlAgent("n", torch.zeros(4, 64, dtype=torch.uint8))
-    with pytest.raises(AgentError, match="differs in transport: it says local"):
-        nixl.connect("l", 1, 4, local.metadata())
-    nixl.close()
-
-
-def test_a_local_peer_that_closed_fails_its_readers() -> None:
-    registry = LocalRegistry()
-    reader, producer = (LocalAgent(n, content(4, 64, 0), registry) for n in "rp")
-    reader.connect("p", 1, 4, producer.metadata())
-    handle = reader.post_copy("p", [0], [1])
-    metadata = producer.metadata()
-    producer.close()
-    with pytest.raises(AgentError, match="p has left"):
-        reader.poll(handle)
-    assert reader.release(handle)
-    with pytest.raises(AgentError, match="not in this process"):
-        reader.connect("p", 1, 4, metadata)
-
-
-def test_a_local_read_that_is_released_early_writes_nothing() -> None:
-    registry = LocalRegistry()
-    pool = content(4, 64, 0)
-    reader = LocalAgent("r", pool, registry)
-    reader.connect("p", 1, 4, LocalAgent("p", content(4, 64, 1), registry).metadata())
-    before = pool.copy()
-    assert reader.release(reader.post_copy("p", [0], [1]))
-    assert np.array_equal(pool, before)
+def test_agents_of_different_transports_do_not_connect(make: AgentMaker) -> None:
+    agent, pool = make("n")
+    over_tcp = AgentMetadata(transport="tcp", agent="t", bytes_per_block=BLOCK, spaces={})
+    with pytest.raises(AgentError, match="differs in transport: it says tcp"):
+        agent.connect("t", 1, len(pool), over_tcp.pack())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

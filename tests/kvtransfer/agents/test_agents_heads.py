@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,21 +11,13 @@ from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
-from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, read
+from tests.kvtransfer.agents.agent_kit import AgentMaker, read
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")
 LAYOUT = BlockLayout(SPEC)
 NUM_BLOCKS = 12
 # [num_blocks, num_layers, 2, num_kv_heads, bytes of a head]
 SHAPE = (NUM_BLOCKS, 3, 2, 4, 4 * 8 * 2)
-
-SIZES = [(1, 2), (2, 1), (4, 2), (2, 4), (4, 1), (1, 4), (2, 2), (1, 1)]
-
-
-@pytest.fixture(params=["local", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
-    with agent_maker(request.param) as maker:
-        yield maker
 
 
 def whole_cache(seed: int) -> np.ndarray:
@@ -37,41 +28,6 @@ def pool_of(cache: np.ndarray, share: HeadShare) -> np.ndarray:
     """The rank's own pool: its heads of each plane of each block."""
     heads = share.heads
     return np.ascontiguousarray(cache[:, :, :, heads.start : heads.stop])
-
-
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-@pytest.mark.parametrize(("src_size", "dst_size"), SIZES)
-def test_every_head_arrives_where_it_belongs_and_no_other_is_touched(
-    make: AgentMaker, src_size: int, dst_size: int, tier: Tier
-) -> None:
-    cache, before = whole_cache(1), whole_cache(2)
-    blocks = {3: 7, 11: 0, 5: 5}
-    src, dst = list(blocks), list(blocks.values())
-    expected = before.copy()
-    expected[dst] = cache[src]
-    producers = []
-    for rank in range(src_size):
-        share = LAYOUT.share(rank, src_size)
-        pool = pool_of(cache, share)
-        producers.append((share, make.over(f"p{rank}", pool, host=pool.copy(), share=share)))
-    for rank in range(dst_size):
-        share = LAYOUT.share(rank, dst_size)
-        pool = pool_of(before, share)
-        reader = make.over(f"d{rank}", pool, share=share)
-        partly = before.copy()
-        for source, producer in producers:
-            common = range(
-                max(source.heads.start, share.heads.start), min(source.heads.stop, share.heads.stop)
-            )
-            if not common:
-                continue
-            name = f"p{source.rank}"
-            reader.connect(name, 1, NUM_BLOCKS, producer.metadata())
-            read(reader, name, src, dst, src_tier=tier)
-            for head in common:
-                partly[dst, :, :, head] = cache[src][:, :, :, head]
-            assert np.array_equal(pool, pool_of(partly, share))
-        assert np.array_equal(pool, pool_of(expected, share))
 
 
 def test_ranks_without_a_common_head_do_not_connect(make: AgentMaker) -> None:

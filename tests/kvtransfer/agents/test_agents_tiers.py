@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,12 +19,6 @@ MEMORY = (Tier.DEVICE, Tier.HOST)
 COUNTS = {Tier.DEVICE: 40, Tier.HOST: 90}
 
 Pools = dict[Tier, np.ndarray]
-
-
-@pytest.fixture(params=["local", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
-    with agent_maker(request.param) as maker:
-        yield maker
 
 
 def tiered(make: AgentMaker, name: str, seed: int) -> tuple[Agent, Pools]:
@@ -115,7 +108,7 @@ def test_blocks_are_checked_against_the_memory_that_they_are_in(
 
 
 def test_host_memory_of_another_process_is_read_after_its_device_memory() -> None:
-    with agent_maker("nixl") as make, peer_process(20, SIZE, seed=5, num_host_blocks=50) as peer:
+    with agent_maker() as make, peer_process(20, SIZE, seed=5, num_host_blocks=50) as peer:
         agent, pools = tiered(make, "me", seed=1)
         agent.connect("p", 1, 20, peer[1])
         read(agent, "p", [3, 19], [0, 1])
@@ -133,7 +126,7 @@ class TestHostArena:
                 return int(statm.read().split()[1]) * 4096
 
         num_bytes = 512 << 20
-        with agent_maker("nixl") as make:
+        with agent_maker() as make:
             before = resident_bytes()
             arena = make_host_arena(num_bytes // (1 << 20), 1 << 20, pinned=False)
             make.over("me", np.zeros((2, 1 << 20), np.uint8), host=arena)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,7 @@ from kvrelay.kvtransfer.agents.ranks import RanksAgent, join_ranks, ranks_to_rea
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
 from kvrelay.kvtransfer.ranks import add_checksums, first_with_heads
-from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, fails, read
+from tests.kvtransfer.agents.agent_kit import AgentMaker, fails, read
 
 NUM_BLOCKS = 6
 SIZES = [1, 2, 4]
@@ -25,12 +23,6 @@ SIZES = [1, 2, 4]
 def layout(num_heads: int, dtype: str = "bfloat16") -> BlockLayout:
     planes = 1 if num_heads == 1 else 2  # one head: a latent, which all ranks have
     return BlockLayout(KVSpec(3, num_heads, 8, 4, dtype, planes))
-
-
-@pytest.fixture(params=["local", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
-    with agent_maker(request.param) as maker:
-        yield maker
 
 
 def cache_of(layout: BlockLayout, seed: int) -> np.ndarray:
@@ -62,10 +54,13 @@ class Ranked:
         return add_checksums([checksum_blocks(p, blocks, s) for p, s, is_c in each if is_c])
 
 
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 @pytest.mark.parametrize("num_heads", [1, 2, 4])
 @pytest.mark.parametrize("dst_size", SIZES)
 @pytest.mark.parametrize("src_size", SIZES)
-def test_any_sizes(make: AgentMaker, src_size: int, dst_size: int, num_heads: int) -> None:
+def test_every_head_arrives_where_it_belongs_and_no_other_is_touched(
+    make: AgentMaker, src_size: int, dst_size: int, num_heads: int, tier: Tier
+) -> None:
     shape = layout(num_heads, "float8_e4m3" if src_size == 2 else "bfloat16")
     cache, before = cache_of(shape, 1), cache_of(shape, 2)
     producer = Ranked(make, "p", shape, src_size, cache)
@@ -73,7 +68,7 @@ def test_any_sizes(make: AgentMaker, src_size: int, dst_size: int, num_heads: in
     src, dst = [5, 0, 3], [1, 2, 4]
     for agent in reader.agents:
         agent.connect("p", 1, NUM_BLOCKS, producer.metadata)
-        read(agent, "p", src, dst, src_tier=Tier.HOST)
+        read(agent, "p", src, dst, src_tier=tier)
     after = before.copy()
     after[dst] = cache[src]
     for pool, share in zip(reader.pools, reader.shares, strict=True):
@@ -94,16 +89,15 @@ def test_readers_with_the_same_heads_spread_over_ranks_that_have_them() -> None:
     assert read_from == [[0], [1], [2], [3]]
 
 
-def test_a_rank_that_has_left_fails_the_copy_once_the_others_have_settled() -> None:
-    with agent_maker("local") as make:
-        shape = layout(4)
-        producer = Ranked(make, "p", shape, 2, cache_of(shape, 1))
-        (agent,) = Ranked(make, "d", shape, 1, cache_of(shape, 2)).agents
-        agent.connect("p", 1, NUM_BLOCKS, producer.metadata)
-        producer.agents[1].close()
-        assert fails(agent, "p", [0], [0]) == "p/1 has left"
-        agent.disconnect("p")
-        assert fails(agent, "p", [0], [0]) == "not connected to p"
+def test_a_rank_that_is_lost_fails_the_copy_once_the_others_have_settled(make: AgentMaker) -> None:
+    shape = layout(4)
+    producer = Ranked(make, "p", shape, 2, cache_of(shape, 1))
+    (agent,) = Ranked(make, "d", shape, 1, cache_of(shape, 2)).agents
+    agent.connect("p", 1, NUM_BLOCKS, producer.metadata)
+    agent._agent.disconnect("p/1")
+    assert fails(agent, "p", [0], [0]) == "not connected to p/1"
+    agent.disconnect("p")
+    assert fails(agent, "p", [0], [0]) == "not connected to p"
 
 
 def test_what_cannot_be_read_is_told(make: AgentMaker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import CopyDone
 from kvrelay.kvtransfer.tiers.moves import MAX_MOVE_BLOCKS
+from tests.kvtransfer.tiers.quiet import is_quiet
 from tests.kvtransfer.tiers.tier_world import (
     KEEP,
     MEMORY_ONLY,
@@ -25,7 +26,7 @@ def test_sealed_blocks_are_copied_to_host_memory_while_they_are_in_use() -> None
     assert (read.src_tier, read.dst_tier) == (DEVICE, HOST)
     assert list(read.src) == blocks
     assert world.tiers.find(names(1)) == []
-    assert not world.tiers.is_quiet
+    assert not is_quiet(world.tiers, world.now)
     world.settle()
     found = world.tiers.find(names(1, 2, 3))
     assert [(s.tier, s.block_hash, s.checksum) for s in found] == [
@@ -170,7 +171,7 @@ def test_promoted_blocks_come_from_disk_to_host_memory() -> None:
     world.serve(*range(8, 16))
     assert world.held(HOST) == list(range(8, 16))
     world.tiers.promote(names(0, 1, 9, 40))
-    assert not world.tiers.is_quiet
+    assert not is_quiet(world.tiers, world.now)
     world.settle()
     assert {s.tier for s in world.tiers.find(names(0, 1))} == {HOST}
     # What was brought up is not the next to go.
@@ -189,7 +190,7 @@ def test_a_store_that_fails_is_read_on_and_quiet_in_its_failure() -> None:
     world.settle()
     assert world.held(HOST) == [0, 7]
     assert world.held(DISK) == [0, 1, 2]
-    assert world.tiers.is_quiet
+    assert is_quiet(world.tiers, world.now)
     world.store_failed()
     assert len(world.notes) == 1
     world.rest(10.0)

@@ -18,6 +18,7 @@ from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from tests.engine.configs import worker_config
+from tests.kvtransfer.tiers.quiet import is_quiet
 
 KEEP = Retention(1000.0)
 MEMORY_ONLY = Retention(1000.0, to_disk=False)
@@ -223,7 +224,7 @@ class TierWorld:
     def assert_idle(self) -> None:
         self.settle()
         assert self.tiers.check_idle() == []
-        assert self.tiers.is_quiet
+        assert is_quiet(self.tiers, self.now)
         assert self.kv.pool.is_idle()
         listed = {record.block_hash: record.slot for record in self.index.values()}
         assert listed == {name: s.slot for name, s in self.readable(Tier.DISK).items()}

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvrelay.lab.replay.config import ReplayConfig
-from kvrelay.lab.replay.replay import Replay
-from kvrelay.lab.replay.results import ReplayResult, Sample
+from kvrelay.lab.replay.replay import Replay, ReplayResult, Sample
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 from kvrelay.lab.timing.timing import Links, Polynomial
 from kvrelay.router.config import RouterConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrelay.lab.replay.results import LoadSeries, ReplayResult, Sample
+from kvrelay.lab.replay.replay import LoadSeries, ReplayResult, Sample
 
 
 def sample(number: int, **changes: object) -> Sample:

@@ -11,16 +11,16 @@ from kvrelay.cluster.scaling.connector import State
 from kvrelay.cluster.scaling.decisions import encode_line, read_log
 from kvrelay.cluster.scaling.scaler import replay_log
 from kvrelay.engine.stats import Role
-from kvrelay.lab.replay.autoscale.foresight import foresee, plan_of
-from kvrelay.lab.replay.autoscale.report import attainment, figures
-from kvrelay.lab.replay.autoscale.scaled import (
+from kvrelay.lab.replay.autoscale import (
     ScaledReplay,
     SimulatedFleet,
+    foresee,
+    plan_of,
     replay_scaled,
     reversals_of,
     with_targets,
 )
-from kvrelay.lab.replay.report import Slo, is_complete
+from kvrelay.lab.replay.report import Slo, attainment, figures, is_complete
 from kvrelay.lab.replay.trace import Trace, TraceRequest, multiplied
 from kvrelay.router.scaling_config import ScalingConfig
 from tests.cluster.scaling.connector_contract import *  # noqa: F403

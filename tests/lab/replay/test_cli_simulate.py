@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvrelay.cluster.cli.main import main
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
-from kvrelay.lab.replay.results import ReplayResult
+from kvrelay.lab.replay.replay import ReplayResult
 from kvrelay.lab.replay.trace import Trace
 from kvrelay.router.config import POLICIES
 from tests.lab.replay.results_kit import result, sample

@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvrelay.lab.replay.generators import PRESETS, preset
-from kvrelay.lab.replay.trace import Trace
+from kvrelay.lab.replay.trace import PRESETS, Trace, preset
 
 CONVERSATIONS = ("chat", "agents", "bursts")
 

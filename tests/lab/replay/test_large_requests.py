@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvrelay.lab.replay.results import Sample
+from kvrelay.lab.replay.replay import Sample
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 from kvrelay.lab.timing.timing import Links, Polynomial
 from tests.lab.replay.replay_kit import checked, config

@@ -23,23 +23,24 @@ from benchmarks.serving.fidelity_load import (
 )
 from kvrelay.cluster.api.text.tokenizer import ChatPrompt, Tokenizer
 from kvrelay.cluster.config import Config
-from kvrelay.lab.bench.load import Timing
+from kvrelay.lab.bench.load import RequestTiming
 from kvrelay.lab.cli.profile import profile, profile_tables
 from kvrelay.lab.profiling.forward import Grid, ProfileError
 from kvrelay.lab.profiling.measure import fit_line
-from kvrelay.lab.profiling.mixture import (
+from kvrelay.lab.profiling.served import (
     LOAD,
     contention_of,
+    fit_gaps,
+    gaps_together,
+    least_gap_s,
     merged,
     plan_mixture,
     prompts_slowed,
     steps_slowed,
 )
-from kvrelay.lab.profiling.served import fit_gaps, gaps_together, least_gap_s
 from kvrelay.lab.replay.replay import Replay, replay
 from kvrelay.lab.replay.trace import Trace, TraceRequest
-from kvrelay.lab.timing.file import load_timing
-from kvrelay.lab.timing.profile import arrays_of, profile_of
+from kvrelay.lab.timing.profile import arrays_of, load_timing, profile_of
 from kvrelay.lab.timing.timing import overheads_of
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Output
@@ -119,10 +120,10 @@ def test_steps_beside_passes_never_take_less_than_nothing() -> None:
 
 
 def test_gaps_count_while_all_stream() -> None:
-    early = Timing(0.0, chunk_at=[0.0, 1.0, 2.0, 3.0, 4.0])
-    late = Timing(0.0, chunk_at=[1.5, 2.6, 3.8, 9.0])
+    early = RequestTiming(0.0, chunk_at=[0.0, 1.0, 2.0, 3.0, 4.0])
+    late = RequestTiming(0.0, chunk_at=[1.5, 2.6, 3.8, 9.0])
     assert gaps_together([early, late]) == [1.0, 1.0, pytest.approx(1.2)]
-    apart = [early, Timing(0.0, chunk_at=[5.0, 6.0])]
+    apart = [early, RequestTiming(0.0, chunk_at=[5.0, 6.0])]
     assert gaps_together(apart) == []
     assert least_gap_s([apart, [early, late]]) == 1.0
     assert least_gap_s([apart]) is None
@@ -180,7 +181,7 @@ def test_a_recording_is_a_trace_with_what_the_client_saw(tmp_path: Path) -> None
     timings = []
     for i, each in enumerate(planned):
         tokens = len(Words().chat_prompt(each.messages).tokens)
-        timing = Timing(10.0 + i, chunk_at=[10.5 + i, 10.6 + i, 10.8 + i])
+        timing = RequestTiming(10.0 + i, chunk_at=[10.5 + i, 10.6 + i, 10.8 + i])
         timing.num_prompt_tokens, timing.num_output_tokens = tokens, 3
         timings.append(timing)
     write_recording(tmp_path / "r.jsonl", record(Words(), planned, timings))
@@ -200,7 +201,7 @@ def test_slowdowns_are_found_again_from_what_clients_saw(monkeypatch: pytest.Mon
     slowed |= {"decode_alone_slowdown": 1.2, "spread": 0.2}
     arrays = arrays_of({16: 40.0, 256: 400.0}, {(1, 64): 12.0, (8, 64): 20.0}, slowed)
     planned = plan_mixture(lambda words, tokens: 0.002 * words + 0.015 * tokens)
-    seen = [Timing(each.at_s) for each in planned]
+    seen = [RequestTiming(each.at_s) for each in planned]
     on_answer = Replay._on_answer
 
     def note(self: Replay, now: float, answer: Output) -> None:

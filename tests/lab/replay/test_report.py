@@ -10,8 +10,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvrelay.lab.replay.plot import save_plot
-from kvrelay.lab.replay.report import Slo, summary, weighted_percentiles
-from kvrelay.lab.replay.tables import comparison_table, result_table
+from kvrelay.lab.replay.report import (
+    Slo,
+    comparison_table,
+    result_table,
+    summary,
+    weighted_percentiles,
+)
 from tests.lab.replay.results_kit import busy_result, refused, result, sample
 
 

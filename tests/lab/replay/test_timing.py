@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.stats import Role
-from kvrelay.lab.replay.contention import Contention
-from kvrelay.lab.timing.file import TimingError, load_timing
-from kvrelay.lab.timing.profile import Profile, arrays_of
+from kvrelay.lab.replay.runtime import Contention
+from kvrelay.lab.timing.profile import Profile, TimingError, arrays_of, load_timing
 from kvrelay.lab.timing.roofline import GPUS, MODELS, Roofline, parse_roofline
 from kvrelay.lab.timing.timing import Overheads, Polynomial, Timing, overheads_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.engine.node import Send, Wake, Woken
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams
-from kvrelay.lab.sim.client import Client, Outcome, SecondWave
+from kvrelay.lab.sim.client import Outcome, SecondWave, SimClient
 from kvrelay.lab.sim.workload import Job
 from kvrelay.router.messages import Cancel, Failed, Output, Submit
 
@@ -29,7 +29,7 @@ class Table:
             FinishReason.LENGTH,
             **job,  # type: ignore[arg-type]
         )
-        self.client = Client(
+        self.client = SimClient(
             "client",
             ["router-0", "router-1"],
             [self.job],

@@ -13,10 +13,10 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.lab.sim import run, scenario
 from kvrelay.lab.sim.checkers import check_prompt_outputs
-from kvrelay.lab.sim.client import Client
+from kvrelay.lab.sim.client import SimClient
 from kvrelay.lab.sim.executor import SimExecutor, SimPool
 from kvrelay.lab.sim.model import FULL, generate, prompt_outputs
-from kvrelay.lab.sim.run import Cluster, run_seed
+from kvrelay.lab.sim.run import SimCluster, run_seed
 from kvrelay.lab.sim.runtime import SimRuntime
 from kvrelay.lab.sim.scenario import draw_scenario
 from kvrelay.lab.sim.workload import Job
@@ -73,12 +73,12 @@ def test_outputs_tell_prompts_apart() -> None:
 
 
 def complaints(sampling: SamplingParams, *outputs: PromptOutputs) -> list[str]:
-    """Of a client that gets a token with each of `outputs`."""
+    """What a client says that gets a token with each of `outputs`."""
     runtime = SimRuntime(1)
     sampling = replace(sampling, max_tokens=8, temperature=0.0)
     expected, finish = generate(PROMPT, sampling, 100)
     job = Job("r0", PROMPT, sampling, 0.0, 10.0, tuple(expected), finish)
-    client = Client("client", ["router-0"], [job], lambda *_: None, runtime.violate)
+    client = SimClient("client", ["router-0"], [job], lambda *_: None, runtime.violate)
     client.start(0.0)
     for index, prompt in enumerate(outputs):
         client.receive(1.0, Output("r0", index, (expected[index],), prompt=prompt))
@@ -110,7 +110,7 @@ def test_runs_have_requests_that_ask_for_them() -> None:
     ends: set[str] = set()
     sizes: set[int] = set()
     for seed in range(8):
-        cluster = Cluster(seed, None)
+        cluster = SimCluster(seed, None)
         cluster.run()
         assert not cluster.runtime.violations
         asked = [o for o in cluster.client.orders.values() if o.job.sampling.reads_prompt]

@@ -9,11 +9,10 @@ from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Execute, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
-from kvrelay.lab.sim.executor import SimPool
+from kvrelay.lab.sim.executor import ReadFate, SimPool
 from kvrelay.lab.sim.faults import FaultPlan, Faults, Partition, Pause
 from kvrelay.lab.sim.model import UNWRITTEN, extend_slots, generate
-from kvrelay.lab.sim.runtime import Life, PoolShape, SimRuntime
-from kvrelay.lab.sim.transfers import ReadFate
+from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime
 from tests.lab.sim.toys import Do, Ping, Recorder, pings, step_of
 
 SHAPE = PoolShape(num_blocks=8, block_size=4)
@@ -25,7 +24,7 @@ def add(runtime: SimRuntime, name: str, *effects: object) -> Recorder:
     return node
 
 
-def life(runtime: SimRuntime, name: str) -> Life:
+def life(runtime: SimRuntime, name: str) -> SimNode:
     current = runtime.life(name)
     assert current is not None
     return current

@@ -7,7 +7,7 @@ import pytest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.step import Execute
 from kvrelay.kvtransfer.agent import ConnectPeer
-from kvrelay.lab.sim.faults import Kind, Sickness
+from kvrelay.lab.sim.faults import Sickness, SicknessKind
 from kvrelay.lab.sim.runtime import SimRuntime
 from tests.lab.sim.test_runtime import add, life, plan, read
 from tests.lab.sim.toys import Ping, Recorder, pings, step_of
@@ -16,7 +16,7 @@ from tests.lab.sim.toys import Ping, Recorder, pings, step_of
 def test_a_stopped_process_goes_on_later() -> None:
     runtime = SimRuntime(1)
     b = add(runtime, "b")
-    runtime.faults.fall_sick(1, Sickness("b", 0.0, Kind.STOPPED, for_s=5.0))
+    runtime.faults.fall_sick(1, Sickness("b", 0.0, SicknessKind.STOPPED, for_s=5.0))
     add(runtime, "a", *pings("b", 3))
     runtime.run_until(4.9)
     assert b.got == []
@@ -27,7 +27,7 @@ def test_a_stopped_process_goes_on_later() -> None:
 def test_another_life_of_a_stopped_worker_is_not_stopped() -> None:
     runtime = SimRuntime(1)
     add(runtime, "b")
-    runtime.faults.fall_sick(1, Sickness("b", 0.0, Kind.STOPPED))
+    runtime.faults.fall_sick(1, Sickness("b", 0.0, SicknessKind.STOPPED))
     add(runtime, "a")
     runtime.crash("b")
     reborn = runtime.restart("b")
@@ -37,8 +37,8 @@ def test_another_life_of_a_stopped_worker_is_not_stopped() -> None:
     assert reborn.messages == [Ping(7)]
 
 
-@pytest.mark.parametrize(("kind", "num_done"), [(Kind.HANGS, 0), (Kind.FAILS, 1)])
-def test_a_sick_device_is_sick_until_the_process_ends(kind: Kind, num_done: int) -> None:
+@pytest.mark.parametrize(("kind", "num_done"), [(SicknessKind.HANGS, 0), (SicknessKind.FAILS, 1)])
+def test_a_sick_device_is_sick_until_the_process_ends(kind: SicknessKind, num_done: int) -> None:
     runtime = SimRuntime(1)
     runtime.faults.fall_sick(1, Sickness("b", 0.0, kind))
     b = add(runtime, "b", Execute(step_of([1, 2], [0])))

@@ -11,7 +11,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.request import FinishReason, SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
 from kvrelay.lab.sim import scenario
-from kvrelay.lab.sim.client import Client
+from kvrelay.lab.sim.client import SimClient
 from kvrelay.lab.sim.executor import SimExecutor, SimPool
 from kvrelay.lab.sim.model import Attention, extend_slots, forced_after, generate, output_logprobs
 from kvrelay.lab.sim.runtime import SimRuntime
@@ -163,7 +163,7 @@ def test_log_probabilities_and_poison_are_judged(change: dict, complaint: str | 
     assert finish is FinishReason.LENGTH
     poison = change.get("poison")
     job = Job("r0", PROMPT, sampling, 0.0, 10.0, tuple(output), finish, poison=poison)
-    client = Client("client", ["router-0"], [job], lambda *_: None, runtime.violate)
+    client = SimClient("client", ["router-0"], [job], lambda *_: None, runtime.violate)
     client.start(0.0)
     logprobs = change.get("logprobs", tuple(output_logprobs(PROMPT, output, 2)))
     client.receive(1.0, Output("r0", 0, tuple(output), logprobs, finish=finish))

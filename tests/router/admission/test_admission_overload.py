@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.request import Refusal
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.messages import TenantShare
 from tests.router.admission.overload import Client, Overload
 
@@ -292,7 +292,7 @@ def test_a_high_priority_below_capacity_is_never_refused() -> None:
     s.drain()
 
 
-def call(**changes: Any) -> Call:
+def call(**changes: Any) -> IncomingCall:
     values = {
         "name": b"call",
         "tenant": "",
@@ -301,7 +301,7 @@ def call(**changes: Any) -> Call:
         "max_tokens": 10,
         "timeout_s": 600.0,
     }
-    return Call(**{**values, **changes})
+    return IncomingCall(**{**values, **changes})
 
 
 def test_a_call_is_refused_before_it_is_submitted_only_where_it_would_be_anyway() -> None:

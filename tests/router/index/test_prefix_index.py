@@ -6,8 +6,7 @@ import pytest
 
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.kv.tier import Tier, TierHashes
-from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.table import Held
+from kvrelay.router.index.prefix_index import Held, PrefixIndex
 
 RETRY_S = 1.0
 EXPECTED_S = 10.0

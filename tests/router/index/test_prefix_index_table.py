@@ -9,8 +9,7 @@ import pytest
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.kv.tier import Tier, TierHashes
-from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.table import NOTHING, Held, IndexTable
+from kvrelay.router.index.prefix_index import NOTHING, Held, IndexTable, PrefixIndex
 from kvrelay.router.native.bindings import bindings
 
 

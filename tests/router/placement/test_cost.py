@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from kvrelay.engine.cost import TOKENS_UNIT, blocks_worth_loading, prompt_features
-from kvrelay.router.index.table import Held
+from kvrelay.router.index.prefix_index import Held
 from kvrelay.router.messages import Cancel
 from kvrelay.router.placement.cost import SMOOTHING, CostModel
 from kvrelay.router.placement.endpoint import Endpoint

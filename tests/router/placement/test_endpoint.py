@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.engine.backoff import Backoff
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Fleet
 from tests.router.fleet import STATS, endpoint
 from tests.router.script import worker_info, worker_stats
 
@@ -73,13 +74,13 @@ def test_back_off_grows_to_its_limit_and_success_ends_its_growth() -> None:
     fleet.add(0.0, e)
     waits = []
     for now in (10.0, 11.0, 12.0, 13.0, 14.0):
-        e.fail(now, now - 0.1, 0.5, 3.0)
+        e.fail(now, now - 0.1, Backoff(0.5, 3.0))
         waits.append(e.excluded_until - now)
     assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert not fleet.has_room(16.9, 10)
     assert fleet.has_room(17.0, 10)
     e.succeed()
-    e.fail(20.0, 19.0, 0.5, 3.0)
+    e.fail(20.0, 19.0, Backoff(0.5, 3.0))
     assert fleet.has_room(20.5, 10)
 
 

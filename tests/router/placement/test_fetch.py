@@ -13,7 +13,7 @@ from kvrelay.engine.request import FinishReason, Refusal, SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import POLICIES
-from kvrelay.router.index.table import Held
+from kvrelay.router.index.prefix_index import Held
 from kvrelay.router.messages import Cancel, RoleChanged, Submit, WorkerDraining
 from tests.router.script import CLIENT, Script, worker_stats
 

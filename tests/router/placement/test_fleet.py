@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Fleet
 from tests.router.script import worker_info
 
 NAMES = [f"decode-{n}" for n in range(6)]

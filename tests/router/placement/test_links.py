@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.engine.request import FinishReason
 from kvrelay.router.explain import reason
-from kvrelay.router.placement.links import FADES_S, RETRY_S
+from kvrelay.router.placement.links import FADES_S, RETRY
 from tests.router.script import Script, worker_stats
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -84,7 +84,7 @@ def test_what_a_bad_link_loses_is_a_part_of_its_cost() -> None:
 def test_a_mended_link_is_used_again() -> None:
     s = ready(*NAMES)
     assert sum(s.serve({BROKEN}) for _ in range(40)) == 3
-    s.now += RETRY_S
+    s.now += RETRY.base_s
     again = [s.serve({BROKEN}, DONE) for _ in range(40)]
     assert sum(again) > 4
     assert s.router.status(s.now).bad_links == ()
@@ -104,7 +104,7 @@ def test_a_link_that_stays_broken_is_tried_less_and_less_often() -> None:
 def test_all_that_are_sent_while_a_link_is_tried_take_others() -> None:
     s = ready(*NAMES)
     assert sum(s.serve({BROKEN}) for _ in range(40)) == 3
-    s.now += RETRY_S
+    s.now += RETRY.base_s
     s.tell(worker_stats("prefill-1", pending_prefill_tokens=150))
     s.tell(worker_stats("decode-1", num_running=20, num_decoding=20))
     s.tell(worker_stats("decode-0", num_running=8, num_decoding=8))

@@ -13,7 +13,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.router.messages import Submit
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Fleet
 from kvrelay.router.placement.retention_policy import MIN_REQUESTS, REFRESH_S, RetentionPolicy
 from kvrelay.router.record import (
     EVICT_FIRST,

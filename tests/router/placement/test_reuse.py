@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.kv.block_hash import HASH_BYTES
-from kvrelay.router.placement.retention_policy import GAPS_S, Kind, Reuse
+from kvrelay.router.placement.retention_policy import GAPS_S, RequestKind, Reuse
 
 NUM_TOKENS = 160
 
@@ -82,7 +82,7 @@ def test_a_request_is_continued_once_however_many_branch_off() -> None:
 @given(st.lists(st.floats(0.0, 3.0), min_size=len(GAPS_S) + 1, max_size=len(GAPS_S) + 1))
 @settings(deadline=None, max_examples=40)
 def test_more_time_never_makes_it_less_likely(gaps: list[float]) -> None:
-    kind = Kind(num_requests=sum(gaps) + 1.0, gaps=gaps)
+    kind = RequestKind(num_requests=sum(gaps) + 1.0, gaps=gaps)
     times = sorted([0.0, 0.1, *GAPS_S, *(1.3 * gap_s for gap_s in GAPS_S)])
     shares = [kind.continued_within(seconds) for seconds in times]
     assert shares == sorted(shares)

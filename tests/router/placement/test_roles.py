@@ -10,12 +10,12 @@ import pytest
 from kvrelay.engine.request import FinishReason
 from kvrelay.engine.stats import Role
 from kvrelay.router.config import POLICIES
-from kvrelay.router.index.table import IndexTable
+from kvrelay.router.index.prefix_index import IndexTable
 from kvrelay.router.messages import RoleChanged
-from kvrelay.router.placement.choice import Chooser as NativeChooser
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
 from kvrelay.router.placement.policy import NUM_HOLDERS, NUM_IDLE
+from kvrelay.router.placement.policy import Chooser as NativeChooser
 from kvrelay.router.placement.work import Work
 from tests.router.fleet import Chooser, Todo, endpoint, names_of, on, work
 from tests.router.script import Script, worker_stats

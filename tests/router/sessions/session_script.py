@@ -27,9 +27,8 @@ from kvrelay.router.messages import (
     WorkerUp,
 )
 from kvrelay.router.router import Router
-from kvrelay.router.sessions.session import SessionConfig, SessionRecord
+from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionConfig, SessionRecord
 from kvrelay.router.sessions.sessions import TICK
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
 from tests.router.script import BLOCK, Outbox, worker_info
 
 M = TypeVar("M")

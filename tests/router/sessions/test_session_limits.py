@@ -12,8 +12,8 @@ from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.request import FinishReason
 from kvrelay.kvtransfer.messages import CacheAction
 from kvrelay.router.messages import SessionState
+from kvrelay.router.sessions.session import MAX_STALE
 from kvrelay.router.sessions.sessions import TICK
-from kvrelay.router.sessions.table import MAX_STALE
 from tests.router.sessions.session_script import SessionScript, names_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.request import FinishReason
 from kvrelay.router.messages import SessionState
-from kvrelay.router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
+from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionsUpdated
 from kvrelay.router.state import StateUp
 from tests.router.sessions.session_script import SessionScript, names_of
 

@@ -119,7 +119,7 @@ def test_a_list_comes_in_pages() -> None:
 def test_a_page_ends_early_rather_than_look_at_too_many_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrelay.router.sessions.commands.MAX_LISTED_BLOCKS", 5)
+    monkeypatch.setattr("kvrelay.router.sessions.sessions.MAX_LISTED_BLOCKS", 5)
     script = SessionScript("decode-0")
     for name in "abc":
         script.turn(name)  # has 2 blocks

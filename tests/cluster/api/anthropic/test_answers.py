@@ -7,10 +7,9 @@ import json
 import pytest
 
 from tests.cluster.api.anthropic.claude import ASK, THINK, WEATHER, ask, client, shape, stream
-from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.conftest import ANSWER, MODEL, Served
 from tests.cluster.api.tools.templates import CALL, OSLO, SPOKEN, THOUGHT, call_text, prompt, says
 
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 REASONED = f"{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
 
 
@@ -93,6 +92,7 @@ def test_a_stream_that_comes_all_at_once_has_the_same_events(thinking: Served) -
     events = stream(thinking, tools=[WEATHER], thinking=THINK)
     thinking.router.per_output = 1000
     at_once = stream(thinking, tools=[WEATHER], thinking=THINK)
+    assert at_once[0]["message"]["content"] == []
     assert shape(at_once) == shape(events)
     assert len(at_once) < len(events) / 2
     begun = [e["content_block"] for e in at_once if e["type"] == "content_block_start"]

@@ -80,6 +80,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [WEATHER, WEATHER]}, "'tools': two tools are called 'weather'"),
     ({"tools": [{"input_schema": {}}]}, "'tools[0].name' is missing"),
+    ({"tools": [WEATHER, {"name": "a b"}]}, "'tools[1].name': "),
+    ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "'thinking.budget_tokens': "),
 ]
 
 
@@ -172,7 +174,7 @@ def test_a_failure_in_mid_stream_is_an_event_that_ends_it(served: Served) -> Non
 @pytest.fixture(scope="module")
 def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     limits = ApiSettings(max_live_requests=1, body_timeout_s=0.2)
     with serve(tokenizer, limits, context=context) as served:
         yield served

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.client import chat, status, status_table
-from kvrelay.cluster.control.router_processes import RouterLoad, RouterState, router_entry
+from kvrelay.cluster.control.routers import ProcessState, RouterLoad, router_entry
 from kvrelay.engine.request import Refusal
 from kvrelay.lab.bench.load import (
     LoadSpec,
-    Timing,
+    RequestTiming,
     make_arrivals,
     make_prompts,
     percentile,
@@ -134,17 +134,17 @@ def test_status_shows_each_router_and_that_one_does_not_answer() -> None:
         lines = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
         return [line for line in lines if line and line[0].startswith("router")]
 
-    first = router_entry("router-0", 1, RouterState.UP, "0.0.0.0", 8000, RouterLoad(3, 1, True))
-    second = router_entry("router-1", 4, RouterState.UP, "", 8001, None)
-    third = router_entry("router-2", 2, RouterState.BACKOFF, "::1", 8002, None)
+    first = router_entry("router-0", 1, ProcessState.UP, "0.0.0.0", 8000, RouterLoad(3, 1, True))
+    second = router_entry("router-1", 4, ProcessState.UP, "", 8001, None)
+    third = router_entry("router-2", 2, ProcessState.BACKOFF, "::1", 8002, None)
     assert shown(first, second, third) == [
         ["router-0", "up", "http://127.0.0.1:8000", "3", "1", "up"],
         ["router-1", "silent", "http://127.0.0.1:8001", "?", "?", "?"],
         ["router-2", "backoff", "http://[::1]:8002", "?", "?", "?"],
     ]
-    alone = router_entry("router-0", 1, RouterState.UP, "localhost", 8000, RouterLoad(0, 0, None))
+    alone = router_entry("router-0", 1, ProcessState.UP, "localhost", 8000, RouterLoad(0, 0, None))
     assert shown(alone) == [["router-0", "up", "http://localhost:8000", "0", "0"]]
-    away = router_entry("router-0", 1, RouterState.UP, "h", 1, RouterLoad(0, 0, False))
+    away = router_entry("router-0", 1, ProcessState.UP, "h", 1, RouterLoad(0, 0, False))
     assert shown(away)[0][-1] == "down"
 
 
@@ -245,11 +245,11 @@ def test_prompts_and_arrivals_are_a_function_of_the_seed(tokenizer: Tokenizer) -
 
 def test_summary_of_known_timings() -> None:
     timings = [
-        Timing(0.0, 0.5, [0.1, 0.2, 0.4], num_prompt_tokens=10, num_output_tokens=3),
-        Timing(
+        RequestTiming(0.0, 0.5, [0.1, 0.2, 0.4], num_prompt_tokens=10, num_output_tokens=3),
+        RequestTiming(
             1.0, 2.0, [1.9, 2.0], num_prompt_tokens=10, num_cached_tokens=5, num_output_tokens=2
         ),
-        Timing(1.0, 1.1, error="timeout"),
+        RequestTiming(1.0, 1.1, error="timeout"),
     ]
     spec = replace(SPEC, ttft_slo_ms=500.0, itl_slo_ms=200.0)
     found = summarize(spec, timings, elapsed_s=2.0)

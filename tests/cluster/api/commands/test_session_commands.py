@@ -142,7 +142,7 @@ def test_chat_names_its_session(served: Served, run: Any) -> None:
 
 def test_a_key_comes_from_an_option_or_from_the_environment(tokenizer: Tokenizer, run: Any) -> None:
     entries = [TenantEntry(name, keys=(f"{name}-key",)) for name in ("red", "blue")]
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     with serve(tokenizer, ApiSettings(), context=context) as served:
         served.router.answer_command = lambda command: SessionReply(command.command_id)
         listing = ("sessions", "list", "--url", served.url)

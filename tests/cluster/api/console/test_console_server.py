@@ -161,7 +161,7 @@ def test_scaling_is_passed_on(served: Served, monkeypatch: pytest.MonkeyPatch) -
 
 def test_data_is_for_operators_and_the_page_is_not(tokenizer: Tokenizer) -> None:
     tenants = [TenantEntry(name="team", keys=("tenant-key",))]
-    context = {"tenants": Tenants(tenants, b"secret")}
+    context = {"tenants": Tenants.of(tenants, b"secret")}
     settings = ApiSettings(operations_key=KEY, operators_are_here=False)
     with serve(tokenizer, settings, context=context) as served:
         assert served.http.get("/console").status_code == 200

@@ -11,9 +11,9 @@ import pytest
 
 from kvrelay.cluster.api.constraints.calls import Before, call_grammar
 from kvrelay.cluster.api.constraints.schema import SchemaError
+from kvrelay.cluster.api.output.dialect import FORMATS, find_format
 from kvrelay.cluster.api.output.format import ToolFormat
 from kvrelay.cluster.api.output.marked_calls import Harmony
-from kvrelay.cluster.api.output.parser import FORMATS, find_format
 from kvrelay.cluster.api.output.tools import Tool
 from tests.cluster.api.constraints.conftest import Matching
 from tests.cluster.api.output.reading import calls_of, parser, read, text_of

@@ -41,7 +41,7 @@ CALLS = [
 
 
 def server(tokenizer: Tokenizer, **settings: Any) -> Any:
-    tenants = Tenants((TenantEntry("red", keys=("red-key",)),), b"a secret")
+    tenants = Tenants.of((TenantEntry("red", keys=("red-key",)),), b"a secret")
     context = {"tenants": tenants, "set_role": lambda worker, role: Role.BOTH}
     return serve(tokenizer, ApiSettings(**settings), context=context)
 

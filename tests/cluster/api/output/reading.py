@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from kvrelay.cluster.api.output.dialect import OutputParser, find_format
 from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Text, merged
-from kvrelay.cluster.api.output.parser import OutputParser, find_format
 from kvrelay.cluster.api.output.tools import Tool
 
 FENCED, NAMED_FIRST = "```json", "[ARGS]"  # what a template has that means another way of writing

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.cluster.api.output.dialect import Dialect
-from kvrelay.cluster.api.output.parser import FORMATS, find_format
+from kvrelay.cluster.api.output.dialect import FORMATS, Dialect, find_format
 from kvrelay.cluster.api.output.tools import Tool
 from kvrelay.cluster.api.output.xml_calls import as_json
 from tests.cluster.api.output.reading import FENCED, NAMED_FIRST

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.cluster.api.output.dialect import FORMATS
 from kvrelay.cluster.api.output.events import Event, Text, merged
-from kvrelay.cluster.api.output.parser import FORMATS
 from tests.cluster.api.output import json_outputs, marked_outputs, tagged_outputs
 from tests.cluster.api.output.reading import Output, cut, parser, read
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.cluster.api.output.dialect import Dialect, Reading
+from kvrelay.cluster.api.output.dialect import Dialect, OutputParser, Reading
 from kvrelay.cluster.api.output.events import Event, Reasoning, Text, merged
 from kvrelay.cluster.api.output.json_calls import Hermes
 from kvrelay.cluster.api.output.marked_calls import Harmony
-from kvrelay.cluster.api.output.parser import OutputParser
 from kvrelay.cluster.api.output.tools import Tool
 from tests.cluster.api.output.reading import TOOLS, call, cut, read
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvrelay.cluster.api.output.dialect import FORMATS, find_format
 from kvrelay.cluster.api.output.format import CallSyntax, ParameterSyntax
 from kvrelay.cluster.api.output.marked_calls import Harmony
-from kvrelay.cluster.api.output.parser import FORMATS, find_format
 from kvrelay.cluster.api.output.tools import Tool
 from tests.cluster.api.output.reading import (
     FENCED,

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.conftest import ANSWER, MODEL, Served
 from tests.cluster.api.responses.asking import (
     ASK,
     PATCH,
@@ -31,7 +31,6 @@ from tests.cluster.api.tools.templates import (
     says,
 )
 
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 REASONED = f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
 TEXT_EVENTS = [
     *("output_item.added 0", "content_part.added 0", "output_text.delta 0"),
@@ -174,6 +173,29 @@ def test_the_input_of_a_custom_tool_is_told_as_a_text(thinking: Served, as_strea
         item = ask(thinking, tools=[PATCH]).output[0].to_dict()
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", text)
     assert item["status"] == "completed"
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_input_that_is_no_text_is_shown_as_it_was_written(
+    thinking: Served, as_stream: bool
+) -> None:
+    """Half a surrogate pair is no character: no answer could be encoded with it."""
+    written = '{"input": "\\ud800"}'
+    says(thinking, call_text("patch", written))
+    if as_stream:
+        item = stream(thinking, tools=[PATCH])[-1]["response"]["output"][0]
+    else:
+        item = ask(thinking, tools=[PATCH]).output[0].to_dict()
+    assert item["input"] == written
+
+
+def test_events_are_ascii_and_whole_answers_utf_8(thinking: Served) -> None:
+    """Some clients take U+2028 for the end of a line."""
+    says(thinking, "caf\u00e9 \u2028 \U0001f600")
+    events = post(thinking, stream=True)
+    assert events.content.isascii()
+    assert r"caf\u00e9 \u2028 \ud83d\ude00" in events.text
+    assert "caf\u00e9 \u2028 \U0001f600" in post(thinking).text
 
 
 def test_a_custom_tools_grammar_is_described(thinking: Served) -> None:

@@ -14,11 +14,9 @@ from openai.types.responses import Response
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter
 from kvrelay.engine.request import Refusal
 from kvrelay.router.messages import Failed
-from tests.cluster.api.conftest import MODEL, Served, wait_until
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, wait_until
 from tests.cluster.api.responses.asking import ASK, PATH, Event, ask, post, refused, stream
 from tests.cluster.api.tools.templates import events_of, prompt
-
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 
 
 def begin(served: Served, given: Any = ASK, **changes: Any) -> Response:
@@ -136,7 +134,7 @@ def test_a_bug_of_the_server_is_a_failure_that_shows_nothing_of_it(
     async def broken(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.plan_chat", broken)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.call.plan_chat", broken)
     with caplog.at_level(logging.CRITICAL):
         failed = post(served, background=True)
     assert (failed.status_code, failed.json()["error"]["message"]) == (500, "Internal error")

@@ -18,11 +18,9 @@ from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve
 from tests.cluster.api.responses.asking import ASK, PATH, WEATHER, ask, post, refused, stream, user
 from tests.cluster.api.tools.templates import CALL, SPOKEN, THOUGHT, prompt, says
-
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 
 
 def is_unknown(response: httpx.Response) -> bool:
@@ -166,7 +164,7 @@ def test_a_response_that_nobody_made_is_a_404(served: Served) -> None:
 def test_a_conversation_that_is_too_long_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_TURNS", 2)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.call.MAX_TURNS", 2)
     made = ask(served)
     for _ in range(2):
         made = ask(served, "Why?", previous_response_id=made.id)
@@ -200,7 +198,7 @@ def test_an_answer_comes_even_if_it_cannot_be_kept(
 @pytest.fixture(scope="module")
 def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     with serve(tokenizer, ApiSettings(), context=context) as served:
         yield served
 
@@ -280,5 +278,5 @@ def test_items_become_messages_in_time_that_grows_with_them() -> None:
     began = time.process_time()
     (message,) = _messages(items, 0)
     assert time.process_time() - began < 2.0  # a fifth of that; it was more than ten seconds
-    assert message["content"] == "x" * 120 * 40_000
-    assert message["reasoning_content"].startswith("y" * 120 + "\n" + "y" * 120 + "\n")
+    assert message.content == "x" * 120 * 40_000
+    assert (message.reasoning_content or "").startswith("y" * 120 + "\n" + "y" * 120 + "\n")

@@ -210,7 +210,12 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools"),
     ({"tools": [WEATHER, {"type": "computer"}]}, "tools"),
     ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+    (
+        {"tools": [{**WEATHER, "parameters": []}, {**WEATHER, "parameters": 5}]},
+        "tools[1].parameters",
+    ),
     ({"reasoning": {"effort": 5}}, "reasoning.effort"),
 ]
 

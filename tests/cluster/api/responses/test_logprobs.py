@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster.api.openai.parts import TokenText
 from kvrelay.cluster.api.responses.format import TextLogprobs
-from tests.cluster.api.conftest import MODEL, Served, wait_until
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, wait_until
 from tests.cluster.api.responses.asking import (
     PATH,
     WEATHER,
@@ -23,7 +23,6 @@ from tests.cluster.api.responses.asking import (
 )
 from tests.cluster.api.tools.templates import CALL, SPOKEN, THOUGHT, prompt, says
 
-ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 REASONED = f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
 WANTED: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 PER_OUTPUT = pytest.mark.parametrize("per_output", [1, 3, 1000])

@@ -10,12 +10,11 @@ from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve
 from tests.cluster.api.responses.asking import ASK, PATH, ask, post, refused, stream, user
 from tests.cluster.api.tools.templates import prompt
 
 BASE = "/v1/conversations"
-ANSWER = " The capital of France is Paris."
 
 
 def begin(served: Served, *items: Any, **fields: Any) -> str:
@@ -116,7 +115,7 @@ def test_a_conversation_has_a_bound(served: Served, monkeypatch: pytest.MonkeyPa
 
 def test_a_conversation_is_its_tenants_alone(tokenizer: Tokenizer) -> None:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     with serve(tokenizer, ApiSettings(), context=context) as served:
         red, blue = ({"authorization": f"Bearer {key}-key"} for key in ("red", "blue"))
         made = served.http.post(BASE, json={"items": [user("Hi")]}, headers=red).json()["id"]

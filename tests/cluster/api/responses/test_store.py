@@ -83,7 +83,14 @@ def no_file(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-@pytest.mark.parametrize("spoil", [no_database, no_folder, no_file])
+def newer(path: Path) -> None:
+    ResponseStore(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 7")
+    connection.close()
+
+
+@pytest.mark.parametrize("spoil", [no_database, no_folder, no_file, newer])
 def test_without_a_file_that_can_be_used_responses_are_in_memory(
     path: Path, spoil: object, caplog: pytest.LogCaptureFixture
 ) -> None:

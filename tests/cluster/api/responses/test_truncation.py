@@ -17,7 +17,7 @@ from kvrelay.cluster.api.openai.schema import Message
 from kvrelay.cluster.api.responses import truncation
 from kvrelay.cluster.api.responses.truncation import first_that_fits, units_of, with_their_calls
 from kvrelay.cluster.api.text.tokenizer import ChatPrompt, Tokenizer
-from kvrelay.router.admission.admission import Call
+from kvrelay.router.admission.admission import IncomingCall
 from tests.cluster.api.conftest import MAX_MODEL_LEN, Served, wait_until
 from tests.cluster.api.responses.asking import (
     PATH,
@@ -207,7 +207,7 @@ def test_a_chain_is_cut_like_a_conversation_that_is_sent(served: Served) -> None
 def test_a_chain_of_very_many_turns_is_read_back_as_far_as_that_goes(
     thinking: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_TURNS", 2)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.call.MAX_TURNS", 2)
     says(thinking, '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', "Dry.")
     first = ask(thinking, "Is it dry?", tools=[WEATHER])
     output = {"type": "function_call_output", "call_id": "", "output": "An output."}
@@ -304,7 +304,7 @@ def test_few_prompts_are_tokenised_and_none_that_is_much_too_long(
 def test_admission_expects_no_more_than_fits(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected: list[Call] = []
+    expected: list[IncomingCall] = []
     monkeypatch.setattr(served.ctx, "refuse_early", lambda call: expected.append(call))
     ask(served, long_chat(200), **AUTO)
     assert [call.num_prompt_tokens for call in expected] == [MAX_MODEL_LEN]

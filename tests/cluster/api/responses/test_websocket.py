@@ -134,7 +134,7 @@ def test_silent_connections_are_closed(served: Served, monkeypatch: pytest.Monke
 
 def test_keys_and_origins_are_asked_for(tokenizer: Tokenizer) -> None:
     entries = (TenantEntry("red", keys=("red-key",)),)
-    context = {"tenants": Tenants(entries, b"a secret")}
+    context = {"tenants": Tenants.of(entries, b"a secret")}
     settings = ApiSettings(cors_origins="https://a.example")
     with serve(tokenizer, settings, context=context) as served:
         key = {"authorization": "Bearer red-key"}

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ class Following:
 
     async def follow(self, poll_s: float) -> None:
         path = self.folder / "kvrelay.toml"
-        read = partial(load_config, path, {})
-        self.source = Source(path, read, hangup := asyncio.Event())
+        self.source = Source(path, {}, hangup := asyncio.Event())
         loop = asyncio.get_running_loop()
         self.hangup = lambda: loop.call_soon_threadsafe(hangup.set) and None
-        await follow(read(), self.source, self._tenants.update, poll_s)
+        await follow(self.source.read(), self.source, self._tenants.update, poll_s)
 
 
 @pytest.fixture
@@ -136,7 +134,7 @@ def test_a_file_that_is_away_for_a_moment_or_read_again_the_same_changes_nothing
 def test_a_server_with_keys_does_not_become_one_without() -> None:
     from kvrelay.cluster.config import ConfigError, TenantEntry
 
-    tenants = Tenants((TenantEntry("red", keys=("red-key",)),), b"a secret")
+    tenants = Tenants.of((TenantEntry("red", keys=("red-key",)),), b"a secret")
     with pytest.raises(ConfigError, match="restart to serve without keys"):
         tenants.update(Tenants())
     assert tenants.find(None) is None

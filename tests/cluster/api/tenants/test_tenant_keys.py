@@ -31,7 +31,7 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
 @pytest.fixture(scope="module")
 def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     context = {
-        "tenants": Tenants(ENTRIES, b"a secret"),
+        "tenants": Tenants.of(ENTRIES, b"a secret"),
         "public_prompts": PublicPrompts.of_texts(tokenizer, [PUBLIC, "Short and public."]),
     }
     with serve(tokenizer, ApiSettings(), context=context) as served:
@@ -110,12 +110,12 @@ def test_tenants_have_scopes_of_their_own_which_a_restart_does_not_change(guarde
     assert red.tokens == blue.tokens
     assert red.scope == again.scope
     assert set(names(red)).isdisjoint(names(blue))
-    later = Tenants(reversed(ENTRIES), b"a secret")
+    later = Tenants.of(reversed(ENTRIES), b"a secret")
     for key, submit in (("red-key", red), ("blue-key", blue)):
         tenant = later.find(key)
         assert tenant is not None
         assert tenant.salt == submit.scope.salt
-    other_server = Tenants(ENTRIES, b"another secret").find("red-key")
+    other_server = Tenants.of(ENTRIES, b"another secret").find("red-key")
     assert other_server is not None
     assert other_server.salt != red.scope.salt
 

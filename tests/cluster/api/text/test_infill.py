@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from kvrelay.cluster.api.text.infill import NoInfill, infill_prompt
-from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.text.tokenizer import NoInfill, Tokenizer, infill_prompt
 
 
 def made(tmp_path: Path, smollm2_dir: Path, *added: str, start: str = "") -> Tokenizer:

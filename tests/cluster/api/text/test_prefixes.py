@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.api.text.prefixes import MAX_TOKENS, PromptHistory, num_common
+from kvrelay.cluster.api.calls import MAX_TOKENS, PromptHistory, num_common
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.rates import RateLimits
+from kvrelay.cluster.api.limiter import RateLimits
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.api.utility.openapi import CALLS, calls, document

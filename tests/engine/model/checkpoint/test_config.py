@@ -155,10 +155,13 @@ def held_bytes(value):
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek3"])
-def test_weights_bytes_are_what_a_cpu_holds(tmp_path, family, quantization):
-    make_checkpoint(family, tmp_path)
+def test_weights_bytes_are_what_a_cpu_holds(checkpoint_of, family, quantization):
     runner = model_runner(
-        tmp_path, num_blocks=1, threads=1, dtype="float32", quantization=quantization
+        checkpoint_of(family),
+        num_blocks=1,
+        threads=1,
+        dtype="float32",
+        quantization=quantization,
     )
     held = held_bytes(runner._decoder._weights)
     planned = weights_bytes(runner.config, "float32", quantization)

@@ -14,9 +14,9 @@ import pytest
 from kvrelay.engine import cache_dir
 from kvrelay.engine.cache_dir import file_digest
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.errors import ModelError
-from tests.engine.model.checkpoint.test_resolve import write_gguf
+from tests.engine.model.checkpoint.gguf_files import write_model
 from tests.engine.model.tiny import make_checkpoint
 
 NUM_CHANGES = 500
@@ -51,14 +51,6 @@ def test_every_changed_byte_is_another_model(tmp_path, monkeypatch):
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache_dir, "CHUNK_BYTES", 1 << 14)
     make_checkpoint("llama", tmp_path / "model")
-    assert len(digests_of_changes(tmp_path / "model", NUM_CHANGES)) == 1 + NUM_CHANGES
-
-
-@pytest.mark.long
-def test_every_changed_byte_of_the_default_model_is_another_model(tmp_path, monkeypatch):
-    path = resolve_model(DEFAULT_MODEL, progress=lambda _: None)
-    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
-    shutil.copytree(path, tmp_path / "model")
     assert len(digests_of_changes(tmp_path / "model", NUM_CHANGES)) == 1 + NUM_CHANGES
 
 
@@ -158,7 +150,7 @@ def test_without_a_place_to_keep_it_the_file_is_read(tmp_path):
 
 def test_a_gguf_file_with_one_other_byte_is_converted_again(tmp_path):
     file = tmp_path / "m.gguf"
-    write_gguf(file, make_checkpoint("llama", tmp_path / "original"), "llama")
+    write_model(file, make_checkpoint("llama", tmp_path / "original"), "llama")
     found = set()
     for changed in (file.stat().st_size // 3, file.stat().st_size // 2, file.stat().st_size - 5):
         found.add(resolve_model(str(file), cache_dir=tmp_path, progress=lambda _: None))
@@ -169,7 +161,7 @@ def test_a_gguf_file_with_one_other_byte_is_converted_again(tmp_path):
 
 def test_a_gguf_that_changes_while_it_is_converted_is_not_kept(tmp_path):
     file = tmp_path / "m.gguf"
-    write_gguf(file, make_checkpoint("llama", tmp_path / "original"), "llama")
+    write_model(file, make_checkpoint("llama", tmp_path / "original"), "llama")
 
     def touch(_line: str) -> None:
         os.utime(file, ns=(1, 1))

@@ -22,80 +22,38 @@ from safetensors.torch import load_file, save_file
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.roofline import count_weights
-from tests.engine.model.tiny import Driver, make_checkpoint, tokens_of
+from tests.engine.model.tiny import Driver, tokens_of
 
 Tensors = dict[str, torch.Tensor]
-BITS4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def ints(num_bits: int, strategy: str, *, symmetric: bool, **more: Any) -> dict[str, Any]:
+    more["symmetric"] = symmetric
+    return {"num_bits": num_bits, "type": "int", "strategy": strategy, **more}
+
+
+def floats(num_bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": num_bits, "type": "float", "strategy": strategy, **more}
+
+
+OF_32 = {"group_size": 32}
+MX = {"group_size": 32, "scale_dtype": "torch.uint8"}
+NV = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # format, arguments of the weights
-    "int4-groups": ("pack-quantized", BITS4 | {"symmetric": True}),
-    "int4-groups-zeros": ("pack-quantized", BITS4 | {"symmetric": False}),
-    "int4-ordered": ("pack-quantized", BITS4 | {"symmetric": False}),
-    "int3-channels": (
-        "pack-quantized",
-        {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": True},
-    ),
-    "int8-packed": (
-        "pack-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
-    ),
-    "int8-channels": (
-        "int-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
-    ),
-    "int8-whole": (
-        "int-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False},
-    ),
-    "fp8-whole": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-    "fp8-channels": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "fp8-blocks": (
-        "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 128]},
-    ),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "scale_dtype": "torch.float8_e4m3fn",
-        },
-    ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
-    "mxfp8": (
-        "mxfp8-quantized",
-        {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
+    "int4-groups": ("pack-quantized", ints(4, "group", symmetric=True, **OF_32)),
+    "int4-groups-zeros": ("pack-quantized", ints(4, "group", symmetric=False, **OF_32)),
+    "int4-ordered": ("pack-quantized", ints(4, "group", symmetric=False, **OF_32)),
+    "int3-channels": ("pack-quantized", ints(3, "channel", symmetric=True)),
+    "int8-packed": ("pack-quantized", ints(8, "channel", symmetric=False)),
+    "int8-channels": ("int-quantized", ints(8, "channel", symmetric=True)),
+    "int8-whole": ("int-quantized", ints(8, "tensor", symmetric=False)),
+    "fp8-whole": ("float-quantized", floats(8, "tensor")),
+    "fp8-channels": ("float-quantized", floats(8, "channel")),
+    "fp8-blocks": ("float-quantized", floats(8, "block", block_structure=[64, 128])),
+    "nvfp4": ("nvfp4-pack-quantized", floats(4, "tensor_group", **NV)),
+    "mxfp4": ("mxfp4-pack-quantized", floats(4, "group", **MX)),
+    "mxfp8": ("mxfp8-quantized", floats(8, "group", **MX)),
 }
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            make_checkpoint(family, made[family])
-        return made[family]
-
-    return of
 
 
 def is_quantized(name: str) -> bool:
@@ -113,6 +71,15 @@ def write(source: Path, path: Path, tensors: Tensors, config: dict[str, Any] | N
 
 def logits(path: Path, **options: Any) -> torch.Tensor:
     return Driver(path, "torch", **options).feed(("a", tokens_of(20, 1)), ("b", tokens_of(5, 2)))
+
+
+def assert_alike(
+    source: Path, folder: Path, stored: Tensors, widened: Tensors, config: dict[str, Any] | None
+) -> None:
+    """What is stored gives the logits of the weights that it stands for."""
+    write(source, folder / "stored", stored, config)
+    write(source, folder / "widened", widened, None)
+    assert torch.equal(logits(folder / "stored"), logits(folder / "widened"))
 
 
 def extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,11 +147,11 @@ def _ordered(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["llama", "deepseek3"])
 def test_compressed_tensors(
-    plain: Callable[[str], Path], tmp_path: Path, family: str, case: str
+    checkpoint_of: Callable[[str], Path], tmp_path: Path, family: str, case: str
 ) -> None:
     kind, fields = CASES[case]
     args = QuantizationArgs(**fields)
-    tensors = load_file(plain(family) / "model.safetensors")
+    tensors = load_file(checkpoint_of(family) / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     num_quantized = 0
     for name, weight in tensors.items():
@@ -198,9 +165,7 @@ def test_compressed_tensors(
     assert num_quantized > 10
     groups = {"group_0": {"targets": ["Linear"], "weights": fields}}
     config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
-    write(plain(family), tmp_path / "stored", stored, config)
-    write(plain(family), tmp_path / "widened", widened, None)
-    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    assert_alike(checkpoint_of(family), tmp_path, stored, widened, config)
     counts = [
         count_weights(tmp_path / each, read_config(tmp_path / each), "cpu", "float32", "none")
         for each in ("stored", "widened")
@@ -209,10 +174,10 @@ def test_compressed_tensors(
     assert counts[0].bytes_per_number == counts[1].bytes_per_number
 
 
-def test_groups_of_different_widths(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_groups_of_different_widths(llama: Path, tmp_path: Path) -> None:
     """As layers of a mixed scheme: one names modules, another their class."""
     wide, narrow = CASES["int8-packed"], CASES["int4-groups"]
-    tensors = load_file(plain("llama") / "model.safetensors")
+    tensors = load_file(llama / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     for name in filter(is_quantized, tensors):
         kind, fields = wide if "down_proj" in name else narrow
@@ -227,17 +192,15 @@ def test_groups_of_different_widths(plain: Callable[[str], Path], tmp_path: Path
             "wide": {"targets": ["re:.*down_proj"], "weights": wide[1]},
         },
     }
-    write(plain("llama"), tmp_path / "stored", stored, config)
-    write(plain("llama"), tmp_path / "widened", widened, None)
-    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    assert_alike(llama, tmp_path, stored, widened, config)
     # What was widened may be made narrow again, for the integer kernels.
     again = {"quantization": "int8"}
     assert torch.equal(logits(tmp_path / "stored", **again), logits(tmp_path / "widened", **again))
 
 
-def test_deepseek_as_it_is_published(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_deepseek_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
     """FP8 with a scale, called inverse, for every 128 x 128."""
-    tensors = load_file(plain("deepseek3") / "model.safetensors")
+    tensors = load_file(checkpoint_of("deepseek3") / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     for name in filter(is_quantized, tensors):
         rows, columns = tensors[name].shape
@@ -247,29 +210,27 @@ def test_deepseek_as_it_is_published(plain: Callable[[str], Path], tmp_path: Pat
         stored[f"{name}_scale_inv"] = scale
         widened[name] = stored[name].float() * each
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    write(plain("deepseek3"), tmp_path / "stored", stored, config)
-    write(plain("deepseek3"), tmp_path / "widened", widened, None)
-    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    assert_alike(checkpoint_of("deepseek3"), tmp_path, stored, widened, config)
 
 
-def test_parts_that_do_not_fit_are_named(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    tensors = load_file(plain("llama") / "model.safetensors")
+def test_parts_that_do_not_fit_are_named(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
     config = {"quant_method": "fp8"}
-    write(plain("llama"), tmp_path / "without", tensors, config)
+    write(llama, tmp_path / "without", tensors, config)
     with pytest.raises(ModelError, match=f"there is no tensor {name}.weight_scale"):
         logits(tmp_path / "without")
     tensors[f"{name}.weight_scale"] = torch.ones(3)
-    write(plain("llama"), tmp_path / "other", tensors, config)
+    write(llama, tmp_path / "other", tensors, config)
     with pytest.raises(ModelError, match=f"{name}: its quantized parts do not fit"):
         logits(tmp_path / "other")
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
-def test_modelopt(plain: Callable[[str], Path], tmp_path: Path, algorithm: str) -> None:
+def test_modelopt(llama: Path, tmp_path: Path, algorithm: str) -> None:
     """Its second scale multiplies; the file that states it may be one of its own."""
-    tensors = load_file(plain("llama") / "model.safetensors")
+    tensors = load_file(llama / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     for name in filter(is_quantized, tensors):
@@ -286,8 +247,8 @@ def test_modelopt(plain: Callable[[str], Path], tmp_path: Path, algorithm: str) 
         stored[f"{name}_scale"], stored[f"{name}_scale_2"] = scale, torch.tensor(0.03)
         each = (scale.float() * 0.03).repeat_interleave(16, 1)
         widened[name] = fp4[codes.int()] * each
-    write(plain("llama"), tmp_path / "stored", stored, None)
+    write(llama, tmp_path / "stored", stored, None)
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
     (tmp_path / "stored" / "hf_quant_config.json").write_text(json.dumps(stated))
-    write(plain("llama"), tmp_path / "widened", widened, None)
+    write(llama, tmp_path / "widened", widened, None)
     assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))

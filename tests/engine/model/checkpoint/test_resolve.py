@@ -3,7 +3,6 @@
 import json
 import threading
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -13,70 +12,14 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.config import RopeScaling
 from kvrelay.engine.model.errors import ModelError
+from tests.engine.model.checkpoint.gguf_files import write_model
 from tests.engine.model.tiny import Driver, make_checkpoint, tokens_of
 
 PROMPT = tokens_of(50, seed=4)
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def quiet(_: str) -> None:
     pass
-
-
-def write_gguf(path, model, arch: str, **extra) -> None:
-    """As llama.cpp's converter writes it: Llama's query and key rows interleaved."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(512)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    letters = [chr(ord("!") + n) for n in range(90)]
-    tokens = ["<s>", "</s>", "<|im_end|>", *letters, "ab", "abc", *(f"~{n}" for n in range(36))]
-    writer.add_tokenizer_model(extra.get("tokenizer", "gpt2"))
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template("{{ messages }}")
-    if "freqs" in extra:
-        writer.add_tensor("rope_freqs.weight", extra["freqs"])
-    for name, parameter in model.state_dict().items():
-        *stem, kind = name.removeprefix("model.").split(".")
-        value = parameter.float().numpy()
-        if stem[0] != "layers":
-            if stem[0] != "lm_head" or not config.tie_word_embeddings:
-                writer.add_tensor(f"{TOP[stem[0]]}.{kind}", value)
-            continue
-        part = LAYER[".".join(stem[2:])]
-        if arch == "llama" and part in ("attn_q", "attn_k"):
-            heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-            halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
-            value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
-        writer.add_tensor(f"blk.{stem[1]}.{part}.{kind}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def rounded(model: torch.nn.Module) -> torch.nn.Module:
@@ -93,7 +36,7 @@ def rounded(model: torch.nn.Module) -> torch.nn.Module:
 )
 def test_a_gguf_file_computes_what_its_original_computes(tmp_path, family, arch):
     model = rounded(make_checkpoint(family, tmp_path / "original"))
-    write_gguf(tmp_path / "m.gguf", model, arch)
+    write_model(tmp_path / "m.gguf", model, arch)
     path = resolve_model(str(tmp_path / "m.gguf"), cache_dir=tmp_path / "cache", progress=quiet)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0, -1]
@@ -107,18 +50,18 @@ def test_llama3_frequencies_are_recognized_from_their_table(tmp_path):
     wavelength = 2 * np.pi / base
     blend = np.clip((8192 / wavelength - 1) / 3, 0, 1)
     divisors = (1 / ((1 - blend) / 8 + blend)).astype(np.float32)
-    write_gguf(tmp_path / "good.gguf", model, "llama", freqs=divisors)
+    write_model(tmp_path / "good.gguf", model, "llama", factors={"rope_freqs": divisors})
     path = resolve_model(str(tmp_path / "good.gguf"), cache_dir=tmp_path, progress=quiet)
     assert read_config(path).ropes[0].scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     divisors[3] = 5.0
-    write_gguf(tmp_path / "odd.gguf", model, "llama", freqs=divisors)
+    write_model(tmp_path / "odd.gguf", model, "llama", factors={"rope_freqs": divisors})
     with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3's kind"):
         resolve_model(str(tmp_path / "odd.gguf"), cache_dir=tmp_path, progress=quiet)
 
 
 def test_the_converted_directory_is_complete(tmp_path):
     model = make_checkpoint("llama", tmp_path / "original")
-    write_gguf(tmp_path / "m.gguf", model, "llama")
+    write_model(tmp_path / "m.gguf", model, "llama")
     stages = []
     path = resolve_model(str(tmp_path / "m.gguf"), cache_dir=tmp_path, progress=stages.append)
     assert {file.name for file in path.iterdir()} == {
@@ -138,7 +81,7 @@ def test_the_converted_directory_is_complete(tmp_path):
 def test_a_tokenizer_beside_a_gguf_file_is_not_mixed_into_its_own(tmp_path):
     """A SentencePiece vocabulary, which transformers converts; it reads whole folders."""
     file = tmp_path / "m.gguf"
-    write_gguf(file, make_checkpoint("llama", tmp_path / "original"), "llama", tokenizer="llama")
+    write_model(file, make_checkpoint("llama", tmp_path / "original"), "llama", tokenizer="llama")
     alone = resolve_model(str(file), cache_dir=tmp_path / "cache", progress=quiet)
     foreign = Tokenizer.from_file(str(alone / "tokenizer.json"))
     foreign.add_special_tokens(["<|foreign|>"])
@@ -148,7 +91,7 @@ def test_a_tokenizer_beside_a_gguf_file_is_not_mixed_into_its_own(tmp_path):
 
 
 def test_several_converters_at_once_leave_one_whole_directory(tmp_path):
-    write_gguf(tmp_path / "m.gguf", make_checkpoint("llama", tmp_path / "original"), "llama")
+    write_model(tmp_path / "m.gguf", make_checkpoint("llama", tmp_path / "original"), "llama")
     found = []
 
     def convert() -> None:
@@ -168,7 +111,7 @@ def test_several_converters_at_once_leave_one_whole_directory(tmp_path):
 def test_damaged_gguf_files_are_named_and_leave_nothing(tmp_path):
     model = make_checkpoint("llama", tmp_path / "original")
     file = tmp_path / "m.gguf"
-    write_gguf(file, model, "llama")
+    write_model(file, model, "llama")
     whole = file.read_bytes()
     cases = {
         b"not a model at all": "is not a GGUF file",

@@ -9,20 +9,13 @@ from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import Weights
-from tests.engine.model.tiny import MAX_LEN, make_checkpoint, make_pool
+from tests.engine.model.tiny import MAX_LEN, make_pool
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    made = {}
-
-    def of(family: str):
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            make_checkpoint(family, made[family])
-        return made[family]
-
-    return of
+def saved(source, path, tensors):
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text((source / "config.json").read_text())
+    return path
 
 
 def load(path) -> Weights:
@@ -44,14 +37,12 @@ def load(path) -> Weights:
         ("deepseek3", "model.layers.0.self_attn.kv_b_proj.weight"),
     ],
 )
-def test_a_tensor_of_another_shape_is_named(checkpoints, tmp_path, family, name):
-    tensors = load_file(checkpoints(family) / "model.safetensors")
+def test_a_tensor_of_another_shape_is_named(checkpoint_of, tmp_path, family, name):
+    tensors = load_file(checkpoint_of(family) / "model.safetensors")
     shape = list(tensors[name].shape)
     tensors[name] = torch.zeros(3, 5)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((checkpoints(family) / "config.json").read_text())
     with pytest.raises(ModelError) as error:
-        load(tmp_path)
+        load(saved(checkpoint_of(family), tmp_path, tensors))
     assert f"{name} has shape [3, 5], {shape} is needed" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -64,29 +55,26 @@ def test_a_tensor_of_another_shape_is_named(checkpoints, tmp_path, family, name)
         ("deepseek3", "model.layers.1.mlp.gate.e_score_correction_bias", ""),
     ],
 )
-def test_a_missing_tensor_is_named(checkpoints, tmp_path, family, name, told):
-    tensors = load_file(checkpoints(family) / "model.safetensors")
+def test_a_missing_tensor_is_named(checkpoint_of, tmp_path, family, name, told):
+    tensors = load_file(checkpoint_of(family) / "model.safetensors")
     del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((checkpoints(family) / "config.json").read_text())
     with pytest.raises(ModelError, match=f"has no tensor .*{told or name}"):
-        load(tmp_path)
+        load(saved(checkpoint_of(family), tmp_path, tensors))
 
 
-def test_weights_in_a_type_that_is_not_known_are_named(checkpoints, tmp_path):
-    tensors = load_file(checkpoints("qwen2") / "model.safetensors")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_in_a_type_that_is_not_known_are_named(checkpoint_of, tmp_path, dtype):
+    tensors = load_file(checkpoint_of("qwen2") / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((checkpoints("qwen2") / "config.json").read_text())
-    with pytest.raises(ModelError, match=f"{name} is torch.float8_e4m3fn, which is not supported"):
-        load(tmp_path)
+    tensors[name] = tensors[name].to(dtype)
+    with pytest.raises(ModelError, match=f"{name} is {dtype}, which is not supported"):
+        load(saved(checkpoint_of("qwen2"), tmp_path, tensors))
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek3"])
-def test_what_is_loaded_does_not_keep_the_files_mapped(checkpoints, tmp_path, family):
+def test_what_is_loaded_does_not_keep_the_files_mapped(checkpoint_of, tmp_path, family):
     """Weights are copies: the file may be replaced while the model runs."""
-    path = checkpoints(family)
+    path = checkpoint_of(family)
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
     weights = load(tmp_path)

@@ -36,13 +36,6 @@ def slow(monkeypatch):
     monkeypatch.setattr("kvrelay.engine.model.cpu.step.BURST_S", 60.0)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    make_checkpoint("llama", path)
-    return path
-
-
 def talks(**changes) -> list[Talk]:
     sampling = GREEDY, DRAWN, replace(DRAWN, temperature=1.1, top_k=20, min_p=0.01)
     return [
@@ -76,9 +69,8 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize(("family", "options"), FAMILIES)
-def test_passes_in_a_row_give_the_tokens_of_single_steps(family, options, tmp_path):
-    make_checkpoint(family, tmp_path)
-    world = World(tmp_path, **options)
+def test_passes_in_a_row_give_the_tokens_of_single_steps(family, options, checkpoint_of):
+    world = World(checkpoint_of(family), **options)
     expected = by_torch(world)
     several, steps = talks(), 0
     while len(several[0].output) < NUM_TOKENS:
@@ -89,9 +81,8 @@ def test_passes_in_a_row_give_the_tokens_of_single_steps(family, options, tmp_pa
 
 
 @pytest.mark.parametrize(("family", "options"), FAMILIES)
-def test_drafts_give_the_tokens_of_single_steps(family, options, tmp_path):
-    make_checkpoint(family, tmp_path)
-    world = World(tmp_path, **options)
+def test_drafts_give_the_tokens_of_single_steps(family, options, checkpoint_of):
+    world = World(checkpoint_of(family), **options)
     expected = by_torch(world)
     several = talks()
     assert drafting(world, several, expected) > 5
@@ -123,8 +114,8 @@ def test_long_contexts_are_met_in_stretches(tmp_path, monkeypatch):
     assert [talk.output for talk in again] == expected
 
 
-def test_no_pass_leaves_its_block_or_the_context_whatever_the_step_says(path):
-    world = World(path, max_model_len=40)
+def test_no_pass_leaves_its_block_or_the_context_whatever_the_step_says(llama):
+    world = World(llama, max_model_len=40)
     talk = Talk(PROMPTS[0], BLOCKS[0])
     step(world, talk)
     assert len(world.run(talk.next(), repeats=99)[0].more) == 40 - 37 - 1
@@ -136,8 +127,8 @@ def test_no_pass_leaves_its_block_or_the_context_whatever_the_step_says(path):
     assert written == sorted([*BLOCKS[0][:3], 7, 3])
 
 
-def test_passes_end_with_a_stop_token_for_all(path):
-    world = World(path)
+def test_passes_end_with_a_stop_token_for_all(llama):
+    world = World(llama)
     expected = by_torch(world)
     stop = next(token for token in expected[1] if token not in expected[2])
     at = expected[1].index(stop)
@@ -150,16 +141,16 @@ def test_passes_end_with_a_stop_token_for_all(path):
     assert last.output == expected[2][: at + 1]
 
 
-def test_one_pass_at_a_time_where_more_would_take_too_long(path, monkeypatch):
+def test_one_pass_at_a_time_where_more_would_take_too_long(llama, monkeypatch):
     monkeypatch.setattr("kvrelay.engine.model.cpu.step.BURST_S", 0.0)
-    world = World(path)
+    world = World(llama)
     talk = Talk(PROMPTS[1], BLOCKS[1])
     step(world, talk)
     assert world.run(talk.next(), repeats=5)[0].more == ()
 
 
-def test_rows_that_come_go_and_change_places_keep_their_own_tables_and_draws(path):
-    world = World(path)
+def test_rows_that_come_go_and_change_places_keep_their_own_tables_and_draws(llama):
+    world = World(llama)
     expected = by_torch(world)
     first, second, third = talks()
     step(world, first)
@@ -178,8 +169,8 @@ def test_rows_that_come_go_and_change_places_keep_their_own_tables_and_draws(pat
         assert talk.output == tokens[: len(talk.output)]
 
 
-def test_room_grows_with_the_batch_and_not_with_how_often_it_grew(path):
-    world = World(path)
+def test_room_grows_with_the_batch_and_not_with_how_often_it_grew(llama):
+    world = World(llama)
     for count in range(1, 25):
         world.run(*(Talk([1 + row], [row]).next() for row in range(count)))
     decode = world.runner._decode
@@ -187,9 +178,9 @@ def test_room_grows_with_the_batch_and_not_with_how_often_it_grew(path):
     assert decode._splits <= 2 * 3 * 24
 
 
-def test_stop_tokens_are_those_of_who_is_there(path):
+def test_stop_tokens_are_those_of_who_is_there(llama):
     """The third row's were laid out behind those of others."""
-    world = World(path)
+    world = World(llama)
     expected = by_torch(world)
     first, second, third = talks(stop_token_ids=tuple(range(131, 200)))
     at = next(i for i in range(3, 9) if expected[2][i] not in expected[2][:i])
@@ -203,8 +194,8 @@ def test_stop_tokens_are_those_of_who_is_there(path):
     assert len(first.output) == len(other.output) + 1 == at + 2
 
 
-def test_nothing_follows_a_stop_token_in_a_draft_that_holds(path):
-    world = World(path)
+def test_nothing_follows_a_stop_token_in_a_draft_that_holds(llama):
+    world = World(llama)
     expected = by_torch(world)
     talk = talks()[0]
     stop = next(at for at in range(2, 9) if expected[0][at] not in expected[0][:at])
@@ -214,8 +205,8 @@ def test_nothing_follows_a_stop_token_in_a_draft_that_holds(path):
     assert [sampled.token, *sampled.more] == expected[0][1 : stop + 1]
 
 
-def test_drafts_are_not_fed_where_torch_has_to_look_at_logits(path):
-    world = World(path)
+def test_drafts_are_not_fed_where_torch_has_to_look_at_logits(llama):
+    world = World(llama)
     expected = by_torch(world)
     plain, edited = talks(logprobs=0)[1], talks()[0]
     step(world, plain, edited)
@@ -224,8 +215,8 @@ def test_drafts_are_not_fed_where_torch_has_to_look_at_logits(path):
     assert [(each.token, each.more) for each in got] == [(expected[1][1], ()), (expected[0][1], ())]
 
 
-def test_a_sequence_whose_logits_are_edited_is_sampled_by_torch(path):
-    world = World(path)
+def test_a_sequence_whose_logits_are_edited_is_sampled_by_torch(llama):
+    world = World(llama)
     expected = by_torch(world)
     plain, edited = talks()[1], Talk(PROMPTS[0], BLOCKS[0])
     edited.sampling = replace(GREEDY, logit_bias={expected[0][1]: -1000.0}, logprobs=1)

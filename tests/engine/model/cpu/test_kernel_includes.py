@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvrelay.engine.model.cpu.kernels import FOLDER
+from kvrelay.engine.model.cpu import kernels
 
+FOLDER = kernels.FOLDER.resolve()
 ORDER = (".", "gemm", "attention", "layers", "sampling", "step")  # each may include those before it
 MAX_LINES = 350
 FILES = sorted(p for end in ("*.c", "*.h") for p in FOLDER.rglob(end))

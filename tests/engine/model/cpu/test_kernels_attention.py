@@ -221,6 +221,8 @@ CASES = {
         16,
     ),
     "a large group": (config_of(40, 1, 16), 16),
+    "one group of wide heads": (config_of(8, 1, 128), 32),
+    "no groups, heads that fill no vector": (config_of(5, 5, 80), 24),
 }
 
 

@@ -8,9 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import DEVICE, World
-from tests.engine.model.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU captures for real")
 
@@ -38,11 +36,7 @@ class Graph:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.SHAPE, "num_hidden_layers", 1)
-        make_checkpoint("llama", path)
+def world(path):
     return World(path, "triton")
 
 

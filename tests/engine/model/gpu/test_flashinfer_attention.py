@@ -14,36 +14,19 @@ from tests.engine.model.paged import DEVICE, expected, paged
 
 pytest.importorskip("triton")
 
-from kvrelay.engine.model.config import Latent, ModelConfig, Rope
+from kvrelay.engine.model.config import Latent
 from kvrelay.engine.model.gpu.cache_pool import Pool
 from kvrelay.engine.model.gpu.flashinfer import division
 from kvrelay.engine.model.gpu.flashinfer.attention import PagedAttention, page_lists
 from kvrelay.engine.model.gpu.flashinfer.division import Division, divide
 from kvrelay.engine.model.gpu.flashinfer.ops import trial_batch
+from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.gpu.flashinfer_parameters import PARAMETERS, VERSION
 from tests.engine.model.gpu.flashinfer_standin import StandIn
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="a stand-in, for the CPU")
 HOPPER, ADA = (9, 0), (8, 9)
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=256,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    intermediate_size=512,
-    vocab_size=131,
-    rms_norm_eps=1e-5,
-    ropes=(Rope(10_000.0, 64),),
-    tie_word_embeddings=True,
-    attention_bias=False,
-    output_bias=False,
-    qk_norm=False,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_ids=(2,),
-)
+CONFIG = config_of(4, 2, 64, hidden=256)
 LATENT = replace(
     CONFIG, num_kv_heads=1, head_dim=576, latent=Latent(512, None, 128, 64, 128), ropes=()
 )
@@ -134,18 +117,6 @@ def test_pages_are_views_of_the_pool_and_queries_of_qkv():
             assert pages.stride() == (2 * 2 * 2 * 16 * 64, 16 * 64, 64, 1)
         assert run["q"].data_ptr() == qkv.data_ptr()
         assert run["q"].stride() == (8 * 64, 64, 1)
-
-
-def test_page_lists_name_each_page_once_and_in_order():
-    case = paged(MIXED, 2, 64, dtype=torch.bfloat16)
-    tables = case.block_tables
-    lists = page_lists(case.spans, 16, tables.shape[1])
-    assert lists.query_starts.tolist() == [0, 1, 8, 24, 25, 65]
-    assert lists.page_starts.tolist() == [0, 2, 4, 7, 11, 17]
-    assert lists.last_page_len.tolist() == [4, 14, 16, 16, 10]
-    pages = [page for row, (_, _, n) in zip(tables, case.spans, strict=True)
-             for page in row[: -(-n // 16)].tolist()]  # fmt: skip
-    assert tables.flatten()[torch.from_numpy(lists.entries)].tolist() == pages
 
 
 @given(

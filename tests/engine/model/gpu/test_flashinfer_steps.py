@@ -24,7 +24,7 @@ from tests.engine.model.gpu import triton_world
 from tests.engine.model.gpu.flashinfer_standin import StandIn
 from tests.engine.model.gpu.triton_world import World
 from tests.engine.model.talks import Talk, alone, step
-from tests.engine.model.tiny import make_checkpoint, tokens_of
+from tests.engine.model.tiny import tokens_of
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="a stand-in, for the CPU")
 LONG, SHORT = tokens_of(37, seed=1), tokens_of(3, seed=2)  # a block is of 16 tokens
@@ -44,8 +44,12 @@ def standin(monkeypatch):
     monkeypatch.setattr(division, "HEAD_DIMS", (16, 32))
     monkeypatch.setattr(division, "LATENT_DIMS", ((32, 24),))
     monkeypatch.setattr(flashinfer_ops, "capability", lambda device: (9, 0))
-    monkeypatch.setitem(tiny.SHAPE, "num_hidden_layers", 2)
     return made
+
+
+@pytest.fixture
+def world_of(checkpoint_of):
+    return lambda family, kind: World(checkpoint_of(family, num_hidden_layers=2), kind)
 
 
 def talk(world: World) -> list[list[int]]:
@@ -69,9 +73,8 @@ def talk(world: World) -> list[list[int]]:
         ("deepseek3", {EXPANDED, "cutlass_fused_moe"}),
     ],
 )
-def test_every_kind_of_model_gives_the_tokens_of_torch(standin, tmp_path, family, calls):
-    make_checkpoint(family, tmp_path)
-    world = World(tmp_path, "flashinfer")
+def test_every_kind_of_model_gives_the_tokens_of_torch(standin, world_of, family, calls):
+    world = world_of(family, "flashinfer")
     experts_line = "computes the experts" if "cutlass_fused_moe" in calls else "has no experts"
     assert len(world.notices) == 2
     assert sum(each.endswith(experts_line) for each in world.notices) == 1
@@ -79,7 +82,7 @@ def test_every_kind_of_model_gives_the_tokens_of_torch(standin, tmp_path, family
     tokens = talk(world)
     runs = {DECODE, PROMPT, EXPANDED, "cutlass_fused_moe"}
     assert {name for name, _ in standin.calls} & runs == calls
-    reference = World(tmp_path, "torch")
+    reference = world_of(family, "torch")
     assert tokens == [
         alone(reference, Talk(prompt, blocks), len(told))
         for prompt, blocks, told in zip(
@@ -88,10 +91,9 @@ def test_every_kind_of_model_gives_the_tokens_of_torch(standin, tmp_path, family
     ]
 
 
-def test_decodes_are_given_the_same_addresses_in_every_pass(standin, tmp_path):
+def test_decodes_are_given_the_same_addresses_in_every_pass(standin, world_of):
     """So that a graph may hold them: only what is at the addresses changes."""
-    make_checkpoint("llama", tmp_path)
-    world = World(tmp_path, "flashinfer")
+    world = world_of("llama", "flashinfer")
     one = Talk(SHORT, [2])
     step(world, one)
     standin.calls.clear()
@@ -104,12 +106,11 @@ def test_decodes_are_given_the_same_addresses_in_every_pass(standin, tmp_path):
     assert len({call["max_seq_len"] for call in calls}) == 1
 
 
-def test_short_chunks_behind_a_long_prefix_stay_absorbed(standin, tmp_path):
+def test_short_chunks_behind_a_long_prefix_stay_absorbed(standin, world_of):
     """Beside one that is expanded: rows of both kinds come out in their places."""
-    make_checkpoint("deepseek3", tmp_path)
     told = []
     for kind in ("flashinfer", "torch"):
-        world = World(tmp_path, kind)
+        world = world_of("deepseek3", kind)
         long, other = Talk(LONG, [9, 4, 6]), Talk(LONG[:20], [2, 3])
         step(world, long, counts=[35])
         standin.calls.clear()
@@ -130,24 +131,22 @@ def test_what_pays_is_expanded():
     )
 
 
-def test_contexts_beyond_the_buffers_stay_absorbed(standin, tmp_path, monkeypatch):
-    make_checkpoint("deepseek3", tmp_path)
+def test_contexts_beyond_the_buffers_stay_absorbed(standin, world_of, monkeypatch):
     # Six heads with 32 and 24 numbers in float32: 24 tokens.
     monkeypatch.setattr(attention, "EXPANDED_BYTES", 24 * 6 * (32 + 24) * 4)
-    world = World(tmp_path, "flashinfer")
+    world = world_of("deepseek3", "flashinfer")
     standin.calls.clear()
     long, other = Talk(LONG, [9, 4, 6]), Talk(LONG[:20], [2, 3])
     step(world, long, other)
     assert {len(run["k"]) for run in standin.named(EXPANDED)} == {20}
-    reference = World(tmp_path, "torch")
+    reference = world_of("deepseek3", "torch")
     assert long.output == alone(reference, Talk(LONG, [9, 4, 6]), 1)
     assert other.output == alone(reference, Talk(LONG[:20], [2, 3]), 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek3"])
-def test_what_fails_at_the_start_or_differs_stays_with_triton(standin, tmp_path, family):
-    make_checkpoint(family, tmp_path)
-    ops = World(tmp_path, "flashinfer").decoder._ops
+def test_what_fails_at_the_start_or_differs_stays_with_triton(standin, world_of, family):
+    ops = world_of(family, "flashinfer").decoder._ops
     kinds = ops._division.kinds
     pool = ops._pool.data
     with torch.inference_mode():
@@ -164,9 +163,8 @@ def test_what_fails_at_the_start_or_differs_stays_with_triton(standin, tmp_path,
     assert differs in ops._division.notice("0.7.2")
 
 
-def test_a_library_that_raises_is_quoted(standin, tmp_path):
-    make_checkpoint("llama", tmp_path)
-    ops = World(tmp_path, "flashinfer").decoder._ops
+def test_a_library_that_raises_is_quoted(standin, world_of):
+    ops = world_of("llama", "flashinfer").decoder._ops
 
     def fail(**_):
         raise FileNotFoundError("nvcc is not here\nin any folder")
@@ -190,9 +188,8 @@ def test_fused_experts_add_what_ours_add(standin):
     assert standin.named("cutlass_fused_moe")[0]["use_fused_finalize"] is False
 
 
-def test_experts_that_flashinfer_has_no_kernel_for_stay_with_triton(standin, tmp_path):
-    make_checkpoint("qwen3-moe", tmp_path)
-    world = World(tmp_path, "flashinfer-int8")
+def test_experts_that_flashinfer_has_no_kernel_for_stay_with_triton(standin, world_of):
+    world = world_of("qwen3-moe", "flashinfer-int8")
     told = "Triton's kernels compute the experts (FlashInfer's take 16-bit weights)"
     assert world.notices[1] == told
     assert world.run(Talk(SHORT, [2]).next())[0] is not None
@@ -209,9 +206,8 @@ def test_a_package_that_cannot_be_imported_is_told_with_the_remedy(monkeypatch):
         load("engine.attention_backend")
 
 
-def test_experts_alone_can_be_asked_for(standin, tmp_path):
-    make_checkpoint("qwen3-moe", tmp_path)
-    config, notices = read_config(tmp_path), []
+def test_experts_alone_can_be_asked_for(standin, checkpoint_of):
+    config, notices = read_config(checkpoint_of("qwen3-moe")), []
     pool = tiny.make_pool(config, torch.float32)
     asked = EngineSection(moe_backend="flashinfer")
     made = gpu_ops(config, pool, torch.float32, 64, "none", asked, notices)
@@ -219,28 +215,26 @@ def test_experts_alone_can_be_asked_for(standin, tmp_path):
     assert not made._division.kinds
 
 
-def test_auto_is_triton(standin, tmp_path):
-    make_checkpoint("llama", tmp_path)
-    world = World(tmp_path, "triton")
+def test_auto_is_triton(standin, world_of):
+    world = world_of("llama", "triton")
     assert world.notices == []
     step(world, Talk(SHORT, [2]))
     assert standin.calls == []
-    runner = World(tmp_path, "auto")
+    runner = world_of("llama", "auto")
     assert type(runner.decoder._ops) is type(world.decoder._ops)
 
 
-def test_layers_with_attention_sinks_stay_with_triton(standin, tmp_path, monkeypatch):
+def test_layers_with_attention_sinks_stay_with_triton(standin, world_of, monkeypatch):
     """Beside others that do not: gemma3's other layers attend to all."""
-    make_checkpoint("gemma3", tmp_path)
     monkeypatch.setattr(
         triton_world, "read_config", lambda path: replace(read_config(path), num_sinks=2)
     )
-    world = World(tmp_path, "flashinfer")
+    world = world_of("gemma3", "flashinfer")
     assert "decodes of 1 of 2 layers and prompts of 1 of 2 layers" in world.notices[-1]
     with torch.inference_mode():
         world.decoder._ops.try_out()
     assert [*world.decoder._ops._division.kinds] == ["decodes", "prompts"]
-    reference = World(tmp_path, "torch")
+    reference = world_of("gemma3", "torch")
     prompt, blocks = LONG[:20], [9, 4]
     expected = alone(reference, Talk(prompt, blocks), 3)
     assert alone(world, Talk(prompt, blocks), 3) == expected

@@ -10,40 +10,15 @@ pytest.importorskip("triton")
 
 from kvrelay.engine.model.batch import Guard
 from kvrelay.engine.model.step_executor import StepExecutor
-from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
+from kvrelay.engine.step import Step, StepDone
 from kvrelay.kvtransfer.agents.pool import DeviceBytes, block_bytes
 from kvrelay.kvtransfer.checksum import begin_checksums, checksum_blocks
-from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import DEVICE, World
-from tests.engine.model.talks import Talk, alone
-from tests.engine.model.tiny import make_checkpoint, tokens_of
+from tests.engine.model.talks import TABLES, Launching, after
 
 from kvrelay.engine.model.gpu.steps import Launches  # isort: skip
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
-DRAWN = SamplingParams(temperature=1.0, seed=11)
-PROMPTS = [tokens_of(14, seed=1), tokens_of(3, seed=2), tokens_of(6, seed=3)]
-TABLES = [[9, 4], [2, 7], [3, 8]]
-SAMPLING = [SamplingParams(temperature=0.0), DRAWN, SamplingParams(temperature=0.0)]
-NUM_TOKENS = 6
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.SHAPE, "num_hidden_layers", 1 if DEVICE.type == "cpu" else 3)
-        make_checkpoint("llama", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(path):
-    """What follows each prompt, by plain torch."""
-    world = World(path, "torch")
-    talks = [Talk(*each) for each in zip(PROMPTS, TABLES, SAMPLING, strict=True)]
-    return [alone(world, talk, NUM_TOKENS) for talk in talks]
 
 
 @pytest.fixture(scope="module")
@@ -51,53 +26,31 @@ def triton(path):
     return World(path, "triton", graphs=True)
 
 
-class Stream:
-    """What a worker's node does with its executor, for sequences that are all decodes."""
-
+class Stream(Launching):
     def __init__(self, world: World) -> None:
         self.world = world
         self.guard = Guard(world.limits)
         assert world.steps is not None
         pool = block_bytes(world.pool)
-        self.executor = StepExecutor(
-            self.run,
+        executor = StepExecutor(
+            self.execute,
             lambda ids: checksum_blocks(pool, ids),
             launch_step=Launches(world.steps, self.guard).launch,
             begin_checksums=lambda ids: begin_checksums(pool, ids),
         )
-        self.number = 0
+        super().__init__(executor)
 
-    def run(self, step: Step) -> StepDone:
+    def execute(self, step: Step) -> StepDone:
         _, _, tables = self.guard.check(step)
         with torch.inference_mode():
             return StepDone(step.step_id, self.world.steps.execute(step, tables)[0])
 
-    def launch(self, *seqs: ScheduledSeq, checksums=(), followed: bool = True):
-        self.number += 1
-        step = Step(self.number, list(seqs), list(checksums), may_be_followed=followed)
-        return self.executor.launch(step)
 
-
-def after(talk: Talk, ahead: int, follows: int) -> ScheduledSeq:
-    """The share that follows `talk` once `ahead` tokens more are drawn for it."""
-    share = talk.next()
-    return replace(share, start=share.start + ahead, tokens=[UNKNOWN], follows=follows)
-
-
-def prompts(stream: Stream) -> list[Talk]:
-    """All of them computed, by steps that end before the next begins."""
-    talks = [Talk(*each) for each in zip(PROMPTS, TABLES, SAMPLING, strict=True)]
-    for talk in talks:
-        share = talk.next()
-        talk.take(share, stream.launch(share, followed=False)().sampled[0])
-    return talks
-
-
-def test_two_steps_in_flight_give_the_tokens_of_torch(triton, expected):
+def test_two_steps_in_flight_give_the_tokens_of_torch(triton, follow):
     """Rows change places, one joins with a token that the host knows, and one leaves. The first
     sequence goes on into its second block, whose checksum is that of the block as it is then."""
     stream = Stream(triton)
-    a, b, c = prompts(stream)
+    a, b, c = stream.begin()
     first = stream.launch(a.next(), b.next())
     second = stream.launch(c.next(), after(b, 1, follows=1), after(a, 1, follows=0))
     done = first()
@@ -108,37 +61,37 @@ def test_two_steps_in_flight_give_the_tokens_of_torch(triton, expected):
     two = [each.token for each in second().sampled]
     done = third()
     three = [each.token for each in done.sampled]
-    assert [a.output[0], one[0], two[2], three[0]] == expected[0][:4]
-    assert [b.output[0], one[1], two[1]] == expected[1][:3]
-    assert [c.output[0], two[0], three[1]] == expected[2][:3]
+    assert [a.output[0], one[0], two[2], three[0]] == follow[0][:4]
+    assert [b.output[0], one[1], two[1]] == follow[1][:3]
+    assert [c.output[0], two[0], three[1]] == follow[2][:3]
     assert done.checksums == checksum_blocks(block_bytes(triton.pool), [TABLES[0][0]])
     assert done.elapsed_s > 0
 
 
-def test_the_tokens_of_a_step_that_ends_are_not_those_of_a_later_one(triton, expected):
+def test_the_tokens_of_a_step_that_ends_are_not_those_of_a_later_one(triton, follow):
     """Results of a step are read while the next one has been drawn already."""
     stream = Stream(triton)
-    talk = prompts(stream)[0]
+    talk = stream.begin()[0]
     runs, got = stream.launch(talk.next()), []
-    for ahead in range(1, NUM_TOKENS - 1):
+    for ahead in range(1, len(follow[0]) - 1):
         behind = stream.launch(after(talk, ahead, follows=0))
         got.append(runs().sampled[0].token)
         runs = behind
-    assert [*got, runs().sampled[0].token] == expected[0][1:]
+    assert [*got, runs().sampled[0].token] == follow[0][1:]
 
 
-def test_who_was_left_out_of_a_step_is_left_out_of_the_next(triton, expected):
+def test_who_was_left_out_of_a_step_is_left_out_of_the_next(triton, follow):
     stream = Stream(triton)
-    a, b, _ = prompts(stream)
+    a, b, _ = stream.begin()
     bad = replace(b.next(), block_ids=[99])
     first = stream.launch(bad, a.next())
     second = stream.launch(after(b, 1, follows=0), after(a, 1, follows=1))
     done = first()
     assert list(done.failed) == [0]
-    assert done.sampled[1].token == expected[0][1]
+    assert done.sampled[1].token == follow[0][1]
     done = second()
     assert done.failed == {0: "request r: its last step left it out"}
-    assert done.sampled[1].token == expected[0][2]
+    assert done.sampled[1].token == follow[0][2]
     # No rows are known of a step that was launched long before.
     stream.number += 1
     assert list(stream.launch(after(a, 1, follows=1))().failed) == [0]
@@ -146,7 +99,7 @@ def test_who_was_left_out_of_a_step_is_left_out_of_the_next(triton, expected):
 
 def test_a_step_behind_one_that_failed_has_no_tokens(triton):
     stream, failing = Stream(triton), [True]
-    talk = prompts(stream)[0]
+    talk = stream.begin()[0]
     launch = stream.executor._launch_step
 
     def broken(step: Step):
@@ -175,7 +128,7 @@ def test_a_step_behind_one_that_failed_has_no_tokens(triton):
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU has one order for all")
 def test_checksums_on_a_gpu_wait_for_the_pass_that_fills_the_block(triton):
     stream = Stream(triton)
-    talk = prompts(stream)[0]
+    talk = stream.begin()[0]
     pool = DeviceBytes(triton.pool)
     waits = [stream.launch(talk.next()), stream.launch(after(talk, 1, follows=0), checksums=[9])]
     got = [wait() for wait in waits][1].checksums

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.model.paged import DEVICE, expected, paged
+from tests.engine.model.paged import DEVICE, attention_case, expected, paged
 
 pytest.importorskip("triton")
 
@@ -43,29 +43,15 @@ def _seed():
 def attend(kernel, lengths, shape, variant, check_rows):
     """Runs `kernel(out, queries, case, options)` and compares the rows of check_rows(spans); the
     others must have stayed."""
-    heads, kv_heads, head_dim, block_size, dtype, kv_fp8 = SHAPES[shape]
-    options = VARIANTS[variant]
-    window, sinks = options.get("window", 0), options.get("num_sinks", 0)
-    case = paged(
-        lengths, kv_heads, head_dim, dtype=dtype, kv_fp8=kv_fp8, block_size=block_size,
-        given_back=window, sinks=sinks,
-    )  # fmt: skip
-    # Queries as they lie in qkv, between rows of other numbers.
-    queries = torch.randn(case.num_tokens, (heads + 2) * head_dim, dtype=dtype, device=DEVICE)
-    late = torch.randn(case.num_tokens, heads * head_dim, dtype=dtype, device=DEVICE)
-    out = torch.full((case.num_tokens, heads * head_dim), 7.0, dtype=dtype, device=DEVICE)
-    kernel(out, queries, case, {
-        "num_heads": heads, "scale": 0.2, "sink_queries": late if sinks else None, **options,
-    })  # fmt: skip
-    answer = expected(
-        case, queries[:, : heads * head_dim].unflatten(1, (heads, head_dim)), heads, 0.2,
-        window=window, sinks=sinks, sink_queries=late.unflatten(1, (heads, head_dim)),
-        softcap=options.get("softcap", 0.0),
-    ).flatten(1)  # fmt: skip
+    case, queries, out, options, answer = attention_case(
+        lengths, *SHAPES[shape], scale=0.2, fill=7.0, **VARIANTS[variant]
+    )
+    kernel(out, queries, case, options)
+    answer = answer.flatten(1)
     rows = check_rows(case.spans)
     answer[~rows] = 7.0
     # FP8 is multiplied in float16.
-    tolerance = 5e-3 if kv_fp8 or dtype == torch.float16 else 1e-5
+    tolerance = 5e-3 if shape in ("fp8", "half") else 1e-5
     torch.testing.assert_close(out.double().cpu(), answer, rtol=tolerance, atol=tolerance)
 
 

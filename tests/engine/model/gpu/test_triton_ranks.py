@@ -13,14 +13,12 @@ from kvrelay.engine.model.parallel.runner import ParallelRunner
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.step import UNKNOWN, ScheduledSeq, Step
+from kvrelay.engine.step import Step
 from kvrelay.kvtransfer.ranks import add_checksums
-from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_ranks import Checksums, interpret
 from tests.engine.model.gpu.triton_world import DEVICE
-from tests.engine.model.runners import model_runner, parallel_runner
-from tests.engine.model.talks import Talk, alone
-from tests.engine.model.tiny import make_checkpoint, tokens_of
+from tests.engine.model.runners import parallel_runner
+from tests.engine.model.talks import TABLES, Launching, after
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -28,15 +26,11 @@ if ON_GPU and torch.cuda.device_count() < 2:
     pytest.skip("two ranks need two GPUs", allow_module_level=True)
 
 OPTIONS = {"num_blocks": 12, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 64}
-PROMPTS = [tokens_of(14, seed=1), tokens_of(3, seed=2)]
-TABLES = [[9, 4], [2, 7]]
-SAMPLING = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=11)]
 PENALIZED = SamplingParams(temperature=0.0, repetition_penalty=1.5)
-NUM_TOKENS = 6
 
 
-class Ranks:
-    """A worker of two ranks as its model thread uses it; `run` as of `talks.World`."""
+class Ranks(Launching):
+    """A worker of two ranks as its model thread uses it."""
 
     def __init__(self, runner: ParallelRunner) -> None:
         own = self.own = Checksums(runner._runner, Shard(0, 2))
@@ -44,33 +38,14 @@ class Ranks:
         def add(step: Step, sums: list[int]) -> list[int]:
             return add_checksums([sums, *runner.checksums(step)])
 
-        self.executor = StepExecutor(
+        executor = StepExecutor(
             runner.execute,
             own.checksums,
             launch_step=runner.launch,
             begin_checksums=own.begin_checksums,
             add_ranks=add,
         )
-        self.number = 0
-
-    def launch(self, *seqs: ScheduledSeq, checksums=(), followed=True):
-        self.number += 1
-        step = Step(self.number, list(seqs), list(checksums), may_be_followed=followed)
-        return self.executor.launch(step)
-
-    def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> list:
-        done = self.launch(*seqs, followed=False)()
-        assert done.error is None, done.error
-        return done.sampled
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.SHAPE, "num_hidden_layers", 1 if not ON_GPU else 3)
-        make_checkpoint("llama", path)
-    return path
+        super().__init__(executor)
 
 
 @pytest.fixture(scope="module")
@@ -84,40 +59,11 @@ def ranks(path):
         runner.close()
 
 
-class Alone:
-    def __init__(self, path) -> None:
-        self.runner = model_runner(path, device="cpu", **OPTIONS)
-
-    def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> list:
-        return self.runner.execute(Step(0, list(seqs))).sampled
-
-
-@pytest.fixture(scope="module")
-def expected(path):
-    one = Alone(path)
-    talks = [Talk(*each) for each in zip(PROMPTS, TABLES, SAMPLING, strict=True)]
-    return [alone(one, talk, NUM_TOKENS) for talk in talks]
-
-
-def prompts(ranks: Ranks) -> list[Talk]:
-    """All of them computed, by steps that end before the next begins."""
-    talks = [Talk(*each) for each in zip(PROMPTS, TABLES, SAMPLING, strict=True)]
-    for talk in talks:
-        share = talk.next()
-        talk.take(share, *ranks.run(share))
-    return talks
-
-
-def after(talk: Talk, ahead: int, follows: int) -> ScheduledSeq:
-    share = talk.next()
-    return replace(share, start=share.start + ahead, tokens=[UNKNOWN], follows=follows)
-
-
-def test_passes_behind_one_another_take_the_tokens_that_rank_0_drew(ranks, expected):
+def test_passes_behind_one_another_take_the_tokens_that_rank_0_drew(ranks, follow):
     """The followers never learn a sampled token from the host. A block is filled on the way."""
-    a, b = prompts(ranks)
+    a, b, _ = ranks.begin()
     runs, got = ranks.launch(a.next(), b.next()), []
-    for ahead in range(1, NUM_TOKENS - 1):
+    for ahead in range(1, len(follow[0]) - 1):
         shares = [after(b, ahead, follows=ahead % 2), after(a, ahead, follows=1 - ahead % 2)]
         shares = shares if ahead % 2 else shares[::-1]  # rows change places in each pass
         behind = ranks.launch(*shares, checksums=[TABLES[0][0]] if ahead == 3 else [])
@@ -127,17 +73,17 @@ def test_passes_behind_one_another_take_the_tokens_that_rank_0_drew(ranks, expec
     assert [done.error for done in got] == [None] * len(got)
     rows = [[each.token for each in done.sampled] for done in got]
     rows = [row[::-1] if number % 2 else row for number, row in enumerate(rows)]
-    assert [a.output[0], *(row[0] for row in rows)] == expected[0]
-    assert [b.output[0], *(row[1] for row in rows)] == expected[1]
+    assert [a.output[0], *(row[0] for row in rows)] == follow[0]
+    assert [b.output[0], *(row[1] for row in rows)] == follow[1]
     # A block that is complete keeps its checksum, however the step beside it is run.
     again = ranks.launch(b.next(), checksums=[TABLES[0][0]], followed=False)().checksums
     assert [done.checksums for done in got] == [[], [], [], again, []]
     assert again != ranks.own.checksums([TABLES[0][0]]), "all ranks' heads count"
 
 
-def test_steps_that_end_first_and_drafts(ranks, expected):
+def test_steps_that_end_first_and_drafts(ranks, follow):
     """Draft tokens are verified by all ranks, or by none: what rank 0 alone knows decides it."""
-    (talk, _), tokens = prompts(ranks), expected[0]
+    talk, tokens = ranks.begin()[0], follow[0]
     share = talk.next(draft=[tokens[1], tokens[2] ^ 1])
     sampled = ranks.run(share)
     assert (sampled[0].token, sampled[0].more) == (tokens[1], tuple(tokens[2:3]))
@@ -150,13 +96,13 @@ def test_steps_that_end_first_and_drafts(ranks, expected):
     assert len(talk.output) >= 4
 
 
-def test_a_step_that_is_refused_leaves_the_ranks_in_step(ranks, expected):
-    a, b = prompts(ranks)
+def test_a_step_that_is_refused_leaves_the_ranks_in_step(ranks, follow):
+    a, b, _ = ranks.begin()
     first = ranks.launch(replace(b.next(), block_ids=[99]), a.next())
     second = ranks.launch(after(b, 1, follows=0), after(a, 1, follows=1))
     done = first()
     assert list(done.failed) == [0]
-    assert done.sampled[1].token == expected[0][1]
+    assert done.sampled[1].token == follow[0][1]
     done = second()
     assert list(done.failed) == [0]
-    assert done.sampled[1].token == expected[0][2]
+    assert done.sampled[1].token == follow[0][2]

@@ -9,26 +9,15 @@ import pytest
 pytest.importorskip("triton")
 
 from kvrelay.engine.request import Pooling, SamplingParams
-from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import DEVICE, World
-from tests.engine.model.talks import Talk, alone, drafting, step
-from tests.engine.model.tiny import make_checkpoint, tokens_of
+from tests.engine.model.talks import DRAWN, Talk, alone, drafting, step
+from tests.engine.model.tiny import tokens_of
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
-DRAWN = SamplingParams(temperature=1.0, seed=11)
 LONG, SHORT = tokens_of(18, seed=1), tokens_of(3, seed=2)  # a block is of 16 tokens
 INTERPRETED = DEVICE.type == "cpu"  # and slow
 ON_GPU = pytest.mark.skipif(INTERPRETED, reason="takes a minute without a GPU")
 NUM_TOKENS = 5
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.SHAPE, "num_hidden_layers", 1 if INTERPRETED else 3)
-        make_checkpoint("llama", path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -137,15 +126,12 @@ def test_blocks_that_moved_are_looked_up_anew(triton, expected):
         pytest.param("deepseek3", "", "float8_e4m3", marks=ON_GPU),
     ],
 )
-def test_every_kind_of_model_gives_the_tokens_of_torch(
-    family, kind, kv_dtype, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(tiny.SHAPE, "num_hidden_layers", 2 if INTERPRETED else 4)
-    make_checkpoint(family, tmp_path)
+def test_every_kind_of_model_gives_the_tokens_of_torch(family, kind, kv_dtype, checkpoint_of):
+    model = checkpoint_of(family, num_hidden_layers=2 if INTERPRETED else 4)
     tokens = []
     for name in ("torch", "triton"):
         dtype = "bfloat16" if kind == "fp8" else "float32"
-        world = World(tmp_path, f"{name}-{kind}" if kind else name, kv_dtype, dtype=dtype)
+        world = World(model, f"{name}-{kind}" if kind else name, kv_dtype, dtype=dtype)
         tokens.append(alone(world, Talk(LONG[:4] if INTERPRETED else LONG, [9, 4]), 3))
     assert tokens[0] == tokens[1]
 

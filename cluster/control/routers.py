@@ -1,0 +1,252 @@
+"""The router processes that are wanted, each with an API, and what routers and workers know of
+each other.
+
+A router that is up and a worker are announced to each other once each knows where the other
+listens: pair by pair, so that one process that hangs keeps no other waiting. When a router is
+lost, its workers hear of it: its clients went with it, so no client could take the tokens of its
+requests, and deadlines are far too late to give their blocks and their share of a step to others.
+Routers hear of each other as well: see `router.state.ReplicaSync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.lifecycle import (
+    DesiredProcess,
+    Incarnation,
+    ProcessEvent,
+    ProcessSet,
+    ProcessState,
+)
+from kvrelay.cluster.control.messages import (
+    RouterStarted,
+    SendPeers,
+    StartRouter,
+    StopRouter,
+)
+from kvrelay.cluster.control.process_messages import RouterLoad
+from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
+from kvrelay.router.messages import RoleChanged, WorkerDown, WorkerUp
+from kvrelay.worker.messages import Peer, PeersUpdated
+
+
+class PairState(StrEnum):
+    UNKNOWN = "unknown"
+    ADDRESSED = "addressed"  # each is sent where the other listens
+    CONNECTED = "connected"  # each has said that it knows
+    ANNOUNCED = "announced"  # the router may send requests to the worker
+
+
+@dataclass(slots=True)
+class Pair:
+    """A router that is up and the worker's epoch that listens.
+
+    Invariant: it is addressed exactly while one of the two has not answered for `newcomer`."""
+
+    router: NodeId
+    worker: NodeId
+    state: PairState = PairState.UNKNOWN
+    newcomer: Incarnation = ("", 0)  # the one of the two that listens since later
+    unanswered: set[NodeId] = field(default_factory=set)
+    in_use: bool = False  # announced, by this controller or by the one before
+
+    def updated(self, done: PeersUpdated) -> None:
+        if (done.about, done.epoch) == self.newcomer and self.state is PairState.ADDRESSED:
+            self.unanswered.discard(done.to)
+            if not self.unanswered:
+                self.state = PairState.CONNECTED
+
+
+@dataclass(slots=True, kw_only=True)
+class DesiredRouter(DesiredProcess):
+    http_port: int = 0
+    is_fixed: bool = False  # it lives as long as the controller, and workers wait for it
+
+
+class RouterSet(ProcessSet[DesiredRouter]):
+    """Owned by the controller. Invariant: `pairs` has each router that is up with each worker that
+    listens; a router uses a worker only if the two are announced to each other."""
+
+    kind = "router"
+    tag = "router "
+    stop = StopRouter
+
+    def __init__(self, config: ControllerConfig, controller: NodeId) -> None:
+        super().__init__(config)
+        for peer in config.routers:
+            self.by_name[peer.node] = DesiredRouter(
+                peer.node, peer.epoch, ProcessState.UP, peer, is_fixed=True
+            )
+        self.by_name |= {name: DesiredRouter(name) for name in config.further_routers}
+        self.pairs: dict[tuple[NodeId, NodeId], Pair] = {}  # by router and worker
+        self._controller = controller
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Where those listen that are up."""
+        return [router.peer for router in self.by_name.values() if router.peer is not None]
+
+    @property
+    def epochs(self) -> dict[NodeId, int]:
+        return {r.node: r.epoch for r in self.by_name.values() if not r.is_fixed}
+
+    def all_up(self) -> bool:
+        return all(router.is_serving for router in self.by_name.values())
+
+    def resume(self, now: float, workers: Mapping[NodeId, Peer]) -> list[Effect]:
+        """Take over those that outlived the last controller, which may have announced `workers` to
+        them, and start the others."""
+        effects: list[Effect] = []
+        running = {started.peer.node: started for started in self.config.running_routers}
+        for router in self.by_name.values():
+            if router.is_fixed or router.node in running:
+                pairs = [Pair(router.node, worker, in_use=True) for worker in workers]
+                self.pairs |= {(pair.router, pair.worker): pair for pair in pairs}
+            if router.node in running:
+                started = running[router.node]
+                router.epoch = started.peer.epoch
+                router.on(ProcessEvent.ADOPT)
+                effects += self.started(now, router, started, workers)
+            elif not router.is_fixed:
+                router.epoch = self.config.kept.routers.get(router.node, 0)
+                effects += self.start(router)
+        return effects
+
+    def updated(self, done: PeersUpdated) -> list[Effect]:
+        """A worker or router has got addresses."""
+        for pair in self.pairs.values():
+            if done.to in (pair.router, pair.worker):
+                pair.updated(done)
+        to = self.by_name.get(done.to)
+        about = self.current(done.about, done.epoch, ProcessState.UP)
+        if to is None or to.peer is None or about is None:
+            return []
+        others = [peer.node for peer in self._others(to)] if about is to else [about.node]
+        return [Send(to.node, RouterUp(other)) for other in others]
+
+    def address(self, router: NodeId, worker: NodeId, newcomer: Incarnation) -> None:
+        """Each of the two is sent where the other listens, since `newcomer` does from now on."""
+        pair = self.pairs.setdefault((router, worker), Pair(router, worker))
+        pair.state, pair.newcomer = PairState.ADDRESSED, newcomer
+        pair.unanswered = {router, worker}
+
+    def announce(self, up: Mapping[NodeId, WorkerInfo]) -> list[Effect]:
+        """Announce to each other those that know each other by now. `up`: workers that requests
+        may go to."""
+        effects: list[Effect] = []
+        for pair in self.pairs.values():
+            if pair.state is PairState.CONNECTED and pair.worker in up:
+                pair.state, pair.in_use = PairState.ANNOUNCED, True
+                effects.append(Send(pair.worker, RouterUp(pair.router)))
+                effects.append(Send(pair.router, WorkerUp(up[pair.worker])))
+        return effects
+
+    def part(self, router: NodeId, worker: NodeId) -> None:
+        """The router has given up this worker. Each still knows where the other listens."""
+        pair = self.pairs.get((router, worker))
+        if pair is not None:
+            pair.in_use = False
+            if pair.state is PairState.ANNOUNCED:
+                pair.state = PairState.CONNECTED
+
+    def role_changed(self, change: RoleChanged) -> list[Effect]:
+        announced = [p for p in self.pairs.values() if p.state is PairState.ANNOUNCED]
+        return [Send(p.router, change) for p in announced if p.worker == change.worker]
+
+    def worker_lost(self, worker: NodeId, epoch: int, reason: str) -> list[Effect]:
+        down = WorkerDown(worker, epoch, reason)
+        return [Send(pair.router, down) for pair in self._take_pairs(worker) if pair.in_use]
+
+    def _take_pairs(self, node: NodeId) -> list[Pair]:
+        """Forget those of a router or worker that is gone."""
+        gone = [ends for ends in self.pairs if node in ends]
+        return [self.pairs.pop(ends) for ends in gone]
+
+    def start(self, router: DesiredRouter) -> list[Effect]:
+        bound = self.begin(router)
+        return [StartRouter(router.node, router.epoch, router.http_port), bound]
+
+    def lost(self, now: float, router: DesiredRouter, reason: str) -> list[Effect]:
+        workers = [pair.worker for pair in self._take_pairs(router.node) if pair.in_use]
+        others = [peer.node for peer in self._others(router)]
+        down = RouterDown(router.node)
+        effects = self.back_off(now, router, reason)
+        return effects + [Send(node, down) for node in (*workers, *others)]
+
+    def why_none(self, router: DesiredRouter, reason: str) -> str:
+        return "" if router.http_port else f"{router.node}: {reason}"
+
+    def started(
+        self,
+        now: float,
+        router: DesiredRouter,
+        started: RouterStarted,
+        listening: Mapping[NodeId, Peer],
+    ) -> list[Effect]:
+        """It listens, and waits for nobody before it is up. `listening`: workers that do."""
+        me = started.peer
+        router.on(ProcessEvent.LISTENS)
+        router.on(ProcessEvent.INTRODUCED)
+        router.peer, router.up_at, router.pid = me, now, started.pid
+        router.http_port = started.http_port
+        for worker in listening:
+            self.address(me.node, worker, router.incarnation)
+        known = (*listening.values(), *self._others(router))
+        text = f"{router.node} is up (epoch {router.epoch}) at port {router.http_port}"
+        return [
+            SendPeers(self._controller, me.node, me.epoch, (me,)),
+            SendPeers(me.node, me.node, me.epoch, (*known, *self.config.listeners)),
+            *(SendPeers(peer.node, me.node, me.epoch, (me,)) for peer in known),
+            Note("info", "router_up", text),
+        ]
+
+    def _others(self, router: DesiredRouter) -> list[Peer]:
+        """Routers that are up, but this one."""
+        return [peer for peer in self.peers if peer.node != router.node]
+
+
+def api_url(host: str, port: int, scheme: str = "http") -> str:
+    """Where an API that listens at `host` is found from its own machine; "" without a port."""
+    shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}" if port else ""
+
+
+def router_entry(
+    router: NodeId,
+    epoch: int,
+    state: ProcessState,
+    host: str,
+    http_port: int,
+    load: RouterLoad | None,
+    scheme: str = "http",
+) -> dict[str, Any]:
+    """For `/status`. `host`, `http_port`: of its API; `load`: None if it does not say."""
+    return {
+        "router": router,
+        "epoch": epoch,
+        "state": str(state),
+        "http_port": http_port,
+        "url": api_url(host, http_port, scheme),
+        "num_live": None if load is None else load.num_live,
+        "num_queued": None if load is None else load.num_queued,
+        "store_up": None if load is None else load.store_up,
+    }
+
+
+def status_of(
+    router: DesiredRouter, host: str, load: RouterLoad | None, scheme: str = "http"
+) -> dict[str, Any]:
+    """As `router_entry`, with what the controller knows of it besides."""
+    port = router.http_port
+    entry = router_entry(router.node, router.epoch, router.state, host, port, load, scheme)
+    return entry | {
+        "pid": router.pid,
+        "restarts": router.restarts,
+        "last_error": router.last_error,
+    }

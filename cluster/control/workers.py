@@ -1,0 +1,303 @@
+"""The workers that are wanted: the controller starts them, introduces them and takes them down.
+
+A worker is introduced before a router may use it: it learns the addresses of all that it may talk
+to (any worker may fetch KV from any other), they learn its own, and only when all have said so is
+it announced. One that is up and makes no progress is ended by force: see `cluster.control.watches`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.lifecycle import (
+    RUNNING,
+    DesiredProcess,
+    ProcessEvent,
+    ProcessSet,
+    ProcessState,
+)
+from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
+from kvrelay.cluster.control.messages import (
+    AdoptWorker,
+    SendPeers,
+    StartWorker,
+    StopWorker,
+    WorkerCheckpoint,
+)
+from kvrelay.cluster.control.routers import RouterSet
+from kvrelay.cluster.control.watches import Drains, Suspects
+from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.stats import Role, RouterDown, WorkerInfo
+from kvrelay.router.messages import RoleChanged
+from kvrelay.worker.messages import Peer, WorkerStarted
+
+RESTART_S = 1.0  # for one that drained to be started again: it ends by itself
+
+
+@dataclass(slots=True, kw_only=True)
+class DesiredWorker(DesiredProcess):
+    role: Role
+    num_ranks: int = 1  # its processes, each with a GPU where they are used; whatever its role
+    machine_id: str | None = None
+    further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
+    avoid: str | None = None  # where it failed to start
+    info: WorkerInfo | None = None
+    hangs: int = 0  # times that it was ended because it did not answer
+    is_leaving: bool = False  # it goes for good when nothing needs it
+
+    @property
+    def is_draining(self) -> bool:
+        return self.is_leaving or self.state is ProcessState.DRAINING
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Where it was placed the last time, with as many ranks on each."""
+        return () if self.machine_id is None else (self.machine_id, *self.further)
+
+    def checkpoint(self) -> WorkerCheckpoint:
+        return WorkerCheckpoint(
+            self.node,
+            self.role,
+            self.epoch,
+            self.machine_id or "",
+            self.peer,
+            self.pid,
+            self.restarts,
+            self.is_leaving,
+            self.hangs,
+            self.further,
+        )
+
+
+class WorkerSet(ProcessSet[DesiredWorker]):
+    """Owned by the controller. Invariant: routers use no worker that is not up."""
+
+    kind = "worker"
+    tag = ""
+    stop = StopWorker
+
+    def __init__(self, config: ControllerConfig, routers: RouterSet, controller: NodeId) -> None:
+        super().__init__(config)
+        self.routers = routers
+        self.machines: tuple[Machine, ...] = ()
+        self.by_name = {node: self.desired(node, role) for node, role in config.first_workers}
+        self.suspects = Suspects(controller, config.silent_grace_s)
+        self.drains = Drains(controller)
+        self.has_been_up = False  # any worker, ever
+        self._failures = 0  # that removed workers had in a row, since one came up
+        self._removed: list[tuple[NodeId, str]] = []
+
+    def desired(self, node: NodeId, role: Role) -> DesiredWorker:
+        """A worker that is to be started as `role`."""
+        config = self.config
+        num_ranks = config.prefill_ranks if role is Role.PREFILL else config.decode_ranks
+        return DesiredWorker(node, role=role, num_ranks=num_ranks)
+
+    def up(self) -> dict[NodeId, WorkerInfo]:
+        """Those that routers may use."""
+        up = (w for w in self.by_name.values() if w.state is ProcessState.UP)
+        return {w.node: w.info for w in up if w.info is not None}
+
+    def listening(self) -> dict[NodeId, Peer]:
+        return {w.node: w.peer for w in self.by_name.values() if w.peer is not None}
+
+    def adopt(self, kept: WorkerCheckpoint) -> list[Effect]:
+        """What an earlier controller has left: one that listened is asked whether it lives; one
+        that had not come so far is ended."""
+        worker = self.by_name.get(kept.worker)
+        if worker is not None:
+            worker.role, worker.epoch, worker.restarts = kept.role, kept.epoch, kept.restarts
+            worker.is_leaving, worker.hangs = kept.is_draining, kept.hangs
+        if worker is None or kept.peer is None:
+            return [StopWorker(kept.worker, kept.epoch)]
+        worker.on(ProcessEvent.ADOPT)
+        worker.machine_id, worker.further = kept.machine_id, kept.further
+        worker.pid, worker.peer = kept.pid, kept.peer
+        self.has_been_up = True
+        return [
+            AdoptWorker(worker.node, worker.epoch, kept.peer, kept.machine_id, kept.pid),
+            self.wake(self.config.adopt_timeout_s, worker),
+        ]
+
+    def add(self, worker: DesiredWorker) -> list[Effect]:
+        """Start it; where the last ones failed, not at once."""
+        self.by_name[worker.node] = worker
+        if not self._failures:
+            return self.start(worker)
+        worker.on(ProcessEvent.HOLD)
+        worker.failures = self._failures
+        worker.last_error = "the last workers failed"
+        return [self.wake(self.backoff.pause_s(worker.failures), worker)]
+
+    def start(self, worker: DesiredWorker) -> list[Effect]:
+        placed = [
+            Assigned(machine, other.role, other.num_ranks // len(other.machines))
+            for other in self.by_name.values()
+            if other is not worker and _has_place(other, worker)
+            for machine in other.machines
+        ]
+        machines = assign_machines(
+            worker.role,
+            self.machines,
+            placed,
+            num_ranks=worker.num_ranks,
+            num_machines=self.config.machines_for(worker.num_ranks),
+            avoid=worker.avoid,
+            most=self.config.workers_per_machine,
+            use_gpus=self.config.use_gpus,
+        )
+        if machines is None:
+            worker.on(ProcessEvent.NO_ROOM)
+            worker.last_error = self._no_room(worker)
+            text = f"{worker.last_error} for {worker.node}"
+            return [Note("warning", "no_machine", text)]
+        bound = self.begin(worker)
+        worker.machine_id, *further = machines
+        worker.further = tuple(further)
+        num_ranks = worker.num_ranks
+        return [
+            StartWorker(
+                worker.node, worker.role, worker.epoch, machines[0], num_ranks, worker.further
+            ),
+            bound,
+        ]
+
+    def _no_room(self, worker: DesiredWorker) -> str:
+        number = self.config.machines_for(worker.num_ranks)
+        if self.config.use_gpus and any(machine.num_gpus for machine in self.machines):
+            each = worker.num_ranks // number
+            if number > 1:
+                return f"no room: {each} free GPU(s) on each of {number} machines are needed"
+            return f"no machine has room: {each} free GPU(s) of one are needed"
+        if number > 1:
+            return f"no room: {number} machines are needed, {len(self.machines)} are there"
+        return "no machine has room"
+
+    def introduce(self, worker: DesiredWorker, started: WorkerStarted) -> list[Effect]:
+        """It listens: it and all others get each other's addresses."""
+        forgotten: list[Effect] = []
+        if worker.state is ProcessState.ADOPTING:  # it may know routers that live no more
+            epochs, kept = self.routers.epochs, self.config.kept.routers
+            gone = [node for node, epoch in kept.items() if epochs.get(node) != epoch]
+            forgotten = [Send(worker.node, RouterDown(node)) for node in gone]
+        worker.on(ProcessEvent.LISTENS)
+        worker.info = replace(started.info, role=worker.role)
+        worker.pid = started.pid
+        worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch)
+        others = [w for w in self.by_name.values() if w is not worker and w.peer is not None]
+        peers = [*self.routers.peers, *(other.peer for other in others if other.peer is not None)]
+        for router in self.routers.peers:
+            self.routers.address(router.node, me.node, worker.incarnation)
+        known = (*peers, *self.config.listeners)
+        effects: list[Effect] = [SendPeers(worker.node, me.node, me.epoch, known)]
+        effects += [SendPeers(peer.node, me.node, me.epoch, (me,)) for peer in peers]
+        # Workers of one role only save each other work: one that hangs must not keep others down.
+        spared = {other.node for other in others if other.role is worker.role}
+        # A router comes together with it when it can.
+        spared |= {each.node for each in self.routers.by_name.values() if not each.is_fixed}
+        worker.waiting_for = {effect.to for effect in effects} - spared
+        notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
+        return [*forgotten, *effects, self.wake(self.config.introduce_timeout_s, worker), *notes]
+
+    def updated(self, now: float, worker: DesiredWorker, to: NodeId) -> list[Effect]:
+        """`to` has the address of `worker`, which is introduced, or is gone."""
+        worker.waiting_for.discard(to)
+        if worker.waiting_for:
+            return []
+        worker.on(ProcessEvent.INTRODUCED)
+        worker.up_at = now
+        worker.avoid = None
+        self.has_been_up, self._failures = True, 0
+        effects: list[Effect] = [
+            Note("info", "worker_up", f"{worker.node} is up (epoch {worker.epoch})")
+        ]
+        if worker.is_leaving:  # the controller before began with it
+            return effects + self.drain(now, worker)
+        return effects + self.routers.announce(self.up())
+
+    def set_role(self, worker: DesiredWorker, role: Role) -> list[Effect]:
+        """Weights and KV stay where they are: only what routers prefer the worker for changes."""
+        if worker.role is role:
+            return []
+        text = f"{worker.node} was preferred for {worker.role}, and is for {role} now"
+        worker.role = role
+        effects: list[Effect] = [Note("info", "role_changed", text)]
+        if worker.info is not None:
+            worker.info = replace(worker.info, role=role)
+        change = RoleChanged(worker.node, worker.epoch, role)
+        return effects + self.routers.role_changed(change)
+
+    def drain(self, now: float, worker: DesiredWorker, *, comes_back: bool = False) -> list[Effect]:
+        """Let it go when nothing needs it; `comes_back`: to be started again."""
+        config = self.config
+        worker.on(ProcessEvent.DRAIN)
+        worker.is_leaving = not comes_back
+        timeout_s = config.restart_drain_s if comes_back else config.drain_timeout_s
+        routers = [peer.node for peer in self.routers.peers]
+        return self.drains.begin(now, worker.incarnation, routers, timeout_s)
+
+    def drained(self, now: float, worker: DesiredWorker, why: str) -> list[Effect]:
+        """Nothing needs it any more, or its time is over."""
+        if worker.is_leaving:
+            return self.remove(now, worker, why, gently=True)
+        worker.end(ProcessEvent.END)
+        worker.restarts += 1
+        return [
+            Note("info", "worker_restarts", f"{worker.node} {why}"),
+            StopWorker(worker.node, worker.epoch, gently=True),
+            *self._forget(now, worker, why),
+            self.wake(RESTART_S, worker),
+        ]
+
+    def lost(self, now: float, worker: DesiredWorker, reason: str) -> list[Effect]:
+        if worker.is_leaving:
+            return self.remove(now, worker, reason)
+        return [*self.back_off(now, worker, reason), *self._forget(now, worker, reason)]
+
+    def failed(
+        self, now: float, worker: DesiredWorker, reason: str, permanent: bool
+    ) -> list[Effect]:
+        worker.avoid = worker.machine_id
+        return super().failed(now, worker, reason, permanent)
+
+    def why_none(self, worker: DesiredWorker, reason: str) -> str:
+        return "" if self.has_been_up else reason
+
+    def remove(
+        self, now: float, worker: DesiredWorker, why: str, *, gently: bool = False
+    ) -> list[Effect]:
+        """It is wanted no more."""
+        del self.by_name[worker.node]
+        self._removed.append((worker.node, why))
+        self._failures = max(self._failures, worker.failures)
+        worker.end(ProcessEvent.REMOVE)
+        effects: list[Effect] = [Note("info", "worker_gone", f"{worker.node} has gone: {why}")]
+        if worker.epoch:
+            effects.append(StopWorker(worker.node, worker.epoch, gently))
+            effects += self._forget(now, worker, why)
+        return effects
+
+    def take_removed(self) -> list[tuple[NodeId, str]]:
+        """Which were removed since the last time, and why each."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def _forget(self, now: float, worker: DesiredWorker, reason: str) -> list[Effect]:
+        """It has ended: whoever uses it hears so, and whoever waits for it goes on."""
+        worker.info = None
+        worker.is_leaving = False
+        self.suspects.forget(worker.incarnation)
+        self.drains.forget(worker.incarnation)
+        effects = self.routers.worker_lost(worker.node, worker.epoch, reason)
+        for other in list(self.by_name.values()):
+            if worker.node in other.waiting_for:
+                effects += self.updated(now, other, worker.node)
+        return effects
+
+
+def _has_place(other: DesiredWorker, worker: DesiredWorker) -> bool:
+    """Whether what `other` holds, or comes back to, is not for `worker`: one that has failed leaves
+    its GPUs to those of its size, but smaller ones would leave it too few."""
+    comes_back = other.state is ProcessState.BACKOFF and other.num_ranks > worker.num_ranks
+    return other.state in RUNNING or comes_back

@@ -1,1 +1,0 @@
-"""Replays in which workers come and go: by the production autoscaler, or by who knows the trace."""

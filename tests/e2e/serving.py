@@ -1,0 +1,84 @@
+"""What tests of a running server ask it, and wait for."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+
+from benchmarks.serving.served import Served
+
+MODEL = "smollm2-135m"
+KVRELAY = [sys.executable, "-m", "kvrelay.cluster.cli.main"]
+STORY = "Tell me a long story about a lighthouse keeper and a whale."
+Status = dict[str, Any]
+
+
+def status(url: str, key: str = "") -> Status:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer: Status = httpx.get(f"{url}/status", headers=headers, timeout=10).json()
+    return answer
+
+
+def worker_of(state: Status, name: str) -> Status:
+    (worker,) = [each for each in state["workers"] if each["worker"] == name]
+    return worker
+
+
+def is_idle(state: Status) -> bool:
+    counts = ("num_used_blocks", "num_running", "num_waiting", "num_handoffs")
+    busy = sum(worker[name] for worker in state["workers"] for name in counts)
+    return busy + state["num_live"] + state["num_queued"] == 0
+
+
+def all_up(state: Status) -> bool:
+    return all(worker["state"] == "up" for worker in state["workers"])
+
+
+def wait_for(url: str, wanted: Callable[[Status], Any], timeout_s: float, why: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not wanted(state := status(url)):
+        assert time.monotonic() < deadline, f"{why}: {json.dumps(state)[:2000]}"
+        time.sleep(0.05)
+
+
+def wait_until(holds: Callable[[], Any], timeout_s: float = 60.0, why: str = "") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.1)
+
+
+def urls_of(served: Served) -> list[str]:
+    """Lists the addresses of all routers."""
+    others = re.findall(r"router-[1-9]: (\S+)/v1", "".join(served.lines))
+    return [served.url, *others]
+
+
+def ask(url: str, client: Any = httpx) -> str:
+    """What it says about the capital of France: Paris."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": MODEL, "messages": [question], "max_tokens": 30, "temperature": 0}
+    answer = client.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    text = ""
+    for number, chunk in enumerate(
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": STORY}], stream=True, **options
+        )
+    ):
+        text += chunk.choices[0].delta.content or ""
+        if on_chunk is not None:
+            on_chunk(number)
+    return text

@@ -1,0 +1,269 @@
+"""The local runtime: a whole cluster in one process, for tests and measurements.
+
+The router and the workers are the real nodes over real models, with NIXL between their memories and
+a real disk tier; only the wire is missing: messages are handed over in memory. The event loop runs
+on a thread of its own; everything public here blocks or returns a future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvrelay.cluster.control.audits import audit_dict
+from kvrelay.cluster.roles import build_worker
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.host import LoopThread, NodeHost
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.node import Effect, NodeId
+from kvrelay.engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    PromptOutputs,
+    SamplingParams,
+    TokenLogprobs,
+)
+from kvrelay.engine.stats import Role, RouterUp
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerUp
+from kvrelay.router.router import Router
+from kvrelay.router.status import RouterStatus
+from kvrelay.worker.kv_plan import GIB
+from kvrelay.worker.process import BuiltWorker
+from kvrelay.worker.spec import BuildOptions, WorkerSpec
+
+ROUTER, CLIENT = "router-0", "client-0"
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came for one request. `failed` is set if it was refused or given up."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failed: Failed | None = None
+    num_cached_tokens: int = 0
+    cached_by_source: dict[str, int] = field(default_factory=dict)
+    prompt: PromptOutputs = NO_OUTPUTS
+    submitted_at: float = 0.0  # by time.monotonic
+    arrived_at: list[float] = field(default_factory=list)  # each token's
+
+
+class _Client:
+    """Node. Collects what the router answers; a request is here until it has ended."""
+
+    def __init__(self) -> None:
+        self.node_id = CLIENT
+        self.waiting: dict[str, tuple[Completion, Future[Completion]]] = {}
+
+    def start(self, now: float) -> list[Effect]:
+        return []
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        entry = self.waiting.get(message.request_id)
+        if entry is None:
+            return []
+        completion, future = entry
+        if isinstance(message, Output):
+            assert message.index == len(completion.tokens), "a gap or a repeat"
+            completion.tokens += message.tokens
+            completion.logprobs += message.logprobs
+            completion.arrived_at += [now] * len(message.tokens)
+            completion.num_cached_tokens = message.num_cached_tokens
+            completion.cached_by_source = message.cached_by_source
+            completion.finish = message.finish
+            if message.prompt != NO_OUTPUTS:
+                assert completion.prompt == NO_OUTPUTS, "twice"
+                completion.prompt = message.prompt
+        elif isinstance(message, Failed):
+            completion.failed = message
+        if completion.finish is not None or completion.failed is not None:
+            del self.waiting[completion.request_id]
+            future.set_result(completion)
+        return []
+
+
+class LocalCluster:
+    """Owns its loop, nodes and models, from `with` to its end.
+
+    A node that raises fails every request that waits, and `check` raises its error.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: Literal["cpu", "cuda"] = "cpu",
+        engine: EngineSection | None = None,
+        engines: Mapping[Role, EngineSection] | None = None,
+        router: RouterConfig | None = None,
+        corrupt: Callable[..., None] | None = None,
+        host_bytes: int = 0,
+        disk_bytes: int = 0,
+        **tiers: Any,
+    ) -> None:
+        """`engines`: of the workers of a role, in place of `engine`. `host_bytes`, `disk_bytes`: of
+        every worker. `tiers`: as in TiersSection. Two clusters with the same disk_path continue
+        each other."""
+        self._thread = LoopThread("local-cluster")
+        self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
+        self.router = Router(ROUTER, router, clock=time.perf_counter)
+        self._client = _Client()
+        self._ids = itertools.count()
+        roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+        tiers |= {"host_gib": host_bytes / GIB, "disk_gib": disk_bytes / GIB}
+        self._specs = [
+            WorkerSpec(
+                cluster="local",
+                worker=f"{role}-{i if role is Role.PREFILL else i - prefill}",
+                role=role,
+                epoch=1,
+                model_dir=str(model),
+                model=ModelSection(name=str(model), dtype=dtype, device=device),
+                engine=(engines or {}).get(role) or engine or EngineSection(),
+                tiers=TiersSection(**tiers),
+                num_sharing=1,
+                num_peers=len(roles) - 1,
+            )
+            for i, role in enumerate(roles)
+        ]
+        self._options = BuildOptions(corrupt=corrupt)
+        self.workers: dict[NodeId, BuiltWorker] = {}
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            for spec in self._specs:
+                self.workers[spec.worker] = build_worker(spec, self._options)
+            self._thread.call(self._start)
+        except BaseException:
+            self._thread.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        async def close() -> None:
+            await asyncio.to_thread(self.host.close)
+
+        self._thread.submit(close()).result(60.0)
+        self._thread.close()
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        timeout_s: float = 120.0,
+        scope: CacheScope = UNSALTED,
+        request_id: str | None = None,
+    ) -> Future[Completion]:
+        """The future's result is the whole answer, or what it failed with."""
+        request_id = request_id or f"local-{next(self._ids)}"
+        future: Future[Completion] = Future()
+        submit = Submit(request_id, CLIENT, tuple(tokens), sampling, timeout_s, scope=scope)
+
+        def begin() -> None:
+            completion = Completion(request_id, submitted_at=time.monotonic())
+            self._client.waiting[request_id] = (completion, future)
+            self.host.deliver(ROUTER, submit)
+
+        self._thread.loop.call_soon_threadsafe(begin)
+        return future
+
+    def generate(
+        self, prompts: Iterable[Sequence[int]], sampling: SamplingParams, timeout_s: float = 120.0
+    ) -> list[Completion]:
+        """All prompts at once; their answers in order."""
+        futures = [self.submit(prompt, sampling, timeout_s=timeout_s) for prompt in prompts]
+        answers = [future.result(timeout_s + 10) for future in futures]
+        self.check()
+        return answers
+
+    def cancel(self, request_id: str) -> None:
+        """As a client that has gone: nothing more comes for it."""
+
+        def forget() -> None:
+            self._client.waiting.pop(request_id, None)
+            self.host.deliver(ROUTER, Cancel(request_id))
+
+        self._thread.call(forget)
+
+    def status(self) -> RouterStatus:
+        return self._thread.call(lambda: self.router.status(self._thread.loop.time()))
+
+    def check(self) -> None:
+        """Raises what a node raised, if one did."""
+        for error in self.host.failed.values():
+            raise error
+
+    def leftovers(self) -> list[str]:
+        """What is leaked; empty if all is well."""
+
+        def look() -> list[str]:
+            nodes: list[Any] = [self.router, *(built.node for built in self.workers.values())]
+            return [line for node in nodes for line in node.check_idle()]
+
+        return self._thread.call(look)
+
+    def audit(self) -> dict[str, Any]:
+        """Where the workers' blocks are, and what is leaked; see `cluster.control.audits`."""
+
+        def look() -> dict[str, Any]:
+            status = self.router.status(self._thread.loop.time())
+            nodes: dict[NodeId, Any] = {worker: each.node for worker, each in self.workers.items()}
+            audits = {
+                worker: None if worker in self.host.failed else node.audit()
+                for worker, node in nodes.items()
+            }
+            return audit_dict(audits, status.num_live + status.num_queued, self.router.check_idle())
+
+        return self._thread.call(look)
+
+    def wait_idle(self, timeout_s: float = 5.0) -> None:
+        """Raises AssertionError with what is not idle after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.leftovers():
+            self.check()
+            assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {left}"
+            time.sleep(0.01)
+
+    def run(self, look: Callable[[], Any]) -> Any:
+        """Call `look` on the loop, where the state of nodes may be read."""
+        return self._thread.call(look)
+
+    def _start(self) -> None:
+        self.host.add(self.router)
+        self.host.add(self._client)
+        for built in self.workers.values():
+            node_id = built.node.node_id
+            self.host.add(built.node, built.make_executor(self.host.inbox(node_id)))
+            if built.when_lost is not None:
+                built.when_lost(functools.partial(self._on_lost, node_id))
+        for built in self.workers.values():
+            self.host.deliver(built.node.node_id, RouterUp(ROUTER))
+            self.host.deliver(ROUTER, WorkerUp(built.info))
+
+    def _on_lost(self, node: NodeId, error: Exception) -> None:
+        """From any thread: the worker gets no further message."""
+
+        def fail() -> None:
+            self.host.failed[node] = error
+            self._on_failure(node, error)
+
+        self._thread.loop.call_soon_threadsafe(fail)
+
+    def _on_failure(self, node: NodeId, error: BaseException) -> None:
+        for _completion, future in self._client.waiting.values():
+            future.set_exception(RuntimeError(f"{node} failed: {error!r}"))
+        self._client.waiting.clear()
