@@ -29,7 +29,7 @@ from benchmarks.gpu.measure import print_table
 from benchmarks.report import write_json
 from kvrelay.cluster.roles import make_worker
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.config import EngineSection, ModelSection, WorkerConfig
 from kvrelay.engine.messages import TokenDeltas
 from kvrelay.engine.model.gpu.decode import SLOTS, DecodePasses
 from kvrelay.engine.model.gpu.steps import GpuSteps, Launches
@@ -39,7 +39,6 @@ from kvrelay.engine.node import Effect, Send
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.engine.step import Execute, Sampled, Step, StepDone
-from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.threads import LaunchThreads
 
 BLOCK_SIZE, VOCAB = 16, 32_000
@@ -85,7 +84,6 @@ class Host:
             max_num_batched_tokens=8192,
             max_num_seqs=num_seqs,
             max_waiting=num_seqs,
-            num_speculative_tokens=EngineSection().num_speculative_tokens,
             steps_ahead=ahead,
         )
         self.node = make_worker(self.config)
@@ -153,9 +151,9 @@ def _runner(num_seqs: int, num_blocks: int, longest: int) -> tuple[ModelRunner, 
     )
     with tempfile.TemporaryDirectory() as folder:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        runner = ModelRunner(
-            Path(folder), dtype="float32", device="cpu", num_blocks=num_blocks, num_threads=1
-        )
+        engine = EngineSection(num_blocks=num_blocks, threads=1).sized(gpu=False)
+        model = ModelSection(dtype="float32", device="cpu")
+        runner = ModelRunner(Path(folder), model, engine)
     decoder, limits, device = runner._decoder, runner._limits, runner.device
     steps = GpuSteps(
         decoder, limits, device, max_num_seqs=num_seqs, graphs=False, progress=lambda _: None

@@ -23,6 +23,7 @@ from unittest.mock import patch
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.model.sampling import sampler
@@ -122,7 +123,7 @@ def run(
 ) -> list[Outcome]:
     """Measures each kind of fault and number of bad requests, on one prefill and two decode
     workers."""
-    with LocalCluster(model, prefill=1, decode=2, threads=1) as cluster:
+    with LocalCluster(model, prefill=1, decode=2, engine=EngineSection(threads=1)) as cluster:
         plain = SamplingParams(max_tokens=tokens, temperature=0.0)
         good = cluster.generate(prompts(streams), plain)
         return [measure(cluster, kind, count, good) for kind in kinds for count in counts]

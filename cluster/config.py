@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, ValidationError, convert
 from msgspec.structs import replace
 
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.settings import ConfigError as ConfigError
 from kvrelay.engine.settings import (
     Count,
@@ -30,37 +31,8 @@ from kvrelay.engine.settings import read_toml as read_toml
 from kvrelay.engine.stats import Role
 from kvrelay.router.config import MAX_PRIORITY, RouterConfig
 from kvrelay.router.scaling_config import ScalingConfig
-from kvrelay.worker.settings import EngineSection
 
 Secrets = Annotated[tuple[str, ...], Meta(extra={"secret": True})]
-
-
-class ModelSection(Section, frozen=True):
-    name: str = "smollm2-135m"  # a Hugging Face directory, hub id, GGUF file, or built-in name
-    served_name: str = ""  # what clients call it; "": derived from the name
-    # auto (bfloat16 where the hardware multiplies it), float32 or bfloat16
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantization: Literal["none", "int8", "int4", "fp8"] = "none"  # int4 on CPUs, fp8 on GPUs
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto (GPUs where there are any), cpu or cuda
-    cache_dir: str = ""  # for converted and downloaded models; "": the user's cache directory
-    chat_template: str = ""  # Jinja, or a file with it; "": the model's own
-
-
-class TiersSection(Section, frozen=True):
-    """Where KV goes that does not fit in the workers' pools, or outlives them. Sizes are per
-    machine, shared by its decode workers (by its prefill workers where it has no others)."""
-
-    # host memory for KV, per machine; 0: no host tier; auto: a quarter of what is free at the start
-    host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] | Literal["auto"] = "auto"
-    disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # the same on disk; 0: none
-    disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
-    retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
-    disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk
-
-    @property
-    def set_host_gib(self) -> float:
-        """What has to be there: "auto" takes what is."""
-        return 0.0 if self.host_gib == "auto" else self.host_gib
 
 
 class SessionsSection(Section, frozen=True):

@@ -16,6 +16,7 @@ import psutil
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
@@ -31,7 +32,6 @@ from kvrelay.worker.kv_plan import (
     plan_kv,
     resolve_max_model_len,
 )
-from kvrelay.worker.settings import EngineSection
 
 Progress = Callable[[str], None]
 

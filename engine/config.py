@@ -1,28 +1,120 @@
-"""Sizes and limits that a worker is built with: plain data."""
+"""The settings that a worker reads, the tables [model], [engine] and [tiers], and what a worker is
+configured with: plain data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from typing import Annotated, Literal
+
+from msgspec import Meta, structs
 
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
 from kvrelay.engine.kv.window import Window
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.settings import Count, Positive, Seconds, Section, Timeout, matching
 from kvrelay.engine.stats import Role, WorkerInfo
 
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """What a worker node knows about itself. `epoch` is a new one at each start."""
+class ModelSection(Section, frozen=True):
+    name: str = "smollm2-135m"  # a Hugging Face directory, hub id, GGUF file, or built-in name
+    served_name: str = ""  # what clients call it; "": derived from the name
+    # auto (bfloat16 where the hardware multiplies it), float32 or bfloat16
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"  # int4 on CPUs, fp8 on GPUs
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto (GPUs where there are any), cpu or cuda
+    cache_dir: str = ""  # for converted and downloaded models; "": the user's cache directory
+    chat_template: str = ""  # Jinja, or a file with it; "": the model's own
+
+
+class EngineSection(Section, frozen=True):
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in a KV block
+    # for KV blocks, per worker; 0: 1 on a CPU, on a GPU what gpu_memory_utilization leaves
+    kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
+    # share of a GPU's memory, for weights, steps and KV together
+    gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] = 0.9
+    num_blocks: Count = 0  # KV blocks per worker; 0: as many as kv_cache_gib holds
+    cuda_graphs: bool = True  # on a GPU: capture decode steps at start; false: launch each kernel
+    # kernels of attention on a GPU: triton, or flashinfer (an extra) where it fits; auto: triton
+    attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
+    moe_backend: Literal["auto", "triton", "flashinfer"] = "auto"  # kernels of experts, likewise
+    # processes that compute one worker's model; has to divide its heads
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    kv_dtype: Literal["auto", "float8_e4m3"] = "auto"  # auto (as model.dtype) or float8_e4m3
+    window: Count = 0  # positions that each layer attends to; 0: as the model says
+    sinks: Count = 0  # attention sinks: first positions outside the window (4 is usual)
+    guard: bool = True  # compare block tables before each step; false: only their ranges
+    # tokens per step; longer prompts are computed in chunks; 0: 512, on a GPU 8,192
+    max_num_batched_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 50 where
+    # there are prefill workers, no limit in one pool
+    itl_target_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    # what it grows to while prompts wait for 4 s; 0: 200 where itl_target_ms is 0, else no more
+    itl_most_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0  # per step; 0: 64, on a GPU 256
+    # n-gram draft tokens per sequence and step, at most; 0: none
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
+    max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
+    max_waiting: Positive = 256  # requests at a worker, beside max_num_seqs, before it refuses
+    # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
+    # longer than it should if that is more; ten times this before steps were measured; 0: never
+    step_timeout_s: Seconds = 30.0
+    max_failed_steps: Positive = 3  # health checks in a row; then a worker ends
+    # folder for the stacks, and the GPU's state, of workers that end because a step hangs; "": none
+    core_dumps: Annotated[str, matching("|[/~].*", "an absolute path")] = ""
+    # CPU threads per worker; 0: all cores, which the workers of a machine share
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
+    handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
+    read_timeout_s: Timeout = 20.0  # one KV transfer has at most this
+    # one KV transfer has at least this; in between, ten times what it takes at the measured rate
+    read_floor_s: Timeout = 2.0
+
+    def sized(self, *, gpu: bool) -> EngineSection:
+        """With the sizes that the device decides. On a GPU kv_cache_gib may stay 0: how much memory
+        is free is known once the weights are there."""
+        return structs.replace(
+            self,
+            kv_cache_gib=self.kv_cache_gib or (0.0 if gpu else 1.0),
+            max_num_batched_tokens=self.max_num_batched_tokens or (8192 if gpu else 512),
+            max_num_seqs=self.max_num_seqs or (256 if gpu else 64),
+        )
+
+    @property
+    def itl_target_s(self) -> float:
+        return self.itl_target_ms / 1e3
+
+    @property
+    def itl_most_s(self) -> float:
+        return self.itl_most_ms / 1e3
+
+
+class TiersSection(Section, frozen=True):
+    """Where KV goes that does not fit in the workers' pools, or outlives them. Sizes are per
+    machine, shared by its decode workers (by its prefill workers where it has no others)."""
+
+    # host memory for KV, per machine; 0: no host tier; auto: a quarter of what is free at the start
+    host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] | Literal["auto"] = "auto"
+    disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # per machine; 0: no disk tier
+    disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
+    retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
+    disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk
+
+    @property
+    def set_host_gib(self) -> float:
+        """What has to be there: "auto" takes what is."""
+        return 0.0 if self.host_gib == "auto" else self.host_gib
+
+
+class WorkerConfig(EngineSection, frozen=True, kw_only=True):
+    """What a worker node knows about itself: its settings, with the sizes that its model and its
+    device decide in place of those that were asked for. `epoch` is a new one at each start."""
 
     node_id: NodeId
     role: Role
     epoch: int
-    num_blocks: int
-    block_size: int
     bytes_per_block: int
-    max_model_len: int
     fingerprint: bytes
     agent_metadata: bytes = b""
     compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
@@ -30,23 +122,8 @@ class WorkerConfig:
     num_disk_blocks: int = 0
     retention: Retention = DEFAULT_RETENTION  # where a request does not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
-    window: int = 0  # positions that a query attends to in any layer; 0: all
-    num_sinks: int = 0  # attention sinks: first positions that are attended to as well
     cores: str = ""  # as in WorkerInfo
-    guard: bool = True  # block tables are checked whole before each step, not in part
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
-    num_speculative_tokens: int = 0  # draft tokens of a sequence in a step, at most; 0: none
-    itl_target_s: float = 0.0  # prompt chunks beside decodes are cut to keep steps below it; 0: not
-    itl_most_s: float = 0.0  # itl_target_s where prompts have waited for long; 0: no other
-    max_waiting: int = 256  # beside those that may run: more are refused
-    step_timeout_s: float = 30.0  # for a step, at least, before the worker ends itself; 0: never
-    max_failed_steps: int = 3  # health checks in a row, after which it ends itself
-    lease_s: float = 30.0  # a producer holds blocks so long after it announced the last ones
-    handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself
-    read_timeout_s: float = 20.0  # one transfer, at most
-    read_floor_s: float = 2.0  # one transfer, however few bytes it has
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
     max_snapshot_blocks: int = 1 << 15  # in one message to a router; 18 bytes each
@@ -55,10 +132,10 @@ class WorkerConfig:
     def kv_window(self) -> Window:
         """The blocks that sequences keep. A prompt has blocks for the tokens of a step ahead if the
         pool has room for that, and at least one."""
-        window = Window(self.block_size, self.window, self.num_sinks)
+        window = Window(self.block_size, self.window, self.sinks)
         per_step = -(-self.max_num_batched_tokens // self.block_size)
         chunk = min(per_step, self.num_blocks // 4, self.num_blocks - window.num_blocks)
-        return replace(window, chunk_blocks=max(1, chunk))
+        return dataclasses.replace(window, chunk_blocks=max(1, chunk))
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(

@@ -12,7 +12,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import StepTiming
 from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
 from kvrelay.engine.kv.cache_manager import KVCacheManager
-from kvrelay.engine.kv.publisher import KVPublisher
+from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, NodeId, Note, Send

@@ -8,7 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
+
+from kvrelay.engine.settings import Section, matching
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_S = 86_400
@@ -68,13 +70,14 @@ def _seconds(clock: str) -> int | None:
     return seconds if minutes < 60 and seconds <= _DAY_S else None
 
 
-_MACHINE = r"^(\w+=\d+(\.\d+)?(,\w+=\d+(\.\d+)?)*)?\Z"
-_MACHINE_TEXT = {"expected": 'resources of Ray, as "GPU=8" or "CPU=16,big=1"', "secret": False}
+_MACHINE = matching(
+    r"(\w+=\d+(\.\d+)?(,\w+=\d+(\.\d+)?)*)?", 'resources of Ray, as "GPU=8" or "CPU=16,big=1"'
+)
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Wait = Annotated[float, Meta(ge=0.0)]
 
 
-class ScalingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class ScalingConfig(Section, frozen=True):
     """Workers come and go with the traffic: docs/scaling.md. Raises ValueError for a schedule that
     cannot be read, and for limits that exclude each other."""
 
@@ -98,7 +101,7 @@ class ScalingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # machines are asked for, and without GPUs have room for so many; 0: they are as they are
     workers_per_machine: Count = 0
     # what Ray knows of such a machine, as "GPU=8" or "CPU=16,big=1"; "": as the largest there is
-    machine: Annotated[str, Meta(pattern=_MACHINE, extra=_MACHINE_TEXT)] = ""
+    machine: Annotated[str, _MACHINE] = ""
     log_mib: Annotated[float, Meta(ge=0.0, le=65_536.0)] = 64.0  # decisions take, twice; 0: no log
     # limits at certain times (UTC), such as "mon-fri 08:00-18:00 4-12": from 4 to 12 workers
     schedules: tuple[str, ...] = ()

@@ -1,30 +1,35 @@
 """From a `WorkerSpec` to a worker that could run, in the process that becomes it.
 
-The model is loaded, what moves its KV is opened, and the node is made.
+The model is loaded, what moves its KV is opened, and the node is made. Where the worker has several
+ranks, they are seen from the first as one worker, made of what each of them has.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import Deliver, Executor
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import Node
+from kvrelay.engine.step import Step
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.agents.ranks import join_ranks
+from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.kv_plan import (
     BuildError,
-    KVPlan,
     auto_host_bytes,
     check_memory,
     model_config,
@@ -33,10 +38,70 @@ from kvrelay.worker.kv_plan import (
     resolve_max_model_len,
 )
 from kvrelay.worker.process import BuiltWorker
-from kvrelay.worker.ranks import Ranks
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import WorkerThreads, at_low_priority
-from kvrelay.worker.transfers import MakeRankTransfers, open_transfers
+from kvrelay.worker.transfers import MakeRankTransfers, RankFacts, Transfers, open_transfers
+
+if TYPE_CHECKING:
+    from kvrelay.engine.model.parallel.runner import ParallelRunner
+
+
+class Ranks:
+    """Rank 0, whose transfers are `own`, and the followers of `runner`. Owns neither."""
+
+    def __init__(self, own: Transfers, runner: ParallelRunner) -> None:
+        self._own = own
+        self._runner = runner
+        self._facts: list[RankFacts] = [own.facts, *runner.facts]
+        self._counted = first_with_heads([each.share for each in self._facts])
+        tiers = set.intersection(*(set(each.records) for each in self._facts))
+        self.records: StoreRecords = {
+            tier: in_all([each.records[tier] for each in self._facts]) for tier in tiers
+        }
+        self._forget_the_rest()
+
+    def config(self) -> WorkerConfig:
+        """The worker's, with what all ranks have."""
+        config = self._own.config
+        each = [facts.metadata for facts in self._facts]
+        config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
+        return config if self.records else structs.replace(config, num_disk_blocks=0)
+
+    def notices(self) -> list[str]:
+        """What an operator should know; once, if all ranks say it."""
+        return [*dict.fromkeys(notice for facts in self._facts for notice in facts.notices)]
+
+    def join(self, deliver: Deliver) -> RankAnswers:
+        answers = RankAnswers(self._counted, self._runner.tell, deliver)
+        self._runner.on_companion_message(answers.add)
+        return answers
+
+    def add_checksums(self, step: Step, own: list[int]) -> list[int]:
+        """Completes those of the blocks that `step` filled, given those of rank 0's heads."""
+        each = zip([own, *self._runner.checksums(step)], self._counted, strict=True)
+        return add_checksums([sums for sums, is_counted in each if is_counted])
+
+    def _forget_the_rest(self) -> None:
+        """What a rank has in a store and another has not."""
+        for tier, kept in self.records.items():
+            slots = {record.slot for facts in self._facts for record in facts.records[tier]}
+            slots -= {record.slot for record in kept}
+            if slots:
+                forgotten = StoreIndex(remove=tuple(sorted(slots)), tier=tier)
+                self._own.storage[tier].store.update(forgotten)
+                self._runner.tell(forgotten)
+
+
+def in_all(of_ranks: Sequence[Sequence[DiskRecord]]) -> tuple[DiskRecord, ...]:
+    """Blocks that every rank has, in one slot and with one checksum, which is the whole block's."""
+
+    def key(record: DiskRecord) -> Any:
+        return record.slot, record.block_hash, record.checksum
+
+    first, *others = of_ranks
+    known = [{key(record) for record in rank} for rank in others]
+    return tuple(record for record in first if all(key(record) in rank for rank in known))
+
 
 log = logging.getLogger("kvrelay.build")
 
@@ -52,30 +117,31 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     from kvrelay.engine.model.step_executor import StepExecutor
     from kvrelay.kvtransfer.agent import AgentError
 
-    spec = replace(spec, engine=spec.engine.sized(gpu=spec.on_gpu))
+    model, engine, on_gpu = spec.model, spec.engine.sized(gpu=spec.on_gpu), spec.on_gpu
     try:
         path = spec.find_model()
         before = versions_of(files_of(path))
-        model = model_config(path, spec.engine)
-        dtype = spec.dtype
-        if dtype == "auto":
-            dtype = ModelRunner.default_dtype("cuda" if spec.on_gpu else "cpu")
-        plan = plan_kv(model, spec.engine, dtype, spec.quantization)
+        shape = model_config(path, engine)
+        if model.dtype == "auto":
+            dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
+            model = structs.replace(model, dtype=dtype)
+        plan = plan_kv(shape, engine, model.dtype, model.quantization)
         available_bytes = psutil.virtual_memory().available
-        num_machines = 1 + len(spec.further)
-        needed_bytes = 0 if spec.on_gpu else plan.needed_bytes // num_machines
-        free_bytes = available_bytes - needed_bytes
-        host_bytes = spec.host_bytes
-        if not host_bytes:  # each of its machines gives as much as this one
-            gpus = spec.num_ranks_here * gpu_bytes() if spec.on_gpu else 0
-            here = auto_host_bytes(plan, spec.num_sharing_host, free_bytes, gpus)
+        num_machines = spec.num_machines
+        needed_bytes = 0 if on_gpu else plan.needed_bytes // num_machines
+        host_bytes = spec.share_of(spec.tiers.set_host_gib)
+        if spec.tiers.host_gib == "auto":  # each of its machines gives as much as this one
+            gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
+            free_bytes = available_bytes - needed_bytes
+            here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
             host_bytes = here * num_machines
-        plan = plan_tiers(plan, host_bytes, spec.disk_bytes)
+        plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
         if num_machines == 1:  # else this one has a part
-            check_memory([] if spec.on_gpu else [plan], available_bytes, plan.host_bytes)
-        max_model_len = resolve_max_model_len(model, spec.engine, plan)
-        companion = MakeRankTransfers(spec, plan)
-        runner, parallel = open_runner(spec, path, plan, dtype, max_model_len, companion)
+            check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
+        longest = resolve_max_model_len(shape, engine, plan)
+        engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
+        spec = replace(spec, model=model, engine=engine)
+        runner, parallel = open_runner(spec, path, MakeRankTransfers(spec, plan))
         first = Shard(0, spec.engine.tensor_parallel_size)
         own = open_transfers(spec, path, plan, runner, first, options)
         check_unchanged(before, files_of(path))
@@ -106,7 +172,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             deliver,
             spec.worker,
             join_ranks=ranks.join if ranks else None,
-            shares_cores=spec.num_peers > 0 and not spec.on_gpu,
+            shares_cores=spec.num_peers > 0 and not on_gpu,
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
@@ -114,48 +180,24 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
 
 
 def open_runner(
-    spec: WorkerSpec,
-    path: Path,
-    plan: KVPlan,
-    dtype: str,
-    max_model_len: int,
-    companion: MakeRankTransfers | None = None,
+    spec: WorkerSpec, path: Path, companion: MakeRankTransfers | None = None
 ) -> tuple[Any, Any]:
     """(what runs steps, the same if it has processes of its own that may be lost, else None). Both
     have the interface of ModelRunner. `companion`: of each rank but 0. Raises ModelError."""
-    engine, size = spec.engine, spec.engine.tensor_parallel_size
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "kv_dtype": engine.kv_dtype,
-        "quantization": spec.quantization,
-        "window": engine.window,
-        "num_sinks": engine.sinks,
-        "guard": engine.guard,
-        "device": spec.device,
-        "num_blocks": plan.num_blocks,
-        "block_size": engine.block_size,
-        "num_threads": spec.threads or None,
-        "max_model_len": max_model_len,
-        "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "memory_share": engine.gpu_memory_utilization,
-        "cuda_graphs": engine.cuda_graphs,
-        "backends": Backends(engine.attention_backend, engine.moe_backend),
-    }
-    if size == 1:
+    if spec.engine.tensor_parallel_size == 1:
         from kvrelay.engine.model.runner import ModelRunner
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        return at_low_priority(lambda: ModelRunner(path, **options)), None
+        return at_low_priority(lambda: ModelRunner(path, spec.model, spec.engine)), None
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(
         path,
-        size,
+        spec.model,
+        spec.engine,
         companion=companion,
         host=spec.host,
         further=spec.rank_hosts,
         find_model=spec.find_model,
-        **options,
     )
     return runner, runner

@@ -60,7 +60,6 @@ class WorkerGuardian:
 
     def _run(self, module: str, spec: WorkerSpec | RankHostSpec, order: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
-        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
         name = name_of(spec.cluster, spec.worker, spec.epoch)
         mine, its = socket.socketpair()
         with its:  # the process that is started makes itself a daemon: this one ends at once

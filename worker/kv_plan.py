@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Window
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -15,7 +16,6 @@ from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.kvtransfer.store.folder import slot_bytes
-from kvrelay.worker.settings import EngineSection
 
 GIB = float(1 << 30)
 SPARE_BYTES = 500 << 20  # what a process has beside weights and KV: libraries, activations

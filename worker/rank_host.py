@@ -36,7 +36,6 @@ class RankHostSpec:
     epoch: int
     host: str  # where it listens: the worker's machine reaches this one by it
     num_ranks: int
-    threads: int
     start_timeout_s: float  # for the worker to connect
 
 
@@ -94,7 +93,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     guardian = BlockingChannel(inherited(sys.argv[2]))
     spec: RankHostSpec = guardian.receive()
-    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     guardian.send(ProcessEnds(serve(spec, guardian)))
     os._exit(0)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.kv.tier import DEFAULT_RETENTION
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.wire import channel
+from kvrelay.worker.kv_plan import GIB
 from kvrelay.worker.process import Listening
-from kvrelay.worker.settings import EngineSection
 
 log = logging.getLogger("kvrelay.build")
 
@@ -25,29 +25,20 @@ MakeAgent = Callable[[NodeId, Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Everything that a process needs to become a worker."""
+    """Everything that a process needs to become a worker: the sections of the settings that it
+    reads, with what its machine and its pool decide filled in, and its place in the cluster."""
 
     cluster: str  # name of the cluster, for operators
     worker: NodeId
     role: Role
     epoch: int
     model_dir: str  # where the launcher found the model; other machines may have to find it
-    model_name: str
-    cache_dir: str
-    dtype: str
-    device: str
-    on_gpu: bool
-    threads: int  # 0: as the runner chooses
+    model: ModelSection  # with its device
     engine: EngineSection
-    host_bytes: int = 0  # this worker's tiers; 0: no such tier
-    num_sharing_host: int = 0  # workers of its machine among which a host tier of auto is divided
-    disk_bytes: int = 0
-    disk_path: str = ""  # "": in the user's cache
-    retention_s: float = DEFAULT_RETENTION.keep_s
-    disk_after_s: float = 2.0
+    tiers: TiersSection
+    num_sharing: int = 0  # workers of its machine that divide its tiers; 0: this one has none
     num_peers: int = 0  # other workers of the cluster
     left_reads_s: float = 13.0  # as in WorkerConfig
-    quantization: str = "none"
     num_gpus: int = 0  # that it is given
     machine: str = ""  # its id
     further: tuple[str, ...] = ()  # ids of other machines; the ranks are divided evenly among all
@@ -57,21 +48,30 @@ class WorkerSpec:
     rank_hosts: tuple[RankHost, ...] = ()
 
     @property
-    def node(self) -> NodeId:
-        return self.worker
+    def on_gpu(self) -> bool:
+        return self.model.device.startswith("cuda")
+
+    @property
+    def num_machines(self) -> int:
+        return 1 + len(self.further)
 
     @property
     def num_ranks_here(self) -> int:
         """How many ranks it has on each of its machines."""
-        return self.engine.tensor_parallel_size // (1 + len(self.further))
+        return self.engine.tensor_parallel_size // self.num_machines
+
+    def share_of(self, machine_gib: float) -> int:
+        """Bytes that it gets, on all its machines, of a tier whose size is per machine."""
+        here = int(machine_gib * GIB) // self.num_sharing if self.num_sharing else 0
+        return here * self.num_machines
 
     def find_model(self) -> Path:
         """The checkpoint on this machine. Raises ModelError."""
         path = Path(self.model_dir)
         if path.is_dir():
             return path
-        cache_dir = Path(self.cache_dir) if self.cache_dir else None
-        return resolve_model(self.model_name, cache_dir=cache_dir, progress=log.info)
+        cache_dir = Path(self.model.cache_dir) if self.model.cache_dir else None
+        return resolve_model(self.model.name, cache_dir=cache_dir, progress=log.info)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.model.parallel.shard import Shard
@@ -28,7 +30,7 @@ from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import TransferLoops
 
 if TYPE_CHECKING:
-    from kvrelay.engine.model.parallel.companion import Tell
+    from kvrelay.engine.model.parallel.link import Tell
 
 CLOSE_S = 1.0  # for what a follower copies when its worker ends
 
@@ -87,15 +89,15 @@ def open_transfers(
     make_agent = options.make_agent or _nixl_agent
     inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
     agent = RanksAgent(spec.worker, inner, share, shard.rank)
-    quantization = scheme(spec.quantization, "cuda" if spec.on_gpu else "cpu")
+    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
     digest = model.digest(path, max_model_len, quantization)
     config = worker_config(spec, plan, max_model_len, digest, agent.metadata())
     pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
-    of_rank = replace(config, bytes_per_block=share.bytes_per_block)
+    of_rank = structs.replace(config, bytes_per_block=share.bytes_per_block)
     part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
     try:
         disk, notices = open_disk_tier(
-            of_rank, spec.disk_path, memory, pools, share, options.corrupt, part=part
+            of_rank, spec.tiers.disk_path, memory, pools, share, options.corrupt, part=part
         )
     except NoHostMemory as error:
         raise BuildError(
@@ -103,9 +105,9 @@ def open_transfers(
             " Storage, whose KV reaches the disk by host memory; set tiers.host_gib as well"
         ) from error
     if disk is None:
-        config = replace(config, num_disk_blocks=0)
+        config = structs.replace(config, num_disk_blocks=0)
     if runner.launch is not None:
-        config = replace(config, steps_ahead=1)
+        config = structs.replace(config, steps_ahead=1)
     storage = {} if disk is None else {Tier.DISK: disk}
     moves = TransferExecutor(
         spec.worker,
@@ -121,7 +123,7 @@ def open_transfers(
 
 @dataclass(frozen=True, slots=True)
 class MakeRankTransfers:
-    """Makes the companion of a follower: what moves its KV."""
+    """Makes the companion of a follower: what moves its KV. It can be pickled."""
 
     spec: WorkerSpec
     plan: KVPlan
@@ -166,37 +168,25 @@ def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
 def worker_config(
     spec: WorkerSpec, plan: KVPlan, max_model_len: int, model_digest: bytes, metadata: bytes
 ) -> WorkerConfig:
-    engine = spec.engine
+    decided = {
+        "num_blocks": plan.num_blocks,
+        "max_model_len": max_model_len,
+        "window": plan.window.size,
+        "sinks": plan.window.num_sinks,
+    }
     return WorkerConfig(
+        **structs.asdict(spec.engine) | decided,
         node_id=spec.worker,
         role=spec.role,
         epoch=spec.epoch,
-        num_blocks=plan.num_blocks,
-        block_size=engine.block_size,
         bytes_per_block=plan.spec.bytes_per_block,
-        max_model_len=max_model_len,
         fingerprint=fingerprint(model_digest, plan.spec),
         agent_metadata=metadata,
         compatibility=compatibility(model_digest, plan.spec),
         num_host_blocks=plan.num_host_blocks,
         num_disk_blocks=plan.num_disk_blocks,
-        retention=Retention(spec.retention_s),
-        disk_after_s=spec.disk_after_s,
-        window=plan.window.size,
-        num_sinks=plan.window.num_sinks,
+        retention=Retention(spec.tiers.retention_s),
+        disk_after_s=spec.tiers.disk_after_s,
         cores="" if spec.on_gpu else spec.machine,
-        guard=engine.guard,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        num_speculative_tokens=engine.num_speculative_tokens,
-        itl_target_s=engine.itl_target_ms / 1e3,
-        itl_most_s=engine.itl_most_ms / 1e3,
-        max_waiting=engine.max_waiting,
-        step_timeout_s=engine.step_timeout_s,
-        max_failed_steps=engine.max_failed_steps,
-        lease_s=engine.lease_s,
-        handoff_timeout_s=engine.handoff_timeout_s,
-        read_timeout_s=engine.read_timeout_s,
-        read_floor_s=engine.read_floor_s,
         left_reads_s=spec.left_reads_s,
     )

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.prepare import prepare_model
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
@@ -146,7 +147,7 @@ def answers(model: str, kind: tuple[str, str], prompts: list[list[int]], spec: S
     )
     config = asked.config()
     ready = prepare_model(config, 1, lambda _: None)
-    with LoneWorker(config, ready, on_gpu=False, threads=asked.num_threads) as worker:
+    with LoneWorker(config, ready) as worker:
         return [answer.tokens for answer in worker.generate(prompts, greedy(spec.output_len))]
 
 
@@ -161,11 +162,12 @@ def measure(model: str, tokens: list[int], spec: Spec, progress: Progress) -> di
         progress.update(task, description=f"KV in {name}")
         runner = ModelRunner(
             Path(model),
-            dtype=kind[0],
-            kv_dtype=kind[1],
-            device="cpu",
-            num_blocks=-(-spec.context_len // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
+            ModelSection(dtype=kind[0], device="cpu"),
+            EngineSection(
+                kv_dtype=kind[1],
+                num_blocks=-(-spec.context_len // BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+            ).sized(gpu=False),
         )
         for notice in runner.notices:
             progress.console.print(notice)

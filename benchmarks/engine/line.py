@@ -37,7 +37,7 @@ def kvrelay(spec: dict[str, Any]) -> Generate:
     )
     config = asked.config()
     model = prepare_model(config, 1, lambda _: None)
-    worker = LoneWorker(config, model, on_gpu=False, threads=asked.num_threads)
+    worker = LoneWorker(config, model)
 
     def generate(prompts: Prompts, output_len: int) -> list[list[int]]:
         return [answer.tokens for answer in worker.generate(prompts, greedy(output_len))]

@@ -87,13 +87,12 @@ class Pair:
                 "engine.block_size": BLOCK_SIZE,
                 "engine.num_blocks": most * (2_000 + max_tokens) // BLOCK_SIZE,
                 "engine.num_speculative_tokens": drafts,
+                "engine.threads": threads,
             }
             config = load_config(None, overrides)
             ready = prepare_model(config, 1, lambda _: None)
             self.tokenizer = Tokenizer(ready.path)
-            self.workers[name] = self._stack.enter_context(
-                LoneWorker(config, ready, on_gpu=False, threads=threads)
-            )
+            self.workers[name] = self._stack.enter_context(LoneWorker(config, ready))
 
     def __enter__(self) -> Pair:
         return self

@@ -21,6 +21,7 @@ from benchmarks.engine.fp8 import BLOCK_SIZE, Score, pieces_of, prose, score
 from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.prepare import prepare_model
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.quantize import QUANTIZATIONS as BY_DEVICE
 from kvrelay.engine.model.runner import ModelRunner
@@ -41,7 +42,9 @@ def perplexities(model: Path, tokens: list[int], progress: Progress) -> dict[str
     found = {}
     for quantization in QUANTIZATIONS:
         runner = ModelRunner(
-            model, quantization=quantization, device="cpu", num_blocks=CONTEXT // BLOCK_SIZE
+            model,
+            ModelSection(quantization=quantization, device="cpu"),
+            EngineSection(num_blocks=CONTEXT // BLOCK_SIZE).sized(gpu=False),
         )
         found[quantization] = score(runner, pieces, CHUNK, lambda: progress.advance(task))
     return found
@@ -86,7 +89,7 @@ def _worker(model: Path, quantization: str) -> LoneWorker:
     )
     config = spec.config()
     ready = prepare_model(config, 1, lambda _: None)
-    return LoneWorker(config, ready, on_gpu=False, threads=spec.num_threads)
+    return LoneWorker(config, ready)
 
 
 def rows_of(

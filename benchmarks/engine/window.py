@@ -111,6 +111,7 @@ def write(
         "engine.block_size": BLOCK_SIZE,
         "engine.window": window,
         "engine.sinks": num_sinks,
+        "engine.threads": 2,
     }
     plain = prepare_model(load_config(None, {"model.name": spec.model}), 1, lambda _: None)
     tokenizer = Tokenizer(plain.path)
@@ -122,7 +123,6 @@ def write(
     overrides["engine.num_blocks"] = -(-length // BLOCK_SIZE) + 2
     config = load_config(None, overrides)
     model = prepare_model(config, 1, lambda _: None)
-    threads = config.engine.threads or 2
     sampling = SamplingParams(
         max_tokens=length - len(prompt) - 1,
         temperature=spec.temperature,
@@ -132,7 +132,7 @@ def write(
         logprobs=0,
         logit_bias=dict.fromkeys(tokenizer.eos_token_ids, -100.0),  # the text has no end
     )
-    with LoneWorker(config, model, on_gpu=False, threads=threads) as worker:
+    with LoneWorker(config, model) as worker:
         writing = Writing(worker, tokenizer, spec.every)
 
         def on_step(answers: list[Generated]) -> None:

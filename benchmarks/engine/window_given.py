@@ -22,6 +22,7 @@ from rich.table import Table
 from benchmarks.engine.fp8 import BLOCK_SIZE, pieces_of, prose, score
 from benchmarks.report import json_option, make_console, number_table, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
@@ -80,13 +81,14 @@ def read(
     pieces = pieces_of(tokens[: reading.num_tokens], reading.piece_len)
     runner = ModelRunner(
         path,
-        dtype=spec.dtype,
-        window=reading.window,
-        num_sinks=reading.num_sinks,
-        device="cpu",
-        num_blocks=-(-reading.piece_len // BLOCK_SIZE),
-        block_size=BLOCK_SIZE,
-        max_model_len=reading.piece_len,
+        ModelSection(dtype=spec.dtype, device="cpu"),
+        EngineSection(
+            window=reading.window,
+            sinks=reading.num_sinks,
+            num_blocks=-(-reading.piece_len // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_model_len=reading.piece_len,
+        ).sized(gpu=False),
     )
     logprobs = score(runner, pieces, CHUNK, on_chunk).logprobs
     return by_interval(logprobs, reading.piece_len, spec.every)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import transformers
 
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq
@@ -56,14 +57,8 @@ def make_model(**changes: int) -> transformers.LlamaForCausalLM:
 
 def make_runner(
     model: transformers.LlamaForCausalLM,
-    *,
-    num_blocks: int,
-    max_model_len: int,
-    kv_dtype: str = "auto",
-    quantization: str = "none",
-    max_num_seqs: int,
-    cuda_graphs: bool = True,
-    backends: Backends = Backends(),
+    engine: EngineSection,
+    quantization: Any = "none",
 ) -> ModelRunner:
     """A worker's runner with a copy of `model`'s weights."""
     with (
@@ -75,16 +70,8 @@ def make_runner(
         model.config.save_pretrained(folder)
         runner = ModelRunner(
             Path(folder),
-            device="cuda",
-            dtype="bfloat16",
-            kv_dtype=kv_dtype,
-            quantization=quantization,
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            cuda_graphs=cuda_graphs,
-            backends=backends,
+            ModelSection(device="cuda", dtype="bfloat16", quantization=quantization),
+            engine.sized(gpu=True),
         )
     for notice in runner.notices:
         print(notice)

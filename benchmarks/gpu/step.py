@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner, share
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.quantize import GROUP
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Step
@@ -75,13 +75,16 @@ def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
     for name, (graphs, kv_dtype, quantization, attention) in VARIANTS.items():
         runner = make_runner(
             model,
-            num_blocks=num_blocks,
-            max_model_len=2 * CONTEXT,
-            kv_dtype=kv_dtype,
-            quantization=quantization,
-            max_num_seqs=max(BATCHES),
-            cuda_graphs=graphs,
-            backends=Backends(attention),
+            EngineSection(
+                num_blocks=num_blocks,
+                block_size=BLOCK_SIZE,
+                max_model_len=2 * CONTEXT,
+                kv_dtype=kv_dtype,
+                max_num_seqs=max(BATCHES),
+                cuda_graphs=graphs,
+                attention_backend=attention,
+            ),
+            quantization,
         )
         for batch in BATCHES:
             seconds = pass_seconds(runner, batch, CONTEXT)

@@ -19,7 +19,7 @@ import transformers
 
 from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner
 from benchmarks.gpu.measure import print_table, write_json
-from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.config import EngineSection, WorkerConfig
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.kv.block_hash import BlockChain, CacheScope
 from kvrelay.engine.model.runner import ModelRunner
@@ -44,6 +44,7 @@ def serve(runner: ModelRunner, prompts: list[list[int]], output_len: int) -> flo
         block_size=BLOCK_SIZE, bytes_per_block=spec.bytes_per_block,
         max_model_len=runner.max_model_len, fingerprint=bytes(16), max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_BATCHED, max_waiting=len(prompts),
+        num_speculative_tokens=0,
     )  # fmt: skip
     core = EngineCore(config)
     sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
@@ -96,9 +97,13 @@ def main() -> None:
     prompts = prompts_of(chosen.requests, chosen.prompt_len, model.config.vocab_size)
     length = chosen.prompt_len + chosen.output_len + BLOCK_SIZE
     num_blocks = (MAX_NUM_SEQS + 1) * -(-length // BLOCK_SIZE) + 64
-    runner = make_runner(
-        model, num_blocks=num_blocks, max_model_len=length, max_num_seqs=MAX_NUM_SEQS
+    engine = EngineSection(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=length,
+        max_num_seqs=MAX_NUM_SEQS,
     )
+    runner = make_runner(model, engine)
     serve(runner, prompts[:4], 8)
     timed = {"kvrelay": serve(runner, prompts, chosen.output_len)}
     del runner

@@ -17,10 +17,10 @@ import llguidance
 
 from kvrelay.cluster.api.constraints.schema import schema_grammar
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.worker.settings import EngineSection
 from tests.support.local import LocalCluster
 
 BATCH, PROMPT, STEPS, BLOCK = 8, 64, 60, 16
@@ -78,7 +78,11 @@ def step_seconds(runner: ModelRunner, grammar: str, prefix: str, prompt: Sequenc
 def masked_steps(model: Path, rounds: int, threads: int) -> dict[str, float]:
     """Milliseconds of a step without and with masks, and the ratio: medians of rounds in turns."""
     width = -(-(PROMPT + STEPS + 2) // BLOCK)
-    runner = ModelRunner(model, num_blocks=BATCH * width, num_threads=threads)
+    runner = ModelRunner(
+        model,
+        ModelSection(),
+        EngineSection(num_blocks=BATCH * width, threads=threads).sized(gpu=False),
+    )
     prompt = Tokenizer(model).encode("The river rises in the mountains. " * 20)[:PROMPT]
     plain, masked = [], []
     for number in range(rounds + 1):

@@ -105,10 +105,10 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app = FastAPI(
         title="KVRelay", openapi_url=None, redirect_slashes=False, lifespan=lifespan, debug=False
     )
-    if ctx.cors_origins:
+    if origins := ctx.settings.cors_origins.split():
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=ctx.cors_origins,
+            allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["*"],

@@ -25,6 +25,7 @@ from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
+from kvrelay.cluster.config import ApiSection
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.stats import Role
@@ -57,15 +58,13 @@ class Service(StrEnum):
     RESTART = "restart"  # every process, one after the other
 
 
-@dataclass(frozen=True, slots=True)
-class ApiLimits:
-    max_body_bytes: int = 8 * 2**20
-    max_live_requests: int = 4096  # HTTP requests that generate, beyond it 429
-    request_timeout_s: float = 600.0  # from the arrival of a request to its last token
+class ApiSettings(ApiSection, frozen=True):
+    """The section [api], and limits that no file sets."""
+
     body_timeout_s: float = 30.0  # to receive a body
-    keepalive_s: float = 15.0  # no stream is silent for longer; 0: as long as its tokens take
     tokenizer_threads: int = 2
     max_session_commands: int = 256  # that wait for their replies, beyond it 429
+    operators_are_here: bool = False  # with a key too: those here, of the same user, need none
     session_timeout_s: float = 12.0  # the router answers earlier, unless it is not there
 
 
@@ -85,7 +84,7 @@ class ApiContext:
     healthy: Callable[[], tuple[bool, dict[str, Any]]]
     metrics: ApiMetrics
     explanations: Explanations  # those of the router behind `client`
-    limits: ApiLimits = field(default_factory=ApiLimits)
+    settings: ApiSettings = field(default_factory=ApiSettings)
     audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.control.audits
     # Prefer a worker for another role; returns the one before. KeyError: lists the workers. This
     # and `audit` may raise ControllerAway.
@@ -99,12 +98,7 @@ class ApiContext:
     retention_s: float = DEFAULT_RETENTION.keep_s  # for KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
-    cors_origins: tuple[str, ...] = ()  # pages in a browser that may call
-    operations_key: str = ""  # "": none is taken
-    operators_are_here: bool = False  # with a key too: those here, of the same user, need none
     rates: RateLimits = field(default_factory=RateLimits)
-    tool_parser: str = "auto"  # see `Dialect.of`, also for the next
-    reasoning_parser: str = "auto"
     dialect: Dialect = field(init=False)
     token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
@@ -120,11 +114,11 @@ class ApiContext:
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
-        self.live = self._limiter(self.limits.max_live_requests, "requests are being served")
+        self.live = self._limiter(self.settings.max_live_requests, "requests are being served")
         self.commands = self._limiter(
-            self.limits.max_session_commands, "session commands are waiting"
+            self.settings.max_session_commands, "session commands are waiting"
         )
-        self.bodies = ByteBudget(_NUM_BODIES * self.limits.max_body_bytes)
+        self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
         from kvrelay.cluster.api.constraints.grammar import Constraints
         from kvrelay.cluster.api.openai.logprobs import TokenNames
         from kvrelay.cluster.api.output.dialect import Dialect
@@ -132,9 +126,10 @@ class ApiContext:
         self.token_names = TokenNames(self.tokenizer)
         template = self.tokenizer.chat_template
         source = template.source if template else ""
-        self.dialect = Dialect.of(source, self.tool_parser, self.reasoning_parser)
+        parsers = self.settings.tool_parser, self.settings.reasoning_parser
+        self.dialect = Dialect.of(source, *parsers)
         self.constraints = Constraints(self.tokenizer.directory, self.tokenizer.eos_token_ids)
-        self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
+        self._pool = ThreadPoolExecutor(self.settings.tokenizer_threads, "tokenizer")
         self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
         self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
 

@@ -68,10 +68,11 @@ def _key_of(http: HTTPConnection) -> str:
 
 def check_operator(ctx: ApiContext, http: Request) -> None:
     """Keys of tenants say who may generate, not who may operate. Raises `ApiError` (401, 403)."""
-    given, wanted = _key_of(http).encode("utf-8", "surrogatepass"), ctx.operations_key.encode()
+    wanted = ctx.settings.operations_key.encode()
+    given = _key_of(http).encode("utf-8", "surrogatepass")
     if hmac.compare_digest(sha256(given).digest(), sha256(wanted).digest()) and wanted:
         return
-    if wanted and not ctx.operators_are_here:
+    if wanted and not ctx.settings.operators_are_here:
         raise unauthorized("This is for operators: send api.operations_key as the API key")
     host = http.client.host if http.client else ""
     if not _is_here(http, host):
@@ -247,7 +248,7 @@ async def _received(ctx: ApiContext, request: Request, take: Callable[[int], boo
             " as it is",
             code="unsupported_content_encoding",
         )
-    limits = ctx.limits
+    limits = ctx.settings
     limit = limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
@@ -299,8 +300,8 @@ async def _inflated(
                 _INFLATED_AT_ONCE, inflate.decompress, body, _INFLATED_AT_ONCE
             )
             body, size = inflate.unconsumed_tail, size + len(part)
-            if size > ctx.limits.max_body_bytes:
-                raise too_large(ctx.limits.max_body_bytes)
+            if size > ctx.settings.max_body_bytes:
+                raise too_large(ctx.settings.max_body_bytes)
             if size > SMALL_BODY_BYTES:
                 hold(take, len(part))
             parts.append(part)

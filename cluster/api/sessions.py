@@ -110,7 +110,7 @@ class SessionCalls:
         """Raises `ApiError`."""
         ctx = self._ctx
         tenant = caller(ctx, http)
-        timeout_s = ctx.limits.session_timeout_s
+        timeout_s = ctx.settings.session_timeout_s
         try:
             with ctx.commands.take():
                 reply = await ctx.client.command(

@@ -13,7 +13,6 @@ from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.scaling.planner import chunk_target_s
 from kvrelay.engine.stats import Role
-from kvrelay.worker.kv_plan import GIB
 from kvrelay.worker.spec import WorkerSpec
 
 ITL_TARGET_MS = 50.0  # of decode workers, where prefill workers are there for long prompts
@@ -31,21 +30,19 @@ def worker_spec(
 ) -> WorkerSpec:
     """`machines`: by their id; `workers`: all that are wanted."""
     machine = machines[start.machine_id]
-    engine = replace(config.engine, tensor_parallel_size=start.num_ranks)
+    threads = config.engine.threads or max(1, int(machine.num_cpus))
+    engine = replace(config.engine, tensor_parallel_size=start.num_ranks, threads=threads)
     if engine.itl_target_ms == 0 and config.scaling.enabled:
         engine = replace(engine, itl_target_ms=1e3 * chunk_target_s(config.scaling))
     elif engine.itl_target_ms == 0 and config.cluster.prefill > 0:
         most_ms = engine.itl_most_ms or ITL_MOST_MS
         engine = replace(engine, itl_target_ms=ITL_TARGET_MS, itl_most_ms=most_ms)
     on_gpu = machine.num_gpus > 0 and config.model.device != "cpu"
-    engine = engine.sized(gpu=on_gpu)
-    host_gib = config.tiers.host_gib
     if config.scaling.enabled:  # any may become a decode worker, and there may be so many
         num_sharing = -(-config.most_workers // max(1, len(machines)))
     else:
         num_sharing = num_sharing_tiers(start, workers)
     # Ray shows a worker its own GPUs only, so they are the first there.
-    num_machines = 1 + len(start.further)
     device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
     return WorkerSpec(
         cluster=cluster,
@@ -53,31 +50,16 @@ def worker_spec(
         role=start.role,
         epoch=start.epoch,
         model_dir=str(model.path),
-        model_name=config.model.name,
-        cache_dir=config.model.cache_dir,
-        dtype=config.model.dtype,
-        quantization=config.model.quantization,
-        device=device,
-        threads=config.engine.threads or max(1, int(machine.num_cpus)),
-        on_gpu=on_gpu,
+        model=replace(config.model, device=device),
         engine=engine,
-        host_bytes=0 if host_gib == "auto" else num_machines * share_of(host_gib, num_sharing),
-        num_sharing_host=num_sharing if host_gib == "auto" else 0,
-        disk_bytes=num_machines * share_of(config.tiers.disk_gib, num_sharing),
-        disk_path=config.tiers.disk_path,
-        retention_s=config.tiers.retention_s,
-        disk_after_s=config.tiers.disk_after_s,
+        tiers=config.tiers,
+        num_sharing=num_sharing,
         num_peers=config.most_workers - 1,
         left_reads_s=config.router.silent_after_s + config.cluster.silent_grace_s + PEER_GONE_S,
         machine=start.machine_id,
         further=start.further,
-        num_gpus=engine.tensor_parallel_size // num_machines if on_gpu else 0,
+        num_gpus=start.num_ranks // (1 + len(start.further)) if on_gpu else 0,
     )
-
-
-def share_of(machine_gib: float, num_sharing: int) -> int:
-    """Bytes that a worker gets of a tier whose size is per machine."""
-    return int(machine_gib * GIB) // num_sharing if num_sharing else 0
 
 
 def num_sharing_tiers(start: StartWorker, workers: Iterable[DesiredWorker]) -> int:

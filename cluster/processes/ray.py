@@ -226,7 +226,6 @@ class RayWorkers:
                 spec.epoch,
                 self._host_of(machine),
                 spec.num_ranks_here,
-                spec.threads,
                 RANKS_WAIT_S,
             )
             guardian = self._guardian(spec, group, number)
@@ -245,7 +244,7 @@ class RayWorkers:
         """`number` says which of the worker's machines it is on."""
         who = f"ranks of {spec.worker}" if number else spec.worker
         name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
-        env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
+        env = {"OMP_NUM_THREADS": str(spec.engine.threads), "TOKENIZERS_PARALLELISM": "false"}
         env["KVRELAY_WORKER"] = spec.worker
         actor = ray.remote(ACTORS[spec.role]).options(
             name=name,

@@ -8,7 +8,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import structs
 
 from kvrelay.cluster.api.tenants import Access, made_operations_key
 from kvrelay.cluster.config import Config
@@ -17,6 +19,9 @@ from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.host import NodeHost
 from kvrelay.engine.stats import Role
 from kvrelay.router.router import Router
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import ApiSettings
 
 SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
@@ -67,24 +72,14 @@ def _open_responses(config: Config) -> Any:
     return ResponseStore(config.sessions.state_path / FILE if config.sessions.durable else None)
 
 
-def _operators(config: Config) -> dict[str, Any]:
+def _settings(config: Config) -> ApiSettings:
     """Where no key of operators is set, those on this machine need none. Raises ConfigError."""
-    given = config.api.operations_key
-    return {
-        "operations_key": given or made_operations_key(config),
-        "operators_are_here": not given,
-    }
+    from kvrelay.cluster.api.context import ApiSettings
 
-
-def _limits(config: Config) -> Any:
-    from kvrelay.cluster.api.context import ApiLimits
-
-    api = config.api
-    return ApiLimits(
-        max_body_bytes=api.max_body_bytes,
-        max_live_requests=api.max_live_requests,
-        request_timeout_s=api.request_timeout_s,
-        keepalive_s=api.keepalive_s,
+    api, given = config.api, config.api.operations_key
+    return ApiSettings(
+        **structs.asdict(api) | {"operations_key": given or made_operations_key(config)},
+        operators_are_here=not given,
         session_timeout_s=config.sessions.order_timeout_s + 2.0,
     )
 
@@ -144,15 +139,11 @@ async def serve_api(
         metrics=metrics,
         explanations=router.explanations,
         tracing=tracing,
-        limits=_limits(config),
+        settings=_settings(config),
         refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         tenants=access.tenants,
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
-        **_operators(config),
-        cors_origins=tuple(config.api.cors_origins.split()),
-        tool_parser=config.api.tool_parser,
-        reasoning_parser=config.api.reasoning_parser,
         responses=responses,
     )
     context.constraints.warm_up()

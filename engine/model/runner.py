@@ -18,24 +18,29 @@ import numpy as np
 import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig, with_window
 from kvrelay.engine.model.cpu import kernels
-from kvrelay.engine.model.cpu.decode import CpuDecode
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
 from kvrelay.engine.model.cpu.ops import CpuOps
-from kvrelay.engine.model.cpu.sampling import CpuDraw
+from kvrelay.engine.model.cpu.step import CpuDecode, CpuDraw
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops
 from kvrelay.engine.model.quantize import QUANTIZATIONS
 from kvrelay.engine.model.sampling.grammar import Grammars
-from kvrelay.engine.model.sampling.prompt_outputs import read_prompts
-from kvrelay.engine.model.sampling.sampler import Draw, Masks, draw, not_sampled, sample
+from kvrelay.engine.model.sampling.sampler import (
+    Draw,
+    Masks,
+    draw,
+    not_sampled,
+    read_prompts,
+    sample,
+)
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
@@ -44,8 +49,6 @@ if TYPE_CHECKING:
     from kvrelay.engine.model.gpu.steps import GpuSteps
     from kvrelay.engine.model.parallel.ops import Member
 
-DTYPES = ("float32", "bfloat16")
-KV_DTYPES = ("auto", "float8_e4m3")
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -58,51 +61,33 @@ class ModelRunner:
     def __init__(
         self,
         model_dir: Path,
+        model: ModelSection,
+        engine: EngineSection,
         *,
-        dtype: str = "auto",
-        kv_dtype: str = "auto",
-        quantization: str = "none",
-        window: int = 0,
-        num_sinks: int = 0,
-        guard: bool = True,
-        device: str = "auto",
-        num_blocks: int,
-        block_size: int = 16,
-        num_threads: int | None = None,
-        max_model_len: int | None = None,
         kv_pool: torch.Tensor | None = None,
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        memory_share: float = 0.9,
-        cuda_graphs: bool = True,
-        backends: Backends = Backends(),
     ) -> None:
-        """dtype: "auto", "float32" or "bfloat16"; device: "auto", "cpu" or "cuda[:n]".
-        kv_dtype: "auto" (as `dtype`) or "float8_e4m3"; quantization: see engine.model.quantize.
-        window, num_sinks: as of `with_window`; guard: as of `Limits`.
-        num_blocks: 0: on a GPU, as many as `memory_share` of it leaves beside weights and a step.
+        """engine: sized (`EngineSection.sized`), with `num_blocks`; 0: on a GPU, as many as
+        `gpu_memory_utilization` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
-        cuda_graphs: a GPU runs decodes as captured graphs; backends: whose kernels it uses.
         Raises ModelError."""
         self.notices: list[str] = []
-        self.device = find_device(device)
-        self.dtype = self.default_dtype(self.device.type) if dtype == "auto" else dtype
-        check_one_of("dtype", self.dtype, ("auto", *DTYPES))
-        check_one_of("kv_dtype", kv_dtype, KV_DTYPES)
-        check_one_of("quantization", quantization, QUANTIZATIONS[self.device.type])
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self.config = with_window(read_config(model_dir), window, num_sinks)
-        self._member, self._quantization, self._backends = member, quantization, backends
+        self.device = find_device(model.device) if member is None else member.group.device
+        self.dtype = self.default_dtype(self.device.type) if model.dtype == "auto" else model.dtype
+        check_one_of("quantization", model.quantization, QUANTIZATIONS[self.device.type])
+        if engine.threads:
+            torch.set_num_threads(engine.threads)
+        self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
+        self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
-        self.kv_spec = self._own.kv_spec(block_size, self.dtype if kv_dtype == "auto" else kv_dtype)
-        self.max_model_len = _most_positions(self.config, max_model_len)
-        self.kv_pool = self._pool(num_blocks or 1, kv_pool)
-        threads = num_threads or torch.get_num_threads()
-        self._limits = self._limits_of(num_blocks, block_size, guard)
+        kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
+        self.kv_spec = self._own.kv_spec(engine.block_size, kv_dtype)
+        self.max_model_len = _most_positions(self.config, engine.max_model_len)
+        self.kv_pool = self._pool(engine.num_blocks or 1, kv_pool)
+        threads = engine.threads or torch.get_num_threads()
+        self._limits = self._limits_of(engine)
         self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
@@ -114,20 +99,20 @@ class ModelRunner:
             if member is not None:
                 member.group.wait_for_all()
             with self._first_launches():
-                if not num_blocks:
-                    self._fit_pool(ops, max_num_batched_tokens, max_num_seqs, memory_share)
+                if not engine.num_blocks:
+                    self._fit_pool(ops)
                 if isinstance(ops, CpuOps):
                     self._decode = ops.decode(weights, self._limits)
-                self._steps = self._gpu_steps(own, max_num_seqs, cuda_graphs, progress)
+                self._steps = self._gpu_steps(own, progress)
         self._guard = Guard(self._limits)
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
 
-    def _limits_of(self, num_blocks: int, block_size: int, guard: bool) -> Limits:
-        config = self.config
-        sizes = config.vocab_size, config.max_window, config.num_sinks
-        return Limits(num_blocks, block_size, self.max_model_len, *sizes, guard)
+    def _limits_of(self, engine: EngineSection) -> Limits:
+        config, sizes = self.config, (engine.num_blocks, engine.block_size, self.max_model_len)
+        window = config.max_window, config.num_sinks
+        return Limits(*sizes, config.vocab_size, *window, engine.guard)
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:
@@ -266,12 +251,12 @@ class ModelRunner:
                 f"{spec.bytes_per_block} bytes: {str(error).splitlines()[0]}"
             ) from error
 
-    def _fit_pool(self, ops: Any, num_tokens: int, num_seqs: int, share: float) -> None:
+    def _fit_pool(self, ops: Any) -> None:
         """Make the pool of what memory is left. Raises ModelError."""
-        from kvrelay.engine.model.gpu.memory import GIB, after_a_step, spread
-        from kvrelay.engine.model.gpu.steps import batch_of_nothing
+        from kvrelay.engine.model.gpu.steps import GIB, after_a_step, batch_of_nothing, spread
 
-        lengths = spread(num_tokens, num_seqs, self.max_model_len)
+        engine, share = self._engine, self._engine.gpu_memory_utilization
+        lengths = spread(engine.max_num_batched_tokens, engine.max_num_seqs, self.max_model_len)
         batch = batch_of_nothing(lengths, self._limits, self.device)
         memory = after_a_step(self.device, lambda: self._decoder.forward(batch))
         num_blocks = memory.room(share) // self.kv_spec.bytes_per_block
@@ -294,10 +279,10 @@ class ModelRunner:
         )
 
     def _ops(self, num_threads: int) -> Ops:
-        self._backends.check(self.device.type)
         kind, weights = TORCH_DTYPES[self.dtype], self._quantization
         own, pool, longest = self._own, self.kv_pool, self.max_model_len
         if self.device.type == "cpu":
+            self._check_backends()
             try:
                 library = kernels.load(default_cache_dir())
                 self._draw = CpuDraw(library, num_threads)
@@ -306,9 +291,9 @@ class ModelRunner:
                 self.notices.append(f"CPU kernels are not used, torch is (slower): {error}")
         if self.device.type == "cuda":
             try:
-                from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops
+                from kvrelay.engine.model.gpu.flashinfer.ops import gpu_ops
 
-                asked = self._backends, self.notices
+                asked = self._engine, self.notices
                 return gpu_ops(own, pool, kind, longest, weights, *asked)
             except (kernels.KernelsUnavailable, ImportError) as error:
                 if self._quantization == "fp8":
@@ -332,9 +317,13 @@ class ModelRunner:
             what = [type(error).__name__, *str(error).splitlines()[:1]]
             raise ModelError(f"a kernel does not run on this GPU: {': '.join(what)}") from error
 
-    def _gpu_steps(
-        self, ops: Ops, max_num_seqs: int, graphs: bool, progress: Callable[[str], None]
-    ) -> GpuSteps | None:
+    def _check_backends(self) -> None:
+        for name in ("attention_backend", "moe_backend"):
+            value = getattr(self._engine, name)
+            if value != "auto":
+                raise ModelError(f"{name} {value} needs a GPU; this worker computes on a CPU")
+
+    def _gpu_steps(self, ops: Ops, progress: Callable[[str], None]) -> GpuSteps | None:
         """None on a CPU, and without kernels. ops: of this rank alone."""
         if isinstance(ops, CpuOps | TorchOps):
             return None
@@ -344,8 +333,8 @@ class ModelRunner:
             self._decoder,
             self._limits,
             self.device,
-            max_num_seqs=max_num_seqs,
-            graphs=graphs,
+            max_num_seqs=self._engine.max_num_seqs,
+            graphs=self._engine.cuda_graphs,
             progress=progress,
             group=None if self._member is None else self._member.group,
         )
@@ -353,8 +342,8 @@ class ModelRunner:
         return steps
 
 
-def _most_positions(config: ModelConfig, asked: int | None) -> int:
+def _most_positions(config: ModelConfig, asked: int) -> int:
     longest = config.max_position_embeddings
     if config.max_window:  # relative positions never exceed it
-        longest = max(longest, asked or 0)
+        longest = max(longest, asked)
     return min(asked or longest, longest)

@@ -20,7 +20,7 @@ class Isolation:
 
     def __init__(self) -> None:
         self._groups: deque[list[Sequence]] = deque()  # the next one first
-        self._step_id = -1  # of the step that runs one of them
+        self._step_id = -1  # the step that runs one of them
         self.culprit: tuple[Sequence, str] | None = None  # and how its step failed
 
     @property

@@ -15,16 +15,20 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import Refusal, SamplingParams
-from kvrelay.engine.scheduling import prompts
-from kvrelay.engine.scheduling.decodes import (
+from kvrelay.engine.scheduling.isolation import Isolation
+from kvrelay.engine.scheduling.selection import (
+    Drafter,
+    choose_prompts,
     draft_rooms,
+    first_missing,
     followers,
+    hashes_under_way,
+    may_be_admitted,
     may_be_followed,
     repeats,
     victim,
+    waited_s,
 )
-from kvrelay.engine.scheduling.drafts import Drafter
-from kvrelay.engine.scheduling.isolation import Isolation
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
@@ -37,7 +41,7 @@ else of one step in a row, which has the size of one with them."""
 
 class InFlight(NamedTuple):
     step: Step
-    seqs: list[Sequence]  # of its shares; none has that of a health check
+    seqs: list[Sequence]  # those of its shares; none has that of a health check
 
 
 class Scheduler:
@@ -100,12 +104,12 @@ class Scheduler:
         self.lacks_room = False
         if not self.waiting:  # as after most messages
             return admitted
-        computing = prompts.hashes_under_way(self.running, self.remote, self.kv)
+        computing = hashes_under_way(self.running, self.remote, self.kv)
         waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
-        for seq in prompts.may_be_admitted(waiting, self.running, now, token_s, budget):
+        for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
             if too_large and not self._may_pass(seq, too_large, now):
                 break
-            if computing and prompts.first_missing(seq, self.kv) in computing:
+            if computing and first_missing(seq, self.kv) in computing:
                 continue
             while not (is_admitted := self.admit(seq, now)) and self._give_way(seq):
                 pass
@@ -185,11 +189,11 @@ class Scheduler:
         if num_prompts:
             # Who waits for memory is helped by streams that end soon.
             others = () if self.lacks_room else self.waiting
-            most = prompt_budget(prompts.waited_s(others, self.running, now)) if decodes else budget
+            most = prompt_budget(waited_s(others, self.running, now)) if decodes else budget
             budget = min(budget - len(chosen), most)
             beside_s = decode_s if chosen else 0.0
             common = now, budget, token_s, cost, beside_s, self.kv
-            chosen += prompts.choose_prompts(self.running, *common)
+            chosen += choose_prompts(self.running, *common)
         if is_apart and not chosen:  # there is no block for a token of them
             is_apart, chosen = False, [(seq, 1) for seq in decodes]
         chosen = [each for each in chosen if self._is_sound(*each)]
@@ -393,7 +397,7 @@ class Scheduler:
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
     ) -> list[list[int]] | None:
-        """As of `Drafter.plan`. None if it is not worth it, or may not be."""
+        """Plans as `Drafter.plan` does. None if it is not worth it, or may not be."""
         if not self._drafter.is_worth_it(decodes, row_weights):
             return None
         rooms = draft_rooms(decodes, self.config)
@@ -448,7 +452,7 @@ class Scheduler:
         return why is None
 
     def _share(self, seq: Sequence, count: int, follows: int | None = None) -> ScheduledSeq:
-        """`follows`: as in ScheduledSeq."""
+        """`follows`: the index that ScheduledSeq has of the token before."""
         start = seq.num_computed + (follows is not None)
         end = start + count
         return ScheduledSeq(

@@ -23,6 +23,8 @@ from queue import Empty, SimpleQueue
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 from kvrelay.cluster.config import Config, load_config
 from kvrelay.cluster.prepare import PreparedModel, prepare_model
 from kvrelay.cluster.roles import build_worker
@@ -91,22 +93,18 @@ class Generated:
 class LoneWorker:
     """Owns the worker, from `with` to its end. Used from one thread."""
 
-    def __init__(self, config: Config, model: PreparedModel, *, on_gpu: bool, threads: int) -> None:
+    def __init__(self, config: Config, model: PreparedModel) -> None:
         """Loads the model; takes seconds. Raises BuildError."""
+        device = find_device(config.model.device).type
         spec = WorkerSpec(
             cluster="measurement",
             worker="decode-0",
             role=Role.DECODE,
             epoch=1,
             model_dir=str(model.path),
-            model_name=config.model.name,
-            cache_dir=config.model.cache_dir,
-            dtype=config.model.dtype,
-            quantization=config.model.quantization,
-            device="cuda" if on_gpu else "cpu",
-            on_gpu=on_gpu,
-            threads=threads,
+            model=structs.replace(config.model, device=device),
             engine=config.engine,
+            tiers=config.tiers,
         )
         built = build_worker(spec, BuildOptions(make_agent=lambda *_: _NoAgent()))
         assert isinstance(built.node, Worker)
@@ -293,7 +291,7 @@ def measure(spec: EngineSpec, tell: Tell) -> dict[str, Any]:
     )
     decode_s: dict[int, list[float]] = {batch: [] for batch in spec.batches}
     prefill_s: dict[int, list[float]] = {tokens: [] for tokens in spec.prefills}
-    with LoneWorker(config, model, on_gpu=on_gpu, threads=spec.num_threads) as worker:
+    with LoneWorker(config, model) as worker:
         prompts = Prompts(model.config.vocab_size, spec.seed)
         for turn in range(spec.rounds + 1):  # the first warms up
             for batch in spec.batches:

@@ -14,7 +14,6 @@ import time
 def main(text: str) -> None:
     reached = {"python": time.monotonic()}
     from kvrelay.cluster.prepare import prepare_model
-    from kvrelay.engine.model.device import find_device
     from kvrelay.lab.bench.engine import EngineSpec, LoneWorker, Prompts, greedy
 
     reached["imports"] = time.monotonic()
@@ -22,8 +21,7 @@ def main(text: str) -> None:
     spec = EngineSpec(**given | {name: tuple(given[name]) for name in ("batches", "prefills")})
     config = spec.config()
     model = prepare_model(config, 1, lambda _: None)
-    on_gpu = find_device(spec.device).type == "cuda"
-    with LoneWorker(config, model, on_gpu=on_gpu, threads=spec.num_threads) as worker:
+    with LoneWorker(config, model) as worker:
         reached["weights"] = time.monotonic()
         prompts = Prompts(model.config.vocab_size, spec.seed).take(1, spec.input_len)
         worker.generate(prompts, greedy(1))

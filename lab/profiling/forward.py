@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.engine.model.device import find_device
@@ -69,23 +71,20 @@ def running(config: Config, model: PreparedModel, threads: int) -> Iterator[Mode
     section = config.model
     kind = find_device(section.device).type
     dtype = ModelRunner.default_dtype(kind) if section.dtype == "auto" else section.dtype
+    engine = config.engine.sized(gpu=kind == "cuda")
+    plan = plan_kv(model.config, engine, dtype, section.quantization)
+    sizes = {"num_blocks": plan.num_blocks, "max_model_len": model.max_model_len}
     spec = WorkerSpec(
         cluster="profile",
         worker="profile",
         role=Role.PREFILL,
         epoch=1,
         model_dir=str(model.path),
-        model_name=section.name,
-        cache_dir=section.cache_dir,
-        dtype=dtype,
-        quantization=section.quantization,
-        device=section.device,
-        on_gpu=kind == "cuda",
-        threads=threads,
-        engine=config.engine.sized(gpu=kind == "cuda"),
+        model=replace(section, dtype=dtype, device=kind),
+        engine=replace(engine, threads=threads, **sizes),
+        tiers=config.tiers,
     )
-    plan = plan_kv(model.config, spec.engine, dtype, section.quantization)
-    runner, ranks = open_runner(spec, model.path, plan, dtype, model.max_model_len)
+    runner, ranks = open_runner(spec, model.path)
     try:
         yield runner
     finally:

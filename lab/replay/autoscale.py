@@ -17,6 +17,8 @@ from itertools import pairwise
 from math import ceil
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from kvrelay.cluster.scaling.decisions import Line
 from kvrelay.cluster.scaling.observations import router_seen, snapshot_of
 from kvrelay.cluster.scaling.planner import (
@@ -227,9 +229,9 @@ class ScaledReplay(Replay):
 
     def bring_up(self, worker: NodeId, role: Role) -> None:
         number = int(worker.rpartition("-")[2])
-        config = replace(self._worker_config(role, number), node_id=worker)
+        config = structs.replace(self._worker_config(role, number), node_id=worker)
         if role is Role.PREFILL:  # its prompts are computed whole: nobody should decode beside them
-            config = replace(config, itl_target_s=0.0)
+            config = structs.replace(config, itl_target_ms=0.0)
         self._workers.append(config)
         self._start(config, 1)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from kvrelay.cluster.roles import make_worker
@@ -159,11 +160,12 @@ class Replay:
             num_disk_blocks=config.num_disk_blocks,
             stats_interval_s=config.stats_interval_s,
             step_timeout_s=0.0,
-            itl_target_s=config.itl_target_s,
+            itl_target_ms=1e3 * config.itl_target_s,
+            num_speculative_tokens=0,
         )
 
     def _start(self, worker: WorkerConfig, epoch: int) -> None:
-        config = replace(worker, epoch=epoch)
+        config = structs.replace(worker, epoch=epoch)
         runtime = self.runtime
         runtime.begin(make_worker(config), epoch, config.num_blocks * config.block_size)
         runtime.post(worker.node_id, RouterUp(ROUTER))

@@ -287,7 +287,7 @@ class Overtaken:
 
 
 def _order(core: EngineCore, seq: EngineSequence) -> float:
-    """The order of `engine.scheduling.prompts`, by what there is to compute, not what routers
+    """The order of `engine.scheduling.selection`, by what there is to compute, not what routers
     thought."""
     compute_s = seq.num_missing * core.timing.token_s
     return order_of(compute_s, core.now - seq.arrived_at)

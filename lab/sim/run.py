@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
@@ -137,7 +139,7 @@ class SimControl:
         if life is not None and life.epoch == epoch:
             until_s = runtime.faults.paused_until(runtime.now, worker, epoch)
             after_s = max(0.0, until_s - runtime.now) + 0.01 * runtime.rng.random()
-            info = replace(self._configs[worker], epoch=epoch).info()
+            info = structs.replace(self._configs[worker], epoch=epoch).info()
             runtime.post("", CONTROLLER, WorkerStarted(info, "sim", 2), after_s)
 
     def fall_sick(self, sickness: Sickness) -> None:
@@ -162,7 +164,7 @@ class SimControl:
             return
         del self._latest[worker]
         runtime.restart(worker, epoch)
-        started = WorkerStarted(replace(config, epoch=epoch).info(), "sim", 2)
+        started = WorkerStarted(structs.replace(config, epoch=epoch).info(), "sim", 2)
         runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())
 
     def _introduce(self, done: PeersUpdated) -> None:
@@ -214,7 +216,7 @@ class SimCluster:
         more = random.Random(f"{seed}: more")
         self.scenario: Scenario = draw_scenario(self.runtime.rng, more)
         self._configs = {
-            config.node_id: replace(
+            config.node_id: structs.replace(
                 config, steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)]
             )
             for index, config in enumerate(self.scenario.workers)
@@ -365,7 +367,7 @@ class _WorkerMaker:
 
     def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
         metadata = f"{self.config.node_id}:{epoch}".encode()
-        config = replace(self.config, epoch=epoch, agent_metadata=metadata)
+        config = structs.replace(self.config, epoch=epoch, agent_metadata=metadata)
         stored = {Tier.DISK: records}
         worker = make_worker(config, stored)
         if self.broken is not None:

@@ -137,7 +137,8 @@ def _make_room_for_crowd(
         router, max_queue=1024, ttft_target_s=0.0, max_memory_wait_s=more.choice((0.0, 3.0))
     )
     return router, [
-        replace(each, num_blocks=min(28, each.num_blocks), max_num_seqs=16) for each in workers
+        structs.replace(each, num_blocks=min(28, each.num_blocks), max_num_seqs=16)
+        for each in workers
     ]
 
 
@@ -150,10 +151,10 @@ def _make_unlike(
 
     def unlike(config: WorkerConfig) -> WorkerConfig:
         larger, longer, other, shared = (more.random() < chance for chance in chances)
-        return replace(
+        return structs.replace(
             config,
             window=attention.window,
-            num_sinks=attention.num_sinks,
+            sinks=attention.num_sinks,
             num_blocks=config.num_blocks * (3 if larger else 1),
             max_model_len=config.max_model_len + (56 if longer else 0),
             fingerprint=OTHER_FINGERPRINT if other else config.fingerprint,
@@ -175,7 +176,7 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
     waiting = rng.choice((4, 16, 64))
     num_drafts = rng.choice((0, 2, 7))
     read_floor_s, step_timeout_s = rng.uniform(0.05, 1.0), rng.uniform(0.3, 1.5)
-    itl_s = 0.01 if read_floor_s > 0.5 else 0.0  # half of all; nothing is drawn for it
+    itl_ms = 10.0 if read_floor_s > 0.5 else 0.0  # half of all; nothing is drawn for it
     max_failed_steps, max_snapshot = rng.randint(2, 4), rng.choice((4, 16, 1 << 15))
 
     def config(role: Role, number: int) -> WorkerConfig:
@@ -191,8 +192,8 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
             num_speculative_tokens=num_drafts,
-            itl_target_s=itl_s,
-            itl_most_s=10 * itl_s,
+            itl_target_ms=itl_ms,
+            itl_most_ms=10 * itl_ms,
             max_waiting=waiting,
             lease_s=lease_s,
             handoff_timeout_s=handoff_s,

@@ -68,7 +68,14 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("[tiers]\nretention_s = -0.5", "tiers.retention_s = -0.5: expected at least 0.0"),
         ("[tiers]\nram_gib = 1", "tiers.ram_gib is not a setting; "),
         ("[cluster]\ndecode = 0", "cluster.decode = 0: expected at least 1"),
-        ("[router]\npolicy = 'best'", "router policy 'best' is unknown; one of"),
+        ("[router]\npolicy = 'best'", "router.policy = 'best': expected one of prefix, random"),
+        ("[router]\nmax_attempts = 0", "router.max_attempts = 0: expected at least 1"),
+        ("[router]\nmax_queue = -1", "router.max_queue = -1: expected at least 0"),
+        ("[router]\ntick_s = 0.0", "router.tick_s = 0.0: expected more than 0.0"),
+        (
+            "[router]\nlow_priority_share = 0.6",
+            "router.low_priority_share = 0.6: expected at most 0.5",
+        ),
         (
             "[scaling]\nenabled = true\n[cluster]\nprefill_tensor_parallel_size = 4",
             "scaling.enabled counts workers, and prefill workers have 4 rank(s), decode workers 1:"

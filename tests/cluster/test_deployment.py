@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.cluster.control.messages import StartWorker
-from kvrelay.cluster.control.specs import num_sharing_tiers, share_of
+from kvrelay.cluster.control.specs import num_sharing_tiers
 from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.engine.stats import Role
+from tests.worker.test_build import spec_of
 
 GIB = 1 << 30
 
@@ -23,7 +24,8 @@ def shares(placement: dict[str, list[str]], gib: float = 12.0) -> dict[str, floa
         for machine, nodes in placement.items()
         for node in nodes
     ]
-    return {w.node: share_of(gib, num_sharing_tiers(start_of(w), workers)) / GIB for w in workers}
+    sharing = {w.node: num_sharing_tiers(start_of(w), workers) for w in workers}
+    return {n: spec_of(num_sharing=many).share_of(gib) / GIB for n, many in sharing.items()}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 from kvrelay.cluster.config import Config, load_config
 from kvrelay.cluster.prepare import check_machines, for_gpus, num_gpus, uses_gpus
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.stats import Role
 from kvrelay.worker.kv_plan import BuildError
-from kvrelay.worker.settings import EngineSection
 
 
 @pytest.mark.parametrize(

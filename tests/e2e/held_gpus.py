@@ -25,10 +25,10 @@ import ray  # noqa: E402
 import kvrelay.cluster.processes.ray as ray_workers  # noqa: E402
 from kvrelay.cluster.processes.ray import RayWorkers  # noqa: E402
 from kvrelay.cluster.processes.ray_cluster import NAMESPACE, own_machine  # noqa: E402
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection  # noqa: E402
 from kvrelay.engine.stats import Role  # noqa: E402
 from kvrelay.worker.messages import WorkerStarted  # noqa: E402
 from kvrelay.worker.process import Listening  # noqa: E402
-from kvrelay.worker.settings import EngineSection  # noqa: E402
 from kvrelay.worker.spec import WorkerSpec  # noqa: E402
 
 NUM_GPUS = 3
@@ -42,13 +42,9 @@ def spec(folder: str, worker: str, role: Role, num_gpus: int) -> WorkerSpec:
         role=role,
         epoch=1,
         model_dir=folder,
-        model_name="tiny",
-        cache_dir="",
-        dtype="float32",
-        device="cpu",
-        on_gpu=False,
-        threads=1,
-        engine=EngineSection(num_blocks=16),
+        model=ModelSection(name="tiny", dtype="float32", device="cpu"),
+        engine=EngineSection(num_blocks=16, threads=1),
+        tiers=TiersSection(),
         num_gpus=num_gpus,
         machine=own_machine(),
     )

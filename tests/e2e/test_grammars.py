@@ -10,9 +10,9 @@ import pytest
 
 from kvrelay.cluster.api.constraints.schema import schema_grammar
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import FinishReason, SamplingParams
 from kvrelay.router.config import RouterConfig
-from kvrelay.worker.settings import EngineSection
 from tests.support.local import LocalCluster
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e]

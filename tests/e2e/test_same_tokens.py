@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.router.config import RouterConfig
-from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import greedy, prompts
 from tests.e2e.serving import wait_until
 from tests.kvtransfer.tiers.quiet import is_quiet

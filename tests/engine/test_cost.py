@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import (
     MIN_SAMPLES,
     TOKENS_UNIT,
@@ -22,6 +21,7 @@ from kvrelay.engine.cost import (
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.engine.step import ScheduledSeq, Step
+from tests.engine.configs import worker_config
 
 BUDGET = 8192
 TRUE = (0.004, 0.35, 0.02, 0.06)  # a pass, 4,096 tokens of it, their squares, what lies before them
@@ -165,7 +165,7 @@ def share(start: int, count: int) -> ScheduledSeq:
 
 
 def timing_of(role: Role = Role.DECODE, **limits: float) -> StepTiming:
-    config = WorkerConfig("w", role, 1, 100, 16, 32, 4096, b"f", **limits)  # type: ignore[arg-type]
+    config = worker_config(role=role, num_blocks=100, **limits)
     return StepTiming(config)
 
 
@@ -246,7 +246,7 @@ def test_before_anything_was_measured_prompts_are_computed_beside_decodes() -> N
 
 
 def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> None:
-    timing = timing_of(itl_target_s=0.06)
+    timing = timing_of(itl_target_ms=60.0)
     for _ in range(20):
         timing.on_step(Step(0, [share(100, 1)]), 0.05, 1)
         timing.on_step(Step(0, [share(0, 100)]), 0.1, 1)
@@ -258,7 +258,7 @@ def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> Non
 
 
 def test_the_longer_a_prompt_has_waited_the_longer_steps_may_be() -> None:
-    timing = timing_of(itl_target_s=0.05, itl_most_s=0.2)
+    timing = timing_of(itl_target_ms=50.0, itl_most_ms=200.0)
     for _ in range(20):
         timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
         timing.on_step(Step(0, [share(0, 100)]), 0.02, 1)  # 5,000 tokens a second
@@ -268,7 +268,7 @@ def test_the_longer_a_prompt_has_waited_the_longer_steps_may_be() -> None:
     slow = timing.present_prefill_rate(is_busy=True)
     timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
     assert timing.present_prefill_rate(is_busy=True) < 0.8 * slow
-    strict = timing_of(itl_target_s=0.05)
+    strict = timing_of(itl_target_ms=50.0)
     strict.on_step(Step(0, [share(0, 100)]), 0.02, 1)
     assert strict.prompt_budget(60.0) == strict.prompt_budget(0.0)
 

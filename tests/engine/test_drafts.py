@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.scheduling.drafts import (
+from kvrelay.engine.scheduling.selection import (
     MAX_ROW_COST,
     MAX_SLOWDOWN,
     NGRAM_SIZE,

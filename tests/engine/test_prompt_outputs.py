@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
-from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import PromptOutputs, SamplingParams, TokenLogprobs
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.stats import Role
 from kvrelay.engine.step import Sampled, ScheduledSeq, StepDone
+from tests.engine.configs import worker_config
 from tests.engine.sequences import sequence
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 32, 61
@@ -24,7 +22,7 @@ class Computed:
     stands for the embedding."""
 
     def __init__(self) -> None:
-        config = WorkerConfig("w", Role.DECODE, 1, NUM_BLOCKS, BLOCK, 32, 4096, b"f")
+        config = worker_config(num_blocks=NUM_BLOCKS, block_size=BLOCK)
         self.kv = KVCacheManager(config.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.kv)
         sampling = SamplingParams(max_tokens=4, prompt_logprobs=0)
@@ -38,7 +36,7 @@ class Computed:
     def step(self, budget: int) -> int:
         """The first position that is computed. budget: as beside decodes and other prompts."""
         config = self.scheduler.config
-        self.scheduler.config = replace(config, max_num_batched_tokens=budget)
+        self.scheduler.config = structs.replace(config, max_num_batched_tokens=budget)
         step = self.scheduler.schedule(0.0, lambda _: budget, FittedCost(4), 0.0)
         assert step is not None
         (share,) = step.seqs

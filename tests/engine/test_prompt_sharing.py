@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import TOKENS_UNIT, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
-from kvrelay.engine.stats import Role
 from kvrelay.engine.step import Sampled, StepDone
+from tests.engine.configs import worker_config
 from tests.engine.sequences import sequence
 
 BUDGET = 64
@@ -35,7 +34,7 @@ class Prompts:
 
     def __init__(self, *lengths: int, **limits: Any) -> None:
         limits = {"max_num_batched_tokens": BUDGET, **limits}
-        config = WorkerConfig("w", Role.DECODE, 1, 1024, 4, 32, 4096, b"f", **limits)
+        config = worker_config(num_blocks=1024, block_size=4, **limits)
         self.now = 0.0
         self.scheduler = Scheduler(config, KVCacheManager(config.num_blocks, config.block_size))
         self.seqs: list[Sequence] = []
@@ -215,7 +214,7 @@ def test_decodes_are_left_out_for_half_a_second_at_most() -> None:
 
 
 def test_where_a_time_between_tokens_is_aimed_at_they_are_left_out_of_one_step_in_a_row() -> None:
-    prompts = streaming(itl_target_s=0.05)
+    prompts = streaming(itl_target_ms=50.0)
     fed = [prompts.step(prompt_budget=40, apart=True) for _ in range(3)]
     assert fed == [{"r1": 40}, {"r0": 1, "r1": 40}, {"r1": 40}]
 

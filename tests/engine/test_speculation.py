@@ -134,7 +134,7 @@ def test_drafts_in_a_small_pool_are_preempted_and_finish_right() -> None:
 
 
 def test_with_a_window_drafts_give_the_same_tokens() -> None:
-    one, many = (serve(Drafting(count, window=9, num_sinks=2)) for count in (0, 7))
+    one, many = (serve(Drafting(count, window=9, sinks=2)) for count in (0, 7))
     assert any(accepted for _, accepted in many.drafts)
     for name, prompt in PROMPTS.items():
         assert many.output(name, prompt) == one.output(name, prompt)

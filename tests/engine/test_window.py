@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.window import Window
 from kvrelay.engine.stats import Role
+from tests.engine.configs import worker_config
 
 WINDOWS = st.builds(Window, st.integers(1, 6), size=st.integers(1, 20), num_sinks=st.integers(0, 9))
 
@@ -77,7 +77,7 @@ def test_without_a_window_a_prefix_has_no_gap(there: list[bool]) -> None:
 def test_a_prompt_takes_a_step_ahead_of_its_window_where_the_pool_has_room(
     num_blocks: int, most: int
 ) -> None:
-    config = WorkerConfig(
+    config = worker_config(
         node_id="w",
         role=Role.DECODE,
         epoch=1,
@@ -87,7 +87,7 @@ def test_a_prompt_takes_a_step_ahead_of_its_window_where_the_pool_has_room(
         max_model_len=20_000,
         fingerprint=b"",
         window=1024,
-        num_sinks=4,
+        sinks=4,
         max_num_batched_tokens=512,
     )
     assert config.kv_window.max_blocks(20_000) == config.info().max_seq_blocks == most

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
 from tests.engine.model.gpu.triton_world import World
+from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import GREEDY, Talk, alone, step
 from tests.engine.model.tiny import tokens_of
 
@@ -78,7 +78,7 @@ def test_logits_in_bfloat16_stay_near_those_in_float32(llama):
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_runner_uses_the_kernels_and_says_nothing(llama, graphs):
     told = []
-    runner = ModelRunner(
+    runner = model_runner(
         llama,
         device="cuda",
         dtype="float32",

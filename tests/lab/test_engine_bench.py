@@ -67,7 +67,7 @@ def spec(model_dir: Path) -> EngineSpec:
 def worker(spec: EngineSpec) -> Any:
     config = spec.config()
     model = prepare_model(config, 1, lambda _: None)
-    with LoneWorker(config, model, on_gpu=False, threads=2) as worker:
+    with LoneWorker(config, model) as worker:
         yield worker
         assert worker.node.check_idle() == []
 

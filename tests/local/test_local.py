@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerUp
-from kvrelay.worker.settings import EngineSection
 from tests.support.local import LocalCluster
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS = 64, 4, 2, 16, 128, 256, 2

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agent import CopyBlocks
-from kvrelay.worker.settings import EngineSection
+from tests.engine.model.runners import model_runner
 from tests.local.test_local import GREEDY, REMOTE, VOCAB, small
 from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import assert_clean, counted, load_all, settle
@@ -48,13 +48,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 def expected(model_dir: Path, kind: str) -> list[list[int]]:
     """From a runner that keeps every block."""
     engine, answers = KINDS[kind], []
-    runner = ModelRunner(
+    runner = model_runner(
         model_dir,
         dtype="float32",
         device="cpu",
         num_blocks=12,
         window=engine.window,
-        num_sinks=engine.sinks,
+        sinks=engine.sinks,
         kv_dtype=engine.kv_dtype,
     )
     for prompt in PROMPTS:

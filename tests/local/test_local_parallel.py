@@ -17,13 +17,13 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import MachinesChanged, StartWorker
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.prepare import prepare_model
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
-from kvrelay.worker.settings import EngineSection
 from tests.engine.model.tiny import FAMILIES, make_checkpoint, tokens_of
 from tests.local.test_local_tiers import MIB, assert_clean, counted, load_all, settle
 from tests.local.test_local_tiers import num_cached as num_cached_of
@@ -32,8 +32,8 @@ from tests.support.local import LocalCluster
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt, however short
 PROMPTS = [tokens_of(length, seed=length) for length in (3, 40, 150)]
-ENGINE = EngineSection(num_blocks=64)
-PARALLEL = EngineSection(num_blocks=64, tensor_parallel_size=2)
+ENGINE = EngineSection(threads=2, num_blocks=64)
+PARALLEL = EngineSection(threads=2, num_blocks=64, tensor_parallel_size=2)
 
 
 def followers() -> list[psutil.Process]:
@@ -53,7 +53,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_go_on_with_the_kv_of_one_and_the_worker_ends_with_its_ranks(
     model_dir: Path,
 ) -> None:
-    with LocalCluster(model_dir, prefill=0, engine=ENGINE, threads=2) as cluster:
+    with LocalCluster(model_dir, prefill=0, engine=ENGINE) as cluster:
         expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
     engines = {Role.DECODE: PARALLEL}
     with LocalCluster(
@@ -61,7 +61,6 @@ def test_two_ranks_go_on_with_the_kv_of_one_and_the_worker_ends_with_its_ranks(
         engine=ENGINE,
         engines=engines,
         router=HAND_OVER,
-        threads=2,
         host_bytes=1 << 20,
     ) as cluster:
         answers = cluster.generate(PROMPTS, GREEDY)
@@ -99,11 +98,11 @@ def test_workers_of_any_sizes_hand_over(
     kind, changes = FAMILIES["qwen2"]
     monkeypatch.setitem(FAMILIES, "qwen2", (kind, changes | {"num_attention_heads": 4}))
     make_checkpoint(family, tmp_path)
-    with LocalCluster(tmp_path, prefill=0, engine=ENGINE, threads=2) as cluster:
+    with LocalCluster(tmp_path, prefill=0, engine=ENGINE) as cluster:
         expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
     sizes = {Role.PREFILL: src_size, Role.DECODE: dst_size}
     engines = {role: replace(ENGINE, tensor_parallel_size=size) for role, size in sizes.items()}
-    with LocalCluster(tmp_path, engines=engines, router=HAND_OVER, threads=2) as cluster:
+    with LocalCluster(tmp_path, engines=engines, router=HAND_OVER) as cluster:
         answers = cluster.generate(PROMPTS, GREEDY)
         cluster.wait_idle()
         totals = cluster.status().totals
@@ -117,7 +116,12 @@ def test_a_configuration_gives_each_role_its_size_up_to_the_kv_that_is_handed_ov
 ) -> None:
     """Settings, the model's plan, the controller, and specs from which workers are built."""
     (model_dir / "tokenizer.json").write_text("{}")
-    settings = {"model.name": str(model_dir), "model.device": "cpu", "engine.num_blocks": 64}
+    settings = {
+        "model.name": str(model_dir),
+        "model.device": "cpu",
+        "engine.num_blocks": 64,
+        "engine.threads": 2,
+    }
     config = load_config(None, settings | {"cluster.prefill_tensor_parallel_size": 2})
     model = prepare_model(config, 2, lambda _news: None, num_prefill_here=1)
     assert (model.plan.num_ranks, model.max_model_len) == (2, 512)
@@ -137,9 +141,9 @@ def test_a_configuration_gives_each_role_its_size_up_to_the_kv_that_is_handed_ov
         if isinstance(start, StartWorker)
     }
     engines = {role: spec.engine for role, spec in specs.items()}
-    with LocalCluster(model_dir, prefill=0, engine=ENGINE, threads=2) as cluster:
+    with LocalCluster(model_dir, prefill=0, engine=ENGINE) as cluster:
         expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
-    with LocalCluster(model.path, engines=engines, router=HAND_OVER, threads=2) as cluster:
+    with LocalCluster(model.path, engines=engines, router=HAND_OVER) as cluster:
         assert len(followers()) == 1
         assert [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)] == expected
         cluster.wait_idle()
@@ -154,7 +158,7 @@ def test_kv_of_two_ranks_comes_back_from_host_memory_and_from_disk(
     """`loses`: one rank has lost what it had. The others forget it, and nothing is wrong."""
     small = replace(PARALLEL, num_blocks=24)
     tiers: dict[str, Any] = {"host_bytes": MIB, "disk_bytes": 16 * MIB}
-    tiers |= {"disk_path": str(tmp_path), "disk_after_s": 0.0, "threads": 2}
+    tiers |= {"disk_path": str(tmp_path), "disk_after_s": 0.0}
     prompts = [tokens_of(150, seed=seed) for seed in range(4)]
     num_cached = len(prompts) * (150 // 16 * 16)
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvrelay.cluster.control.audits import audit_dict
 from kvrelay.cluster.roles import build_worker
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.host import LoopThread, NodeHost
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.node import Effect, NodeId
@@ -34,8 +35,8 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerUp
 from kvrelay.router.router import Router
 from kvrelay.router.status import RouterStatus
+from kvrelay.worker.kv_plan import GIB
 from kvrelay.worker.process import BuiltWorker
-from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
 ROUTER, CLIENT = "router-0", "client-0"
@@ -103,24 +104,26 @@ class LocalCluster:
         *,
         prefill: int = 1,
         decode: int = 1,
-        dtype: str = "float32",
-        device: str = "cpu",
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: Literal["cpu", "cuda"] = "cpu",
         engine: EngineSection | None = None,
         engines: Mapping[Role, EngineSection] | None = None,
         router: RouterConfig | None = None,
-        threads: int = 0,
         corrupt: Callable[..., None] | None = None,
+        host_bytes: int = 0,
+        disk_bytes: int = 0,
         **tiers: Any,
     ) -> None:
-        """`engines`: of the workers of a role, in place of `engine`. `tiers`: of every worker, as
-        in WorkerSpec: host_bytes, disk_bytes, disk_path, retention_s, disk_after_s. Two clusters
-        with the same disk_path continue each other."""
+        """`engines`: of the workers of a role, in place of `engine`. `host_bytes`, `disk_bytes`: of
+        every worker. `tiers`: as in TiersSection. Two clusters with the same disk_path continue
+        each other."""
         self._thread = LoopThread("local-cluster")
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
         self.router = Router(ROUTER, router, clock=time.perf_counter)
         self._client = _Client()
         self._ids = itertools.count()
         roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+        tiers |= {"host_gib": host_bytes / GIB, "disk_gib": disk_bytes / GIB}
         self._specs = [
             WorkerSpec(
                 cluster="local",
@@ -128,15 +131,11 @@ class LocalCluster:
                 role=role,
                 epoch=1,
                 model_dir=str(model),
-                model_name=str(model),
-                cache_dir="",
-                dtype=dtype,
-                device=device,
-                on_gpu=device.startswith("cuda"),
-                threads=threads,
+                model=ModelSection(name=str(model), dtype=dtype, device=device),
                 engine=(engines or {}).get(role) or engine or EngineSection(),
+                tiers=TiersSection(**tiers),
+                num_sharing=1,
                 num_peers=len(roles) - 1,
-                **tiers,
             )
             for i, role in enumerate(roles)
         ]

@@ -12,12 +12,12 @@ from typing import Any
 
 from kvrelay.cluster.processes import worker as worker_main
 from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.process import Listening, WorkerProcess
-from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import WorkerSpec
 
 WORKER = "decode-0"
@@ -45,7 +45,7 @@ REAL_START = worker_main.start
 
 def main() -> None:
     engine = EngineSection(
-        num_blocks=16, max_model_len=128, step_timeout_s=0.1, core_dumps=sys.argv[1]
+        num_blocks=16, threads=1, max_model_len=128, step_timeout_s=0.1, core_dumps=sys.argv[1]
     )
     spec = WorkerSpec(
         cluster="c",
@@ -53,13 +53,9 @@ def main() -> None:
         role=Role.DECODE,
         epoch=1,
         model_dir=str(resolve_model("smollm2-135m", progress=logging.info)),
-        model_name="smollm2-135m",
-        cache_dir="",
-        dtype="float32",
-        device="cpu",
-        on_gpu=False,
-        threads=1,
+        model=ModelSection(name="smollm2-135m", dtype="float32", device="cpu"),
         engine=engine,
+        tiers=TiersSection(),
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     worker_main.start = start

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrelay.cluster.config import Config, ModelSection
+from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.cluster.roles import build_worker
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.model.config import ModelConfig, Rope
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.worker import build
@@ -26,7 +27,6 @@ from kvrelay.worker.kv_plan import (
     plan_tiers,
     resolve_max_model_len,
 )
-from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import WorkerSpec
 from kvrelay.worker.transfers import worker_config
 from tests.engine.model.tiny import make_checkpoint
@@ -139,13 +139,9 @@ def spec_of(**changes: Any) -> WorkerSpec:
         role=Role.DECODE,
         epoch=1,
         model_dir="",
-        model_name="",
-        cache_dir="",
-        dtype="float32",
-        device="cpu",
-        on_gpu=False,
-        threads=1,
-        engine=EngineSection(num_blocks=8),
+        model=ModelSection(name="", dtype="float32", device="cpu"),
+        engine=EngineSection(num_blocks=8, threads=1),
+        tiers=TiersSection(),
     )
     return dataclasses.replace(spec, **changes)
 
@@ -189,7 +185,7 @@ def test_memory_of_the_host_tier_counts() -> None:
 
 def test_a_worker_can_say_what_its_kv_is_made_of() -> None:
     plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
-    ours = worker_config(spec_of(retention_s=60.0), plan, 8192, bytes(32), b"")
+    ours = worker_config(spec_of(tiers=TiersSection(retention_s=60.0)), plan, 8192, bytes(32), b"")
     half = dataclasses.replace(plan, spec=MODEL.kv_spec(16, "bfloat16"))
     theirs = worker_config(spec_of(), half, 8192, bytes(32), b"")
     assert ours.retention.keep_s == 60.0
@@ -211,7 +207,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 def test_a_backend_that_a_cpu_does_not_have_is_one_line(tmp_path: Path, setting: str) -> None:
     make_checkpoint("llama", tmp_path)
     engine = structs.replace(EngineSection(num_blocks=4), **{setting: "flashinfer"})
-    spec = spec_of(engine=engine, model_dir=str(tmp_path), dtype="float32", threads=1)
+    spec = spec_of(engine=engine, model_dir=str(tmp_path))
     with pytest.raises(BuildError, match=rf"^{setting} flashinfer needs a GPU"):
         build_worker(spec)
 

@@ -17,8 +17,7 @@ import pytest
 
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.link import RankHost, reach
-from kvrelay.engine.model.parallel.runner import ParallelRunner, RanksLost
-from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.step import Step
 from kvrelay.engine.wire.channel import BlockingChannel, command
 from kvrelay.worker.messages import ProcessEnds, StartFailed
@@ -29,14 +28,15 @@ from kvrelay.worker.processes import (
     worker_processes,
 )
 from kvrelay.worker.rank_host import RankHostSpec
+from tests.engine.model.runners import model_runner, parallel_runner
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"  # two addresses of one machine
-OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "num_threads": 2}
+OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "threads": 2}
 PROMPT, BLOCKS = tokens_of(40, seed=1), [5, 3, 1, 7]
 CLUSTER = f"test-ranks-{os.getpid()}"
-SPEC = RankHostSpec(CLUSTER, "decode-0", 1, THERE, 1, 1, 60.0)
+SPEC = RankHostSpec(CLUSTER, "decode-0", 1, THERE, 1, 60.0)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def rank_host(spec: RankHostSpec) -> Iterator[tuple[int, Any, BlockingChannel]]:
 def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
     """One start for all, because it takes seconds."""
     make_checkpoint("qwen2", tmp_path)
-    expected = generate(ModelRunner(tmp_path, **OPTIONS), PROMPT, BLOCKS, 8, temperature=0.0)
+    expected = generate(model_runner(tmp_path, **OPTIONS), PROMPT, BLOCKS, 8, temperature=0.0)
     before = psutil.Process().children()  # other tests have left some
     with rank_host(SPEC) as (pid, place, channel):
         assert isinstance(place, RankHost)
@@ -70,7 +70,7 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
         with socket.create_connection((place.host, place.port)) as silent:
             silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert silent.recv(1000)
-        runner = ParallelRunner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
+        runner = parallel_runner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
         assert generate(runner, PROMPT, BLOCKS, 8, temperature=0.0) == expected
         assert psutil.Process().children() == before
         (rank,) = psutil.Process(pid).children()
@@ -88,11 +88,11 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
         assert isinstance(lost[0], RanksLost)
 
     with rank_host(SPEC) as (pid, place, channel):  # and the other way round: they end with it
-        runner = ParallelRunner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
+        runner = parallel_runner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
         runner.close()
         assert channel.receive() == ProcessEnds("its ranks have ended")
     with pytest.raises(ModelError, match=rf"rank 1 of this worker is not at {THERE}:{place.port}"):
-        ParallelRunner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
+        parallel_runner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
 
 
 def test_a_rank_host_without_connections_ends() -> None:

@@ -38,7 +38,7 @@ class Windowed(World):
     each message, who holds which blocks."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"window": WINDOW, "num_sinks": NUM_SINKS, **options})
+        super().__init__(**{"window": WINDOW, "sinks": NUM_SINKS, **options})
         self.most_held = 0  # by one sequence that decodes
 
     def run(self, node: str, step: Step) -> StepDone:

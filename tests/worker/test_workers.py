@@ -291,7 +291,7 @@ def test_blocks_of_an_earlier_lease_are_not_confirmed_by_a_later_one(world: Worl
 
 
 def test_prompts_beside_decodes_are_fed_as_far_as_the_itl_target_allows() -> None:
-    world = World(itl_target_s=0.02)
+    world = World(itl_target_ms=20.0)
     world.submit("a", PROMPT, 20, remote=False)
     for _ in range(6):
         world.step()
@@ -310,7 +310,7 @@ def test_prompts_beside_decodes_are_fed_as_far_as_the_itl_target_allows() -> Non
 def test_where_a_prompt_has_waited_for_long_it_gets_more_of_a_step() -> None:
     largest = []
     for waited_s in (0.0, 60.0):
-        world = World(itl_target_s=0.011, itl_most_s=0.2, max_num_batched_tokens=64)
+        world = World(itl_target_ms=11.0, itl_most_ms=200.0, max_num_batched_tokens=64)
         world.submit("a", PROMPT, 20, remote=False)
         for _ in range(6):
             world.step()

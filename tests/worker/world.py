@@ -11,7 +11,6 @@ from typing import Any
 
 from kvrelay.cluster.roles import make_worker
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.messages import Refused, TokenDeltas
 from kvrelay.engine.node import Send, Wake, Woken
@@ -22,6 +21,7 @@ from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConn
 from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.worker.node import Worker
+from tests.engine.configs import worker_config
 
 BLOCK_SIZE = 4
 VOCAB = 97
@@ -76,7 +76,7 @@ class World:
             name = "decode" if number == 0 else f"decode-{number}"
             kinds.append((name, Role.DECODE, num_blocks))
         for name, role, count in kinds:
-            config = WorkerConfig(
+            config = worker_config(
                 node_id=name,
                 role=role,
                 epoch=1,

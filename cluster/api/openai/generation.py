@@ -283,7 +283,7 @@ class Generation:
             stream.ended_at = asyncio.get_running_loop().time()
 
     def _expire(self) -> None:
-        timeout_s = self._ctx.limits.request_timeout_s
+        timeout_s = self._ctx.settings.request_timeout_s
         for stream in list(self._streams.values()):
             failed = Failed(stream.request_id, Refusal.DEADLINE, f"not done in {timeout_s:g} s")
             self._ctx.client.give_up(failed)

@@ -88,7 +88,7 @@ def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes)
         priority=priority_of(request, tenant),
         num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
         max_tokens=min(wanted, ctx.max_model_len),
-        timeout_s=ctx.limits.request_timeout_s,
+        timeout_s=ctx.settings.request_timeout_s,
     )
 
 

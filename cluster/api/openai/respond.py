@@ -132,7 +132,7 @@ class GenerateEndpoint(Generic[Request]):
             async with asyncio.timeout_at(deadline):
                 yield
         except TimeoutError:
-            timeout_s = self._ctx.limits.request_timeout_s
+            timeout_s = self._ctx.settings.request_timeout_s
             failed = Failed("", Refusal.DEADLINE, f"not begun within {timeout_s:g} s")
             raise refused(failed) from None
 
@@ -142,7 +142,7 @@ class GenerateEndpoint(Generic[Request]):
             raise draining()
         tenant = caller(self._ctx, http)
         clock = asyncio.get_running_loop().time
-        deadline = call.arrived_at + self._ctx.limits.request_timeout_s
+        deadline = call.arrived_at + self._ctx.settings.request_timeout_s
         with self._refuse_when_full():
             self._ctx.live.check()
         async with contextlib.AsyncExitStack() as arrived:
@@ -197,7 +197,7 @@ class GenerateEndpoint(Generic[Request]):
         try:
             async with _abandon_on_disconnect(generation, http.receive):
                 if plan.stream:
-                    tick_s = self._ctx.limits.keepalive_s / 2  # so no silence is longer than that
+                    tick_s = self._ctx.settings.keepalive_s / 2  # so no silence is longer than that
                     return await _stream(generation, format, send, headers, tick_s)
                 return await _whole(generation, format, send, headers)
         finally:

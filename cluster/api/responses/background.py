@@ -95,7 +95,7 @@ class Background:
             if self._has_ended:
                 return
             try:
-                async with asyncio.timeout(self._ctx.limits.keepalive_s or None):
+                async with asyncio.timeout(self._ctx.settings.keepalive_s or None):
                     await self._more.wait()
             except TimeoutError:
                 yield COMMENT

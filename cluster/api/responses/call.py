@@ -75,7 +75,7 @@ class KeptResponses:
         if "response" not in record:
             raise unknown(response_id)
         response = record["response"]
-        runs_until = response["created_at"] + self._ctx.limits.request_timeout_s + LOST_AFTER_S
+        runs_until = response["created_at"] + self._ctx.settings.request_timeout_s + LOST_AFTER_S
         is_here = self._is_running(response_id)
         if response["status"] == "in_progress" and not is_here and time.time() > runs_until:
             error = {"code": "server_error", "message": "The server stopped while it ran"}
@@ -125,13 +125,13 @@ class ResponseCall:
         self._name = call_name(body)
         self.request.input = await self._resolved(self.request.input)
         with ctx.bodies.share() as take:
-            history, num_bytes = await self._history(take, ctx.limits.max_body_bytes - size)
+            history, num_bytes = await self._history(take, ctx.settings.max_body_bytes - size)
             self._before = history
             if history and self.request.truncation != "auto":
                 check_outputs(history, self.request.input)
             self._num_bytes = size + num_bytes
-            if self._num_bytes > ctx.limits.max_body_bytes:
-                raise too_large(ctx.limits.max_body_bytes)
+            if self._num_bytes > ctx.settings.max_body_bytes:
+                raise too_large(ctx.settings.max_body_bytes)
             session = self._root if self.request.is_kept else None
             self.chat = await ctx.in_thread(
                 self._num_bytes, as_chat, self.request, history, session
@@ -273,7 +273,7 @@ class ResponseCall:
                 code = "previous_response_not_found"
                 raise invalid(message, "previous_response_id", code) from None
             if is_more:
-                limit = self._ctx.limits.max_body_bytes
+                limit = self._ctx.settings.max_body_bytes
                 raise invalid(
                     f"A conversation has at most {MAX_TURNS} turns that are read back, and"
                     f" {limit} bytes: begin a new one, or ask for 'truncation': 'auto'",

@@ -76,7 +76,7 @@ class ResponsesSocket:
     def _check_origin(self, socket: WebSocket) -> None:
         """A browser lets any page open a WebSocket, and says only which one. Raises `ApiError`."""
         origin = socket.headers.get("origin")
-        allowed = self._ctx.cors_origins
+        allowed = self._ctx.settings.cors_origins.split()
         if origin is None or "*" in allowed or origin in allowed:
             return
         if urlsplit(origin).netloc != socket.headers.get("host"):
@@ -92,7 +92,7 @@ class _Connection:
         self._socket, self._tenant = socket, tenant
         self._waiting: asyncio.Queue[str] = asyncio.Queue(MAX_WAITING)
         self._gone = asyncio.Event()
-        self._remembered = Remembered(ctx.limits.max_body_bytes)
+        self._remembered = Remembered(ctx.settings.max_body_bytes)
         self._status, self._body = 0, b""
         self._has_failed = False
 

@@ -50,7 +50,7 @@ def numbers(raw: Mapping[str, Any], key: str, length: int) -> tuple[float, ...]:
 
 
 def ids(raw: Mapping[str, Any], key: str) -> list[int]:
-    """One token id or several."""
+    """Takes one token id or a list of them."""
     value = raw.get(key)
     if value is None:
         return []

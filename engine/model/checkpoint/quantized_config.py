@@ -16,7 +16,7 @@ from kvrelay.engine.model.errors import ModelError
 
 Raw = dict[str, Any]
 METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "awq", "gptq")
-FORMATS = (  # of compressed-tensors
+FORMATS = (  # as compressed-tensors names them
     "dense",
     "pack-quantized",
     "int-quantized",
@@ -52,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Of one checkpoint. Which modules are quantized, its tensors say."""
+    """How a checkpoint is quantized. Which modules are, its tensors say."""
 
     method: str
     groups: tuple[Group, ...]
@@ -75,8 +75,8 @@ class Quantized:
 
 
 def quantization_of(path: Path, raw: Raw) -> Quantized | None:
-    """Of the checkpoint in `path` with this config.json; None: it is not quantized. Raises
-    ModelError."""
+    """Reads how the checkpoint in `path` with this config.json is quantized; None: it is not.
+    Raises ModelError."""
     stated = raw.get("quantization_config") or raw.get("compression_config")
     if not stated and (path / MODELOPT_FILE).is_file():
         stated = {"quant_method": "modelopt", **read_json(path / MODELOPT_FILE)["quantization"]}
@@ -84,7 +84,6 @@ def quantization_of(path: Path, raw: Raw) -> Quantized | None:
 
 
 def parse_quantized(raw: Raw) -> Quantized:
-    """Raises ModelError."""
     method = raw.get("quant_method", "unknown")
     match method:
         case "compressed-tensors":

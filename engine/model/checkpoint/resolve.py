@@ -21,7 +21,10 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SAMPLING = {"temperature": 0.0}  # in four bits, its distribution is too flat to draw from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-HUB_SECOND_COPIES = ("consolidated*", "original/*")  # of the weights, for their makers' own code
+HUB_SECOND_COPIES = (
+    "consolidated*",
+    "original/*",
+)  # weights for their makers' own code
 HUB_TIMEOUT_S = 10.0
 
 

@@ -17,7 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable, structure
-from kvrelay.engine.model.rope import rope_tables
+from kvrelay.engine.model.ops import rope_tables
 
 _Attention, _Rope = structure("Attention"), structure("Rope")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in attention/attention.h

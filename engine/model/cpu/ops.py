@@ -17,7 +17,6 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
-from kvrelay.engine.model.cpu.decode import CpuDecode
 from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
     CpuLinear,
@@ -27,7 +26,7 @@ from kvrelay.engine.model.cpu.linear import (
     fastest_kind,
     owned,
 )
-from kvrelay.engine.model.cpu.step import CpuStep, described_experts
+from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.weights import ExpertsWeights, Weights
 
 

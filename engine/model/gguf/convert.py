@@ -84,7 +84,7 @@ FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fact
 
 
 class _Metadata:
-    """The metadata of one architecture."""
+    """Reads the metadata of one architecture."""
 
     def __init__(self, source: GGUFFile, arch: str) -> None:
         self.source = source
@@ -153,7 +153,7 @@ def _config_of(source: GGUFFile) -> dict[str, Any]:
 
 
 def _has_bias(source: GGUFFile, arch: str) -> bool:
-    """Of all four projections; Qwen2 has it of three, always."""
+    """Whether all four projections have one; in Qwen2 three have, always."""
     has = {part: f"blk.0.attn_{part}.bias" in source.tensors for part in ("q", "output")}
     if arch == "qwen2":
         return False
@@ -253,8 +253,8 @@ def _longrope(meta: _Metadata, original: int | None) -> dict[str, Any]:
     source, longest = meta.source, meta.need("context_length")
     missing = [name for name in FACTORS.values() if name not in source.tensors]
     if missing or original is None:
-        told = missing[0] if missing else f"{meta.arch}.rope.scaling.original_context_length"
-        raise ModelError(f"{source.path}: longrope without {told}")
+        lacks = missing[0] if missing else f"{meta.arch}.rope.scaling.original_context_length"
+        raise ModelError(f"{source.path}: longrope without {lacks}")
     spread = math.sqrt(1 + math.log(longest / original) / math.log(original))
     return {
         "rope_type": "longrope",

@@ -1,16 +1,16 @@
-"""Steps on a GPU, so that the device is kept busy.
+"""Steps on a GPU, so that the device is kept busy, and the memory that they leave.
 
-Life: every kernel is compiled and decode passes are captured when this is made; then `execute` is
-called once per step, or, for decodes that the device can continue by itself, `launch`. A step of
-prompts or of both kinds is one ragged batch: one copy in, one out. Decodes go through
-`DecodePasses`.
+Life: the largest step is run once, before the KV pool is made of what is left. Every kernel is
+compiled and decode passes are captured when `GpuSteps` is made; then `execute` is called once per
+step, or, for decodes that the device can continue by itself, `launch`. A step of prompts or of both
+kinds is one ragged batch: one copy in, one out. Decodes go through `DecodePasses`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +21,52 @@ from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
 from kvrelay.engine.model.gpu.sampling import Draws, draw, draw_values
 from kvrelay.engine.model.gpu.staging import stage, stage_arrays
-from kvrelay.engine.model.sampling.prompt_outputs import read_prompts
-from kvrelay.engine.model.sampling.sampler import Masks, is_plain, not_sampled, sample
+from kvrelay.engine.model.sampling.sampler import Masks, is_plain, not_sampled, read_prompts, sample
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone, verify_drafts
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.parallel.ops import Group
+
+
+RESERVE_BYTES = 512 << 20  # for captured graphs, and for what allocation leaves unused
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """How many bytes a device has."""
+
+    total: int
+    free: int
+    reserved: int  # by this process, for tensors
+    peak: int  # most that this process has taken for tensors
+
+    def room(self, share: float) -> int:
+        """For KV, of `share` of all: beside other processes, what CUDA itself takes, the peak, and
+        a reserve. May be negative."""
+        others = self.total - self.free - self.reserved
+        return int(share * self.total) - others - self.peak - RESERVE_BYTES
+
+
+def after_a_step(device: torch.device, step: Callable[[], object]) -> DeviceMemory:
+    """What is there when `step`, the largest that there will be, has been run; its memory is given
+    back."""
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total, free, torch.cuda.memory_reserved(device), peak)
+
+
+def spread(num_tokens: int, num_seqs: int, longest: int) -> tuple[int, ...]:
+    """Lengths of `num_seqs` prompts, or fewer, which have `num_tokens` together, or less."""
+    num_seqs = min(num_seqs, num_tokens)
+    each, more = divmod(num_tokens, num_seqs)
+    return tuple(min(longest, each + (index < more)) for index in range(num_seqs))
+
 
 WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels
 

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
-from kvrelay.engine.model.parallel.companion import Broken, Checksums, Companion, Ready
+from kvrelay.engine.model.parallel.link import Broken, Checksums, Companion, Ready
 from kvrelay.engine.model.parallel.ops import Group, RankSetup
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Launch, Step
@@ -116,7 +116,7 @@ def main() -> None:
         member = setup.join()
         path = setup.find_model()
         before = versions_of(files_of(path))  # on a machine of its own perhaps
-        runner = ModelRunner(path, device=setup.device, member=member, **setup.options)
+        runner = ModelRunner(path, setup.model, setup.engine, member=member)
         if setup.companion is not None:
             leader.companion = setup.companion(runner, setup.shard, leader.tell)
         check_unchanged(before, files_of(path))

@@ -1,8 +1,10 @@
-"""The processes of followers, and their connections to leaders on other machines.
+"""The processes of followers, what they say, and their connections to leaders on other machines.
 
-There each end proves to the other that it knows a secret, made for this worker alone, before
-anything is unpickled. Like KV, what follows is not encrypted. A machine that is gone without a word
-is noticed after `SILENT_S`.
+A companion does what a rank does beside the model, such as moving the KV of its heads.
+
+On other machines each end proves to the other that it knows a secret, made for this worker alone,
+before anything is unpickled. Like KV, what follows is not encrypted. A machine that is gone without
+a word is noticed after `SILENT_S`.
 """
 
 from __future__ import annotations
@@ -12,10 +14,16 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from kvrelay.engine.model.parallel.shard import Shard
+
 
 FOLLOWER = "kvrelay.engine.model.parallel.follower"
 PROVE_S = 10.0  # for the other end to prove itself
@@ -94,3 +102,55 @@ def _limit(connected: socket.socket, seconds: float) -> None:
     timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+
+class Companion(Protocol):
+    """Made in a follower's process once its model is loaded, and owned by it."""
+
+    facts: Any  # what the leader has to know of it; can be pickled
+
+    def receive(self, message: Any) -> None:
+        """Something that the leader sent. Must not block: steps come behind it."""
+        ...
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """Sums its heads of these blocks of the pool, which are complete."""
+        ...
+
+    def begin_checksums(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
+        """Sums once what this thread has launched is done, which the call that is returned waits
+        for; it may come from another thread."""
+        ...
+
+    def close(self) -> None:
+        """It has to end within seconds."""
+        ...
+
+
+Tell = Callable[[Any], None]
+"""Send something to the leader; from any thread."""
+
+MakeCompanion = Callable[[Any, "Shard", Tell], Companion]
+"""Given the rank's ModelRunner. Can be pickled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A follower has done the next stage of its start: it can meet the others; it serves."""
+
+    facts: Any = None  # its companion's
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A follower cannot go on."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Sums `Step.checksum_blocks`, as far as the rank's heads go."""
+
+    step_id: int
+    sums: list[int] = field(default_factory=list)

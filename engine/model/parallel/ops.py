@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
-from kvrelay.engine.model.parallel.companion import MakeCompanion
+from kvrelay.engine.model.parallel.link import MakeCompanion
 from kvrelay.engine.model.parallel.shard import Shard
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -73,7 +74,7 @@ class Group:
 
     def __init__(self, shard: Shard, meeting: Meeting, device: torch.device) -> None:
         """Waits until all ranks are here."""
-        self.shard = shard
+        self.shard, self.device = shard, device
         self.was_used = False  # some collective was called, or replayed; reset by the reader
         c10d: Any = dist
         self._store = store = meeting.store(shard.size)
@@ -185,7 +186,8 @@ class RankSetup:
     meeting: Meeting
     device: str
     find_model: FindModel
-    options: dict[str, Any]  # its ModelRunner's
+    model: ModelSection
+    engine: EngineSection
     companion: MakeCompanion | None = None
 
     def join(self) -> Member:

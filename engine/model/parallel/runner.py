@@ -28,12 +28,22 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from msgspec import structs
 
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.device import find_device
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.parallel.companion import Broken, Checksums, MakeCompanion, Ready
-from kvrelay.engine.model.parallel.link import RankHost, connection_of, reach, start_process
+from kvrelay.engine.model.parallel.link import (
+    Broken,
+    Checksums,
+    MakeCompanion,
+    RankHost,
+    Ready,
+    connection_of,
+    reach,
+    start_process,
+)
 from kvrelay.engine.model.parallel.ops import (
     COLLECTIVE_TIMEOUT_S,
     LOAD_TIMEOUT_S,
@@ -170,7 +180,7 @@ class RanksLost(Exception):
 
 
 class ParallelRunner:
-    """As ModelRunner, over `size` processes: of this machine, or, where `further` names others, an
+    """As ModelRunner, over processes: of this machine, or, where `further` names others, an
     even part on each. Owns the followers till `close`.
 
     Invariant: between steps all ranks have run the same ones, or the worker is lost."""
@@ -178,25 +188,25 @@ class ParallelRunner:
     def __init__(
         self,
         model_dir: Path,
-        size: int,
+        model: ModelSection,
+        engine: EngineSection,
         *,
-        device: str = "auto",
-        num_threads: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
         companion: MakeCompanion | None = None,
         host: str = "",
         further: Sequence[RankHost] = (),
         find_model: FindModel | None = None,
-        **options: Any,
     ) -> None:
-        """options: of ModelRunner; num_threads: of all ranks of a machine together; companion: of
-        each follower, not of rank 0. With `further`: `host` is where this machine is reached by
-        those, and `find_model` finds the checkpoint there. Raises ModelError."""
+        """As ModelRunner, but that `engine.threads` are for all ranks of a machine together.
+        companion: of each follower, not of rank 0. With `further`: `host` is where this machine is
+        reached by those, and `find_model` finds the checkpoint there. Raises ModelError."""
+        size = engine.tensor_parallel_size
         check_divides(read_config(model_dir), size)
-        kind = find_device(device).type
+        kind = find_device(model.device).type
         here = size - sum(place.num_ranks for place in further)
         _check_devices(kind, here)
-        options["num_threads"] = max(1, (num_threads or torch.get_num_threads()) // here)
+        threads = max(1, (engine.threads or torch.get_num_threads()) // here)
+        engine = structs.replace(engine, threads=threads)
         self._on_message: OnMessage = _unexpected
         self._lost: Exception | None = None
         self._on_lost: OnLost | None = None
@@ -215,7 +225,8 @@ class ParallelRunner:
                 meeting.seen_from(place.host if place else meeting.own_host) if rank else meeting,
                 f"cuda:{number}" if kind == "cuda" else kind,
                 find_model or partial(Path, model_dir),
-                options,
+                model,
+                engine,
                 companion,
             )
             for rank, (place, number) in enumerate(places)
@@ -225,9 +236,7 @@ class ParallelRunner:
             self._start_followers(setups[1:], [place for place, _ in places[1:]])
             member = own.join()
             self._group = member.group
-            self._runner = ModelRunner(
-                model_dir, device=own.device, member=member, progress=progress, **options
-            )
+            self._runner = ModelRunner(model_dir, model, engine, member=member, progress=progress)
             for follower in self._followers:
                 follower.wait_ready()
         except BaseException:

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
-from kvrelay.cluster.api.context import ApiContext, ApiLimits
+from kvrelay.cluster.api.context import ApiContext, ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.server import bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
@@ -156,7 +156,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 @contextlib.contextmanager
 def serve(
     tokenizer: Tokenizer,
-    limits: ApiLimits,
+    settings: ApiSettings,
     sock: socket.socket | None = None,
     context: dict[str, Any] | None = None,
     real_router: Any = None,
@@ -185,7 +185,7 @@ def serve(
         audit=audit,
         metrics=ApiMetrics(registry),
         explanations=router.explanations,
-        limits=limits,
+        settings=settings,
         **(context or {}),
     )
     ClusterCollector(registry, ctx.status)
@@ -228,8 +228,8 @@ def serve(
 
 @pytest.fixture(scope="session")
 def shared_server(tokenizer: Tokenizer) -> Iterator[Served]:
-    limits = ApiLimits(max_body_bytes=64 * 1024, max_live_requests=64, request_timeout_s=20)
-    with serve(tokenizer, limits) as running:
+    settings = ApiSettings(max_body_bytes=64 * 1024, max_live_requests=64, request_timeout_s=20)
+    with serve(tokenizer, settings) as running:
         yield running
 
 

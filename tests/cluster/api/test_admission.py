@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -28,7 +28,7 @@ ENTRIES = (
 @pytest.fixture(scope="module")
 def shared(tokenizer: Tokenizer) -> Iterator[Served]:
     context = {"tenants": Tenants.of(ENTRIES, b"a secret")}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context=context) as served:
         yield served
 
 

@@ -201,7 +201,7 @@ def test_messages_that_the_template_refuses(served: Served) -> None:
 
 
 def test_a_body_above_the_limit_is_a_413(served: Served) -> None:
-    limit = served.ctx.limits.max_body_bytes
+    limit = served.ctx.settings.max_body_bytes
     body = {"model": MODEL, "prompt": "x" * limit}
     error = error_of(served.post(body, "/v1/completions"), 413)
     assert str(limit) in error["message"]

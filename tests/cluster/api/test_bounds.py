@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from kvrelay.cluster.api.calls import num_common
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.openai.generation import Generation
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ ENTRIES = (
 @pytest.fixture(scope="module")
 def shared(tokenizer: Tokenizer) -> Iterator[Served]:
     context = {"tenants": Tenants.of(ENTRIES, b"a secret")}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context=context) as served:
         yield served
 
 
@@ -259,7 +259,7 @@ def test_large_calls_do_not_hold_up_the_loop(tokenizer: Tokenizer) -> None:
     tokens = list(range(1000, 1100)) * 1500
     calls = [("/detokenize", {"tokens": tokens}), ("/tokenize", {"prompt": TEXT * 20_000})]
     calls[1][1]["return_token_strs"] = True
-    with serve(tokenizer, ApiLimits()) as served:
+    with serve(tokenizer, ApiSettings()) as served:
         served.ctx.max_model_len = 200_000
         for path, body in calls:
             answered = in_background(served, path, body, "none")
@@ -278,7 +278,7 @@ def test_a_tenant_that_takes_all_places_does_not_refuse_another(
     tokenizer: Tokenizer, limiter: str
 ) -> None:
     """The router answers none of the calls."""
-    limits = ApiLimits(
+    limits = ApiSettings(
         max_live_requests=8, max_session_commands=8, request_timeout_s=3.0, session_timeout_s=3.0
     )
     answered: list[int] = []

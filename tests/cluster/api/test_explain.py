@@ -13,7 +13,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.explain import explain
@@ -35,7 +35,7 @@ def real_router(tokenizer: Tokenizer) -> RealRouter:
 
 @pytest.fixture(scope="module")
 def routed(tokenizer: Tokenizer) -> Iterator[Served]:
-    with serve(tokenizer, ApiLimits(), real_router=real_router(tokenizer)) as served:
+    with serve(tokenizer, ApiSettings(), real_router=real_router(tokenizer)) as served:
         yield served
 
 
@@ -120,7 +120,7 @@ def test_a_client_that_goes_away_leaves_an_explanation(routed: Served) -> None:
 
 def test_every_attempt_is_shown_with_what_stood_beside_it(tokenizer: Tokenizer) -> None:
     router = real_router(tokenizer)
-    with serve(tokenizer, ApiLimits(), real_router=router) as served:
+    with serve(tokenizer, ApiSettings(), real_router=router) as served:
         served.post(BODY)
         for worker in router.workers.values():
             worker.is_silent = True
@@ -184,7 +184,7 @@ def test_the_last_ones_are_listed_youngest_first(routed: Served) -> None:
 def test_tenants_see_their_own_and_nobody_without_a_key(tokenizer: Tokenizer) -> None:
     context = {"tenants": Tenants.of(ENTRIES, b"a secret")}
     router = real_router(tokenizer)
-    with serve(tokenizer, ApiLimits(), context=context, real_router=router) as served:
+    with serve(tokenizer, ApiSettings(), context=context, real_router=router) as served:
         response = served.http.post("/v1/chat/completions", json=BODY, headers=RED)
         name = response.headers["x-request-id"]
         assert explanation(served, name, headers=RED)["outcome"] == "stop"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import EngineSection
 from kvrelay.engine.node import Effect
@@ -71,10 +71,10 @@ def num_padded(request: pytest.FixtureRequest) -> int:
 def served(
     num_padded: int, make_padded_model: Callable[[int], Path], tokenizer: Tokenizer
 ) -> Iterator[Served]:
-    engine = EngineSection(num_blocks=256)
+    engine = EngineSection(threads=1, num_blocks=256)
     with (
-        LocalCluster(make_padded_model(num_padded), prefill=0, engine=engine, threads=1) as cluster,
-        serve(tokenizer, ApiLimits(), real_router=ModelRouter(cluster)) as running,
+        LocalCluster(make_padded_model(num_padded), prefill=0, engine=engine) as cluster,
+        serve(tokenizer, ApiSettings(), real_router=ModelRouter(cluster)) as running,
     ):
         yield running
         cluster.wait_idle()

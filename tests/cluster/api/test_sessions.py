@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.router.messages import (
@@ -276,7 +276,7 @@ def test_wrong_limits_names_paths_and_methods(served_sessions: Served) -> None:
 
 
 def test_a_router_that_does_not_answer_is_a_504(tokenizer: Tokenizer) -> None:
-    limits = ApiLimits(session_timeout_s=0.2, max_session_commands=1)
+    limits = ApiSettings(session_timeout_s=0.2, max_session_commands=1)
     with serve(tokenizer, limits) as served:
         error = error_of(served.http.get("/v1/sessions/s"), 504)
         assert error["code"] == "deadline_exceeded"
@@ -285,7 +285,7 @@ def test_a_router_that_does_not_answer_is_a_504(tokenizer: Tokenizer) -> None:
 
 
 def test_commands_that_wait_are_bounded(tokenizer: Tokenizer) -> None:
-    limits = ApiLimits(session_timeout_s=20.0, max_session_commands=1)
+    limits = ApiSettings(session_timeout_s=20.0, max_session_commands=1)
     with serve(tokenizer, limits) as served:
         found: list[int] = []
         url = f"{served.url}/v1/sessions/s"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -76,7 +76,7 @@ def test_lists_have_pages_and_say_what_is_wrong(served: Served) -> None:
 def test_one_is_its_tenants_alone(tokenizer: Tokenizer, path: str) -> None:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
     context = {"tenants": Tenants.of(entries, b"a secret")}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context=context) as served:
         red, blue = ({"authorization": f"Bearer {key}-key"} for key in ("red", "blue"))
         body = {"model": MODEL, "messages": ASK, "store": True}
         made = served.http.post(PATH, json=body, headers=red).json()["id"]

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.http.connection import ConnectionLimits
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter
 from kvrelay.cluster.api.server import bind_socket
@@ -103,7 +103,7 @@ def test_one_failed_choice_cancels_the_others(served: Served, tokenizer: Tokeniz
 @pytest.fixture
 def impatient(tokenizer: Tokenizer) -> Iterator[Served]:
     """Short limits, and small socket buffers."""
-    limits = ApiLimits(max_live_requests=2, body_timeout_s=0.3)
+    limits = ApiSettings(max_live_requests=2, body_timeout_s=0.3)
     sock = bind_socket("127.0.0.1", 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     with serve(
@@ -141,7 +141,7 @@ def test_a_slow_reader_stalls_no_one_else(served: Served, tokenizer: Tokenizer) 
 
 
 def test_a_request_that_nobody_answers_ends_at_its_deadline(tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits(request_timeout_s=0.2)) as served:
+    with serve(tokenizer, ApiSettings(request_timeout_s=0.2)) as served:
         served.router.delay_s = 60
         response = served.post({"model": MODEL, "messages": ASK})
         assert response.status_code == 504
@@ -180,7 +180,7 @@ def test_tokenising_a_long_prompt_does_not_hold_up_others(tokenizer: Tokenizer) 
     """While a prompt of megabytes is tokenised, health is answered: the loop is free."""
     long = json.dumps({"model": MODEL, "prompt": "Some words of a prompt. " * 80_000}).encode()
     answered_during = 0
-    with serve(tokenizer, ApiLimits()) as served:
+    with serve(tokenizer, ApiSettings()) as served:
         served.ctx.max_model_len = 200_000  # of which it fills two: it is counted to its end
         done = threading.Event()
 
@@ -212,7 +212,7 @@ APIS: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def lively(tokenizer: Tokenizer) -> Iterator[Served]:
     """No stream of it is silent for 0.2 s."""
-    with serve(tokenizer, ApiLimits(keepalive_s=0.2)) as served:
+    with serve(tokenizer, ApiSettings(keepalive_s=0.2)) as served:
         yield served
 
 
@@ -248,13 +248,13 @@ def test_a_stream_shows_life_before_its_first_token_and_between_others(
 
 @pytest.mark.parametrize(("path", "body"), APIS)
 def test_a_late_refusal_is_an_event(lively: Served, path: str, body: dict[str, Any]) -> None:
-    limits = lively.ctx.limits
-    lively.ctx.limits = ApiLimits(keepalive_s=0.2, request_timeout_s=0.4)
+    limits = lively.ctx.settings
+    lively.ctx.settings = ApiSettings(keepalive_s=0.2, request_timeout_s=0.4)
     lively.router.delay_s = 60
     try:
         _, text, _ = timed(lively, path, body)
     finally:
-        lively.ctx.limits = limits
+        lively.ctx.settings = limits
     *_, last = [line for line in text.splitlines() if line.startswith("data: ")]
     error = json.loads(last.removeprefix("data: "))
     error = error.get("response", error)["error"]
@@ -278,7 +278,7 @@ def test_sdks_read_streams_with_signs_of_life(lively: Served) -> None:
 
 
 def test_streams_may_be_told_to_be_silent(tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits(keepalive_s=0)) as served:
+    with serve(tokenizer, ApiSettings(keepalive_s=0)) as served:
         served.router.delay_s, served.router.per_output = 0.3, 5
         _, text, _ = timed(served, *APIS[0])
     assert "alive" not in text

@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvrelay.cluster.api import tracing as tracing_module
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.api.tracing import Tracing, traces_url
 from kvrelay.cluster.config import ConfigError, load_config
@@ -85,7 +85,7 @@ def traced(
     router: RealRouter = real_router(tokenizer)
     context = {"tracing": tracing}
     try:
-        with serve(tokenizer, ApiLimits(), context=context, real_router=router) as served:
+        with serve(tokenizer, ApiSettings(), context=context, real_router=router) as served:
             yield served, counts
     finally:
         tracing.close()
@@ -181,7 +181,7 @@ def test_a_failed_call_is_an_error(tokenizer: Tokenizer, collector: Collector) -
         for worker in router.workers.values():
             worker.is_silent = True
             router.kill(worker.node_id)
-        served.ctx.limits = ApiLimits(request_timeout_s=0.2)
+        served.ctx.settings = ApiSettings(request_timeout_s=0.2)
         refused = served.post(BODY)
     assert refused.is_error
     roots = [span for span in collector.spans if "gen_ai.request.model" in attributes(span)]

@@ -13,7 +13,7 @@ from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.engine.stats import Role
-from kvrelay.worker.kv_plan import plan_kv
+from kvrelay.worker.kv_plan import GIB, plan_kv
 from kvrelay.worker.spec import WorkerSpec
 from kvrelay.worker.transfers import worker_config
 from tests.worker.test_build import MODEL
@@ -39,7 +39,7 @@ def test_gpus_and_ranks_are_those_of_the_worker_whatever_its_role(role: Role) ->
         assert (spec.num_gpus, spec.engine.tensor_parallel_size) == (num_ranks, num_ranks)
         spec = spec_of(config, role, num_ranks, CPUS)
         assert (spec.num_gpus, spec.engine.tensor_parallel_size) == (0, num_ranks)
-        assert spec.threads == 8, "of all its ranks together, which divide them"
+        assert spec.engine.threads == 8, "of all its ranks together, which divide them"
 
 
 def test_workers_of_any_size_have_kv_of_one_layout() -> None:
@@ -60,7 +60,8 @@ def test_a_worker_on_two_machines_has_half_of_its_gpus_and_the_tiers_of_each() -
     two = spec_of(config, Role.DECODE, 4, GPUS, further=("n",))
     assert (one.num_gpus, one.num_ranks_here, one.further) == (4, 4, ())
     assert (two.num_gpus, two.num_ranks_here, two.further) == (2, 2, ("n",))
-    assert (two.host_bytes, two.disk_bytes) == (2 * one.host_bytes, 2 * one.disk_bytes)
+    for gib in (two.tiers.set_host_gib, two.tiers.disk_gib):
+        assert two.share_of(gib) == 2 * one.share_of(gib) == 2 * int(gib * GIB)
 
 
 @pytest.mark.parametrize(

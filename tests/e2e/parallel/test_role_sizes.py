@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import SamplingParams
 from kvrelay.router.config import RouterConfig
-from kvrelay.worker.settings import EngineSection
 from tests.e2e.prompts import prompts
 from tests.e2e.serving import status, wait_until
 from tests.support.local import LocalCluster

@@ -20,6 +20,7 @@ from kvrelay.engine.model.sampling import grammar as module
 from kvrelay.engine.model.sampling.grammar import Grammars
 from kvrelay.engine.request import ReasoningBudget, SamplingParams
 from kvrelay.engine.step import Sampled, ScheduledSeq, Step, StepDone
+from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import Talk
 
 SCHEMA = {
@@ -49,7 +50,7 @@ def model_dir(
 
 @pytest.fixture(scope="module")
 def runner(model_dir: Path) -> ModelRunner:
-    return ModelRunner(model_dir, num_blocks=160, num_threads=2)
+    return model_runner(model_dir, num_blocks=160, threads=2)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_another_worker_goes_on_in_mid_output(
     runner: ModelRunner, prompt: list[int], model_dir: Path
 ) -> None:
     whole = generate(runner, Output("whole", prompt, DRAWN))
-    other = ModelRunner(model_dir, num_blocks=64, num_threads=2)
+    other = model_runner(model_dir, num_blocks=64, threads=2)
     for cut in (1, 5, len(whole) - 1):
         begun = Output(f"begun-{cut}", prompt, DRAWN)
         generate(runner, begun, most=cut)

@@ -17,9 +17,10 @@ from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
+from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
 
-OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "num_threads": 1}
+OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "threads": 1}
 EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB)
 CPU = torch.device("cpu")
 LONG, SHORT = tokens_of(75, seed=1), tokens_of(9, seed=2)
@@ -35,7 +36,7 @@ class Ranks:
 
         def build(rank: int) -> ModelRunner:
             group = Group(Shard(rank, size), Meeting(str(meeting)), CPU)
-            return ModelRunner(path, member=Member(group), **OPTIONS)
+            return model_runner(path, member=Member(group), **OPTIONS)
 
         self.runners = list(self._threads.map(build, range(size)))
 
@@ -58,7 +59,7 @@ def logprobs(execute: Callable, *parts: tuple[str, list[int], int]) -> torch.Ten
 
 
 def compare(path: Path, ranks: Ranks) -> None:
-    alone = ModelRunner(path, **OPTIONS)
+    alone = model_runner(path, **OPTIONS)
     steps = [
         (("a", LONG[:40], 0), ("b", SHORT[:5], 0)),
         (("a", LONG[40:74], 40), ("b", SHORT[5:6], 5)),

@@ -7,14 +7,14 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from kvrelay.engine.model.parallel.runner import ParallelRunner, RanksLost
-from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.request import Pooling, SamplingParams
 from kvrelay.engine.step import Step
+from tests.engine.model.runners import model_runner, parallel_runner
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
 
-OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "num_threads": 2}
+OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "threads": 2}
 DEADLINE_S = 30.0  # far below the timeout of a collective
 PROMPT, BLOCKS = tokens_of(40, seed=1), [5, 3, 1, 7]
 
@@ -30,9 +30,9 @@ def children() -> list[psutil.Process]:
 def test_the_life_of_a_worker_with_two_ranks(tmp_path):
     """One start for all, because it takes seconds."""
     make_checkpoint("qwen2", tmp_path)
-    runner = ParallelRunner(tmp_path, 2, **OPTIONS)
+    runner = parallel_runner(tmp_path, 2, **OPTIONS)
     (follower,) = children()
-    alone = ModelRunner(tmp_path, **OPTIONS)
+    alone = model_runner(tmp_path, **OPTIONS)
     drawn = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3}
     assert generate(runner, PROMPT, BLOCKS, 8, **drawn) == generate(
         alone, PROMPT, BLOCKS, 8, **drawn
@@ -80,9 +80,9 @@ def test_the_default_model_has_the_same_tokens_over_three_ranks(smollm2_dir):
     """It has 9 heads and 3 KV heads."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     question = tokenizer.encode("The capital of France is Paris. The capital of Italy is")
-    options = {"num_blocks": 16, "dtype": "float32", "device": "cpu", "num_threads": 2}
-    expected = generate(ModelRunner(smollm2_dir, **options), question, BLOCKS, 8, temperature=0.0)
-    runner = ParallelRunner(smollm2_dir, 3, **options)
+    options = {"num_blocks": 16, "dtype": "float32", "device": "cpu", "threads": 2}
+    expected = generate(model_runner(smollm2_dir, **options), question, BLOCKS, 8, temperature=0.0)
+    runner = parallel_runner(smollm2_dir, 3, **options)
     assert generate(runner, question, BLOCKS, 8, temperature=0.0) == expected
     assert "Rome" in tokenizer.decode(expected)
     runner.close()

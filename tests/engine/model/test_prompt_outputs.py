@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import Pooling, PromptOutputs, SamplingParams, TokenLogprobs
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
+from tests.engine.model.runners import model_runner
 
 BLOCK = 16
 TEXT = (
@@ -31,7 +32,7 @@ def model_dir(
 
 @pytest.fixture(scope="module")
 def runner(model_dir: Path) -> ModelRunner:
-    return ModelRunner(model_dir, dtype="float32", num_blocks=64, num_threads=2)
+    return model_runner(model_dir, dtype="float32", num_blocks=64, threads=2)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.model.cpu import kernels
-from kvrelay.engine.model.cpu.sampling import CpuDraw
+from kvrelay.engine.model.cpu.step import CpuDraw
 from kvrelay.engine.model.sampling.sampler import draw, sample, uniform
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import NO_TOKEN

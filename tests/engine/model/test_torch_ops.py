@@ -10,7 +10,7 @@ from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import with_window
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.rope import rope_tables
+from kvrelay.engine.model.ops import rope_tables
 from kvrelay.engine.model.torch_ops import TorchOps
 from tests.engine.model.tiny import MAX_LEN, Driver, make_pool, tokens_of
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.node import Effect, Note, Send
@@ -18,6 +17,7 @@ from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, 
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.tiers.manager import Tiers
+from tests.engine.configs import worker_config
 from tests.kvtransfer.tiers.quiet import is_quiet
 
 KEEP = Retention(1000.0)
@@ -46,7 +46,7 @@ class TierWorld:
         records: Sequence[DiskRecord] = (),
         **config: Any,
     ) -> None:
-        self.config = WorkerConfig(
+        self.config = worker_config(
             node_id="w",
             role=Role.DECODE,
             epoch=7,

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config, ModelSection
 from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.engine.config import EngineSection
 from kvrelay.lab.profiling import forward
 from kvrelay.lab.profiling.forward import ProfileError, running
 from kvrelay.worker.kv_plan import plan_kv
-from kvrelay.worker.settings import EngineSection
 from tests.worker.test_build import MODEL
 
 ENGINE = EngineSection(num_blocks=9, tensor_parallel_size=2, kv_dtype="float8_e4m3", threads=3)
@@ -44,13 +45,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_it_has_the_processes_and_the_weights_that_are_configured(opened: list[Any]) -> None:
     with running(CONFIG, PREPARED, 2) as runner:
-        ((spec, path, plan, dtype, max_model_len, ranks),) = opened
+        ((spec, path, ranks),) = opened
         assert not ranks.is_closed
     assert runner == "runner"
     assert ranks.is_closed
-    assert (spec.quantization, spec.threads) == ("int8", 2)
-    assert spec.engine == ENGINE.sized(gpu=False)
-    assert (path, plan.num_blocks, dtype, max_model_len) == (Path("model"), 9, "float32", 100)
+    assert spec.model == CONFIG.model
+    sizes = {"threads": 2, "num_blocks": 9, "max_model_len": 100}
+    assert spec.engine == replace(ENGINE.sized(gpu=False), **sizes)
+    assert path == Path("model")
 
 
 def test_its_processes_end_when_measuring_fails(opened: list[Any]) -> None:

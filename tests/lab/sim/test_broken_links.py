@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
@@ -36,12 +37,12 @@ def scenario() -> Scenario:
     rng = random.Random(1)
     base = draw_scenario(random.Random(1), random.Random(1))
     workers = tuple(
-        replace(
+        structs.replace(
             base.workers[0], node_id=name, role=Role(name.partition("-")[0]), num_blocks=2000,
             max_model_len=400, max_num_batched_tokens=256, max_num_seqs=64, max_waiting=64,
             num_host_blocks=0, num_disk_blocks=0, num_speculative_tokens=0, read_timeout_s=1.0,
-            read_floor_s=0.5, handoff_timeout_s=2.0, cores="", window=0, num_sinks=0,
-            itl_target_s=0.02, itl_most_s=0.2, step_timeout_s=30.0, stats_interval_s=0.25,
+            read_floor_s=0.5, handoff_timeout_s=2.0, cores="", window=0, sinks=0,
+            itl_target_ms=20.0, itl_most_ms=200.0, step_timeout_s=30.0, stats_interval_s=0.25,
         )
         for name in NAMES
     )  # fmt: skip

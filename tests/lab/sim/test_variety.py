@@ -33,7 +33,7 @@ def test_the_first_seeds_draw_every_kind() -> None:
     jobs = [job for each in found for job in each.jobs]
     assert {len(each.routers) for each in found} == {1, 2}
     assert {bool(worker.window) for worker in workers} == {True, False}
-    assert {bool(worker.num_sinks) for worker in workers} == {True, False}
+    assert {bool(worker.sinks) for worker in workers} == {True, False}
     assert {bool(worker.cores) for worker in workers} == {True, False}
     assert {bool(each.router.ttft_target_s) for each in found} == {True, False}
     for of in ("max_model_len", "fingerprint", "num_blocks"):

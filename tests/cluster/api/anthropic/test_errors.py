@@ -12,7 +12,7 @@ import anthropic
 import httpx
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -117,7 +117,7 @@ def test_an_unknown_model_is_a_404(served: Served, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_body_above_the_limit_is_a_413(served: Served, path: str) -> None:
-    long = "x" * served.ctx.limits.max_body_bytes
+    long = "x" * served.ctx.settings.max_body_bytes
     response = post(served, path, messages=[{"role": "user", "content": long}])
     assert error_of(response, 413)[0] == "request_too_large"
     assert response.headers["connection"] == "close"
@@ -175,7 +175,7 @@ def test_a_failure_in_mid_stream_is_an_event_that_ends_it(served: Served) -> Non
 def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
     context = {"tenants": Tenants.of(entries, b"a secret")}
-    limits = ApiLimits(max_live_requests=1, body_timeout_s=0.2)
+    limits = ApiSettings(max_live_requests=1, body_timeout_s=0.2)
     with serve(tokenizer, limits, context=context) as served:
         yield served
 
@@ -250,7 +250,7 @@ def test_errors_of_the_server_have_anthropics_form_too(
 ) -> None:
     assert error_of(served.http.get(path), 405)[0] == "invalid_request_error"
     assert error_of(served.http.post(f"{path}/nowhere"), 404)[0] == "not_found_error"
-    too_much = b"x" * (served.ctx.limits.max_body_bytes + 1)
+    too_much = b"x" * (served.ctx.settings.max_body_bytes + 1)
     assert error_of(served.http.post(path, content=too_much), 413)[0] == "request_too_large"
 
     def fail(*_: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.main import main
@@ -143,7 +143,7 @@ def test_chat_names_its_session(served: Served, run: Any) -> None:
 def test_a_key_comes_from_an_option_or_from_the_environment(tokenizer: Tokenizer, run: Any) -> None:
     entries = [TenantEntry(name, keys=(f"{name}-key",)) for name in ("red", "blue")]
     context = {"tenants": Tenants.of(entries, b"a secret")}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context=context) as served:
         served.router.answer_command = lambda command: SessionReply(command.command_id)
         listing = ("sessions", "list", "--url", served.url)
         result = run(*listing)

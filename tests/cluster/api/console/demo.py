@@ -13,7 +13,7 @@ from typing import Any
 
 from kvrelay.cluster.api.console.history import History
 from kvrelay.cluster.api.console.routes import Console
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.status import ClusterStatus
@@ -256,7 +256,7 @@ def demo(tokenizer: Tokenizer, num_workers: int, **context: Any) -> Iterator[tup
         Console.start = start  # type: ignore[method-assign]
         try:
             served = stack.enter_context(
-                serve(tokenizer, ApiLimits(), context=given, real_router=router)
+                serve(tokenizer, ApiSettings(), context=given, real_router=router)
             )
         finally:
             Console.start = began  # type: ignore[method-assign]

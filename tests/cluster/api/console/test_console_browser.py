@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.server import bind_socket
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.stats import Role
@@ -193,7 +193,7 @@ def test_scaling_decisions_are_shown_once_there_are_any(
 
 
 def test_the_key_is_asked_for_and_stays_in_the_tab(open_page: Open, tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits(), context={"operations_key": "right-key"}) as served:
+    with serve(tokenizer, ApiSettings(operations_key="right-key")) as served:
         page = open_page(f"{served.url}/console", allow="401")
         page.wait_for_selector("#key-dialog[open]")
         assert "api.operations_key" in page.inner_text("#key-problem")
@@ -224,13 +224,13 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(open_page: Open, tokenizer: T
 
 
 def test_it_reconnects_when_the_server_is_back(open_page: Open, tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits()) as served:
+    with serve(tokenizer, ApiSettings()) as served:
         port = served.port
         page = open_page(f"{served.url}/console", allow="ERR_")
         page.wait_for_selector(LIVE)
     page.wait_for_selector("#link-state[data-state=stale]")
     assert page.locator(".tile").count() == 6  # what was known is still shown
-    with serve(tokenizer, ApiLimits(), sock=bind_socket("127.0.0.1", port)):
+    with serve(tokenizer, ApiSettings(), sock=bind_socket("127.0.0.1", port)):
         page.wait_for_selector(LIVE)
         page.goto("about:blank")
 

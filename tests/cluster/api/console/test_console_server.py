@@ -17,7 +17,7 @@ import pytest
 
 from kvrelay.cluster.api.console import routes
 from kvrelay.cluster.api.console.routes import page_files
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -168,8 +168,8 @@ def test_scaling_is_passed_on(served: Served, monkeypatch: pytest.MonkeyPatch) -
 
 def test_data_is_for_operators_and_the_page_is_not(tokenizer: Tokenizer) -> None:
     tenants = [TenantEntry(name="team", keys=("tenant-key",))]
-    context = {"operations_key": KEY, "tenants": Tenants.of(tenants, b"secret")}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    context = {"tenants": Tenants.of(tenants, b"secret")}
+    with serve(tokenizer, ApiSettings(operations_key=KEY), context=context) as served:
         assert served.http.get("/console").status_code == 200
         for path in ("/console/events", "/console/snapshot"):
             for headers in ({}, {"authorization": "Bearer tenant-key"}):
@@ -201,7 +201,7 @@ def test_listeners_are_bounded_and_their_places_come_back(
     tokenizer: Tokenizer, console: list[routes.Console], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "MAX_LISTENERS", 2)
-    with serve(tokenizer, ApiLimits()) as served:
+    with serve(tokenizer, ApiSettings()) as served:
         listeners = console[-1].listeners
         with listening(served) as one, listening(served) as two:
             streams = [events(one), events(two)]  # a generator that is dropped ends its response
@@ -221,7 +221,7 @@ def test_a_listener_that_does_not_read_loses_its_place(
 ) -> None:
     monkeypatch.setattr(routes, "WRITE_TIMEOUT_S", 0.3)
     fleet = Fleet(4000)
-    with serve(tokenizer, ApiLimits()) as served:
+    with serve(tokenizer, ApiSettings()) as served:
         served.ctx.status = fleet.status
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -248,7 +248,7 @@ def test_streams_end_when_the_server_stops(
 ) -> None:
     ended: list[float] = []
     with caplog.at_level(logging.ERROR), contextlib.ExitStack() as stack:
-        served = stack.enter_context(serve(tokenizer, ApiLimits()))
+        served = stack.enter_context(serve(tokenizer, ApiSettings()))
         is_there = threading.Event()
 
         def listen() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.top import top
 from tests.cluster.api.conftest import MODEL, Served, serve
@@ -86,7 +86,7 @@ def test_json_is_for_scripts(cluster: tuple[Served, Fleet]) -> None:
 
 
 def test_the_key_is_asked_for_and_taken(tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits(), context={"operations_key": "secret-key"}) as served:
+    with serve(tokenizer, ApiSettings(operations_key="secret-key")) as served:
         refused = run("--url", served.url, "--once")
         assert refused.exit_code == 1
         assert "for operators" in refused.output

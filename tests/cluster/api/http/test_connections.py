@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.http.connection import ConnectionLimits
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
@@ -30,7 +30,7 @@ SHORT = ConnectionLimits(
 
 @pytest.fixture
 def short(tokenizer: Tokenizer) -> Iterator[Served]:
-    with serve(tokenizer, ApiLimits(body_timeout_s=0.3), connections=SHORT) as running:
+    with serve(tokenizer, ApiSettings(body_timeout_s=0.3), connections=SHORT) as running:
         yield running
         running.wait_idle()
 

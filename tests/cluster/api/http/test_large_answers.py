@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.processes.router_api import settle_memory
 from kvrelay.router.messages import Submit
@@ -52,7 +52,7 @@ class Heartbeat:
 def long(tokenizer: Tokenizer) -> Iterator[tuple[Served, Heartbeat]]:
     thresholds = gc.get_threshold()
     settle_memory()  # as a server does
-    with serve(tokenizer, ApiLimits()) as served:
+    with serve(tokenizer, ApiSettings()) as served:
         served.ctx.max_model_len = 2 * NUM_TOKENS
         heartbeat = Heartbeat()
         tokens = [300 + i * 7 % 40_000 for i in range(NUM_TOKENS)]

@@ -133,7 +133,7 @@ def test_a_body_that_is_not_what_it_says_is_a_400(served: Served, body: bytes) -
 
 
 def test_the_limit_of_a_body_is_that_of_what_it_becomes(served: Served) -> None:
-    limit = served.ctx.limits.max_body_bytes
+    limit = served.ctx.settings.max_body_bytes
     bomb = gzip.compress(b" " * (50 * limit))
     assert len(bomb) < limit
     response = packed(served, bomb, "gzip")

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from kvrelay.cluster.api import incoming
 from kvrelay.cluster.api.app import create_app
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import (
     API_KEY_FILE,
     Tenants,
@@ -39,10 +39,10 @@ CALLS = [
 ]
 
 
-def server(tokenizer: Tokenizer, **context: Any) -> Any:
+def server(tokenizer: Tokenizer, **settings: Any) -> Any:
     tenants = Tenants.of((TenantEntry("red", keys=("red-key",)),), b"a secret")
-    context |= {"tenants": tenants, "set_role": lambda worker, role: Role.BOTH}
-    return serve(tokenizer, ApiLimits(), context=context)
+    context = {"tenants": tenants, "set_role": lambda worker, role: Role.BOTH}
+    return serve(tokenizer, ApiSettings(**settings), context=context)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 
@@ -28,7 +28,7 @@ def begun(served: Served, declared: int, sent: bytes) -> Iterator[socket.socket]
 
 
 def test_a_slow_body_holds_no_place_of_those_that_are_served(tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits(max_live_requests=1)) as served:
+    with serve(tokenizer, ApiSettings(max_live_requests=1)) as served:
         with begun(served, 100, b"{") as sock:
             time.sleep(0.1)
             assert served.post(BODY, PATH).status_code == 200
@@ -38,7 +38,7 @@ def test_a_slow_body_holds_no_place_of_those_that_are_served(tokenizer: Tokenize
 
 
 def test_bodies_that_arrive_together_have_a_bound(tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits(max_body_bytes=1 << 20)) as served:
+    with serve(tokenizer, ApiSettings(max_body_bytes=1 << 20)) as served:
         served.ctx.bodies.limit = 2 << 20  # of one tenant half
         large = json.dumps(BODY | {"user": "x" * 900_000}).encode()
         with begun(served, len(large), large[:-1]) as sock:
@@ -54,7 +54,7 @@ def test_bodies_that_arrive_together_have_a_bound(tokenizer: Tokenizer) -> None:
 
 def test_the_time_of_a_request_begins_when_it_arrives(tokenizer: Tokenizer) -> None:
     whole = json.dumps(BODY).encode()
-    with serve(tokenizer, ApiLimits(request_timeout_s=5.0)) as served:
+    with serve(tokenizer, ApiSettings(request_timeout_s=5.0)) as served:
         with begun(served, len(whole), whole[:-1]) as sock:
             time.sleep(1.0)
             sock.sendall(whole[-1:])
@@ -65,7 +65,7 @@ def test_the_time_of_a_request_begins_when_it_arrives(tokenizer: Tokenizer) -> N
 def test_tokenising_is_within_the_time_of_a_request(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serve(tokenizer, ApiLimits(request_timeout_s=0.3)) as served:
+    with serve(tokenizer, ApiSettings(request_timeout_s=0.3)) as served:
         monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: time.sleep(1.5))
         response = served.post(BODY, PATH)
         assert response.status_code == 504

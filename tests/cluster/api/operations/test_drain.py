@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.api.context import ApiLimits, ControllerAway, Service
+from kvrelay.cluster.api.context import ApiSettings, ControllerAway, Service
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.operate import drain, restart
 from kvrelay.engine.stats import Role
@@ -40,7 +40,7 @@ def server(tokenizer: Tokenizer, operated: Operated) -> Iterator[Served]:
         "order": operated.orders.append,
         "set_role": set_role,
     }
-    with serve(tokenizer, ApiLimits(), context=context) as running:
+    with serve(tokenizer, ApiSettings(), context=context) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.server import PortTaken, bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.status import ClusterStatus
@@ -181,7 +181,7 @@ def test_stopping_waits_for_live_requests_but_not_for_ever(tokenizer: Tokenizer)
         body = {"model": MODEL, "messages": ASK, "max_tokens": max_tokens}
         answers.append(httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=20))
 
-    with serve(tokenizer, ApiLimits()) as served:
+    with serve(tokenizer, ApiSettings()) as served:
         served.router.answer = lambda submit: tokenizer.encode("word " * 400)
         served.router.delay_s = 0.1
         posts = [threading.Thread(target=post, args=(served, n)) for n in (5, 400)]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from kvrelay.cluster.api import incoming
 from kvrelay.cluster.api.app import create_app
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.operate import role
 from kvrelay.cluster.status import ClusterStatus
@@ -56,7 +56,7 @@ class Workers:
 @pytest.fixture(scope="module")
 def both(tokenizer: Tokenizer) -> Iterator[tuple[Served, Workers]]:
     workers = Workers()
-    with serve(tokenizer, ApiLimits(), context={"set_role": workers.set_role}) as served:
+    with serve(tokenizer, ApiSettings(), context={"set_role": workers.set_role}) as served:
         served.ctx.status = workers.status
         yield served, workers
 

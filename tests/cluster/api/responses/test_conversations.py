@@ -5,14 +5,14 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.responses.schema import _messages
 from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenants
@@ -199,7 +199,7 @@ def test_an_answer_comes_even_if_it_cannot_be_kept(
 def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
     context = {"tenants": Tenants.of(entries, b"a secret")}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context=context) as served:
         yield served
 
 
@@ -248,8 +248,8 @@ def test_a_conversation_is_read_back_as_far_as_a_body_may_be_long(
     made = ask(served, "First " * 50)
     for _ in range(3):
         made = ask(served, "Why? " * 20, previous_response_id=made.id)
-    limits = replace(served.ctx.limits, max_body_bytes=4000)
-    monkeypatch.setattr(served.ctx, "limits", limits)
+    settings = structs.replace(served.ctx.settings, max_body_bytes=4000)
+    monkeypatch.setattr(served.ctx, "settings", settings)
     if how == "refused":
         error = refused(served, "So?", previous_response_id=made.id)
         assert error["param"] == "previous_response_id"

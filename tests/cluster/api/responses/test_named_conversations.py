@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -116,7 +116,7 @@ def test_a_conversation_has_a_bound(served: Served, monkeypatch: pytest.MonkeyPa
 def test_a_conversation_is_its_tenants_alone(tokenizer: Tokenizer) -> None:
     entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
     context = {"tenants": Tenants.of(entries, b"a secret")}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context=context) as served:
         red, blue = ({"authorization": f"Bearer {key}-key"} for key in ("red", "blue"))
         made = served.http.post(BASE, json={"items": [user("Hi")]}, headers=red).json()["id"]
         body = {"model": MODEL, "input": ASK, "conversation": made}

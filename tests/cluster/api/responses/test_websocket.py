@@ -10,7 +10,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -114,7 +114,7 @@ def test_a_failed_answer_is_an_event(served: Served) -> None:
 
 
 def test_a_message_that_is_too_large_ends_the_connection(tokenizer: Tokenizer) -> None:
-    small = serve(tokenizer, ApiLimits(), max_message_bytes=10_000)
+    small = serve(tokenizer, ApiSettings(), max_message_bytes=10_000)
     with small as served, opened(served) as socket:
         send(socket, input="x" * 20_000)
         with pytest.raises(ConnectionClosed) as closed:
@@ -134,8 +134,9 @@ def test_silent_connections_are_closed(served: Served, monkeypatch: pytest.Monke
 
 def test_keys_and_origins_are_asked_for(tokenizer: Tokenizer) -> None:
     entries = (TenantEntry("red", keys=("red-key",)),)
-    context = {"tenants": Tenants.of(entries, b"a secret"), "cors_origins": ("https://a.example",)}
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    context = {"tenants": Tenants.of(entries, b"a secret")}
+    settings = ApiSettings(cors_origins="https://a.example")
+    with serve(tokenizer, settings, context=context) as served:
         key = {"authorization": "Bearer red-key"}
         own = f"http://127.0.0.1:{served.port}"
         tried: list[tuple[dict[str, str], str | None, int]] = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants, load_tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import load_config
@@ -53,7 +53,7 @@ def following(tokenizer: Tokenizer, tmp_path: Path, request: Any) -> Iterator[Fo
     )
     (tmp_path / "tenants.toml").write_text(OLD)
     tenants = load_tenants(load_config(tmp_path / "kvrelay.toml", {}))
-    with serve(tokenizer, ApiLimits(), context={"tenants": tenants}) as served:
+    with serve(tokenizer, ApiSettings(), context={"tenants": tenants}) as served:
         found = Following(served, tmp_path, tenants)
         loop = asyncio.new_event_loop()
         task = loop.create_task(found.follow(getattr(request, "param", 0.05)))

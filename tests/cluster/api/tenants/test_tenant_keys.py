@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -34,7 +34,7 @@ def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
         "tenants": Tenants.of(ENTRIES, b"a secret"),
         "public_prompts": PublicPrompts.of_texts(tokenizer, [PUBLIC, "Short and public."]),
     }
-    with serve(tokenizer, ApiLimits(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context=context) as served:
         yield served
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.openai.tools import arguments_of
 from kvrelay.cluster.api.text.chat_template import ChatTemplate, TemplateOptions
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
@@ -161,7 +161,7 @@ def test_an_ordinary_text_has_the_tokens_of_the_whole_prompt(
 
 @pytest.fixture(scope="module")
 def served(tokenizer: Tokenizer) -> Iterator[Served]:
-    limits = ApiLimits(max_body_bytes=64 * 1024, max_live_requests=64, request_timeout_s=20)
+    limits = ApiSettings(max_body_bytes=64 * 1024, max_live_requests=64, request_timeout_s=20)
     with serve(tokenizer, limits) as running:
         running.ctx.max_model_len = 1 << 16
         yield running

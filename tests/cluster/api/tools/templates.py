@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.model.sampling.grammar import compile_grammar, read_vocabulary
 from kvrelay.router.messages import Submit
@@ -122,11 +122,11 @@ def serve_template(
     folder: Path,
     template: str,
     tokenizer: tokenizers.Tokenizer | None = None,
-    **context: Any,
+    **settings: Any,
 ) -> Iterator[Served]:
     made = tokenizer_with(smollm2_dir, folder, template, tokenizer)
-    limits = ApiLimits(max_body_bytes=64 * 1024, max_live_requests=64, request_timeout_s=20)
-    with serve(made, limits, context=context) as running:
+    usual = {"max_body_bytes": 64 * 1024, "max_live_requests": 64, "request_timeout_s": 20}
+    with serve(made, ApiSettings(**usual | settings)) as running:
         yield running
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.api.app import create_app
-from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.limiter import RateLimits
 from kvrelay.cluster.api.tenants import Tenant
@@ -157,8 +157,8 @@ def test_pages_of_chosen_origins_may_call(served: Served, tokenizer: Tokenizer) 
     }
     path = "/v1/chat/completions"
     assert "access-control-allow-origin" not in served.http.options(path, headers=asks).headers
-    origins = {"cors_origins": ("https://page.example",)}
-    with serve(tokenizer, ApiLimits(), context=origins) as opened:
+    settings = ApiSettings(cors_origins="https://page.example")
+    with serve(tokenizer, settings) as opened:
         allowed = opened.http.options(path, headers=asks)
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"

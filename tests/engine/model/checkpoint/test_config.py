@@ -17,7 +17,7 @@ from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.linear import Heads, Matrix
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.quantize import GROUP
-from kvrelay.engine.model.runner import ModelRunner
+from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import make_checkpoint
 
 LLAMA = {
@@ -156,10 +156,10 @@ def held_bytes(value):
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek3"])
 def test_weights_bytes_are_what_a_cpu_holds(checkpoint_of, family, quantization):
-    runner = ModelRunner(
+    runner = model_runner(
         checkpoint_of(family),
         num_blocks=1,
-        num_threads=1,
+        threads=1,
         dtype="float32",
         quantization=quantization,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvrelay.engine.model.checkpoint.quantized import QuantizedWeights
+from kvrelay.engine.model.checkpoint.load import QuantizedWeights
 from kvrelay.engine.model.checkpoint.quantized_config import parse_quantized
 from kvrelay.engine.model.errors import ModelError
 

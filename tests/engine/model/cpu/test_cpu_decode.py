@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from tests.engine.model import tiny
+from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import make_checkpoint, tokens_of
 
@@ -21,8 +21,8 @@ class World:
     """A model that is run by its runner."""
 
     def __init__(self, path, **options):
-        options = {"dtype": "float32", "num_blocks": 24, "num_threads": 2, **options}
-        self.runner = ModelRunner(path, **options)
+        options = {"dtype": "float32", "num_blocks": 24, "threads": 2, **options}
+        self.runner = model_runner(path, **options)
 
     def run(self, *seqs: ScheduledSeq, repeats: int = 1):
         done = self.runner.execute(Step(0, list(seqs), repeats=repeats))
@@ -33,7 +33,7 @@ class World:
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
     """However slow the machine is, passes follow each other."""
-    monkeypatch.setattr("kvrelay.engine.model.cpu.decode.BURST_S", 60.0)
+    monkeypatch.setattr("kvrelay.engine.model.cpu.step.BURST_S", 60.0)
 
 
 def talks(**changes) -> list[Talk]:
@@ -54,7 +54,7 @@ FAMILIES = (
     ("llama", {"dtype": "bfloat16"}),
     ("llama", {"quantization": "int8"}),
     ("llama", {"kv_dtype": "float8_e4m3"}),
-    ("llama", {"window": 20, "num_sinks": 2}),
+    ("llama", {"window": 20, "sinks": 2}),
     ("qwen2", {}),
     ("qwen3", {}),
     ("phi3", {}),
@@ -142,7 +142,7 @@ def test_passes_end_with_a_stop_token_for_all(llama):
 
 
 def test_one_pass_at_a_time_where_more_would_take_too_long(llama, monkeypatch):
-    monkeypatch.setattr("kvrelay.engine.model.cpu.decode.BURST_S", 0.0)
+    monkeypatch.setattr("kvrelay.engine.model.cpu.step.BURST_S", 0.0)
     world = World(llama)
     talk = Talk(PROMPTS[1], BLOCKS[1])
     step(world, talk)

@@ -13,7 +13,7 @@ from kvrelay.engine.model.config import Latent, ModelConfig, Rope, RopeScaling
 from kvrelay.engine.model.cpu import attention as cpu_attention
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.ops import CpuOps
-from kvrelay.engine.model.rope import rope_tables
+from kvrelay.engine.model.ops import rope_tables
 from kvrelay.engine.step import Step
 from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.tiny import low_precision_kind, scheduled

@@ -13,9 +13,9 @@ from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.linear import ACTIVATIONS, CpuLinear
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.quantize import GROUP, dequantize, quantize, round_inputs, scheme
-from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.model.weights import ExpertsWeights
 from tests.engine.model.cpu.test_kernels import config_of
+from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import Driver, low_precision_kind, make_ops, tokens_of
 
 SHAPES = ((50, 24), (96, 64), (130, 2100), (33, 77))  # outputs, depth
@@ -311,4 +311,4 @@ def test_the_kv_of_quantized_weights_has_another_name_on_each_kind_of_device(lla
 
 def test_an_unknown_quantization_is_refused(llama):
     with pytest.raises(ModelError, match="quantization int3 is not supported; supported: none, in"):
-        ModelRunner(llama, num_blocks=4, quantization="int3")
+        model_runner(llama, num_blocks=4, quantization="int3")

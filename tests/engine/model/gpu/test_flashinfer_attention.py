@@ -19,7 +19,7 @@ from kvrelay.engine.model.gpu.cache_pool import Pool
 from kvrelay.engine.model.gpu.flashinfer import division
 from kvrelay.engine.model.gpu.flashinfer.attention import PagedAttention, page_lists
 from kvrelay.engine.model.gpu.flashinfer.division import Division, divide
-from kvrelay.engine.model.gpu.flashinfer.trial import trial_batch
+from kvrelay.engine.model.gpu.flashinfer.ops import trial_batch
 from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.gpu.flashinfer_parameters import PARAMETERS, VERSION
 from tests.engine.model.gpu.flashinfer_standin import StandIn

@@ -10,15 +10,15 @@ from tests.engine.model.paged import DEVICE
 
 pytest.importorskip("triton")
 
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import Latent
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
-from kvrelay.engine.model.gpu.flashinfer import division, experts, latent
+from kvrelay.engine.model.gpu.flashinfer import attention, division
 from kvrelay.engine.model.gpu.flashinfer import ops as flashinfer_ops
-from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops
-from kvrelay.engine.model.gpu.flashinfer.library import load
-from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.gpu.flashinfer.division import load
+from kvrelay.engine.model.gpu.flashinfer.ops import gpu_ops
 from tests.engine.model import tiny
 from tests.engine.model.gpu import triton_world
 from tests.engine.model.gpu.flashinfer_standin import StandIn
@@ -39,7 +39,7 @@ def standin(monkeypatch):
     made = StandIn()
     monkeypatch.setitem(sys.modules, "flashinfer", made)
     monkeypatch.setitem(sys.modules, "flashinfer.decode", made.decode)
-    for module in (division, experts):
+    for module in (division, flashinfer_ops):
         monkeypatch.setattr(module, "DTYPES", (*division.DTYPES, torch.float32))
     monkeypatch.setattr(division, "HEAD_DIMS", (16, 32))
     monkeypatch.setattr(division, "LATENT_DIMS", ((32, 24),))
@@ -123,15 +123,17 @@ def test_short_chunks_behind_a_long_prefix_stay_absorbed(standin, world_of):
 
 
 def test_what_pays_is_expanded():
-    deepseek = latent.Latent(512, 1536, 128, 64, 128)
+    deepseek = Latent(512, 1536, 128, 64, 128)
     worth = [(8192, 8192), (2, 2), (512, 4096), (64, 64)]
-    assert all(latent.is_worth_it(deepseek, *each) for each in worth)
-    assert not any(latent.is_worth_it(deepseek, *each) for each in [(1, 1), (16, 4096), (1, 900)])
+    assert all(attention.is_worth_it(deepseek, *each) for each in worth)
+    assert not any(
+        attention.is_worth_it(deepseek, *each) for each in [(1, 1), (16, 4096), (1, 900)]
+    )
 
 
 def test_contexts_beyond_the_buffers_stay_absorbed(standin, world_of, monkeypatch):
     # Six heads with 32 and 24 numbers in float32: 24 tokens.
-    monkeypatch.setattr(latent, "EXPANDED_BYTES", 24 * 6 * (32 + 24) * 4)
+    monkeypatch.setattr(attention, "EXPANDED_BYTES", 24 * 6 * (32 + 24) * 4)
     world = world_of("deepseek3", "flashinfer")
     standin.calls.clear()
     long, other = Talk(LONG, [9, 4, 6]), Talk(LONG[:20], [2, 3])
@@ -181,7 +183,7 @@ def test_fused_experts_add_what_ours_add(standin):
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
     ours, theirs = hidden.clone(), hidden.clone()
     add_experts(ours, x, ExpertWeights(gate_ups, downs), chosen, weights, "silu")
-    experts.fuse(gate_ups, downs).add(standin, theirs, x, chosen, weights)
+    flashinfer_ops.fuse(gate_ups, downs).add(standin, theirs, x, chosen, weights)
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
     assert standin.named("cutlass_fused_moe")[0]["use_fused_finalize"] is False
 
@@ -204,23 +206,10 @@ def test_a_package_that_cannot_be_imported_is_told_with_the_remedy(monkeypatch):
         load("engine.attention_backend")
 
 
-@pytest.mark.parametrize(
-    ("backends", "said"),
-    [
-        (Backends("fa4"), "attention_backend fa4 is not supported; supported: auto, triton, fl"),
-        (Backends(moe="cutlass"), "moe_backend cutlass is not supported"),
-        (Backends("flashinfer"), "attention_backend flashinfer needs a GPU; this worker computes"),
-    ],
-)
-def test_a_backend_that_is_not_there_is_refused(llama, backends, said):
-    with pytest.raises(ModelError, match=said):
-        ModelRunner(llama, num_blocks=4, device="cpu", backends=backends)
-
-
 def test_experts_alone_can_be_asked_for(standin, checkpoint_of):
     config, notices = read_config(checkpoint_of("qwen3-moe")), []
     pool = tiny.make_pool(config, torch.float32)
-    asked = Backends(moe="flashinfer")
+    asked = EngineSection(moe_backend="flashinfer")
     made = gpu_ops(config, pool, torch.float32, 64, "none", asked, notices)
     assert notices == ["FlashInfer 0.7.2.post1 computes the experts"]
     assert not made._division.kinds

@@ -10,10 +10,10 @@ import torch
 
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.gpu import memory
-from kvrelay.engine.model.gpu.memory import RESERVE_BYTES, DeviceMemory, spread
-from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.gpu import steps as gpu_steps
+from kvrelay.engine.model.gpu.steps import RESERVE_BYTES, DeviceMemory, spread
 from kvrelay.engine.step import Step
+from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
 
 GIB = 1 << 30
@@ -58,18 +58,18 @@ def with_room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[torch.Ten
         steps.append(step())
         return DeviceMemory(num_bytes + RESERVE_BYTES, num_bytes + RESERVE_BYTES, 0, 0)
 
-    monkeypatch.setattr(memory, "after_a_step", after_a_step)
+    monkeypatch.setattr(gpu_steps, "after_a_step", after_a_step)
     return steps
 
 
 def test_the_pool_is_made_after_the_largest_step(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ModelRunner(model, dtype="float32", device="cpu", num_blocks=20)
+    given = model_runner(model, dtype="float32", device="cpu", num_blocks=20)
     each = given.kv_spec.bytes_per_block
     steps = with_room(monkeypatch, 20 * each + each // 2)
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 50, "memory_share": 1.0}
-    fitted = ModelRunner(model, dtype="float32", device="cpu", num_blocks=0, **options)
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 50, "gpu_memory_utilization": 1.0}
+    fitted = model_runner(model, dtype="float32", device="cpu", num_blocks=0, **options)
     assert steps[0].shape == (3, 131)
     assert fitted.kv_pool.shape == given.kv_pool.shape
     assert fitted.max_model_len == 20 * 16
@@ -82,4 +82,4 @@ def test_no_room_is_told_with_what_there_is(model: Path, monkeypatch: pytest.Mon
     with_room(monkeypatch, 100)
     told = r"no memory is left for KV: 90% of 0.5 GiB is for this worker, .* raise engine.gpu_mem"
     with pytest.raises(ModelError, match=told):
-        ModelRunner(model, dtype="float32", device="cpu", num_blocks=0)
+        model_runner(model, dtype="float32", device="cpu", num_blocks=0)

@@ -17,6 +17,7 @@ from kvrelay.engine.step import Step
 from kvrelay.kvtransfer.ranks import add_checksums
 from tests.engine.model.gpu.triton_ranks import Checksums, interpret
 from tests.engine.model.gpu.triton_world import DEVICE
+from tests.engine.model.runners import parallel_runner
 from tests.engine.model.talks import TABLES, Launching, after
 
 ON_GPU = DEVICE.type == "cuda"
@@ -52,7 +53,7 @@ def ranks(path):
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             interpret(patch)
-        runner = ParallelRunner(path, 2, device=DEVICE.type, companion=Checksums, **OPTIONS)
+        runner = parallel_runner(path, 2, device=DEVICE.type, companion=Checksums, **OPTIONS)
         assert runner.launch is not None
         yield Ranks(runner)
         runner.close()

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.sampling.prompt_outputs import read_prompts
-from kvrelay.engine.model.sampling.sampler import sample
+from kvrelay.engine.model.sampling.sampler import read_prompts, sample
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import PromptOutputs
 from kvrelay.engine.step import ScheduledSeq, Step
 from tests.engine.model.paged import DEVICE
 from tests.engine.model.tiny import BLOCK_SIZE
 
-from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops  # isort: skip
+from kvrelay.engine.model.gpu.flashinfer.ops import gpu_ops  # isort: skip
 from kvrelay.engine.model.gpu.linear import fp8  # isort: skip
 from kvrelay.engine.model.gpu.ops import FULL_ROLES  # isort: skip
 from kvrelay.engine.model.gpu.steps import GpuSteps  # isort: skip
@@ -87,7 +86,7 @@ class World:
             if name == "torch":
                 made = REFERENCES[weights](config, self.pool, number, MAX_LEN, weights or "none")
             else:
-                asked = Backends(name, name)
+                asked = EngineSection(attention_backend=name, moe_backend=name)
                 self.notices: list[str] = []
                 rest = (MAX_LEN, weights or "none", asked, self.notices)
                 made = gpu_ops(config, self.pool, number, *rest)
