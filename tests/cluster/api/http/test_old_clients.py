@@ -124,7 +124,9 @@ def test_json_goes_by_several_names(served: Served, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"no gzip", gzip.compress(b"{}")[:-4], gzip.compress(b"{}") + b"x"]
+    "body",
+    [b"no gzip", gzip.compress(b"{}")[:-4], gzip.compress(b"{}") + b"x"],
+    ids=["no gzip", "cut off", "more behind it"],
 )
 def test_a_body_that_is_not_what_it_says_is_a_400(served: Served, body: bytes) -> None:
     response = packed(served, body, "gzip")
