@@ -92,7 +92,17 @@ def test_a_field_more_and_a_field_less_are_understood_in_any_order() -> None:
         (PREAMBLE + frame(Sample("a")), "the first message is Sample: expected Hello"),
         (b"x" * (MAX_NOISE_BYTES + 1), "the other end is not KVRelay"),
     ],
-    ids="protocol missing type unknown refused malformed long first noise".split(),
+    ids=[
+        "protocol",
+        "missing",
+        "type",
+        "unknown",
+        "refused",
+        "malformed",
+        "long",
+        "first",
+        "noise",
+    ],
 )
 def test_what_is_not_understood_is_refused_in_words(stream: bytes, why: str) -> None:
     with pytest.raises(ChannelError, match=why):
