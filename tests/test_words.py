@@ -19,8 +19,9 @@ SOURCES = sorted(
 NOT_YET = (
     "worker/",
     "cluster/",
+    "tests/cluster/api/",
 )
-MOST_NOT_YET = 438
+MOST_NOT_YET = 242
 
 # Words that stood for the field's own -> those.
 WORDS = {
