@@ -84,7 +84,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     cached_tokens_by_source: dict[str, int] | None = None
     block_size: int | None = None  # tokens
     links: tuple[KVLink, ...] | None = None  # by which it reads KV from others
-    layout: str | None = None  # of its KV: only workers of one layout pass KV to each other
+    layout: str | None = None  # only workers whose KV has one layout pass it to each other
     # By the controller:
     pid: int | None = None
     machine: str | None = None  # "": it has none

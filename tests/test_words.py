@@ -21,7 +21,7 @@ NOT_YET = (
     "cluster/",
     "tests/cluster/api/",
 )
-MOST_NOT_YET = 242
+MOST_NOT_YET = 152
 
 # Words that stood for the field's own -> those.
 WORDS = {
