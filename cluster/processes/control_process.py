@@ -19,8 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
-
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
@@ -45,7 +43,7 @@ from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.life import read_record, write_private
+from kvrelay.cluster.processes.life import keep, read_record
 from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.cluster.status import ClusterView, ControllerStatus
@@ -74,13 +72,14 @@ def log_path(config: Config, name: str) -> Path:
 
 
 class ScalingLog:
-    """Appends. What cannot be written is told once; scaling goes on without."""
+    """Appends. That something cannot be written is said once; scaling goes on without."""
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:
         """`path`: None writes nothing."""
         self._path = path
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
+        self._is_failing = False
 
     @classmethod
     def of(cls, config: Config, name: str) -> ScalingLog:
@@ -99,13 +98,17 @@ class ScalingLog:
                 self._file.close()
                 self._file = None
                 self._path.replace(self._path.with_suffix(".old.jsonl"))
+            self._is_failing = False
         except OSError as error:
-            log.warning("decisions of the autoscaler are not logged: %s: %s", self._path, error)
-            self._path = None
+            self._file = None
+            if not self._is_failing:
+                log.warning("decisions of the autoscaler are not logged: %s: %s", self._path, error)
+            self._is_failing = True
 
 
 log = logging.getLogger("kvrelay.control")
 
+KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written is tried again
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
@@ -132,6 +135,8 @@ class ControlProcess:
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
+        self._checkpoint: Checkpoint | None = None  # the last one
+        self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
         self._is_publishing = False
         self._scaling_log = ScalingLog.of(spec.config, spec.kept_file.parent.name)
@@ -174,10 +179,18 @@ class ControlProcess:
         self._model.set_result(model)
         self.spawn(self._show())
 
+    def _keep(self) -> None:
+        """Write the last checkpoint, and try again until it is written."""
+        self._keeping = None
+        if self._checkpoint is not None and not keep(self.spec.kept_file, self._checkpoint):
+            self._keeping = self._loop.call_later(KEEP_RETRY_S, self._keep)
+
     def perform(self, effect: Effect) -> None:
         match effect:
             case Record(kept):
-                write_private(self.spec.kept_file, msgspec.msgpack.encode(kept))
+                self._checkpoint = kept
+                if self._keeping is None:
+                    self._keep()
                 self._publish_soon()
             case StartWorker():
                 self._start_worker(effect)

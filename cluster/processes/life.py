@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 import shutil
 import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -48,9 +49,9 @@ class Life:
         return self.path / "controller"
 
     def next_controller(self) -> int:
-        """Returns the epoch of the controller that starts now."""
+        """Begin another epoch, which counts also where it cannot be kept."""
         self.record.controller_epoch += 1
-        write_private(self.path / "life", msgspec.msgpack.encode(self.record))
+        keep(self.path / "life", self.record)
         return self.record.controller_epoch
 
     def end(self) -> None:
@@ -107,9 +108,32 @@ def read_record(file: Path, kind: type[T]) -> T | None:
         return None
 
 
+def keep(file: Path, record: Any) -> bool:
+    """Write what the next controller or server has to know, and say whether that went well. This
+    one goes on in any case: a full disk must not end it."""
+    try:
+        write_private(file, msgspec.msgpack.encode(record))
+    except OSError as error:
+        log.error(
+            "%s cannot be written, and what starts next will not know of all workers: %s; make "
+            "room, or make the folder writable",
+            file,
+            error,
+        )
+        return False
+    return True
+
+
 def write_private(file: Path, data: bytes) -> None:
-    """Whole or not at all, for the owner's eyes."""
+    """Whole or not at all, for the owner's eyes. Raises OSError."""
     new = file.with_suffix(f".{secrets.token_hex(4)}")
-    new.touch(mode=0o600)
-    new.write_bytes(data)
-    new.replace(file)
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(handle)
+        new.replace(file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

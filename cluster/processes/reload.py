@@ -43,6 +43,8 @@ async def follow(
     the server has started with."""
     files = [Path(name) for name in (source.path, config.tenants.file) if name]
     used = seen = await asyncio.to_thread(_stamps, files)
+    if files:  # a process that is started later was given what the server has started with
+        await _reload(config, source, use)
     while True:
         try:
             async with asyncio.timeout(poll_s):

@@ -92,15 +92,20 @@ class Child:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
-        """`kind`: one of `cluster.processes.child`; `fds`: sockets that it gets, by number."""
+        """`kind`: one of `cluster.processes.child`; `fds`: sockets that it gets, by number. Raises
+        OSError where there is no process, memory or file left for it."""
         mine, its = socket.socketpair()
-        with its:
-            self._process = await asyncio.create_subprocess_exec(
-                *command(CHILD, kind, self.name, end=its),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(its.fileno(), *fds),
-                start_new_session=True,  # the terminal's signals are for the supervisor
-            )
+        try:
+            with its:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command(CHILD, kind, self.name, end=its),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(its.fileno(), *fds),
+                    start_new_session=True,  # the terminal's signals are for the supervisor
+                )
+        except BaseException:
+            mine.close()
+            raise
         self._channel = await Channel.over(mine)
         self.send(first)
         self._tasks = [
@@ -232,8 +237,11 @@ class Supervisor:
 
     async def restart(self) -> None:
         """Every worker, every router and the controller, one after the other. Logs how it went."""
-        if self._restarting is not None or self._controller is None:
+        if self._restarting is not None:
             log.warning("a restart is under way already")
+            return
+        if self._controller is None or not self._controller.is_alive:
+            log.error("restart stopped: the controller is away; try again when it is back")
             return
         self._restarting = self._loop.create_future()
         try:
@@ -319,11 +327,20 @@ class Supervisor:
         if self._restarting is not None and not self._restarting.done():
             self._restarting.set_result("the controller has ended")
 
-        async def again() -> None:
-            await asyncio.sleep(pause_s)
-            await self._start_controller()
+        self._spawn(self._start_controller_again(pause_s))
 
-        self._spawn(again())
+    async def _start_controller_again(self, pause_s: float) -> None:
+        """Until it runs: what is missing now, such as memory or files, may be there later."""
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._start_controller()
+            except OSError as error:
+                self._failures += 1
+                pause_s = RESTART.pause_s(self._failures)
+                log.error("the controller cannot be started: %s; again in %g s", error, pause_s)
+            else:
+                return
 
     async def _start_router(self, start: StartRouter) -> None:
         if self._is_ending:
@@ -353,7 +370,10 @@ class Supervisor:
             lambda code: self._on_router_end(name, start.epoch, code),
         )
         self._routers[name] = child
-        await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
+        try:
+            await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
+        except OSError as error:  # the controller orders it again, later and later
+            self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
 
     def _on_router_message(self, message: Any) -> None:
         match message:

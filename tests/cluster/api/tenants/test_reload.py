@@ -20,6 +20,7 @@ from kvrelay.cluster.config import load_config
 from kvrelay.cluster.processes.reload import Source, follow
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 
+pytestmark = pytest.mark.anyio
 OLD = '[[tenant]]\nname = "red"\nkeys = ["old-key"]\nrequests_per_minute = 1000\n'
 NEW = '[[tenant]]\nname = "red"\nkeys = ["new-key"]\nrequests_per_minute = 1\n'
 BODY = {"model": MODEL, "prompt": "Hi", "max_tokens": 5}
@@ -93,6 +94,23 @@ def test_a_tenants_file_that_changes_is_read_and_nothing_that_runs_is_lost(
     assert salt_of(following, "new-key") == salt
     assert following.status("old-key") == 401
     assert [following.status("new-key") for _ in range(2)] == [200, 429]  # its new rate
+
+
+async def test_a_router_that_starts_later_has_the_tenants_of_now(tmp_path: Path) -> None:
+    """It got those that the server has started with: a key that was taken back opened it again."""
+    path = tmp_path / "kvrelay.toml"
+    path.write_text(f'[sessions]\nstate_dir = "{tmp_path}"\n{OLD}')
+    config = load_config(path, {})
+    given = load_tenants(config)
+    path.write_text(f'[sessions]\nstate_dir = "{tmp_path}"\n{NEW}')
+    task = asyncio.create_task(
+        follow(config, Source(path, {}, asyncio.Event()), given.update, poll_s=60.0)
+    )
+    async with asyncio.timeout(5):
+        while given.find("new-key") is None:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert given.find("old-key") is None
 
 
 @pytest.mark.parametrize("following", [60.0], indirect=True)
