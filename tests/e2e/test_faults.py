@@ -93,10 +93,11 @@ def test_a_worker_whose_connections_break_goes_on_with_its_stream(
     before, num_cut = worker_of(status(url), "decode-0"), []
 
     def disturb(number: int) -> None:
-        if number in (10, 25, 40):
+        if number in (3, 8, 13):  # a chunk has several tokens: 60 come in 20 or so
             num_cut.append(cut(before["pid"]))
 
     assert stream(url, options, disturb) == undisturbed
+    assert len(num_cut) == 3
     assert all(num >= 2 for num in num_cut)
     after = worker_of(status(url), "decode-0")
     assert [after[name] for name in ("pid", "epoch", "restarts")] == [
@@ -120,7 +121,7 @@ def test_stream_goes_on_when_the_decode_worker_is_killed(url: str, options: dict
     before = worker_of(status(url), "decode-0")
 
     def disturb(number: int) -> None:
-        if number == 20:
+        if number == 5:
             kill(url, "decode-0")
 
     assert stream(url, options, disturb) == undisturbed
@@ -152,7 +153,7 @@ def test_a_stream_does_not_notice_that_the_controller_is_killed(url: str) -> Non
     before = status(url)
 
     def disturb(number: int) -> None:
-        if number == 10:
+        if number == 5:
             os.kill(before["controller"]["pid"], signal.SIGKILL)
 
     assert stream(url, options, disturb) == undisturbed

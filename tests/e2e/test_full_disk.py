@@ -51,7 +51,7 @@ def test_a_full_state_disk_ends_nothing(disk: Path) -> None:
         def disturb(number: int) -> None:
             if number == 20:
                 os.kill(before["controller"]["pid"], signal.SIGKILL)
-            if number == 60:
+            if number == 40:
                 os.kill(worker_of(before, "decode-0")["pid"], signal.SIGKILL)
 
         assert stream(url, options, disturb) == undisturbed

@@ -135,7 +135,9 @@ def drain(server: Served) -> None:
             refused.append(httpx.get(f"{server.url}/health/ready"))
             refused.append(httpx.post(f"{server.url}/v1/completions", json=body))
 
-    assert stream(server.url, {**GREEDY, "max_tokens": 400}, disturb).startswith(undisturbed)
+    # Long enough to be under way still when the command has started, on a slow machine too.
+    options = {**GREEDY, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    assert stream(server.url, options, disturb).startswith(undisturbed)
     assert [response.status_code for response in refused] == [503, 503]
     assert refused[1].json()["error"]["code"] == "draining"
     assert refused[1].headers["retry-after"] == "1"
