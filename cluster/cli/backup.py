@@ -47,7 +47,7 @@ def backup(folder: Path, config_path: Path | None, kv: bool) -> None:
                 kvrelay=version("kvrelay"),
                 now=time.time(),
                 kv=store,
-                tell=lambda name: shown.update(name),
+                tell=shown.update,
             )
         )
     console.print(f"{folder}: {_about(made)}, from {state}", markup=False, soft_wrap=True)
@@ -75,7 +75,7 @@ def restore(folder: Path, config_path: Path | None, kv: bool, overwrite: bool) -
                 state,
                 kv=store,
                 overwrite=overwrite,
-                tell=lambda name: shown.update(name),
+                tell=shown.update,
             )
         )
     made_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.created_at))
