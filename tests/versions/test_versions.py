@@ -1,0 +1,254 @@
+"""This version and the last release understand each other: what each of them sends and keeps.
+
+What to do where one of these fails is said in docs/formats.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import sqlite3
+import zlib
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis import Redis
+
+import kvrelay.engine
+from kvrelay.cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.state.session_store import SessionStore
+from kvrelay.engine.wire import channel
+from kvrelay.kvtransfer.store.disk import DiskStore
+from kvrelay.router.sessions.session import SessionsUpdated
+from kvrelay.router.state import IndexLoaded, OthersLoads
+from tests.cluster.state.stores import Server, opened
+from tests.versions import record
+from tests.versions.schemas import Reader, Schema, filled, sparse
+
+LAST: dict[str, Any] = json.loads(record.latest().read_text(encoding="utf-8"))
+NOW = record.message_types()
+THEN = Reader(LAST["named"])
+THEN_KEPT = Reader(LAST["kept_named"])
+ALL = [(form, name) for form in ("codec", "channel") for name in LAST[form]]
+
+POSITIONAL = {
+    # Arrays, to which fields are appended with a default, and never anything else: see below.
+    "AgentMetadata": "the last release reads no other form",
+    "Space": "likewise",
+    "_Row": "of a session in Redis, which routers of both versions share",
+    "_Meta": "of a view of the index in Redis, likewise",
+    # Pairs
+    "TokenLogprobs.top": "(token, logprob): once for each alternative of each token",
+    "RouterProcessSpec.source": "(path, overrides): both or none",
+    "Decision.flips": "(worker, role): in a log that only its own version replays",
+}
+PICKLES = {
+    "engine/model/parallel": "ranks of one worker, once they have compared versions",
+    "cluster/api/constraints": "a process and its own child",
+}
+
+
+def unpacked(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def body_of(form: str, data: bytes) -> bytes:
+    """The fields of a message as it is sent."""
+    if form == "channel":
+        data = data[len(channel.greeting()) + channel.LENGTH_BYTES :]
+    _, fields = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
+    return bytes(fields)
+
+
+def common(one: Any, other: Any) -> Any:
+    """What of `one` has a counterpart in `other`: fields come and go."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: common(each, other[key]) for key, each in one.items() if key in other}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [common(a, b) for a, b in zip(one, other, strict=True)]
+    return one
+
+
+@pytest.mark.parametrize(("form", "name"), ALL)
+def test_a_message_of_the_last_release_is_understood(form: str, name: str) -> None:
+    assert name in NOW[form], "the last release sends it still: it has to be there once more"
+    data = unpacked(LAST[form][name])
+    message = record.decoded(form, data)
+    now, then = (
+        msgspec.msgpack.decode(body_of(form, each), strict=False)
+        for each in (record.encoded(form, message), data)
+    )
+    assert common(now, then) == common(then, now)
+    least = THEN.least({"kind": "named", "name": name})
+    msgspec.convert(least, NOW[form][name], dec_hook=lambda _, text: Path(text))
+
+
+@pytest.mark.parametrize(("form", "name"), ALL)
+def test_the_last_release_understands_a_message(form: str, name: str) -> None:
+    for make in (filled, sparse):
+        THEN.decode(name, body_of(form, record.encoded(form, make(NOW[form][name]))))
+
+
+def test_enums_have_the_values_of_the_last_release() -> None:
+    """A message with another value is lost to the last release as a whole."""
+    now = record.described(NOW["codec"] | NOW["channel"])
+    enums = {name for name, schema in LAST["named"].items() if schema["kind"] == "enum"}
+    assert {n: now[n]["values"] for n in enums} == {n: LAST["named"][n]["values"] for n in enums}
+
+
+@pytest.mark.parametrize("name", list(record.KEPT))
+def test_an_object_that_was_kept_is_read_by_the_next_version_and_the_last(name: str) -> None:
+    kind, data = record.KEPT[name], unpacked(LAST["kept"][name])
+    form = msgspec.json if name in record.JSON else msgspec.msgpack
+    now = form.decode(form.encode(form.decode(data, type=kind)))
+    then = form.decode(data)
+    assert common(now, then) == common(then, now)
+    read = THEN_KEPT.decode_json if name in record.JSON else THEN_KEPT.decode
+    read(kind.__name__, record.kept_objects()[name])
+
+
+def test_files_of_the_last_release_are_read(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    for name, text in LAST["files"].items():
+        (tmp_path / name).write_bytes(zlib.decompress(unpacked(text)))
+    with (tmp_path / "disk" / "blocks.kv").open("wb") as blocks:
+        blocks.truncate(record.DISK["bytes_per_block"] * record.DISK["max_blocks"])
+    with closing(SessionStore(tmp_path / "sessions.db", record.MODEL)) as sessions:
+        (session,) = sessions.records
+    assert session.tokens == record.SESSION.tokens
+    assert session.scope == record.SESSION.scope
+    with closing(ResponseStore(tmp_path / "responses.db")) as responses:
+        assert responses.is_durable
+        assert responses.get(record.TENANT, "resp_1") == record.RESPONSE
+    with closing(DiskStore.open(tmp_path / "disk", **record.DISK)) as disk:
+        assert [(r.block_hash, r.checksum) for r in disk.records] == [
+            (record.BLOCK, record.DISK_RECORD.checksum)
+        ]
+        assert disk.warnings == []
+
+
+def tables(path: Path) -> tuple[int, dict[str, list[Any]]]:
+    """The version of a database, and the columns of its tables."""
+    with closing(sqlite3.connect(path)) as database:
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        names = [
+            n for (n,) in database.execute("SELECT name FROM sqlite_master WHERE type='table'")
+        ]
+        return version, {n: database.execute(f"PRAGMA table_info({n})").fetchall() for n in names}
+
+
+def test_files_are_such_as_the_last_release_reads_and_writes(tmp_path: Path) -> None:
+    """Columns may be added, where they have a default; a raised version is refused there."""
+    then, now = tmp_path / "then", tmp_path / "now"
+    now.mkdir()
+    record.files(now)
+    for name, text in LAST["files"].items():
+        (then / name).parent.mkdir(parents=True, exist_ok=True)
+        (then / name).write_bytes(zlib.decompress(unpacked(text)))
+        (old_version, old), (new_version, new) = tables(then / name), tables(now / name)
+        assert new_version == old_version, name
+        for table, columns in old.items():
+            assert new[table][: len(columns)] == columns, (name, table)
+            for _, column, _, not_null, default, _ in new[table][len(columns) :]:
+                assert default is not None or not not_null, (name, table, column)
+
+
+def restored(redis: Redis, keys: dict[str, Any]) -> None:
+    for key, kept in keys.items():
+        ((kind, value),) = kept.items()
+        match kind:
+            case "string":
+                redis.set(key, unpacked(value))
+            case "set":
+                redis.sadd(key, *map(unpacked, value))
+            case "hash":
+                redis.hset(key, mapping={k: unpacked(v) for k, v in value.items()})
+            case "stream":
+                for entry in value:
+                    redis.xadd(key, {k: unpacked(v) for k, v in entry.items()})
+
+
+def test_what_the_last_release_has_shared_is_read(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.start()
+    restored(Redis.from_url(server.url), LAST["redis"])
+    tellers: list[Any] = []
+    try:
+        teller = opened(tellers, server, "router-0")
+        teller.wait(lambda: any(m.tenants for m in teller.of(OthersLoads)))
+        updates = teller.of(SessionsUpdated)
+        (session,) = [each for update in updates for each in update.records]
+        assert (session.tokens, session.pinned) == (record.SESSION.tokens, True)
+        assert [each for update in updates for each in update.closed] == [
+            (record.TENANT, "closed", 5)
+        ]
+        assert teller.of(IndexLoaded) == [IndexLoaded((record.VIEW,), (record.EVENTS,))]
+        assert teller.of(OthersLoads)[0].tenants == record.LOADS
+        assert teller.store.status().unreadable == 0
+    finally:
+        for each in tellers:
+            each.close()
+        server.kill()
+
+
+def test_what_is_shared_has_the_keys_and_fields_of_the_last_release(tmp_path: Path) -> None:
+    now = record.redis_keys(tmp_path)
+    assert now.keys() >= LAST["redis"].keys()
+    for key, then in LAST["redis"].items():
+        assert now[key].keys() == then.keys(), key
+        if "hash" in then:
+            assert now[key]["hash"].keys() >= then["hash"].keys(), key
+        if "stream" in then:
+            assert now[key]["stream"][0].keys() >= then["stream"][0].keys(), key
+
+
+def positional(named: dict[str, Schema]) -> set[str]:
+    """Objects that are arrays, and fields with tuples of several parts."""
+    arrays = {name for name, schema in named.items() if schema["kind"] == "array"}
+    tuples = {
+        f"{name}.{field}"
+        for name, schema in named.items()
+        for field, kind in schema.get("fields", {}).items()
+        if _is_mixed(kind)
+    }
+    return arrays | tuples
+
+
+def _is_mixed(schema: Schema) -> bool:
+    of = schema.get("of", [])
+    parts = of if isinstance(of, list) else [of]
+    is_mixed = schema["kind"] == "tuple" and len({json.dumps(each) for each in parts}) > 1
+    return is_mixed or any(map(_is_mixed, parts))
+
+
+def test_what_goes_by_position_is_known_and_only_ever_grows_at_its_end() -> None:
+    now = record.described(NOW["codec"] | NOW["channel"]) | record.described(record.KEPT)
+    assert positional(now) == set(POSITIONAL), "name its fields, or say why not in POSITIONAL"
+    then = LAST["named"] | LAST["kept_named"]
+    for name in POSITIONAL:
+        if then.get(name, {}).get("kind") == "array":
+            old, new = list(then[name]["fields"]), list(now[name]["fields"])
+            assert new[: len(old)] == old, f"{name}: append fields, change none"
+            assert not any(now[name]["fields"][each]["required"] for each in new[len(old) :]), name
+
+
+def test_no_other_form_goes_by_position() -> None:
+    """Arrays and pickles, wherever they are made."""
+    root = Path(kvrelay.engine.__file__).parents[1]
+    found, pickles = set(), set()
+    for package in record.PACKAGES:
+        for path in (root / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                match node:
+                    case ast.ClassDef(name=name, keywords=keywords) if any(
+                        each.arg == "array_like" for each in keywords
+                    ):
+                        found.add(name)
+                    case ast.Import(names=names) if "pickle" in [each.name for each in names]:
+                        pickles.add(str(path.parent.relative_to(root)))
+    assert found <= set(POSITIONAL)
+    assert pickles <= set(PICKLES)
