@@ -17,7 +17,7 @@ from kvrelay.router.status import RouterStatus, WorkerStatus
 
 CONTROLLERS = (
     *("epoch", "pid", "machine", "further_machines", "tensor_parallel_size"),
-    *("restarts", "hangs", "last_error"),
+    *("restarts", "hangs", "last_error", "version"),
 )
 """Fields of a worker that only the controller knows for sure."""
 
@@ -37,6 +37,7 @@ class RouterProcessStatus(Struct, omit_defaults=True, kw_only=True):
     pid: int | None = None
     restarts: int | None = None
     last_error: str | None = None
+    version: str | None = None  # of kvrelay; "unknown": one that does not say
 
 
 class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
@@ -47,6 +48,7 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     pid: int | None = None
     has_ray: bool | None = None
     age_s: float | None = None  # since it said what is shown
+    version: str | None = None  # of kvrelay
 
 
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):
@@ -128,7 +130,8 @@ def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
 def _router(own: RouterProcessStatus | None, seen: RouterProcessStatus) -> RouterProcessStatus:
     if own is None:
         return seen
-    return replace(own, pid=seen.pid, restarts=seen.restarts, last_error=seen.last_error)
+    names = ("pid", "restarts", "last_error", "version")
+    return replace(own, **{name: getattr(seen, name) for name in names})
 
 
 register(ClusterView)

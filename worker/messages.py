@@ -7,19 +7,28 @@ from dataclasses import dataclass
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.engine.wire import channel
-from kvrelay.engine.wire.codec import register
+from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.codec import PROTOCOL, register
 
 CONTROLLER: NodeId = "controller"
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a node listens. Of two peers with one name the higher epoch is the one that lives."""
+    """Where a node listens. Of two peers with one name the higher epoch is the one that lives.
+    `protocol`: of `engine.wire.codec`, that it speaks; `package`: its version of kvrelay."""
 
     node: NodeId
     host: str
     port: int
     epoch: int
+    protocol: int = 1
+    package: str = "unknown"
+
+    @classmethod
+    def here(cls, node: NodeId, host: str, port: int, epoch: int) -> Peer:
+        """Makes that of a node of this process."""
+        return cls(node, host, port, epoch, PROTOCOL, package_version())
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,8 @@ class WorkerStarted:
     port: int
     pid: int = 0  # on its machine, for operators
     notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
+    protocol: int = 1  # as of a Peer
+    package: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from typing import Any
 from kvrelay.engine.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
 from kvrelay.engine.node import Node, NodeId
 from kvrelay.engine.stats import WorkerInfo
+from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.codec import PROTOCOL
 from kvrelay.engine.wire.context import OnPeerLost, TlsIdentity, WireLimits
 from kvrelay.engine.wire.wire import OnMessage, Wire
 from kvrelay.worker.messages import (
@@ -35,7 +37,8 @@ WATCH_S = 1.0  # between two looks whether the controller is there
 def update_peers(wire: Wire, peers: Iterable[Peer]) -> None:
     """From now on messages of `wire` to `peers` go to these addresses."""
     for peer in peers:
-        wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
+        about = peer.protocol, peer.package
+        wire.set_address(peer.node, peer.host, peer.port, peer.epoch, *about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ class WorkerProcess:
         if built.when_lost is not None:
             built.when_lost(lambda error: self._on_failure(node.node_id, error))
         self._thread.loop.call_later(WATCH_S, self._watch_controller)
-        self._started = WorkerStarted(built.info, host, port, os.getpid(), built.notices)
+        versions = PROTOCOL, package_version()
+        self._started = WorkerStarted(built.info, host, port, os.getpid(), built.notices, *versions)
         return self._started
 
     def wait(self) -> None:

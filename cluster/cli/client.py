@@ -135,6 +135,7 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
     ended = ", ".join(f"{count} {reason}" for reason, count in totals.get("requests", {}).items())
     scaling = status.get("scaling")
     return [
+        *_version_lines(status),
         *([scaling["why"]] if scaling else []),
         f"{status.get('num_live', 0)} live, {status.get('num_queued', 0)} queued",
         f"ended: {ended or 'none'}",
@@ -147,6 +148,20 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
             for link in status.get("bad_links", ())
         ),
     ]
+
+
+def _version_lines(status: dict[str, Any]) -> list[str]:
+    """Which processes have which version of kvrelay, where not all have one."""
+    processes = [(each["worker"], each) for each in status.get("workers", ())]
+    processes += [(each["router"], each) for each in status.get("routers", ())]
+    processes.append(("controller", status.get("controller", {})))
+    names: dict[str, list[str]] = {}
+    for name, process in processes:
+        if process.get("version"):
+            names.setdefault(process["version"], []).append(name)
+    if len(names) < 2:
+        return []
+    return [f"kvrelay {version}: {', '.join(names[version])}" for version in sorted(names)]
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"

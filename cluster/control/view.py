@@ -33,6 +33,7 @@ def cluster_view(
         status = router_status(router.node, router.epoch, router.state, host, port, load, scheme)
         status.pid, status.restarts = router.pid, router.restarts
         status.last_error = router.last_error
+        status.version = router.peer.package if router.peer else None
         routers.append(status)
     return ClusterView(
         controller=me,
@@ -77,4 +78,5 @@ def _worker(worker: DesiredWorker) -> WorkerStatus:
         restarts=worker.restarts,
         hangs=worker.hangs,
         last_error=worker.last_error,
+        version=worker.peer.package if worker.peer else None,
     )

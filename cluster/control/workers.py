@@ -184,7 +184,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.on(ProcessEvent.LISTENS)
         worker.info = replace(started.info, role=worker.role)
         worker.pid = started.pid
-        worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch)
+        versions = started.protocol, started.package
+        worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch, *versions)
         others = [w for w in self.by_name.values() if w is not worker and w.peer is not None]
         peers = [*self.routers.peers, *(other.peer for other in others if other.peer is not None)]
         for router in self.routers.peers:

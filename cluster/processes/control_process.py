@@ -50,6 +50,7 @@ from kvrelay.cluster.status import ClusterView, ControllerStatus
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.wire.channel import package_version
 from kvrelay.worker.kv_plan import kv_lines
 from kvrelay.worker.messages import (
     CONTROLLER,
@@ -133,7 +134,7 @@ class ControlProcess:
         self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
         self._workers: Any = None  # RayWorkers, once Ray is there
         self._ray_thread = ThreadPoolExecutor(1, "ray")
-        self._me = Peer(CONTROLLER, "", 0, spec.epoch)
+        self._me = Peer.here(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
         self._checkpoint: Checkpoint | None = None  # the last one
         self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written
@@ -147,7 +148,7 @@ class ControlProcess:
         """Listen, and get Ray; once there is a model, adopt what runs and start what does not."""
         spec = self.spec
         host, port = await self.wire.listen(spec.host)
-        self._me = Peer(CONTROLLER, host, port, spec.epoch)
+        self._me = Peer.here(CONTROLLER, host, port, spec.epoch)
         self.spawn(self._use_ray())
 
     def use_model(self, model: PreparedModel) -> None:
@@ -278,8 +279,8 @@ class ControlProcess:
     def say(self, message: Any) -> None:
         """To the controller, after what it does now."""
         if isinstance(message, WorkerStarted):
-            info = message.info
-            self.wire.set_address(info.worker, message.host, message.port, info.epoch)
+            info, about = message.info, (message.protocol, message.package)
+            self.wire.set_address(info.worker, message.host, message.port, info.epoch, *about)
         self._loop.call_soon(self.host.deliver, CONTROLLER, message)
 
     async def _use_ray(self) -> None:
@@ -373,7 +374,13 @@ class ControlProcess:
         spec, routers = self.spec, self.controller.routers.values()
         lives = {(router.node, router.epoch) for router in routers}
         self._loads = {life: load for life, load in self._loads.items() if life in lives}
-        me = ControllerStatus(known=True, epoch=spec.epoch, pid=os.getpid(), has_ray=self.has_ray)
+        me = ControllerStatus(
+            known=True,
+            epoch=spec.epoch,
+            pid=os.getpid(),
+            has_ray=self.has_ray,
+            version=package_version(),
+        )
         host, scheme = spec.config.api.host, spec.config.tls.scheme
         view = cluster_view(self.controller, me, self._loads, host, scheme)
         view.restarted_tasks = dict(self.restarted)

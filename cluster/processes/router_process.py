@@ -145,7 +145,7 @@ class RouterProcess:
             use = spec.access.tenants.update
             self._keep("follow_tenants", partial(follow, spec.config, source, use))
         return RouterStarted(
-            Peer(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
+            Peer.here(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
         )
 
     def _keep(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:

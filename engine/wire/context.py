@@ -50,9 +50,13 @@ class WireLimits:
 
 @dataclass(frozen=True, slots=True)
 class Address:
+    """`protocol`: of `codec`, that who listens there speaks; `package`: its version of kvrelay."""
+
     host: str
     port: int
     epoch: int
+    protocol: int = field(default=1, compare=False)
+    package: str = field(default="unknown", compare=False)
 
 
 class TlsError(Exception):

@@ -23,8 +23,8 @@ KEY_BYTES = 32
 class ProtocolError(Exception):
     """The other end does not keep to the protocol. `counter` names what was wrong."""
 
-    def __init__(self, counter: str) -> None:
-        super().__init__(counter)
+    def __init__(self, counter: str, detail: str = "") -> None:
+        super().__init__(detail or counter)
         self.counter = counter
 
 

@@ -5,6 +5,9 @@
     initiator -> responder   proof  = HMAC(token, "initiator" + transcript)
     responder -> initiator   resume = a frame: which process it is, and what it has of the stream
 
+Whatever the version, both ends begin with the magic and the version. A responder of another one
+answers with these alone.
+
 The transcript is the hello and the responder's nonce, so both proofs are bound to both nonces
 (no replay), to the names of both ends (no misdirection) and to the role that made them (no
 reflection). From the token and the transcript both ends derive the keys of the frames that follow,
@@ -78,7 +81,7 @@ def check_preamble(data: bytes | bytearray) -> None:
     if have[: len(MAGIC)] != MAGIC[: len(have)]:
         raise ProtocolError("bad_magic")
     if len(have) == len(PREAMBLE) and have != PREAMBLE:
-        raise ProtocolError("bad_version")
+        raise ProtocolError("bad_version", f"version {have[-1]} of the handshake")
 
 
 def make_hello(sender: NodeId, to: NodeId, stream: StreamId, nonce: bytes) -> bytes:

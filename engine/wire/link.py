@@ -15,17 +15,20 @@ dropped, and the next message begins a new stream.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import deque
 from typing import cast
 
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire.channel import package_version
 from kvrelay.engine.wire.context import Address, WireContext, fingerprint, tune_socket
 from kvrelay.engine.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from kvrelay.engine.wire.handshake import (
     MAX_CONTROL_BYTES,
     NONCE_BYTES,
     REPLY_BYTES,
+    VERSION,
     Resume,
     StreamId,
     check_preamble,
@@ -36,6 +39,8 @@ from kvrelay.engine.wire.handshake import (
     parse_resume,
     session_keys,
 )
+
+log = logging.getLogger("kvrelay.wire")
 
 STABLE_S = 1.0
 """A connection that breaks sooner, and on which nothing was acknowledged, is no reason for a new
@@ -70,6 +75,7 @@ class Link:
         self._has_progressed = False  # since it was connected
         self._deadline = 0.0
         self._num_tries = 0  # to connect, since it was well
+        self._is_reported = False  # that its version is another
 
     def send(self, body: bytes) -> None:
         """Write the message, or queue it; dropped and counted if there is no room."""
@@ -192,6 +198,8 @@ class Link:
                 break
             except ProtocolError as error:
                 counters[error.counter] += 1
+                if error.counter == "bad_version":
+                    self._report_version(error)
             except (OSError, TimeoutError) as error:
                 counters["connect_failed"] += 1
                 was_up = self._peer_incarnation is not None
@@ -221,6 +229,14 @@ class Link:
         self._again, self._unacked = self._unacked, self._again
         self.outbound = outbound
         self.flush()
+
+    def _report_version(self, error: ProtocolError) -> None:
+        if not self._is_reported:
+            where = f"{self.peer} at {self.address.host}:{self.address.port}"
+            theirs = f"{where} (kvrelay {self.address.package}) speaks {error}"
+            ours = f"this process (kvrelay {package_version()}) version {VERSION}"
+            log.error("%s, and %s: install versions that go together", theirs, ours)
+        self._is_reported = True
 
     async def _attempt(self) -> tuple[_Outbound, Resume]:
         loop = asyncio.get_running_loop()

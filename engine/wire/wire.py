@@ -8,12 +8,14 @@ Delivery is exactly once and in order, across connections that break (see `link`
 loses the other; then both hear of it. Messages wait in a bounded queue while the peer is slow or
 cannot be reached at first; what does not fit, or waited too long, is dropped and counted. Whatever
 is not a proper frame of an authenticated peer closes its connection, is counted, and has no other
-effect.
+effect. A message that only another version understands is dropped alone, counted, and named once
+in the log; whoever sent it has a deadline for what it asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any, cast
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import codec
+from kvrelay.engine.wire.channel import package_version
 from kvrelay.engine.wire.context import (
     Address,
     OnPeerLost,
@@ -32,6 +35,7 @@ from kvrelay.engine.wire.context import (
 from kvrelay.engine.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from kvrelay.engine.wire.handshake import (
     NONCE_BYTES,
+    PREAMBLE,
     PROOF_BYTES,
     REJECTED,
     Hello,
@@ -45,9 +49,12 @@ from kvrelay.engine.wire.handshake import (
 )
 from kvrelay.engine.wire.link import Link
 
+log = logging.getLogger("kvrelay.wire")
+
 OnMessage = Callable[[NodeId, Any], object]  # (destination, message)
 
 MAX_ACKS_BYTES = 1 << 16  # unread by the peer: no more are written
+MAX_REPORTED = 256  # kinds of messages that were not understood, by peer: one line in the log each
 
 
 @dataclass(slots=True)
@@ -90,6 +97,7 @@ class Wire:
         self._links: dict[NodeId, Link] = {}
         self._streams: dict[tuple[NodeId, NodeId], _Stream] = {}  # by sender and destination
         self._server: asyncio.Server | None = None
+        self._reported: set[tuple[NodeId, str]] = set()  # what was not understood, by sender
 
     async def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Accept connections on `host`; returns the address that peers connect to.
@@ -104,12 +112,24 @@ class Wire:
         self.context.host = bound[0]
         return bound[0], bound[1]
 
-    def set_address(self, node: NodeId, host: str, port: int, epoch: int) -> None:
-        """Where `node` listens. A newer epoch drops what was queued for the older one."""
-        address = Address(host, port, epoch)
+    def set_address(
+        self,
+        node: NodeId,
+        host: str,
+        port: int,
+        epoch: int,
+        protocol: int = 1,
+        package: str = "unknown",
+    ) -> None:
+        """Where `node` listens, and what it speaks. A newer epoch drops what was queued for the
+        older one."""
+        address = Address(host, port, epoch, protocol, package)
         link = self._links.get(node)
         if link is not None:
-            if epoch < link.address.epoch or address == link.address:
+            if epoch < link.address.epoch:
+                return
+            if address == link.address:
+                link.address = address
                 return
             link.close()
         self._links[node] = Link(self.context, node, address)
@@ -136,6 +156,9 @@ class Wire:
         link = self._links.get(to)
         if link is None:
             self.counters["unknown_peer"] += 1
+            return None
+        if codec.since(type(message)) > link.address.protocol:
+            self.counters["too_new_for_peer"] += 1
             return None
         try:
             body = codec.encode(message)
@@ -173,6 +196,16 @@ class Wire:
                 loop.call_soon(self.context.on_peer_lost, hello.sender, new.epoch)
         self._streams[key] = stream = _Stream(new, connection=connection)
         return stream
+
+    def report_unknown(self, sender: NodeId, error: codec.FrameError) -> None:
+        """A message of `sender` that another version would understand was dropped."""
+        self.counters["not_understood"] += 1
+        if (sender, error.tag) not in self._reported and len(self._reported) < MAX_REPORTED:
+            self._reported.add((sender, error.tag))
+            link = self._links.get(sender)
+            theirs = "unknown" if link is None else link.address.package
+            versions = f"it has kvrelay {theirs}, this process {package_version()}"
+            log.warning("%s from %s is dropped: %s (%s)", error.tag, sender, error, versions)
 
     async def close(self) -> None:
         """Close every connection; frames already handed to the kernel may still arrive."""
@@ -268,11 +301,16 @@ class _Inbound(asyncio.Protocol):
                 raise ProtocolError("bad_kind")
             try:
                 message = codec.decode_message(body)
-            except codec.FrameError:
-                stream.received = REJECTED  # or it would be sent again, for ever
-                raise ProtocolError("bad_frame") from None
+            except codec.FrameError as error:
+                if not error.tag:
+                    stream.received = REJECTED  # or it would be sent again, for ever
+                    raise ProtocolError("bad_frame") from None
+                wire.report_unknown(self._hello.sender, error)
+                message = None
             stream.received += 1
             self._bytes_to_ack += len(body)
+            if message is None:
+                continue
             wire.counters["received"] += 1
             wire.on_message(to, message)
             if self._transport is None:  # closed by what the message made us do
@@ -306,7 +344,13 @@ class _Inbound(asyncio.Protocol):
 
     def _reject(self, counter: str) -> None:
         self._wire.counters[counter] += 1
-        self.abort()
+        transport = self._transport
+        if counter == "bad_version" and transport is not None:
+            self._drop()
+            transport.write(PREAMBLE)  # says which one is spoken here
+            transport.close()
+        else:
+            self.abort()
 
     def abort(self) -> None:
         transport = self._transport

@@ -192,7 +192,7 @@ def recorded() -> dict[str, Any]:
         kept = files(Path(folder))
         shared = redis_keys(Path(folder) / "redis")
     return {
-        "protocol": {"channel": channel.PROTOCOL},
+        "protocol": {"codec": codec.PROTOCOL, "channel": channel.PROTOCOL},
         **{
             form: {n: text(encoded(form, filled(t))) for n, t in sorted(kinds.items())}
             for form, kinds in types.items()

@@ -21,7 +21,7 @@ from redis import Redis
 import kvrelay.engine
 from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.state.session_store import SessionStore
-from kvrelay.engine.wire import channel
+from kvrelay.engine.wire import channel, codec
 from kvrelay.kvtransfer.store.disk import DiskStore
 from kvrelay.router.sessions.session import SessionsUpdated
 from kvrelay.router.state import IndexLoaded, OthersLoads
@@ -91,6 +91,13 @@ def test_a_message_of_the_last_release_is_understood(form: str, name: str) -> No
 def test_the_last_release_understands_a_message(form: str, name: str) -> None:
     for make in (filled, sparse):
         THEN.decode(name, body_of(form, record.encoded(form, make(NOW[form][name]))))
+
+
+def test_a_message_that_the_last_release_does_not_know_is_not_sent_to_it() -> None:
+    spoken = LAST["protocol"].get("codec", 1)  # the first had no number yet
+    new = NOW["codec"].keys() - LAST["codec"].keys()
+    to_all = [name for name in new if codec.since(NOW["codec"][name]) <= spoken]
+    assert to_all == [], f"register these with since={spoken + 1}"
 
 
 def test_enums_have_the_values_of_the_last_release() -> None:

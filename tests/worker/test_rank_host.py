@@ -70,6 +70,9 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
         with socket.create_connection((place.host, place.port)) as silent:
             silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert silent.recv(1000)
+        older = replace(place, package="9.9")
+        with pytest.raises(ModelError, match=r"has kvrelay 9.9, and its leader .*: install one"):
+            parallel_runner(tmp_path, 2, host=HERE, further=(older,), **OPTIONS)
         runner = parallel_runner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
         assert generate(runner, PROMPT, BLOCKS, 8, temperature=0.0) == expected
         assert psutil.Process().children() == before

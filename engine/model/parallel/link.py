@@ -39,6 +39,7 @@ class RankHost:
     port: int
     num_ranks: int
     secret: bytes = field(repr=False)
+    package: str = "of an older version"  # its kvrelay: a worker's ranks are all of one version
 
 
 def start_process(connected: socket.socket) -> subprocess.Popen[bytes]:

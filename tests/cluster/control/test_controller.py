@@ -19,6 +19,8 @@ from kvrelay.cluster.control.messages import (
     StopWorker,
     WorkerLost,
 )
+from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.status import ControllerStatus
 from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Role, RouterUp, WorkerInfo
 from kvrelay.router.messages import WorkerDown, WorkerUp
@@ -83,6 +85,20 @@ def test_every_worker_is_started_once_there_are_machines() -> None:
         StartWorker("decode-0", Role.DECODE, 1, "m2"),
     ]
     assert script.say(MachinesChanged(TWO)) == []
+
+
+def test_others_hear_which_version_a_worker_has_and_so_do_operators() -> None:
+    script = Script()
+    new = WorkerStarted(info("decode-0", 1), "h", 101, protocol=7, package="9.9")
+    told = of(SendPeers, script.say(new))
+    assert told[1].peers == (Peer("decode-0", "h", 101, 1, protocol=7, package="9.9"),)
+    script.started("prefill-0", 1)  # of a version that does not say
+    view = cluster_view(script.controller, ControllerStatus(known=True), {}, "h", "http")
+    assert {each.worker: each.version for each in view.workers} == {
+        "decode-0": "9.9",
+        "prefill-0": "unknown",
+    }
+    assert [each.version for each in view.routers] == ["unknown"]
 
 
 def test_a_worker_is_announced_only_when_all_have_been_introduced() -> None:

@@ -12,7 +12,8 @@ from random import Random
 
 import pytest
 
-from kvrelay.engine.messages import Abort
+from kvrelay.engine.messages import Abort, Probe
+from kvrelay.engine.wire import codec
 from kvrelay.engine.wire.context import WireLimits
 from tests.engine.wire.network import Network
 from tests.engine.wire.wire_peers import LIMITS, LOOPS, TOKEN, Peer, until
@@ -202,6 +203,38 @@ async def test_a_message_that_is_none_is_not_sent_again_for_ever(a: Peer, b: Pee
     a.wire.send("b", Abort("next", 1))
     await until(lambda: b.messages == [Abort("good", 1), Abort("next", 1)], "the next")
     assert b.lost == [("a", 1)]
+
+
+async def test_a_peer_of_another_version_is_named_with_both_versions(
+    a: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"KVR\x03")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        a.wire.set_address("c", *server.sockets[0].getsockname(), 1, 3, "9.9.9")
+        a.wire.send("c", Abort("r", 1))
+        await until(lambda: a.lost == [("c", 1)], "the loss")
+    (line,) = caplog.messages
+    assert "(kvrelay 9.9.9) speaks version 3 of the handshake, and this process (kvrelay" in line
+    assert "version 2: install versions that go together" in line
+
+
+async def test_a_peer_gets_no_message_that_its_protocol_does_not_have(
+    a: Peer, b: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(codec._since, Abort, 2)
+    a.knows(b)
+    a.wire.send("b", Abort("too new", 1))
+    a.wire.send("b", Probe("r", 1, "a", 0))
+    await until(lambda: len(b.messages) == 1, "the other")
+    a.wire.set_address("b", *b.address, 1, protocol=2)  # known later: the stream goes on
+    a.wire.send("b", Abort("known", 1))
+    await until(lambda: len(b.messages) == 2, "the one that it has")
+    assert b.messages == [Probe("r", 1, "a", 0), Abort("known", 1)]
+    assert a.wire.counters["too_new_for_peer"] == 1
+    assert a.lost == b.lost == []
 
 
 async def test_a_frame_that_was_changed_on_the_way_is_sent_again(

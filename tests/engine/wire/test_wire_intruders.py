@@ -173,11 +173,7 @@ def flip(frame: bytes, at: int, bit: int = 0) -> bytes:
         (lambda i: flip(i.frame(Abort("r", 2)), -1), "bad_mac"),
         (lambda i: i.frame(b""), "bad_frame"),
         (lambda i: i.frame(b"\x80\x04\x95garbage"), "bad_frame"),
-        (
-            lambda i: i.frame(msgpack.packb(["Abort", {"request_id": "r", "attempt": "x"}])),
-            "bad_frame",
-        ),
-        (lambda i: i.frame(msgpack.packb(["exec", {"code": "1"}])), "bad_frame"),
+        (lambda i: i.frame(msgpack.packb([7, {}])), "bad_frame"),
     ],
 )
 async def test_a_bad_frame_of_a_peer_closes_the_connection(
@@ -190,6 +186,34 @@ async def test_a_bad_frame_of_a_peer_closes_the_connection(
     assert b.messages == [Abort("good", 1)]
     assert b.wire.counters[counter] == 1
     assert not b.wire.inbound
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (["Abort", {"request_id": "r", "attempt": "x"}], "Abort from a is dropped: Expected `int`"),
+        (["exec", {"code": "1"}], "exec from a is dropped: unknown message"),
+    ],
+)
+async def test_a_message_that_another_version_understands_is_dropped_alone(
+    body: list[Any], reason: str, b: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    intruder = await authenticate(b)
+    new = [intruder.frame(msgpack.packb(body)) for _ in range(3)]
+    intruder.writer.write(b"".join([*new, intruder.frame(Abort("after", 1))]))
+    await until(lambda: bool(b.messages), "the next message")
+    assert b.messages == [Abort("after", 1)]
+    assert b.wire.counters["not_understood"] == 3
+    assert b.wire.inbound, "the connection stays"
+    (line,) = caplog.messages
+    assert line.startswith(reason)
+
+
+async def test_another_version_of_the_handshake_is_answered_with_ours(b: Peer) -> None:
+    reader, writer = await asyncio.open_connection(*b.address)
+    writer.write(b"KVR\x03" + bytes(100))
+    assert await reader.read() == PREAMBLE
+    assert b.wire.counters["bad_version"] == 1
 
 
 @pytest.mark.parametrize("order", [(0, 0, 1), (0, 2), (1, 0), (0, 2, 1)], ids=str)

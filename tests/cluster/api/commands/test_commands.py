@@ -152,6 +152,20 @@ def test_status_shows_each_router_and_that_one_does_not_answer() -> None:
     assert shown(away)[0][-1] == "down"
 
 
+def test_status_shows_versions_where_they_differ() -> None:
+    def shown(worker: str, router: str) -> list[str]:
+        console = Console(width=120, record=True, file=StringIO())
+        one = router_status("router-0", 1, ProcessState.UP, "h", 1, None)
+        one.version = router
+        workers = [STATUS["workers"][0] | {"version": worker}]
+        routers = [msgspec.to_builtins(one)]
+        console.print(status_table(STATUS | {"workers": workers, "routers": routers}))
+        return [line.strip() for line in console.export_text().splitlines() if "kvrelay" in line]
+
+    assert shown("0.1.0", "0.1.0") == []
+    assert shown("unknown", "0.1.0") == ["kvrelay 0.1.0: router-0", "kvrelay unknown: decode-0"]
+
+
 def test_status_shows_ranks_where_a_worker_has_several() -> None:
     def shown(*sizes: int) -> str:
         console = Console(width=140, record=True, file=StringIO())
