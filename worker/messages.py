@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.engine.wire import channel
-from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.codec import PROTOCOL, register
 
 CONTROLLER: NodeId = "controller"
@@ -28,7 +28,7 @@ class Peer:
     @classmethod
     def here(cls, node: NodeId, host: str, port: int, epoch: int) -> Peer:
         """Makes that of a node of this process."""
-        return cls(node, host, port, epoch, PROTOCOL, package_version())
+        return cls(node, host, port, epoch, PROTOCOL, own_version())
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 from kvrelay.engine.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
 from kvrelay.engine.node import Node, NodeId
 from kvrelay.engine.stats import WorkerInfo
-from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.codec import PROTOCOL
 from kvrelay.engine.wire.context import OnPeerLost, TlsIdentity, WireLimits
 from kvrelay.engine.wire.wire import OnMessage, Wire
@@ -104,7 +104,7 @@ class WorkerProcess:
         if built.when_lost is not None:
             built.when_lost(lambda error: self._on_failure(node.node_id, error))
         self._thread.loop.call_later(WATCH_S, self._watch_controller)
-        versions = PROTOCOL, package_version()
+        versions = PROTOCOL, own_version()
         self._started = WorkerStarted(built.info, host, port, os.getpid(), built.notices, *versions)
         return self._started
 

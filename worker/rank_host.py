@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.wire.channel import BlockingChannel, inherited, package_version, register
+from kvrelay.engine.wire.channel import BlockingChannel, inherited, own_version, register
 from kvrelay.worker.messages import ProcessEnds, StartFailed
 
 log = logging.getLogger("kvrelay.ranks")
@@ -53,7 +53,7 @@ def serve(spec: RankHostSpec, guardian: BlockingChannel) -> str:
         return why
     secret = secrets.token_bytes(SECRET_BYTES)
     with server:
-        port, package = server.getsockname()[1], package_version()
+        port, package = server.getsockname()[1], own_version()
         guardian.send(RankHost(spec.host, port, spec.num_ranks, secret, package))
         ranks = start_ranks(server, secret, spec.num_ranks, spec.start_timeout_s)
     if len(ranks) < spec.num_ranks:

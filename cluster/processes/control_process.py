@@ -50,7 +50,7 @@ from kvrelay.cluster.status import ClusterView, ControllerStatus
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
-from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.worker.kv_plan import kv_lines
 from kvrelay.worker.messages import (
     CONTROLLER,
@@ -379,7 +379,7 @@ class ControlProcess:
             epoch=spec.epoch,
             pid=os.getpid(),
             has_ray=self.has_ray,
-            version=package_version(),
+            version=own_version(),
         )
         host, scheme = spec.config.api.host, spec.config.tls.scheme
         view = cluster_view(self.controller, me, self._loads, host, scheme)

@@ -104,12 +104,12 @@ def frame(message: Any) -> bytes:
 
 def greeting() -> bytes:
     """What each end sends first."""
-    return PREAMBLE + frame(Hello(PROTOCOL, package_version(), os.getpid()))
+    return PREAMBLE + frame(Hello(PROTOCOL, own_version(), os.getpid()))
 
 
 @functools.cache
-def package_version() -> str:
-    """The installed version of kvrelay, this process's."""
+def own_version() -> str:
+    """Version of the package that this process runs."""
     try:
         return version("kvrelay")
     except PackageNotFoundError:
@@ -209,7 +209,7 @@ def _checked(hello: Any) -> Hello:
     if hello.protocol != PROTOCOL:
         raise ChannelError(
             f"the other end speaks protocol {hello.protocol} (kvrelay {hello.package}), and this "
-            f"one {PROTOCOL} (kvrelay {package_version()}): install versions that go together"
+            f"one {PROTOCOL} (kvrelay {own_version()}): install versions that go together"
         )
     return hello
 

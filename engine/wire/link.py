@@ -21,7 +21,7 @@ from collections import deque
 from typing import cast
 
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.context import Address, WireContext, fingerprint, tune_socket
 from kvrelay.engine.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from kvrelay.engine.wire.handshake import (
@@ -234,7 +234,7 @@ class Link:
         if not self._is_reported:
             where = f"{self.peer} at {self.address.host}:{self.address.port}"
             theirs = f"{where} (kvrelay {self.address.package}) speaks {error}"
-            ours = f"this process (kvrelay {package_version()}) version {VERSION}"
+            ours = f"this process (kvrelay {own_version()}) version {VERSION}"
             log.error("%s, and %s: install versions that go together", theirs, ours)
         self._is_reported = True
 

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import codec
-from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.context import (
     Address,
     OnPeerLost,
@@ -204,7 +204,7 @@ class Wire:
             self._reported.add((sender, error.tag))
             link = self._links.get(sender)
             theirs = "unknown" if link is None else link.address.package
-            versions = f"it has kvrelay {theirs}, this process {package_version()}"
+            versions = f"it has kvrelay {theirs}, this process {own_version()}"
             log.warning("%s from %s is dropped: %s (%s)", error.tag, sender, error, versions)
 
     async def close(self) -> None:

@@ -55,7 +55,7 @@ from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.runner import GREEDY, ModelRunner
 from kvrelay.engine.model.sampling.sampler import is_plain
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
-from kvrelay.engine.wire.channel import package_version
+from kvrelay.engine.wire.channel import own_version
 
 START_TIMEOUT_S = LOAD_TIMEOUT_S  # for a follower to import, and then to load its weights
 STOP_TIMEOUT_S = 5.0
@@ -164,10 +164,10 @@ def start_here(rank: int) -> Follower:
 def start_at(rank: int, place: RankHost) -> Follower:
     """On another machine. Raises ModelError."""
     where = f"{place.host}:{place.port}"
-    if place.package != package_version():
+    if place.package != own_version():
         raise ModelError(
             f"rank {rank} of this worker, at {where}, has kvrelay {place.package}, and its leader"
-            f" {package_version()}: install one version on all machines of a worker"
+            f" {own_version()}: install one version on all machines of a worker"
         )
     try:
         return Follower(rank, reach(place))
