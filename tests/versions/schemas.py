@@ -98,6 +98,10 @@ class Reader:
         """Raises msgspec.ValidationError where that version would have."""
         return msgspec.msgpack.decode(data, type=self._class(name))
 
+    def only_known(self, name: str, data: bytes) -> bytes:
+        """Without what that version would not have sent."""
+        return msgspec.msgpack.encode(self.decode(name, data))
+
     def decode_json(self, name: str, data: bytes) -> Any:
         return msgspec.json.decode(data, type=self._class(name))
 
