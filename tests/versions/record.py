@@ -6,7 +6,7 @@ the next number, is compared with later versions by `test_versions`:
     codec, channel    each message, with every field filled
     named             the fields of every type in them, by name, and the values of enums
     kept, kept_named  likewise of objects that are kept in files and in Redis
-    files             what a state directory and a disk tier may hold
+    files, stored     what a state directory and a disk tier may hold, and ids of answers there
     redis             each key with its value, as a router writes it
 
 Bytes are in base64, those of files compressed before.
@@ -28,7 +28,9 @@ from typing import Any
 import msgspec
 from redis import Redis
 
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.control.messages import Checkpoint
 from kvrelay.cluster.hosts.agent import Running
 from kvrelay.cluster.processes.life import LifeRecord
@@ -39,12 +41,15 @@ from kvrelay.cluster.state.session_store import SessionStore
 from kvrelay.engine.kv.block_hash import HASH_BYTES, CacheScope
 from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.wire import channel, codec
 from kvrelay.kvtransfer.agent import DiskRecord, StoreIndex
 from kvrelay.kvtransfer.agents.metadata import AgentMetadata
 from kvrelay.kvtransfer.store.disk import DiskStore
 from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionRecord
 from kvrelay.router.state import IndexView, SaveEvents, SaveLoads, SaveView, TenantLoad
+from tests.cluster.api.conftest import MODEL, serve
+from tests.cluster.api.responses.asking import user
 from tests.cluster.state.stores import Server, Teller, writer
 from tests.versions.schemas import Schema, Table, filled
 
@@ -54,7 +59,7 @@ PACKAGES = (
 )
 ANSWERED = {"Hello", "NotUnderstood"}  # by `channel` itself
 FAR_S = 4e9  # what is kept here does not expire
-MODEL, TENANT = "a model", "a tenant"
+TENANT = "a tenant"
 SESSION = SessionRecord(
     tenant=TENANT,
     session="s",
@@ -68,7 +73,6 @@ SESSION = SessionRecord(
     idle_s=0.0,
     version=4,
 )
-RESPONSE = b'{"id": "resp_1", "output": []}'
 BLOCK = bytes(range(HASH_BYTES))
 VIEW = IndexView("decode-0", 3, 7, {Tier.DEVICE: BLOCK * 2, Tier.HOST: BLOCK})
 EVENTS = KVEvents("decode-0", 3, 8, (BLOCK,), (), (TierHashes(Tier.HOST, (BLOCK,)),))
@@ -123,19 +127,40 @@ def described(kinds: dict[str, type]) -> dict[str, Schema]:
     return table.named
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """What this version keeps. `folder` is empty."""
+def files(folder: Path) -> tuple[dict[str, bytes], dict[str, str]]:
+    """What this version keeps, and ids of answers in it. `folder` is empty."""
     sessions = SessionStore(folder / "sessions.db", MODEL)
     sessions.perform(SaveSession(SESSION))
     sessions.close()
-    responses = ResponseStore(folder / "responses.db")
-    responses.put(TENANT, "resp_1", RESPONSE)
-    responses.close()
+    stored = store_answers(folder / "responses.db")
     store = DiskStore.open(folder / "disk", **DISK)
     store.update(StoreIndex(put=(DISK_RECORD,)))
     store.close()
     names = ("sessions.db", "responses.db", "disk/index.sqlite")
-    return {name: (folder / name).read_bytes() for name in names}
+    return {name: (folder / name).read_bytes() for name in names}, stored
+
+
+def store_answers(path: Path) -> dict[str, str]:
+    """One of each kind that clients can ask for again; returns their ids."""
+    tokenizer = Tokenizer(resolve_model(DEFAULT_MODEL, progress=lambda _: None))
+    store = ResponseStore(path)
+    with serve(tokenizer, ApiSettings(), context={"responses": store}) as served:
+        chat = {"model": MODEL, "messages": [user("Hi")], "store": True}
+        called = [
+            user("Rain?"),
+            {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "dry"},
+        ]
+        bodies: dict[str, tuple[str, dict[str, Any]]] = {
+            "chat": ("/v1/chat/completions", chat),
+            "conversation": ("/v1/conversations", {"items": [user("The word is slate.")]}),
+            "response": ("/v1/responses", {"model": MODEL, "input": called}),
+        }
+        ids = {name: served.post(body, at).json()["id"] for name, (at, body) in bodies.items()}
+        spoken = {"input": "Which?", "conversation": ids["conversation"]}
+        served.post({"model": MODEL} | spoken, "/v1/responses").raise_for_status()
+    store.close()
+    return ids
 
 
 def redis_keys(folder: Path) -> dict[str, Any]:
@@ -189,7 +214,7 @@ def recorded() -> dict[str, Any]:
     types = message_types()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "redis").mkdir()
-        kept = files(Path(folder))
+        kept, stored = files(Path(folder))
         shared = redis_keys(Path(folder) / "redis")
     return {
         "protocol": {"codec": codec.PROTOCOL, "channel": channel.PROTOCOL},
@@ -201,6 +226,7 @@ def recorded() -> dict[str, Any]:
         "kept": {name: text(data) for name, data in kept_objects().items()},
         "kept_named": dict(sorted(described(KEPT).items())),
         "files": {name: text(zlib.compress(data, 9)) for name, data in kept.items()},
+        "stored": stored,
         "redis": shared,
     }
 

@@ -5,10 +5,11 @@ What to do where one of these fails is said in docs/formats.md.
 
 from __future__ import annotations
 
-import ast
 import base64
 import json
+import re
 import sqlite3
+import time
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -19,12 +20,18 @@ import pytest
 from redis import Redis
 
 import kvrelay.engine
+from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.state.session_store import SessionStore
 from kvrelay.engine.wire import channel, codec
 from kvrelay.kvtransfer.store.disk import DiskStore
 from kvrelay.router.sessions.session import SessionsUpdated
 from kvrelay.router.state import IndexLoaded, OthersLoads
+from tests.cluster.api.conftest import ANSWER, serve
+from tests.cluster.api.conftest import tokenizer as tokenizer
+from tests.cluster.api.responses.asking import ask
+from tests.cluster.api.tools.templates import prompt
 from tests.cluster.state.stores import Server, opened
 from tests.versions import record
 from tests.versions.schemas import Reader, Schema, filled, sparse
@@ -58,8 +65,10 @@ def unpacked(text: str) -> bytes:
 
 def body_of(form: str, data: bytes) -> bytes:
     """The fields of a message as it is sent."""
-    if form == "channel":
-        data = data[len(channel.greeting()) + channel.LENGTH_BYTES :]
+    if form == "channel":  # a greeting comes first, a frame itself
+        data = data[len(channel.PREAMBLE) :]
+        after = channel.LENGTH_BYTES + int.from_bytes(data[: channel.LENGTH_BYTES], "big")
+        data = data[after + channel.LENGTH_BYTES :]
     _, fields = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
     return bytes(fields)
 
@@ -128,14 +137,35 @@ def test_files_of_the_last_release_are_read(tmp_path: Path) -> None:
         (session,) = sessions.records
     assert session.tokens == record.SESSION.tokens
     assert session.scope == record.SESSION.scope
-    with closing(ResponseStore(tmp_path / "responses.db")) as responses:
-        assert responses.is_durable
-        assert responses.get(record.TENANT, "resp_1") == record.RESPONSE
     with closing(DiskStore.open(tmp_path / "disk", **record.DISK)) as disk:
         assert [(r.block_hash, r.checksum) for r in disk.records] == [
             (record.BLOCK, record.DISK_RECORD.checksum)
         ]
         assert disk.warnings == []
+
+
+def test_answers_of_the_last_release_are_found_and_continued(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = tmp_path / "responses.db"
+    path.write_bytes(zlib.decompress(unpacked(LAST["files"]["responses.db"])))
+    with closing(sqlite3.connect(path)) as database, database:  # as if it were of today
+        database.execute("UPDATE responses SET created_at = ?", (time.time(),))
+    store, ids = ResponseStore(path), LAST["stored"]
+    with (
+        closing(store),
+        serve(tokenizer, ApiSettings(), context={"responses": store}) as served,
+    ):
+        assert store.is_durable
+        chat = served.http.get(f"/v1/chat/completions/{ids['chat']}").json()
+        assert chat["choices"][0]["message"]["content"] == ANSWER
+        found = served.http.get(f"/v1/responses/{ids['response']}").json()
+        assert found["output"][0]["content"][0]["text"] == ANSWER
+        ask(served, "Thanks", previous_response_id=ids["response"])
+        assert "dry" in prompt(served)
+        ask(served, "Which?", conversation=ids["conversation"])
+        assert prompt(served).count("Which?") == 2
+        assert "slate" in prompt(served)
 
 
 def tables(path: Path) -> tuple[int, dict[str, list[Any]]]:
@@ -246,16 +276,12 @@ def test_what_goes_by_position_is_known_and_only_ever_grows_at_its_end() -> None
 def test_no_other_form_goes_by_position() -> None:
     """Arrays and pickles, wherever they are made."""
     root = Path(kvrelay.engine.__file__).parents[1]
-    found, pickles = set(), set()
+    arrays, pickles = set(), set()
     for package in record.PACKAGES:
         for path in (root / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                match node:
-                    case ast.ClassDef(name=name, keywords=keywords) if any(
-                        each.arg == "array_like" for each in keywords
-                    ):
-                        found.add(name)
-                    case ast.Import(names=names) if "pickle" in [each.name for each in names]:
-                        pickles.add(str(path.parent.relative_to(root)))
-    assert found <= set(POSITIONAL)
-    assert pickles <= set(PICKLES)
+            text = path.read_text(encoding="utf-8")
+            arrays |= set(re.findall(r"^class (\w+)\([^)]*array_like=True", text, re.MULTILINE))
+            if re.search(r"^(import|from) pickle|ForkingPickler", text, re.MULTILINE):
+                pickles.add(path.parent.relative_to(root).as_posix())
+    assert arrays == {name for name in POSITIONAL if "." not in name}
+    assert pickles == set(PICKLES)
