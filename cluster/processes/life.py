@@ -25,6 +25,7 @@ from kvrelay.worker.processes import kill_workers
 log = logging.getLogger("kvrelay")
 
 TOKEN_BYTES = 32
+VERSION = 1  # of every file here: raised where an older reader would get one wrong
 
 T = TypeVar("T")
 
@@ -73,8 +74,10 @@ def open_life(config: Config, port: int) -> Life:
     if found is not None:
         log.warning("the last server at port %d did not end properly; its workers end", port)
         kill_workers(found.cluster)
-    shutil.rmtree(path, ignore_errors=True)
-    if config.api.port == 0:  # no later server would look there
+    is_newer = found is None and _version(path / "life") > VERSION
+    if not is_newer:
+        shutil.rmtree(path, ignore_errors=True)
+    if config.api.port == 0 or is_newer:  # no later server would look there
         path = Path(tempfile.mkdtemp(dir=base))
     path.mkdir(mode=0o700, exist_ok=True)
     record = LifeRecord(
@@ -100,6 +103,16 @@ def workers_of(config: Config) -> str:
 def read_record(file: Path, kind: type[T]) -> T | None:
     """What `write_private` has left; None: nothing, as after a proper end, or nothing of use."""
     try:
+        version = _version(file)
+        if version > VERSION:
+            aside = file.with_name(f"{file.name}.version-{version}")
+            write_private(aside, file.read_bytes())
+            log.error(
+                "%s is of version %d, of a newer KVRelay, and this one reads up to %d: workers that"
+                " run are not found, and end by themselves; what it has is kept as %s",
+                *(file, version, VERSION, aside.name),
+            )
+            return None
         return msgspec.msgpack.decode(file.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
@@ -108,11 +121,24 @@ def read_record(file: Path, kind: type[T]) -> T | None:
         return None
 
 
+class _Versioned(msgspec.Struct):
+    version: int = 1
+
+
+def _version(file: Path) -> int:
+    """What a file of this kind is of; 0: none. Raises OSError."""
+    try:
+        return msgspec.msgpack.decode(file.read_bytes(), type=_Versioned).version
+    except (FileNotFoundError, msgspec.DecodeError):
+        return 0
+
+
 def keep(file: Path, record: Any) -> bool:
     """Write what the next controller or server has to know, and say whether that went well. This
     one goes on in any case: a full disk must not end it."""
     try:
-        write_private(file, msgspec.msgpack.encode(record))
+        fields = msgspec.to_builtins(record, builtin_types=(bytes,))
+        write_private(file, msgspec.msgpack.encode({"version": VERSION} | fields))
     except OSError as error:
         log.error(
             "%s cannot be written, and what starts next will not know of all workers: %s; make "

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
 from kvrelay.cluster.processes import control_process, life, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
@@ -30,6 +31,26 @@ def no_space(*_: object, **__: object) -> None:
 @pytest.fixture
 def running(tmp_path: Path) -> Life:
     return Life(tmp_path, LifeRecord("kvrelay-test", b"token", "settings"))
+
+
+def test_what_a_newer_version_keeps_is_left_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = build_config({"sessions": {"state_dir": str(tmp_path)}, "api": {"port": 8000}}, "test")
+    first = life.open_life(config, 8000)
+    first.next_controller()
+    assert life.open_life(config, 8000).record == first.record
+    newer = msgspec.msgpack.encode(msgspec.to_builtins(first.record, builtin_types=(bytes,)))
+    newer = msgspec.msgpack.encode(msgspec.msgpack.decode(newer) | {"version": 2, "cluster": {}})
+    for name in ("life", "controller"):
+        (first.path / name).write_bytes(newer)
+    second = life.open_life(config, 8000)
+    assert second.path != first.path
+    assert (first.path / "life").read_bytes() == newer
+    assert read_record(first.path / "controller", Checkpoint) is None
+    assert life.keep(first.path / "controller", Checkpoint())
+    assert (first.path / "controller.version-2").read_bytes() == newer
+    assert "is of version 2, of a newer KVRelay, and this one reads up to 1" in caplog.text
 
 
 class Child:
