@@ -37,7 +37,7 @@ class RouterProcessStatus(Struct, omit_defaults=True, kw_only=True):
     pid: int | None = None
     restarts: int | None = None
     last_error: str | None = None
-    version: str | None = None  # of kvrelay; "unknown": one that does not say
+    version: str | None = None  # the package's; "unknown": it does not say
 
 
 class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
@@ -48,7 +48,7 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     pid: int | None = None
     has_ray: bool | None = None
     age_s: float | None = None  # since it said what is shown
-    version: str | None = None  # of kvrelay
+    version: str | None = None  # the package's
 
 
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):

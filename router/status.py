@@ -93,7 +93,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     restarts: int | None = None
     hangs: int | None = None  # times that it was ended because it did not answer
     last_error: str | None = None
-    version: str | None = None  # of kvrelay; "unknown": one that does not say
+    version: str | None = None  # the package's; "unknown": it does not say
 
 
 class RouterStatus(Struct, kw_only=True):

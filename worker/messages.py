@@ -38,7 +38,7 @@ class WorkerStarted:
     port: int
     pid: int = 0  # on its machine, for operators
     notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
-    protocol: int = 1  # as of a Peer
+    protocol: int = 1  # this and the next: see Peer
     package: str = "unknown"
 
 

@@ -25,7 +25,7 @@ from kvrelay.worker.processes import kill_workers
 log = logging.getLogger("kvrelay")
 
 TOKEN_BYTES = 32
-VERSION = 1  # of every file here: raised where an older reader would get one wrong
+VERSION = 1  # all files here have it: raised where an older reader would get one wrong
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class _Versioned(msgspec.Struct):
 
 
 def _version(file: Path) -> int:
-    """What a file of this kind is of; 0: none. Raises OSError."""
+    """Reads the version of a file of this kind; 0: there is none. Raises OSError."""
     try:
         return msgspec.msgpack.decode(file.read_bytes(), type=_Versioned).version
     except (FileNotFoundError, msgspec.DecodeError):

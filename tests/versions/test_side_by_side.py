@@ -30,7 +30,7 @@ REQUESTS = [(prompt, KINDS[kind]) for kind in ("seeded", "logprobs") for prompt 
 def cut_down(message: Any) -> Any:
     name = type(message).__name__
     if name not in LAST["codec"]:
-        return message  # of one process
+        return message  # it stays within a process
     _, fields = msgspec.msgpack.decode(codec.encode(message), type=tuple[str, msgspec.Raw])
     known = THEN.only_known(name, bytes(fields))
     return codec.decode_message(msgspec.msgpack.encode((name, msgspec.Raw(known))))

@@ -92,7 +92,7 @@ def test_others_hear_which_version_a_worker_has_and_so_do_operators() -> None:
     new = WorkerStarted(info("decode-0", 1), "h", 101, protocol=7, package="9.9")
     told = of(SendPeers, script.say(new))
     assert told[1].peers == (Peer("decode-0", "h", 101, 1, protocol=7, package="9.9"),)
-    script.started("prefill-0", 1)  # of a version that does not say
+    script.started("prefill-0", 1)  # an old one, which does not say
     view = cluster_view(script.controller, ControllerStatus(known=True), {}, "h", "http")
     assert {each.worker: each.version for each in view.workers} == {
         "decode-0": "9.9",
