@@ -15,6 +15,8 @@ from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.wire import codec
 from kvrelay.kvtransfer import layout
+from kvrelay.lab.sim.run import run_seed
+from kvrelay.lab.sim.runtime import SimRuntime
 from kvrelay.worker import transfers
 from kvrelay.worker.spec import WorkerSpec
 from tests.local.test_local import PROMPTS, REMOTE, small
@@ -103,3 +105,21 @@ def test_a_prompt_is_handed_over_within_a_layout_only(
         assert_clean(cluster)
         assert (cluster.status().totals.handoffs > 0) is not is_mixed
     assert_same(answers, at_rest)
+
+
+def test_nothing_breaks_under_faults_with_what_the_last_release_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deliver = SimRuntime._deliver
+    num_cut = 0
+
+    def cut(self: SimRuntime, source: str, life: Any, message: Any) -> None:
+        nonlocal num_cut
+        num_cut += type(message).__name__ in LAST["codec"]
+        deliver(self, source, life, cut_down(message))
+
+    monkeypatch.setattr(SimRuntime, "_deliver", cut)
+    for seed in range(2):
+        report = run_seed(seed)
+        assert not report.violations, (seed, report.violations[:3])
+    assert num_cut > 1000
