@@ -123,7 +123,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool  # query, key and value projections have one
     output_bias: bool  # the attention's output projection has one
-    qk_norm: bool  # RMSNorm over head_dim of queries and keys
+    qk_norm: bool  # RMSNorm of queries and keys, of each head
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # config.json's and generation_config.json's together
@@ -138,6 +138,10 @@ class ModelConfig:
     embed_scale: float = 1.0
     sandwich_norms: bool = False  # a norm after attention and MLP too, before the residual
     norm_offset: float = 0.0  # added to the weights of norms as they are loaded
+    norms_all_heads: bool = False  # with qk_norm: one norm over all heads of queries, one of keys
+    # Queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length).
+    query_growth: float = 0.0
+    query_growth_length: int = 0
     latent: Latent | None = None
     experts: Experts | None = None
 
@@ -156,6 +160,11 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def changes_queries(self) -> bool:
+        """Whether queries are changed as a whole, before each head's norm and rotation."""
+        return self.norms_all_heads or self.query_growth != 0.0
 
     @property
     def max_window(self) -> int:
@@ -224,6 +233,8 @@ class ModelConfig:
         if (latent := self.latent) is None:
             heads = 2 * self.num_heads + 2 * self.num_kv_heads
             norms = 2 * self.head_dim if self.qk_norm else 0
+            if self.norms_all_heads:
+                norms = (self.num_heads + self.num_kv_heads) * self.head_dim
             return self.hidden_size * self.head_dim * heads + norms
         queries = self.num_heads * (latent.nope_dim + latent.rope_dim)
         q_rank = latent.q_rank or 0

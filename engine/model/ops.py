@@ -86,6 +86,14 @@ class Ops(Protocol):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
+    def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of qkv [N, ...]: all heads' queries, and all heads' keys."""
+        ...
+
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over all heads of queries or keys, as `queries_and_keys` gives them."""
+        ...
+
     def rope_write(
         self,
         qkv: torch.Tensor,
@@ -155,6 +163,9 @@ class TensorOps:
     def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
         return None
 
+    def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return split_queries_and_keys(qkv, self._config)
+
     def expanded_attention(
         self, queries: torch.Tensor, q_rope: torch.Tensor, key_up: Any, value_up: Any, layer: int
     ) -> torch.Tensor | None:
@@ -170,6 +181,14 @@ class TensorOps:
         """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""
         index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
         return None if index < 0 else self._ropes[index]
+
+
+def split_queries_and_keys(
+    qkv: torch.Tensor, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    return qkv[:, :queries], qkv[:, queries : queries + keys]
 
 
 def choose_experts(

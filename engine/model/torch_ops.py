@@ -97,6 +97,9 @@ class TorchOps(TensorOps):
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
         return (weight * (wide * scale).to(x.dtype)).to(x.dtype)
 
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.rms_norm(x.contiguous(), weight)
+
     def rope_write(
         self,
         qkv: torch.Tensor,

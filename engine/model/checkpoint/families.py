@@ -152,12 +152,14 @@ def parse(raw: Raw, generation: Raw) -> ModelConfig:
         config = replace(config, max_position_embeddings=longest)
     longest = config.max_position_embeddings  # a window of that length hides nothing
     windows = tuple(window if window < longest else 0 for window in config.windows)
-    ends = {*ids(raw, "eos_token_id"), *ids(generation, "eos_token_id")}
+    sources = (raw, generation, raw.get("text_config") or {})
+    ends = {end for source in sources for end in ids(source, "eos_token_id")}
+    starts = [start for source in sources for start in ids(source, "bos_token_id")]
     return replace(
         config,
         architecture=named,
         windows=windows if any(windows) else (),
-        bos_token_id=next(iter(ids(raw, "bos_token_id") + ids(generation, "bos_token_id")), None),
+        bos_token_id=next(iter(starts), None),
         eos_token_ids=tuple(sorted(ends)),
     )
 
@@ -327,9 +329,27 @@ def _gemma3(raw: Raw) -> ModelConfig:
     )
 
 
-def _gemma3_text_of(raw: Raw) -> ModelConfig:
-    """The language model of a multimodal checkpoint: it is served with text alone."""
-    return _gemma3(raw["text_config"])
+def _seed_oss(raw: Raw) -> ModelConfig:
+    return base(
+        {"head_dim": 128, **raw},
+        attention_bias=bool(raw.get("attention_bias", True)),
+        output_bias=bool(raw.get("attention_out_bias")),
+    )
+
+
+def _ministral3(raw: Raw) -> ModelConfig:
+    raw = {"head_dim": 128, "rms_norm_eps": 1e-5, **raw}
+    windows = windows_of(raw, raw.get("sliding_window"), every_layer)
+    return base(raw, windows=windows, **query_growth(raw))
+
+
+def query_growth(raw: Raw) -> dict[str, Any]:
+    """How queries grow with their position, as Llama 4, Ministral 3 and Mistral 4 were trained."""
+    spec = rope_spec(raw)
+    if not (beta := spec.get("llama_4_scaling_beta")):
+        return {}
+    length = count(spec, "original_max_position_embeddings")
+    return {"query_growth": float(beta), "query_growth_length": length}
 
 
 def _mixtral(raw: Raw) -> ModelConfig:
@@ -343,6 +363,32 @@ def _mixtral(raw: Raw) -> ModelConfig:
         raw,
         ropes=(read_rope(raw, head_dim_of(raw), 1e6),),
         windows=windows_of(raw, raw.get("sliding_window"), every_layer),
+        experts=_checked(experts),
+    )
+
+
+def _minimax_m2(raw: Raw) -> ModelConfig:
+    refuse(raw, "shared_intermediate_size")
+    stated = {"scoring_func": "sigmoid", "qk_norm_type": "per_layer", "use_qk_norm": True}
+    for key, needed in {**stated, "use_routing_bias": True}.items():
+        if raw.get(key, needed) != needed:
+            raise ModelError(f"config.json: {key} {raw[key]!r} is not supported, only {needed!r}")
+    raw = {"head_dim": 128, **raw}
+    if raw.get("rotary_dim"):
+        raw = {"partial_rotary_factor": count(raw, "rotary_dim") / raw["head_dim"], **raw}
+    experts = Experts(
+        num_experts=count(raw, "num_local_experts", 256),
+        num_per_token=count(raw, "num_experts_per_tok", 8),
+        intermediate_size=count(raw, "intermediate_size", 1536),
+        normalize=True,
+        scoring="sigmoid",
+        has_bias=True,
+    )
+    return base(
+        raw,
+        ropes=(read_rope(raw, raw["head_dim"], 5e6),),
+        qk_norm=True,
+        norms_all_heads=True,
         experts=_checked(experts),
     )
 
@@ -433,6 +479,63 @@ def _deepseek_v3(raw: Raw) -> ModelConfig:
     return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
 
 
+def _glm4_experts(raw: Raw) -> Experts:
+    return _deepseek_experts(
+        raw,
+        normalize=bool(raw.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        num_groups=count(raw, "n_group", 1),
+        num_chosen_groups=count(raw, "topk_group", 1),
+        has_bias=True,
+    )
+
+
+def _glm4_moe(raw: Raw) -> ModelConfig:
+    raw = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, **raw}
+    return base(
+        raw,
+        attention_bias=bool(raw.get("attention_bias")),
+        qk_norm=bool(raw.get("use_qk_norm")),
+        experts=_checked(_glm4_experts({"n_shared_experts": 1, **raw})),
+    )
+
+
+def _glm4_moe_lite(raw: Raw) -> ModelConfig:
+    kinds = raw.get("mlp_layer_types") or ["dense"]
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if "dense" in kinds[dense:]:
+        raise ModelError("config.json: mlp_layer_types with dense layers after sparse ones")
+    defaults = {"rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192}
+    raw = {**defaults, "v_head_dim": 256, "n_shared_experts": 1, **raw}
+    experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
+    return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
+
+
+def _mistral4(raw: Raw) -> ModelConfig:
+    if raw.get("n_group", 1) != 1:
+        raise ModelError(f"config.json: n_group {raw['n_group']} is not supported, only 1")
+    defaults = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+    raw = {**defaults, "n_shared_experts": 1, **raw}
+    experts = _deepseek_experts(raw, normalize=bool(raw.get("norm_topk_prob", True)))
+    # It says which part of a head is rotated, which the two lengths of a latent's query say too.
+    whole = {"partial_rotary_factor": 1.0}
+    raw = {**raw, **whole, "rope_parameters": {**rope_spec(raw), **whole}}
+    interleaved = bool(raw.get("rope_interleave", True))
+    return replace(_deepseek(raw, experts, interleaved), **query_growth(raw))
+
+
+def _text_of(raw: Raw) -> ModelConfig:
+    """The language model of a multimodal checkpoint: it is served with text alone."""
+    text: Raw = raw["text_config"]
+    kind = text.get("model_type") or TEXT_KINDS[raw["architectures"][0]]
+    if kind not in TEXT_MODELS:
+        known = ", ".join(TEXT_MODELS)
+        raise ModelError(f"config.json: text_config is of {kind}; supported: {known}")
+    # The output layer belongs to the model around it, so what that says counts.
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+    return TEXT_MODELS[kind]({**text, **tied})
+
+
 def _checked(experts: Experts) -> Experts:
     e = experts
     size = e.num_experts // e.num_groups
@@ -458,9 +561,33 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Phi3ForCausalLM": _phi3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
-    "Gemma3ForConditionalGeneration": _gemma3_text_of,
+    "Gemma3ForConditionalGeneration": _text_of,
     "MixtralForCausalLM": _mixtral,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "KimiK25ForConditionalGeneration": _text_of,
+    "Kimi_K25ForConditionalGeneration": _text_of,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
+    "Ministral3ForCausalLM": _ministral3,
+    "Mistral3ForConditionalGeneration": _text_of,
+    "Mistral4ForCausalLM": _mistral4,
+    "SeedOssForCausalLM": _seed_oss,
+}
+TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
+    "deepseek_v3": _deepseek_v3,
+    "gemma3_text": _gemma3,
+    "kimi_k2": _deepseek_v3,
+    "ministral3": _ministral3,
+    "mistral": _mistral,
+    "mistral4": _mistral4,
+}
+"""The language model within another, by the `model_type` of its text_config."""
+TEXT_KINDS = {  # where text_config states none
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Mistral3ForConditionalGeneration": "mistral",
 }

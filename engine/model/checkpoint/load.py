@@ -291,7 +291,9 @@ def load_weights(
     table = checkpoint.get(root + table_name, config.vocab_size, config.hidden_size)
     head = table
     if not config.tie_word_embeddings:
-        head = checkpoint.get("lm_head.weight", config.vocab_size, config.hidden_size)
+        names = ("lm_head.weight", "language_model.lm_head.weight")
+        name = next((name for name in names if checkpoint.has(name)), names[0])
+        head = checkpoint.get(name, config.vocab_size, config.hidden_size)
     layers = []
     for index in range(config.num_layers):
         layers.append(_Layer(checkpoint, config, ops, root, index).load())
@@ -381,10 +383,11 @@ class _Layer:
             out_bias = self._get("self_attn.o_proj.bias", c.hidden_size)
         qkv = self._stacked("self_attn.qkv_proj", parts)
         out = self._get("self_attn.o_proj.weight", c.hidden_size, queries)
+        q_width, k_width = (queries, keys) if c.norms_all_heads else (c.head_dim, c.head_dim)
         return AttentionWeights(
             qkv=self._ops.matrix(qkv, qkv_bias, "qkv"),
-            q_norm=self._norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-            k_norm=self._norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+            q_norm=self._norm("self_attn.q_norm", q_width) if c.qk_norm else None,
+            k_norm=self._norm("self_attn.k_norm", k_width) if c.qk_norm else None,
             out=self._ops.matrix(out, out_bias, "out"),
         )
 
@@ -417,16 +420,37 @@ class _Layer:
         c, experts = self._config, self._config.experts
         assert experts is not None
         prefix, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
-        if c.architecture == "MixtralForCausalLM":
+        bias_name = "gate.e_score_correction_bias"
+        if self._checkpoint.has(self._prefix + "block_sparse_moe.gate.weight"):
             prefix, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
+            bias_name = "e_score_correction_bias"
         number, width = experts.num_experts, experts.intermediate_size
         router = self._get(prefix + "gate.weight", number, c.hidden_size)
         bias = None
         if experts.has_bias:
-            bias = self._ops.vector(self._get(prefix + "gate.e_score_correction_bias", number))
+            bias = self._ops.vector(self._get(prefix + bias_name, number))
+        if self._checkpoint.has(f"{self._prefix}{prefix}experts.gate_up_proj"):  # stacked already
+            name = prefix + "experts."
+            gate_ups = self._get(name + "gate_up_proj", number, 2 * width, c.hidden_size)
+            downs = self._get(name + "down_proj", number, c.hidden_size, width)
+        else:
+            gate_ups, downs = self._stacked_experts(prefix + "experts.", (gate, up, down))
+        return ExpertsWeights(
+            router=self._ops.router(router),
+            bias=bias,
+            experts=self._ops.experts(gate_ups, downs),
+        )
+
+    def _stacked_experts(
+        self, prefix: str, names: tuple[str, str, str]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        c, experts = self._config, self._config.experts
+        assert experts is not None
+        gate, up, down = names
+        number, width = experts.num_experts, experts.intermediate_size
         gate_ups = downs = None
         for index in range(number):
-            name = f"{prefix}experts.{index}."
+            name = f"{prefix}{index}."
             first = self._get(f"{name}{gate}.weight", width, c.hidden_size)
             if gate_ups is None or downs is None:
                 gate_ups = first.new_empty(number, 2 * width, c.hidden_size)
@@ -434,11 +458,9 @@ class _Layer:
             gate_ups[index, :width] = first
             gate_ups[index, width:] = self._get(f"{name}{up}.weight", width, c.hidden_size)
             downs[index] = self._get(f"{name}{down}.weight", c.hidden_size, width)
-        return ExpertsWeights(
-            router=self._ops.router(router),
-            bias=bias,
-            experts=self._ops.experts(gate_ups, downs),
-        )
+        assert gate_ups is not None
+        assert downs is not None
+        return gate_ups, downs
 
 
 def _deinterleaved(weight: torch.Tensor, num_heads: int, latent: Latent) -> torch.Tensor:

@@ -77,7 +77,9 @@ class Quantized:
 def quantization_of(path: Path, raw: Raw) -> Quantized | None:
     """Reads how the checkpoint in `path` with this config.json is quantized; None: it is not.
     Raises ModelError."""
-    stated = raw.get("quantization_config") or raw.get("compression_config")
+    parts = (raw, raw.get("text_config") or {})  # the whole model, its language model
+    keys = ("quantization_config", "compression_config")
+    stated = next((part[key] for part in parts for key in keys if part.get(key)), None)
     if not stated and (path / MODELOPT_FILE).is_file():
         stated = {"quant_method": "modelopt", **read_json(path / MODELOPT_FILE)["quantization"]}
     return parse_quantized(stated) if stated else None

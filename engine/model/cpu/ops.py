@@ -27,6 +27,7 @@ from kvrelay.engine.model.cpu.linear import (
     owned,
 )
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
+from kvrelay.engine.model.ops import split_queries_and_keys
 from kvrelay.engine.model.weights import ExpertsWeights, Weights
 
 
@@ -89,11 +90,17 @@ class CpuOps:
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
 
-    def run_layers(self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch) -> torch.Tensor:
+    def run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch
+    ) -> torch.Tensor | None:
+        if self._config.changes_queries:
+            return None
         return self._step.run(hidden, layers, batch)
 
-    def decode(self, weights: Weights, limits: Limits) -> CpuDecode:
-        """What runs decodes without the calls below."""
+    def decode(self, weights: Weights, limits: Limits) -> CpuDecode | None:
+        """What runs decodes without the calls below; None: it does not know this model."""
+        if self._config.changes_queries:
+            return None
         attention = self._attention.for_decodes()
         return CpuDecode(
             self._config, limits, self._lib, self._threads, attention, weights, self._buffer
@@ -160,6 +167,12 @@ class CpuOps:
             self._threads,
         )
         return out
+
+    def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return split_queries_and_keys(qkv, self._config)
+
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.rms_norm(x, weight)
 
     def rope_write(
         self,

@@ -125,6 +125,9 @@ class TritonOps(TensorOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps)
 
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.rms_norm(x.contiguous(), weight)
+
     def rope_write(
         self,
         qkv: torch.Tensor,
