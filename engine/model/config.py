@@ -104,6 +104,7 @@ class Experts:
     has_bias: bool = False  # a correction that counts for the choice, not for the weight
     shared_size: int = 0  # intermediate size of the experts that every token passes; 0: none
     first_layer: int = 0
+    has_biases: bool = False  # the router, and both projections of each expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # for each layer: positions it attends to, itself among them; 0:
     # all. (): all layers attend to all
     num_sinks: int = 0  # first positions that windowed layers attend to as well
-    activation: str = "silu"  # or "gelu_tanh": of the gate
+    activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
+    learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
     attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     logits_softcap: float = 0.0
@@ -165,6 +167,15 @@ class ModelConfig:
     def changes_queries(self) -> bool:
         """Whether queries are changed as a whole, before each head's norm and rotation."""
         return self.norms_all_heads or self.query_growth != 0.0
+
+    @property
+    def torch_only(self) -> str:
+        """What of it only the operations in torch compute; "": nothing."""
+        if self.learned_sinks:
+            return "learned attention sinks"
+        if self.experts is not None and self.experts.has_biases:
+            return "biases of experts"
+        return ""
 
     @property
     def max_window(self) -> int:

@@ -66,7 +66,7 @@ class Decoder:
             if self._config.changes_queries:
                 q_norm, k_norm = self._change_queries(qkv, q_norm, k_norm)
             ops.rope_write(qkv, index, q_norm, k_norm)
-            attended = ops.attention(qkv, index)  # [N, num_heads * head_dim]
+            attended = ops.attention(qkv, index, attention.sinks)  # [N, num_heads * head_dim]
         else:
             attended = self._attend_latents(x, attention, index)
         self._add(hidden, attended, attention.out, layer.attention_out_norm)

@@ -105,8 +105,11 @@ class Ops(Protocol):
         rotate queries and keys in place, and write keys and values to the pool."""
         ...
 
-    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Rotated queries in qkv -> [num_tokens, num_heads * head_dim]."""
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rotated queries in qkv -> [num_tokens, num_heads * head_dim]. sinks [num_heads]: a score
+        that each head's softmax has beside those of keys."""
         ...
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
@@ -130,6 +133,12 @@ class Ops(Protocol):
 
     def experts(self, gate_ups: Any, downs: Any) -> Any:
         """Prepare stacked experts: gate_ups [E, 2 * width, hidden], downs [E, hidden, width]."""
+        ...
+
+    def expert_biases(
+        self, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prepare those of stacked experts: [E, 2 * width], and [E, hidden]."""
         ...
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
@@ -159,6 +168,11 @@ class TensorOps:
 
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)
+
+    def expert_biases(
+        self, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.vector(gate_up), self.vector(down)
 
     def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
         return None

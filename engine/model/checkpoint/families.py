@@ -2,9 +2,6 @@
 
 Keys and defaults are those of transformers. Settings that the decoder does not implement are
 refused, by name.
-
-Rotary embeddings are `rope_scaling` beside `rope_theta`, or `rope_parameters`, either for all
-layers or one for each kind of layer.
 """
 
 from __future__ import annotations
@@ -15,99 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.model.checkpoint.fields import count, ids, number, numbers, read_json, refuse
+from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
-from kvrelay.engine.model.config import Experts, Latent, ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
+from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
-
-SLIDING = "sliding_attention"
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-def read_rope(
-    raw: Mapping[str, Any], head_dim: int, theta: float = 10000.0, layer_type: str = ""
-) -> Rope:
-    """The rotary embedding of heads of `head_dim`; theta: where the file states none.
-    layer_type: of layers of this kind, where kinds have their own."""
-    spec = rope_spec(raw, layer_type)
-    partial = spec.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    dim = int(head_dim * (1.0 if partial is None else float(partial)))
-    if dim < 2 or dim % 2 or dim > head_dim:
-        raise ModelError(
-            f"config.json: partial_rotary_factor {partial} rotates {dim} of {head_dim} dimensions, "
-            "an even number of them is needed"
-        )
-    theta = number(spec, "rope_theta", number(raw, "rope_theta", theta))
-    return Rope(theta, dim, _scaling(raw, spec, dim))
-
-
-def rope_spec(raw: Mapping[str, Any], layer_type: str = "") -> Mapping[str, Any]:
-    """The settings of the scaling, from either key; {} if there are none."""
-    newer = raw.get("rope_parameters") or {}
-    if "full_attention" in newer or SLIDING in newer:
-        kinds = [each for each in newer.values() if each]
-        if not layer_type and kinds[1:] and kinds[0] != kinds[1]:
-            raise ModelError(f"rope_parameters that differ by layer ({newer}) are not supported")
-        newer = newer.get(layer_type or "full_attention") or {}
-    return {**(raw.get("rope_scaling") or {}), **newer}
-
-
-def _scaling(raw: Mapping[str, Any], spec: Mapping[str, Any], dim: int) -> RopeScaling | None:
-    kind = spec.get("rope_type", spec.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and "long_factor" in spec):  # early names, in Phi-3 files
-        kind = "longrope"
-    if kind not in KINDS:
-        raise ModelError(f"rope scaling {kind} is not supported; supported: {', '.join(KINDS)}")
-    # Dynamic scaling starts past max_position_embeddings, which no sequence exceeds here.
-    if kind in ("default", "dynamic"):
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", number(spec, "factor"))
-    longest = count(raw, "max_position_embeddings")
-    stated = {**spec, **{k: v for k, v in raw.items() if k == "original_max_position_embeddings"}}
-    original = count(stated, "original_max_position_embeddings", longest)
-    if kind == "llama3":
-        return RopeScaling(
-            kind,
-            factor=number(spec, "factor"),
-            low_freq_factor=number(spec, "low_freq_factor"),
-            high_freq_factor=number(spec, "high_freq_factor"),
-            original_max_position=original,
-        )
-    if kind == "longrope":
-        factor = number(spec, "factor", longest / original)
-        spread = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        return RopeScaling(
-            kind,
-            factor,
-            original_max_position=original,
-            short_factors=numbers(spec, "short_factor", dim // 2),
-            long_factors=numbers(spec, "long_factor", dim // 2),
-            attention_factor=number(spec, "attention_factor", spread),
-        )
-    factor = number(spec, "factor")
-    return RopeScaling(
-        kind,
-        factor,
-        original_max_position=original,
-        beta_fast=float(spec.get("beta_fast") or 32),
-        beta_slow=float(spec.get("beta_slow") or 1),
-        truncate=bool(spec.get("truncate", True)),
-        attention_factor=number(spec, "attention_factor", _yarn_spread(factor, spec)),
-    )
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """By how much YaRN sharpens attention (Peng et al. 2023, eq. 22)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _yarn_spread(factor: float, spec: Mapping[str, Any]) -> float:
-    mscale, all_dim = spec.get("mscale"), spec.get("mscale_all_dim")
-    if mscale and all_dim:  # DeepSeek: the rest of it is in the scale of scores
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-    return yarn_mscale(factor, 1.0)
-
 
 Raw = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -393,6 +302,33 @@ def _minimax_m2(raw: Raw) -> ModelConfig:
     )
 
 
+def _gpt_oss(raw: Raw) -> ModelConfig:
+    limits = (number(raw, "swiglu_alpha", 1.702), number(raw, "swiglu_limit", 7.0))
+    if limits != (1.702, 7.0):
+        raise ModelError(f"config.json: swiglu_alpha and _limit {limits}, not 1.702 and 7.0")
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
+    raw = {"head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, **raw}
+    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+        raw["rope_parameters"] = yarn
+    experts = Experts(
+        num_experts=count(raw, "num_local_experts", 128),
+        num_per_token=count(raw, "num_experts_per_tok", 4),
+        intermediate_size=count(raw, "intermediate_size", 2880),
+        normalize=True,
+        has_biases=True,
+    )
+    windows = windows_of(raw, raw.get("sliding_window", 128), lambda index: index % 2 == 0)
+    return base(
+        raw,
+        windows=windows,
+        experts=_checked(experts),
+        learned_sinks=True,
+        activation="clamped_swish",
+        **biases(raw),
+    )
+
+
 def _qwen3_moe(raw: Raw) -> ModelConfig:
     dense = sorted(raw.get("mlp_only_layers") or [])
     if dense != list(range(len(dense))) or raw.get("decoder_sparse_step", 1) != 1:
@@ -568,6 +504,7 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "GptOssForCausalLM": _gpt_oss,
     "KimiK25ForConditionalGeneration": _text_of,
     "Kimi_K25ForConditionalGeneration": _text_of,
     "MiniMaxM2ForCausalLM": _minimax_m2,

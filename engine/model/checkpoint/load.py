@@ -27,7 +27,7 @@ from kvrelay.engine.model.checkpoint.quantized_config import (
     float_type,
     quantization_of,
 )
-from kvrelay.engine.model.config import Latent, ModelConfig
+from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import (
@@ -63,6 +63,24 @@ class QuantizedWeights:
         except (RuntimeError, IndexError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ModelError(f"{module}: its quantized parts do not fit: {reason}") from error
+
+    def read_stacked(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The stacked matrices `name` in MXFP4 as gpt-oss has them: blocks [..., out, in / 32, 16],
+        and a scale for each. None: they are not quantized. Raises ModelError."""
+        blocks = self._get(f"{name}_blocks")
+        if blocks is None:
+            return None
+        scales = self._needed(f"{name}_scales")
+        whole = torch.empty(shape, dtype=self._dtype)
+        if blocks.shape[:-1] != scales.shape or blocks.shape[-2:] != (shape[-1] // 32, 16):
+            raise ModelError(
+                f"{name}: blocks {[*blocks.shape]} and scales {[*scales.shape]} do not make "
+                f"{[*shape]}"
+            )
+        for index, (pairs, scale) in enumerate(zip(blocks, scales, strict=True)):
+            numbers = _unpack_fp4(pairs) * _scale_values(scale).unsqueeze(-1)
+            whole[index] = numbers.flatten(1)
+        return whole
 
     def _read(self, module: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         group = self._config.group(module)
@@ -389,6 +407,9 @@ class _Layer:
             q_norm=self._norm("self_attn.q_norm", q_width) if c.qk_norm else None,
             k_norm=self._norm("self_attn.k_norm", k_width) if c.qk_norm else None,
             out=self._ops.matrix(out, out_bias, "out"),
+            sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads))
+            if c.learned_sinks
+            else None,
         )
 
     def _latent(self, latent: Latent) -> LatentWeights:
@@ -419,6 +440,8 @@ class _Layer:
     def _experts(self) -> ExpertsWeights:
         c, experts = self._config, self._config.experts
         assert experts is not None
+        if experts.has_biases:
+            return self._experts_with_biases(experts)
         prefix, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
         bias_name = "gate.e_score_correction_bias"
         if self._checkpoint.has(self._prefix + "block_sparse_moe.gate.weight"):
@@ -440,6 +463,37 @@ class _Layer:
             bias=bias,
             experts=self._ops.experts(gate_ups, downs),
         )
+
+    def _experts_with_biases(self, experts: Experts) -> ExpertsWeights:
+        """gpt-oss has [experts, in, out] or, in MXFP4, [experts, out, in]; in both, rows of gate
+        and up alternate."""
+        number, width = experts.num_experts, experts.intermediate_size
+        hidden = self._config.hidden_size
+        gate_ups = self._transposed("mlp.experts.gate_up_proj", number, 2 * width, hidden)
+        downs = self._transposed("mlp.experts.down_proj", number, hidden, width)
+        gate_up_bias = self._get("mlp.experts.gate_up_proj_bias", number, 2 * width)
+        down_bias = self._get("mlp.experts.down_proj_bias", number, hidden)
+        gate_ups, gate_up_bias = (
+            torch.cat((each[:, 0::2], each[:, 1::2]), dim=1) for each in (gate_ups, gate_up_bias)
+        )
+        of_gate_up, of_down = self._ops.expert_biases(gate_up_bias, down_bias)
+        return ExpertsWeights(
+            router=self._ops.router(self._get("mlp.router.weight", number, hidden)),
+            bias=None,
+            experts=self._ops.experts(gate_ups, downs.contiguous()),
+            router_bias=self._ops.vector(self._get("mlp.router.bias", number)),
+            gate_up_bias=of_gate_up,
+            down_bias=of_down,
+        )
+
+    def _transposed(self, name: str, number: int, rows: int, columns: int) -> torch.Tensor:
+        """The stacked matrices `name`, [number, rows, columns], however they are stored."""
+        quantized = self._checkpoint.quantized
+        if quantized:
+            found = quantized.read_stacked(self._prefix + name, (number, rows, columns))
+            if found is not None:
+                return found
+        return self._get(name, number, columns, rows).transpose(1, 2)
 
     def _stacked_experts(
         self, prefix: str, names: tuple[str, str, str]

@@ -17,6 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
     CpuLinear,
@@ -50,6 +51,8 @@ class CpuOps:
         low_precision: the kind (cpu.linear) of GEMM with rounded factors, or 0 for none; None: if
         `dtype` is bfloat16, what is fastest on this CPU. Raises KernelsUnavailable for what the
         kernels do not know."""
+        if config.torch_only:
+            raise KernelsUnavailable(f"{config.torch_only} are not handled")
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
         if low_precision is None:
@@ -140,6 +143,9 @@ class CpuOps:
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         return self._linear.experts(gate_ups, downs)
 
+    def expert_biases(self, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+        raise AssertionError("as the constructor has said")
+
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         assert hidden.is_contiguous()
         assert x.is_contiguous()
@@ -183,7 +189,10 @@ class CpuOps:
     ) -> None:
         self._attention.write(qkv, layer, q_norm, k_norm)
 
-    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks is None  # the constructor has refused them
         out = self._buffer("attention", len(qkv), self._config.num_heads * self._config.head_dim)
         self._attention.attend(qkv, layer, out)
         return out

@@ -287,6 +287,20 @@ class ParallelOps:
         scale = torch.rsqrt(squares / len(weight) + model.rms_norm_eps)
         return (weight[part] * (wide * scale).to(x.dtype)).to(x.dtype)
 
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        own = None if sinks is None else sinks[self._shard.part(len(sinks))]
+        return self._inner.attention(qkv, layer, own)
+
+    def expert_biases(
+        self, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ranks add up what comes out, so one of them has the second bias."""
+        part = self._shard.part(gate_up.shape[1] // 2)
+        own = torch.cat([each[:, part] for each in gate_up.chunk(2, dim=1)], dim=1)
+        return self._inner.expert_biases(own, torch.zeros_like(down) if self._shard.rank else down)
+
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Any:
         part = self._shard.part(downs.shape[2])
         projections = [each[:, part] for each in gate_ups.chunk(2, dim=1)]

@@ -149,6 +149,16 @@ FAMILIES = {
     ),
     "deepseek3": (transformers.DeepseekV3Config, {**LATENT, **GROUPS, **MSCALE}),
     "kimi-k25": (transformers.Kimi_K25Config, {**LATENT, **GROUPS, **MSCALE}),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            **rope("yarn", factor=8.0, truncate=False, **ORIGINAL),
+        },
+    ),
     "glm4-moe": (transformers.Glm4MoeConfig, {**GLM4, "use_qk_norm": True}),
     "glm4-moe-air": (transformers.Glm4MoeConfig, {**GLM4, **EXPERT_GROUPS}),
     "glm4-moe-lite": (
@@ -219,7 +229,7 @@ def make_checkpoint(
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:  # not all zeros or ones
+            if name.endswith(("bias", "sinks")) or "norm" in name:  # not all zeros or ones
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if name.endswith("gate.weight") or "experts." in name:  # nor all alike
                 parameter.copy_(torch.randn_like(parameter) * SHAPE["initializer_range"])
