@@ -104,6 +104,7 @@ class Experts:
     has_bias: bool = False  # a correction that counts for the choice, not for the weight
     shared_size: int = 0  # intermediate size of the experts that every token passes; 0: none
     first_layer: int = 0
+    has_biases: bool = False  # the router, and both projections of each expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool  # query, key and value projections have one
     output_bias: bool  # the attention's output projection has one
-    qk_norm: bool  # RMSNorm over head_dim of queries and keys
+    qk_norm: bool  # RMSNorm of queries and keys, of each head
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # config.json's and generation_config.json's together
@@ -131,13 +132,18 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # for each layer: positions it attends to, itself among them; 0:
     # all. (): all layers attend to all
     num_sinks: int = 0  # first positions that windowed layers attend to as well
-    activation: str = "silu"  # or "gelu_tanh": of the gate
+    activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
+    learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
     attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     logits_softcap: float = 0.0
     embed_scale: float = 1.0
     sandwich_norms: bool = False  # a norm after attention and MLP too, before the residual
     norm_offset: float = 0.0  # added to the weights of norms as they are loaded
+    norms_all_heads: bool = False  # with qk_norm: one norm over all heads of queries, one of keys
+    # Queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length).
+    query_growth: float = 0.0
+    query_growth_length: int = 0
     latent: Latent | None = None
     experts: Experts | None = None
 
@@ -156,6 +162,20 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def changes_queries(self) -> bool:
+        """Whether queries are changed as a whole, before each head's norm and rotation."""
+        return self.norms_all_heads or self.query_growth != 0.0
+
+    @property
+    def torch_only(self) -> str:
+        """What of it only the operations in torch compute; "": nothing."""
+        if self.learned_sinks:
+            return "learned attention sinks"
+        if self.experts is not None and self.experts.has_biases:
+            return "biases of experts"
+        return ""
 
     @property
     def max_window(self) -> int:
@@ -224,6 +244,8 @@ class ModelConfig:
         if (latent := self.latent) is None:
             heads = 2 * self.num_heads + 2 * self.num_kv_heads
             norms = 2 * self.head_dim if self.qk_norm else 0
+            if self.norms_all_heads:
+                norms = (self.num_heads + self.num_kv_heads) * self.head_dim
             return self.hidden_size * self.head_dim * heads + norms
         queries = self.num_heads * (latent.nope_dim + latent.rope_dim)
         q_rank = latent.q_rank or 0

@@ -22,6 +22,7 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._ops = ops
+        self._growth: torch.Tensor | None = None  # what this step's queries grow by, [N, 1]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits of `batch.sample_rows`, float32 [R, vocab_size], valid until the next call."""
@@ -32,6 +33,7 @@ class Decoder:
         the next call."""
         ops, weights = self._ops, self._weights
         ops.begin(batch)
+        self._growth = self._growth_of(batch)
         hidden = ops.embed(weights.table, batch.tokens)  # [N, hidden_size]
         if self._config.embed_scale != 1.0:
             # Rounded as the residual stream is: models in bfloat16 were trained with that.
@@ -60,11 +62,37 @@ class Decoder:
         x = ops.rms_norm(hidden, layer.input_norm)
         if isinstance(attention, AttentionWeights):
             qkv = ops.linear(x, attention.qkv)  # [N, (num_heads + 2 * num_kv_heads) * head_dim]
-            ops.rope_write(qkv, index, attention.q_norm, attention.k_norm)
-            attended = ops.attention(qkv, index)  # [N, num_heads * head_dim]
+            q_norm, k_norm = attention.q_norm, attention.k_norm
+            if self._config.changes_queries:
+                q_norm, k_norm = self._change_queries(qkv, q_norm, k_norm)
+            ops.rope_write(qkv, index, q_norm, k_norm)
+            attended = ops.attention(qkv, index, attention.sinks)  # [N, num_heads * head_dim]
         else:
             attended = self._attend_latents(x, attention, index)
         self._add(hidden, attended, attention.out, layer.attention_out_norm)
+
+    def _growth_of(self, batch: Batch) -> torch.Tensor | None:
+        c = self._config
+        if not c.query_growth:
+            return None
+        turns = (batch.positions // c.query_growth_length).float()
+        return (1.0 + c.query_growth * torch.log1p(turns)).unsqueeze(1)
+
+    def _change_queries(
+        self, qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """In place, and keys where the norm is over all heads. Returns the norms of each head that
+        are still to be done."""
+        queries, keys = self._ops.queries_and_keys(qkv)
+        if self._config.norms_all_heads:
+            assert q_norm is not None
+            assert k_norm is not None
+            queries.copy_(self._ops.norm_all_heads(queries, q_norm))
+            keys.copy_(self._ops.norm_all_heads(keys, k_norm))
+            q_norm = k_norm = None
+        if self._growth is not None:
+            queries *= self._growth.to(queries.dtype)
+        return q_norm, k_norm
 
     def _attend_latents(self, x: torch.Tensor, layer: LatentWeights, index: int) -> torch.Tensor:
         """Scores are taken in the latents' space, unless the set expands this step's latents: of
@@ -77,6 +105,8 @@ class Decoder:
         if layer.q_norm is not None:
             x = ops.rms_norm(compressed[:, : latent.q_rank].contiguous(), layer.q_norm)
         queries = ops.linear(x, layer.queries)  # [N, num_heads * (nope_dim + rope_dim)]
+        if self._growth is not None:
+            queries = queries * self._growth.to(queries.dtype)
         queries = queries.view(len(x), -1, latent.nope_dim + latent.rope_dim)
         kv[:, : latent.rank] = ops.rms_norm(kv[:, : latent.rank].contiguous(), layer.kv_norm)
         q_rope = queries[:, :, latent.nope_dim :].contiguous()

@@ -86,6 +86,14 @@ class Ops(Protocol):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
+    def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of qkv [N, ...]: all heads' queries, and all heads' keys."""
+        ...
+
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over all heads of queries or keys, as `queries_and_keys` gives them."""
+        ...
+
     def rope_write(
         self,
         qkv: torch.Tensor,
@@ -97,8 +105,11 @@ class Ops(Protocol):
         rotate queries and keys in place, and write keys and values to the pool."""
         ...
 
-    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Rotated queries in qkv -> [num_tokens, num_heads * head_dim]."""
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rotated queries in qkv -> [num_tokens, num_heads * head_dim]. sinks [num_heads]: a score
+        that each head's softmax has beside those of keys."""
         ...
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
@@ -122,6 +133,12 @@ class Ops(Protocol):
 
     def experts(self, gate_ups: Any, downs: Any) -> Any:
         """Prepare stacked experts: gate_ups [E, 2 * width, hidden], downs [E, hidden, width]."""
+        ...
+
+    def expert_biases(
+        self, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prepare those of stacked experts: [E, 2 * width], and [E, hidden]."""
         ...
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
@@ -152,8 +169,16 @@ class TensorOps:
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)
 
+    def expert_biases(
+        self, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.vector(gate_up), self.vector(down)
+
     def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
         return None
+
+    def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return split_queries_and_keys(qkv, self._config)
 
     def expanded_attention(
         self, queries: torch.Tensor, q_rope: torch.Tensor, key_up: Any, value_up: Any, layer: int
@@ -170,6 +195,14 @@ class TensorOps:
         """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""
         index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
         return None if index < 0 else self._ropes[index]
+
+
+def split_queries_and_keys(
+    qkv: torch.Tensor, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    return qkv[:, :queries], qkv[:, queries : queries + keys]
 
 
 def choose_experts(

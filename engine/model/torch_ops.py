@@ -14,6 +14,7 @@ from kvrelay.engine.model.ops import TensorOps, choose_experts
 from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
 from kvrelay.engine.model.weights import ExpertsWeights
 
+SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
 MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
 
 Matrix = tuple[torch.Tensor, torch.Tensor | None, int]
@@ -51,6 +52,7 @@ class TorchOps(TensorOps):
         self._is_fp8 = pool.dtype == torch.uint8
         self.use_pool(pool)
         self._quantization = quantization
+        self._sinks: torch.Tensor | None = None  # the layer's learned ones, while it attends
         self._rounds = pool.device.type == "cpu"  # inputs of products with quantized weights
 
     def use_pool(self, pool: torch.Tensor) -> None:
@@ -96,6 +98,9 @@ class TorchOps(TensorOps):
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
         return (weight * (wide * scale).to(x.dtype)).to(x.dtype)
+
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.rms_norm(x.contiguous(), weight)
 
     def rope_write(
         self,
@@ -163,8 +168,10 @@ class TorchOps(TensorOps):
             scales[self._block, :, self._offset] = scale
         numbers[self._block, :, self._offset] = heads.to(numbers.dtype)
 
-    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        c = self._config
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        c, self._sinks = self._config, sinks
         queries = qkv[:, : c.num_heads * c.head_dim].view(len(qkv), c.num_heads, c.head_dim)
         return self._attended(queries, self._to_sinks, layer, c.head_dim).flatten(1)
 
@@ -222,7 +229,7 @@ class TorchOps(TensorOps):
         keys, values = self._read(queries.tables, columns, layer)
         if c.latent is not None:
             values = keys[..., :width]
-        if not num_sinks and not c.attention_softcap:
+        if not num_sinks and not c.attention_softcap and not c.learned_sinks:
             return F.scaled_dot_product_attention(
                 queries.at.transpose(1, 2),
                 keys,
@@ -262,8 +269,17 @@ class TorchOps(TensorOps):
         if cap:
             found = (found / cap).tanh() * cap
         found.masked_fill_(~visible[:, part][:, None, None], float("-inf"))
-        mixed = torch.einsum("shgnk,shkd->snhgd", found.softmax(-1), values.float())
+        weights = self._softmax(found)
+        mixed = torch.einsum("shgnk,shkd->snhgd", weights, values.float())
         return mixed.flatten(2, 3).to(self._dtype)
+
+    def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores [S, num_kv_heads, group, n, K]; a learned sink counts, and adds no value."""
+        if self._sinks is None:
+            return scores.softmax(-1)
+        of_heads = self._sinks.view(1, *scores.shape[1:3], 1, 1)
+        sinks = of_heads.expand(*scores.shape[:4], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
 
     def _read(
         self, tables: torch.Tensor, columns: torch.Tensor, layer: int
@@ -283,6 +299,9 @@ class TorchOps(TensorOps):
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if self._config.activation == "clamped_swish":
+            gate, up = gate.clamp(max=SWISH_LIMIT), up.clamp(-SWISH_LIMIT, SWISH_LIMIT)
+            return (up + 1) * gate * torch.sigmoid(SWISH_ALPHA * gate)
         if self._config.activation == "gelu_tanh":
             return F.gelu(gate, approximate="tanh") * up
         return F.silu(gate) * up
@@ -295,14 +314,19 @@ class TorchOps(TensorOps):
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         gate_ups, downs = layer.experts
-        chosen, weights = choose_experts(F.linear(x.float(), layer.router), layer, self._config)
+        logits = F.linear(x.float(), layer.router, layer.router_bias)
+        chosen, weights = choose_experts(logits, layer, self._config)
         bits = bits_of(self._quantization, "experts")
         x = self._inputs(x, bits)
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for index in chosen.unique().tolist():
             rows, choice = torch.where(chosen == index)
-            gated = self._gated(F.linear(x[rows], gate_ups[index]))
-            part = F.linear(self._inputs(gated, bits), downs[index]).float()
+            of_gate_up, of_down = (
+                None if bias is None else bias[index].to(self._dtype)
+                for bias in (layer.gate_up_bias, layer.down_bias)
+            )
+            gated = self._gated(F.linear(x[rows], gate_ups[index], of_gate_up))
+            part = F.linear(self._inputs(gated, bits), downs[index], of_down).float()
             part *= weights[rows, choice, None]
             total.index_add_(0, rows, part)
         hidden += total.to(hidden.dtype)

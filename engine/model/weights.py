@@ -19,6 +19,7 @@ class AttentionWeights:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     out: Any
+    sinks: torch.Tensor | None = None  # [num_heads] float32: scores that no key has
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class ExpertsWeights:
     router: Any  # router [num_experts, hidden_size]
     bias: torch.Tensor | None  # [num_experts] float32
     experts: Any
+    router_bias: torch.Tensor | None = None  # [num_experts] float32
+    gate_up_bias: torch.Tensor | None = None  # [num_experts, 2 * width]
+    down_bias: torch.Tensor | None = None  # [num_experts, hidden_size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from kvrelay.cluster.api.openai.formats import BlockFormat
 from kvrelay.cluster.api.openai.parts import Plan
 from kvrelay.cluster.api.openai.plan import chat_prompt, plan_chat
 from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
-from kvrelay.cluster.api.output.events import Arguments, CallBegin, Reasoning, Text
-from kvrelay.cluster.api.output.format import THINK_END
+from kvrelay.cluster.api.output.events import THINK, Arguments, CallBegin, Reasoning, Text
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.kv.tier import Retention
 
@@ -185,7 +184,8 @@ def message_routes(ctx: ApiContext) -> list[Route]:
 
 
 async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
-    if ctx.tokenizer.token_id(THINK_END) is None:  # nothing that could end the reasoning
+    _, think_end = ctx.dialect.thinks or THINK
+    if ctx.tokenizer.token_id(think_end) is None:  # nothing that could end the reasoning
         request = request.model_copy(update={"thinking_budget": None})
     with renamed(CHAT_NAMES):
         plan = await plan_chat(ctx, request, tenant)

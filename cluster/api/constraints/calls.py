@@ -14,13 +14,8 @@ from enum import Enum
 from typing import Any
 
 from kvrelay.cluster.api.constraints.schema import SchemaError, part_grammar, rewrite
-from kvrelay.cluster.api.output.format import (
-    THINK,
-    THINK_END,
-    CallSyntax,
-    ParameterSyntax,
-    ToolFormat,
-)
+from kvrelay.cluster.api.output.events import THINK, Tags
+from kvrelay.cluster.api.output.format import CallSyntax, ParameterSyntax, ToolFormat
 from kvrelay.cluster.api.output.marked_calls import Harmony
 from kvrelay.cluster.api.output.tools import Tool
 
@@ -58,6 +53,7 @@ class Rules:
 
     special_id: SpecialId
     markers: Sequence[str] = ()  # that may be special tokens
+    tags: Tags = THINK  # around reasoning
     rules: list[str] = field(default_factory=list)
 
     def add(self, name: str, body: str, options: str = "") -> str:
@@ -96,11 +92,13 @@ def call_grammar(
     required: bool,
     parallel: bool,
     before: Before = Before.NOTHING,
+    tags: Tags = THINK,
     answer: str = "",
 ) -> str:
-    """`required`: at least one call and nothing else. `answer`: a grammar that an answer without
-    calls has to match; empty: free text. Raises SchemaError, which names the tool."""
-    rules = Rules(special_id, (*form.markers, THINK, THINK_END))
+    """`required`: at least one call and nothing else. `tags`: around reasoning. `answer`: a grammar
+    that an answer without calls has to match; empty: free text. Raises SchemaError, which names
+    the tool."""
+    rules = Rules(special_id, (*form.markers, *tags), tags)
     arguments = [_arguments(rules, i, tool, form) for i, tool in enumerate(tools)]
     syntaxes = [form.syntax(tool) for tool in tools]
     shape = syntaxes[0]
@@ -136,11 +134,11 @@ def call_grammar(
     return _together(made, answer) if answer else made
 
 
-def answer_grammar(answer: str, special_id: SpecialId, before: Before) -> str:
-    """`answer`, a grammar, after reasoning."""
+def answer_grammar(answer: str, special_id: SpecialId, before: Before, tags: Tags = THINK) -> str:
+    """`answer`, a grammar, after reasoning between `tags`."""
     if before is Before.NOTHING:
         return answer
-    rules = Rules(special_id, (THINK, THINK_END, *Harmony.markers))
+    rules = Rules(special_id, (*tags, *Harmony.markers), tags)
     final = _final(rules, before, "@answer")
     return _together(rules.made(_joined(_reasoning(rules, before), final)), answer)
 
@@ -154,12 +152,13 @@ def _together(main: str, answer: str) -> str:
 
 
 def _reasoning(rules: Rules, before: Before) -> str:
+    think, think_end = rules.tags
     match before:
         case Before.BEGUN:
-            return f"{rules.text_until('reasoning', THINK_END)} /\\s*/"
+            return f"{rules.text_until('reasoning', think_end)} /\\s*/"
         case Before.MAY_THINK:
-            until = rules.text_until("reasoning", THINK_END)
-            return f"({rules.quote(THINK)} {until} /\\s*/)?"
+            until = rules.text_until("reasoning", think_end)
+            return f"({rules.quote(think)} {until} /\\s*/)?"
         case Before.CHANNELS:
             begin = rules.quote(f"{Harmony.channel}analysis{Harmony.message}")
             until = rules.text_until("reasoning", Harmony.end)
@@ -169,7 +168,7 @@ def _reasoning(rules: Rules, before: Before) -> str:
 
 def _no_call(rules: Rules, form: ToolFormat) -> str:
     """Text where calls have no trigger: it does not begin as one, nor with reasoning before it."""
-    body = rf"/\s*([^{{\s](.|\n)*)?/ & ~/\s*{THINK}(.|\n)*/"
+    body = rf"/\s*([^{{\s](.|\n)*)?/ & ~/\s*{re.escape(rules.tags[0])}(.|\n)*/"
     if form.opening:
         body += rf" & ~/(.|\n)*{re.escape(form.opening)}(.|\n)*/"
     return rules.add("NO_CALL", body)

@@ -18,7 +18,7 @@ from kvrelay.cluster.api.client import RequestStream
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import refused, shutting_down
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
-from kvrelay.cluster.api.output.format import THINK, THINK_END
+from kvrelay.cluster.api.output.events import THINK
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
 from kvrelay.engine.request import FinishReason, Refusal, TokenLogprobs
 from kvrelay.router.messages import Failed, Output
@@ -51,7 +51,8 @@ class Choice:
         self._untold: list[int] = []  # token ids that no piece has had yet
         self._begun = False
         self.num_reasoning_tokens = 0  # where its marks are tokens
-        self._marks = tuple(map(ctx.tokenizer.token_id, (THINK, THINK_END)))
+        tags = whole.reading.tags if whole.reading else THINK
+        self._marks = tuple(map(ctx.tokenizer.token_id, tags))
         self._reasons = bool(whole.reading and whole.reading.begun and self._marks[1] is not None)
         markers = whole.reading.markers if whole.reading else ()
         self._detokenizer = Detokenizer(

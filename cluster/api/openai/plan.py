@@ -19,7 +19,6 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.limiter import LimitReached
 from kvrelay.cluster.api.openai.schema import ChatRequest, GenerationRequest
-from kvrelay.cluster.api.output.format import THINK, THINK_END
 from kvrelay.cluster.api.output.marked_calls import Harmony
 from kvrelay.engine.model.sampling.grammar import GrammarError
 
@@ -157,10 +156,10 @@ def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> Reasonin
         most = request.thinking_token_budget
     if most is None or most < 0 or not reading.thinks:
         return None
-    start, end = map(ctx.tokenizer.token_id, (THINK, THINK_END))
+    start, end = map(ctx.tokenizer.token_id, reading.tags)
     if end is None or (start is None and not reading.begun):
         raise invalid(
-            f"'thinking_budget': for this model {THINK} and {THINK_END} are no tokens, so its"
+            f"'thinking_budget': for this model {' and '.join(reading.tags)} are no tokens, so its"
             " reasoning cannot be ended",
             param="thinking_budget",
         )
@@ -514,16 +513,18 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
             call_grammar,
             form,
             given,
-            _ids(ctx, form.markers),
+            _ids(ctx, (*form.markers, *reading.tags)),
             required=required,
             parallel=request.parallel_tool_calls and not isinstance(choice, tuple),
             before=before,
+            tags=reading.tags,
             answer="" if required else answer,
         )
         return await _checked(ctx, "tools", make)
     if not answer or before is Before.NOTHING:
         return answer
-    make = partial(answer_grammar, answer, _ids(ctx, Harmony.markers), before)
+    ids = _ids(ctx, (*Harmony.markers, *reading.tags))
+    make = partial(answer_grammar, answer, ids, before, reading.tags)
     return await _checked(ctx, "response_format", make)
 
 
@@ -544,7 +545,7 @@ async def _checked(ctx: ApiContext, param: str, make: Callable[[], str]) -> str:
 
 def _ids(ctx: ApiContext, markers: Sequence[str]) -> SpecialId:
     """The only ones that a grammar asks for: the tokenizer does not go to the compiler."""
-    return {text: ctx.tokenizer.special_id(text) for text in (*markers, THINK, THINK_END)}.get
+    return {text: ctx.tokenizer.special_id(text) for text in markers}.get
 
 
 def _before(reading: Reading) -> Before:

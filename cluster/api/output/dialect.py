@@ -6,19 +6,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.cluster.api.output.events import Event, Events, merged
-from kvrelay.cluster.api.output.format import THINK, THINK_END, Parsed, ToolFormat
+from kvrelay.cluster.api.output.events import (
+    REASONING_TAGS,
+    THINK,
+    Event,
+    Events,
+    Tags,
+    merged,
+)
+from kvrelay.cluster.api.output.format import Parsed, ToolFormat
 from kvrelay.cluster.api.output.json_calls import Hermes, Llama3, Mistral
 from kvrelay.cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
 from kvrelay.cluster.api.output.pythonic import Pythonic
 from kvrelay.cluster.api.output.reader import Reader
 from kvrelay.cluster.api.output.tools import Tool
-from kvrelay.cluster.api.output.xml_calls import Glm, MiniMax, Qwen3Coder
+from kvrelay.cluster.api.output.xml_calls import Glm, MiniMax, Qwen3Coder, SeedOss
 
 FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind
     for kind in (
         *(Hermes, Qwen3Coder, Llama3, Pythonic, Mistral, DeepSeek, Glm, Kimi, MiniMax, Harmony),
+        SeedOss,
     )
 }
 # What a template that knows a format contains; the first that is found counts.
@@ -27,6 +35,7 @@ _SIGNS: tuple[tuple[str, type[ToolFormat]], ...] = (
     (Kimi.section, Kimi),
     (DeepSeek.begin, DeepSeek),
     (MiniMax.section, MiniMax),
+    (SeedOss.section, SeedOss),
     (Glm.key_begin, Glm),
     (Qwen3Coder.name_begin, Qwen3Coder),
     (Hermes.begin, Hermes),
@@ -56,7 +65,7 @@ class OutputParser:
         tools: ToolFormat | None = None,
         given: Sequence[Tool] = (),
         *,
-        thinks: bool = False,
+        thinks: Tags | None = None,
         begun: bool = False,
         most_calls: int | None = None,
     ) -> None:
@@ -94,17 +103,17 @@ class OutputParser:
     def _parse(self) -> Parsed:
         reader, events = self._reader, self._events
         if self._thinks:
-            yield from self._reasoning()
+            yield from self._reasoning(*self._thinks)
         if self._tools is not None:
             yield from self._tools.parse(reader, events, self._given)
         yield from reader.all(events.text)
 
-    def _reasoning(self) -> Parsed:
+    def _reasoning(self, think: str, think_end: str) -> Parsed:
         reader, events = self._reader, self._events
         start = reader.at
         yield from reader.space()
-        if (yield from reader.literal(THINK)) or self._begun:
-            yield from reader.until(THINK_END, emit=events.reasoning)
+        if (yield from reader.literal(think)) or self._begun:
+            yield from reader.until(think_end, emit=events.reasoning)
             events.end_reasoning()
         else:
             reader.at = start
@@ -113,7 +122,7 @@ class OutputParser:
 @dataclass(frozen=True, slots=True)
 class Dialect:
     tools: ToolFormat | None = None  # None: calls are not told apart from text
-    thinks: bool = False  # reasoning comes first, in tags
+    thinks: Tags | None = None  # reasoning comes first, in tags
 
     @classmethod
     def of(
@@ -123,9 +132,10 @@ class Dialect:
         tools = find_format(tool_parser, template)
         if tools is None and tool_parser == "auto":
             tools = Hermes()  # what models are told whose template knows no tools
-        thinks = THINK in template and THINK_END in template
-        if reasoning_parser != "auto":
-            thinks = reasoning_parser == "think"
+        thinks = REASONING_TAGS.get(reasoning_parser)
+        if reasoning_parser == "auto":
+            found = (tags for tags in REASONING_TAGS.values() if all(t in template for t in tags))
+            thinks = next(found, None)
         return cls(tools, thinks)
 
     @property
@@ -140,7 +150,7 @@ class Reading:
 
     tools: ToolFormat | None = None  # None: without calls
     given: Sequence[Tool] = ()
-    thinks: bool = False
+    thinks: Tags | None = None
     begun: bool = False  # the prompt ended within the reasoning
     most_calls: int | None = None  # that an answer has; those that follow are left out
 
@@ -150,11 +160,11 @@ class Reading:
     ) -> Reading:
         """`prompt_end`: what the template adds after the last message (see
         `cluster.api.text.tokenizer.ChatPrompt`). `calls`: whether any are allowed."""
-        opened, closed = prompt_end.rfind(THINK), prompt_end.rfind(THINK_END)
-        thinks = dialect.thinks and closed <= opened
+        opened, closed = map(prompt_end.rfind, dialect.thinks or THINK)
+        thinks = dialect.thinks if closed <= opened else None
         wanted = dialect.has_channels or (calls and bool(given))
         tools = dialect.tools if wanted else None
-        return cls(tools, given, thinks, thinks and opened >= 0)
+        return cls(tools, given, thinks, thinks is not None and opened >= 0)
 
     def new_id(self, seed: str) -> str:
         """Makes the id of a call; one seed always makes one id."""
@@ -171,4 +181,9 @@ class Reading:
     @property
     def markers(self) -> tuple[str, ...]:
         """Special tokens that are read."""
-        return (*(self.tools.markers if self.tools else ()), THINK, THINK_END)
+        return (*(self.tools.markers if self.tools else ()), *self.tags)
+
+    @property
+    def tags(self) -> Tags:
+        """Around reasoning, if there is any."""
+        return self.thinks or THINK

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvrelay.cluster.api.output.reader import Reader
 
-THINK, THINK_END = "<think>", "</think>"  # around reasoning
+Tags = tuple[str, str]
+"""Around reasoning: what begins it, and what ends it."""
+THINK: Tags = ("<think>", "</think>")  # most families'
+REASONING_TAGS: dict[str, Tags] = {  # by the name of their parser
+    "think": THINK,
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+}
+ALL_TAGS = frozenset(tag for tags in REASONING_TAGS.values() for tag in tags)
 Span = tuple[int, int]
 """`[begin, end)`, in characters of the output."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import ClassVar
 
-from kvrelay.cluster.api.output.events import THINK as THINK
-from kvrelay.cluster.api.output.events import THINK_END as THINK_END
 from kvrelay.cluster.api.output.events import Events
 from kvrelay.cluster.api.output.reader import Read, Reader
 from kvrelay.cluster.api.output.tools import Tool

@@ -1,4 +1,5 @@
-"""Formats that write each argument between tags, a text as it is: Qwen3-Coder, GLM and MiniMax.
+"""Formats that write each argument between tags, a text as it is: Qwen3-Coder, Seed-OSS,
+GLM and MiniMax.
 
 What goes to the client is JSON. A text is sent as it comes; of another value the type that the
 schema gives it is needed, so it is sent once it is there.
@@ -131,6 +132,12 @@ class Qwen3Coder(_Tagged):
         call = super().syntax(tool)
         begin, end = f"{call.first}{call.begin}", f"{call.end}{call.last}"
         return CallSyntax(self.section, begin, end, "\n", parameters=self.parameters)
+
+
+class SeedOss(Qwen3Coder):
+    name = "seed_oss"
+    section, section_end = "<seed:tool_call>", "</seed:tool_call>"
+    markers = (section, section_end)
 
 
 class MiniMax(_Tagged):

@@ -27,7 +27,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvrelay.cluster.api.output.events import THINK, THINK_END
+from kvrelay.cluster.api.output.events import ALL_TAGS
 from kvrelay.cluster.api.text.tool_prompt import TemplateError, describe_tools
 
 _MARK = "\ue000"  # of no script
@@ -149,7 +149,7 @@ class ControlStrings:
         """`strings`: the model's. `source`: of its template. `normalize`: what its tokenizer does
         to a text before it looks for control tokens."""
         self._normalize = normalize
-        found = {*strings, THINK, THINK_END}
+        found = {*strings, *ALL_TAGS}
         self._strings = frozenset(string for string in found if len(string) > 1)
         rests: defaultdict[str, set[str]] = defaultdict(set)
         for string in self._strings:
@@ -258,7 +258,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self.source = source
         self.knows_tools = bool(re.search(r"\btools\b", source))
-        self._may_think = THINK in source or THINK_END in source
+        self._may_think = any(tag in source for tag in ALL_TAGS)
         self._controls = controls
 
     def prompt(

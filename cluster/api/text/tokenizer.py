@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from kvrelay.cluster.api.output.events import THINK, THINK_END
+from kvrelay.cluster.api.output.events import ALL_TAGS
 from kvrelay.cluster.api.text.chat_template import (
     ChatTemplate,
     ControlStrings,
@@ -365,7 +365,7 @@ def _is_control(entry: Any, source: str) -> bool:
         return True
     if _WORD.fullmatch(text.replace("▁", "").strip()):
         return False
-    return text in source or text in (THINK, THINK_END) or bool(_MARKER.fullmatch(text))
+    return text in source or text in ALL_TAGS or bool(_MARKER.fullmatch(text))
 
 
 def _content(token: Any) -> str | None:

@@ -2,9 +2,6 @@
 
 Keys and defaults are those of transformers. Settings that the decoder does not implement are
 refused, by name.
-
-Rotary embeddings are `rope_scaling` beside `rope_theta`, or `rope_parameters`, either for all
-layers or one for each kind of layer.
 """
 
 from __future__ import annotations
@@ -15,99 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.model.checkpoint.fields import count, ids, number, numbers, read_json, refuse
+from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
-from kvrelay.engine.model.config import Experts, Latent, ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
+from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
-
-SLIDING = "sliding_attention"
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-def read_rope(
-    raw: Mapping[str, Any], head_dim: int, theta: float = 10000.0, layer_type: str = ""
-) -> Rope:
-    """The rotary embedding of heads of `head_dim`; theta: where the file states none.
-    layer_type: of layers of this kind, where kinds have their own."""
-    spec = rope_spec(raw, layer_type)
-    partial = spec.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    dim = int(head_dim * (1.0 if partial is None else float(partial)))
-    if dim < 2 or dim % 2 or dim > head_dim:
-        raise ModelError(
-            f"config.json: partial_rotary_factor {partial} rotates {dim} of {head_dim} dimensions, "
-            "an even number of them is needed"
-        )
-    theta = number(spec, "rope_theta", number(raw, "rope_theta", theta))
-    return Rope(theta, dim, _scaling(raw, spec, dim))
-
-
-def rope_spec(raw: Mapping[str, Any], layer_type: str = "") -> Mapping[str, Any]:
-    """The settings of the scaling, from either key; {} if there are none."""
-    newer = raw.get("rope_parameters") or {}
-    if "full_attention" in newer or SLIDING in newer:
-        kinds = [each for each in newer.values() if each]
-        if not layer_type and kinds[1:] and kinds[0] != kinds[1]:
-            raise ModelError(f"rope_parameters that differ by layer ({newer}) are not supported")
-        newer = newer.get(layer_type or "full_attention") or {}
-    return {**(raw.get("rope_scaling") or {}), **newer}
-
-
-def _scaling(raw: Mapping[str, Any], spec: Mapping[str, Any], dim: int) -> RopeScaling | None:
-    kind = spec.get("rope_type", spec.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and "long_factor" in spec):  # early names, in Phi-3 files
-        kind = "longrope"
-    if kind not in KINDS:
-        raise ModelError(f"rope scaling {kind} is not supported; supported: {', '.join(KINDS)}")
-    # Dynamic scaling starts past max_position_embeddings, which no sequence exceeds here.
-    if kind in ("default", "dynamic"):
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", number(spec, "factor"))
-    longest = count(raw, "max_position_embeddings")
-    stated = {**spec, **{k: v for k, v in raw.items() if k == "original_max_position_embeddings"}}
-    original = count(stated, "original_max_position_embeddings", longest)
-    if kind == "llama3":
-        return RopeScaling(
-            kind,
-            factor=number(spec, "factor"),
-            low_freq_factor=number(spec, "low_freq_factor"),
-            high_freq_factor=number(spec, "high_freq_factor"),
-            original_max_position=original,
-        )
-    if kind == "longrope":
-        factor = number(spec, "factor", longest / original)
-        spread = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        return RopeScaling(
-            kind,
-            factor,
-            original_max_position=original,
-            short_factors=numbers(spec, "short_factor", dim // 2),
-            long_factors=numbers(spec, "long_factor", dim // 2),
-            attention_factor=number(spec, "attention_factor", spread),
-        )
-    factor = number(spec, "factor")
-    return RopeScaling(
-        kind,
-        factor,
-        original_max_position=original,
-        beta_fast=float(spec.get("beta_fast") or 32),
-        beta_slow=float(spec.get("beta_slow") or 1),
-        truncate=bool(spec.get("truncate", True)),
-        attention_factor=number(spec, "attention_factor", _yarn_spread(factor, spec)),
-    )
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """By how much YaRN sharpens attention (Peng et al. 2023, eq. 22)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _yarn_spread(factor: float, spec: Mapping[str, Any]) -> float:
-    mscale, all_dim = spec.get("mscale"), spec.get("mscale_all_dim")
-    if mscale and all_dim:  # DeepSeek: the rest of it is in the scale of scores
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-    return yarn_mscale(factor, 1.0)
-
 
 Raw = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -152,12 +61,14 @@ def parse(raw: Raw, generation: Raw) -> ModelConfig:
         config = replace(config, max_position_embeddings=longest)
     longest = config.max_position_embeddings  # a window of that length hides nothing
     windows = tuple(window if window < longest else 0 for window in config.windows)
-    ends = {*ids(raw, "eos_token_id"), *ids(generation, "eos_token_id")}
+    sources = (raw, generation, raw.get("text_config") or {})
+    ends = {end for source in sources for end in ids(source, "eos_token_id")}
+    starts = [start for source in sources for start in ids(source, "bos_token_id")]
     return replace(
         config,
         architecture=named,
         windows=windows if any(windows) else (),
-        bos_token_id=next(iter(ids(raw, "bos_token_id") + ids(generation, "bos_token_id")), None),
+        bos_token_id=next(iter(starts), None),
         eos_token_ids=tuple(sorted(ends)),
     )
 
@@ -327,9 +238,27 @@ def _gemma3(raw: Raw) -> ModelConfig:
     )
 
 
-def _gemma3_text_of(raw: Raw) -> ModelConfig:
-    """The language model of a multimodal checkpoint: it is served with text alone."""
-    return _gemma3(raw["text_config"])
+def _seed_oss(raw: Raw) -> ModelConfig:
+    return base(
+        {"head_dim": 128, **raw},
+        attention_bias=bool(raw.get("attention_bias", True)),
+        output_bias=bool(raw.get("attention_out_bias")),
+    )
+
+
+def _ministral3(raw: Raw) -> ModelConfig:
+    raw = {"head_dim": 128, "rms_norm_eps": 1e-5, **raw}
+    windows = windows_of(raw, raw.get("sliding_window"), every_layer)
+    return base(raw, windows=windows, **query_growth(raw))
+
+
+def query_growth(raw: Raw) -> dict[str, Any]:
+    """How queries grow with their position, as Llama 4, Ministral 3 and Mistral 4 were trained."""
+    spec = rope_spec(raw)
+    if not (beta := spec.get("llama_4_scaling_beta")):
+        return {}
+    length = count(spec, "original_max_position_embeddings")
+    return {"query_growth": float(beta), "query_growth_length": length}
 
 
 def _mixtral(raw: Raw) -> ModelConfig:
@@ -344,6 +273,59 @@ def _mixtral(raw: Raw) -> ModelConfig:
         ropes=(read_rope(raw, head_dim_of(raw), 1e6),),
         windows=windows_of(raw, raw.get("sliding_window"), every_layer),
         experts=_checked(experts),
+    )
+
+
+def _minimax_m2(raw: Raw) -> ModelConfig:
+    refuse(raw, "shared_intermediate_size")
+    stated = {"scoring_func": "sigmoid", "qk_norm_type": "per_layer", "use_qk_norm": True}
+    for key, needed in {**stated, "use_routing_bias": True}.items():
+        if raw.get(key, needed) != needed:
+            raise ModelError(f"config.json: {key} {raw[key]!r} is not supported, only {needed!r}")
+    raw = {"head_dim": 128, **raw}
+    if raw.get("rotary_dim"):
+        raw = {"partial_rotary_factor": count(raw, "rotary_dim") / raw["head_dim"], **raw}
+    experts = Experts(
+        num_experts=count(raw, "num_local_experts", 256),
+        num_per_token=count(raw, "num_experts_per_tok", 8),
+        intermediate_size=count(raw, "intermediate_size", 1536),
+        normalize=True,
+        scoring="sigmoid",
+        has_bias=True,
+    )
+    return base(
+        raw,
+        ropes=(read_rope(raw, raw["head_dim"], 5e6),),
+        qk_norm=True,
+        norms_all_heads=True,
+        experts=_checked(experts),
+    )
+
+
+def _gpt_oss(raw: Raw) -> ModelConfig:
+    limits = (number(raw, "swiglu_alpha", 1.702), number(raw, "swiglu_limit", 7.0))
+    if limits != (1.702, 7.0):
+        raise ModelError(f"config.json: swiglu_alpha and _limit {limits}, not 1.702 and 7.0")
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
+    raw = {"head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, **raw}
+    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+        raw["rope_parameters"] = yarn
+    experts = Experts(
+        num_experts=count(raw, "num_local_experts", 128),
+        num_per_token=count(raw, "num_experts_per_tok", 4),
+        intermediate_size=count(raw, "intermediate_size", 2880),
+        normalize=True,
+        has_biases=True,
+    )
+    windows = windows_of(raw, raw.get("sliding_window", 128), lambda index: index % 2 == 0)
+    return base(
+        raw,
+        windows=windows,
+        experts=_checked(experts),
+        learned_sinks=True,
+        activation="clamped_swish",
+        **biases(raw),
     )
 
 
@@ -433,6 +415,63 @@ def _deepseek_v3(raw: Raw) -> ModelConfig:
     return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
 
 
+def _glm4_experts(raw: Raw) -> Experts:
+    return _deepseek_experts(
+        raw,
+        normalize=bool(raw.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        num_groups=count(raw, "n_group", 1),
+        num_chosen_groups=count(raw, "topk_group", 1),
+        has_bias=True,
+    )
+
+
+def _glm4_moe(raw: Raw) -> ModelConfig:
+    raw = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, **raw}
+    return base(
+        raw,
+        attention_bias=bool(raw.get("attention_bias")),
+        qk_norm=bool(raw.get("use_qk_norm")),
+        experts=_checked(_glm4_experts({"n_shared_experts": 1, **raw})),
+    )
+
+
+def _glm4_moe_lite(raw: Raw) -> ModelConfig:
+    kinds = raw.get("mlp_layer_types") or ["dense"]
+    dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if "dense" in kinds[dense:]:
+        raise ModelError("config.json: mlp_layer_types with dense layers after sparse ones")
+    defaults = {"rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192}
+    raw = {**defaults, "v_head_dim": 256, "n_shared_experts": 1, **raw}
+    experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
+    return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
+
+
+def _mistral4(raw: Raw) -> ModelConfig:
+    if raw.get("n_group", 1) != 1:
+        raise ModelError(f"config.json: n_group {raw['n_group']} is not supported, only 1")
+    defaults = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+    raw = {**defaults, "n_shared_experts": 1, **raw}
+    experts = _deepseek_experts(raw, normalize=bool(raw.get("norm_topk_prob", True)))
+    # It says which part of a head is rotated, which the two lengths of a latent's query say too.
+    whole = {"partial_rotary_factor": 1.0}
+    raw = {**raw, **whole, "rope_parameters": {**rope_spec(raw), **whole}}
+    interleaved = bool(raw.get("rope_interleave", True))
+    return replace(_deepseek(raw, experts, interleaved), **query_growth(raw))
+
+
+def _text_of(raw: Raw) -> ModelConfig:
+    """The language model of a multimodal checkpoint: it is served with text alone."""
+    text: Raw = raw["text_config"]
+    kind = text.get("model_type") or TEXT_KINDS[raw["architectures"][0]]
+    if kind not in TEXT_MODELS:
+        known = ", ".join(TEXT_MODELS)
+        raise ModelError(f"config.json: text_config is of {kind}; supported: {known}")
+    # The output layer belongs to the model around it, so what that says counts.
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+    return TEXT_MODELS[kind]({**text, **tied})
+
+
 def _checked(experts: Experts) -> Experts:
     e = experts
     size = e.num_experts // e.num_groups
@@ -458,9 +497,34 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Phi3ForCausalLM": _phi3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
-    "Gemma3ForConditionalGeneration": _gemma3_text_of,
+    "Gemma3ForConditionalGeneration": _text_of,
     "MixtralForCausalLM": _mixtral,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "GptOssForCausalLM": _gpt_oss,
+    "KimiK25ForConditionalGeneration": _text_of,
+    "Kimi_K25ForConditionalGeneration": _text_of,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
+    "Ministral3ForCausalLM": _ministral3,
+    "Mistral3ForConditionalGeneration": _text_of,
+    "Mistral4ForCausalLM": _mistral4,
+    "SeedOssForCausalLM": _seed_oss,
+}
+TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
+    "deepseek_v3": _deepseek_v3,
+    "gemma3_text": _gemma3,
+    "kimi_k2": _deepseek_v3,
+    "ministral3": _ministral3,
+    "mistral": _mistral,
+    "mistral4": _mistral4,
+}
+"""The language model within another, by the `model_type` of its text_config."""
+TEXT_KINDS = {  # where text_config states none
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Mistral3ForConditionalGeneration": "mistral",
 }

@@ -27,7 +27,7 @@ from kvrelay.engine.model.checkpoint.quantized_config import (
     float_type,
     quantization_of,
 )
-from kvrelay.engine.model.config import Latent, ModelConfig
+from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import (
@@ -63,6 +63,24 @@ class QuantizedWeights:
         except (RuntimeError, IndexError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ModelError(f"{module}: its quantized parts do not fit: {reason}") from error
+
+    def read_stacked(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The stacked matrices `name` in MXFP4 as gpt-oss has them: blocks [..., out, in / 32, 16],
+        and a scale for each. None: they are not quantized. Raises ModelError."""
+        blocks = self._get(f"{name}_blocks")
+        if blocks is None:
+            return None
+        scales = self._needed(f"{name}_scales")
+        whole = torch.empty(shape, dtype=self._dtype)
+        if blocks.shape[:-1] != scales.shape or blocks.shape[-2:] != (shape[-1] // 32, 16):
+            raise ModelError(
+                f"{name}: blocks {[*blocks.shape]} and scales {[*scales.shape]} do not make "
+                f"{[*shape]}"
+            )
+        for index, (pairs, scale) in enumerate(zip(blocks, scales, strict=True)):
+            numbers = _unpack_fp4(pairs) * _scale_values(scale).unsqueeze(-1)
+            whole[index] = numbers.flatten(1)
+        return whole
 
     def _read(self, module: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         group = self._config.group(module)
@@ -291,7 +309,9 @@ def load_weights(
     table = checkpoint.get(root + table_name, config.vocab_size, config.hidden_size)
     head = table
     if not config.tie_word_embeddings:
-        head = checkpoint.get("lm_head.weight", config.vocab_size, config.hidden_size)
+        names = ("lm_head.weight", "language_model.lm_head.weight")
+        name = next((name for name in names if checkpoint.has(name)), names[0])
+        head = checkpoint.get(name, config.vocab_size, config.hidden_size)
     layers = []
     for index in range(config.num_layers):
         layers.append(_Layer(checkpoint, config, ops, root, index).load())
@@ -381,11 +401,15 @@ class _Layer:
             out_bias = self._get("self_attn.o_proj.bias", c.hidden_size)
         qkv = self._stacked("self_attn.qkv_proj", parts)
         out = self._get("self_attn.o_proj.weight", c.hidden_size, queries)
+        q_width, k_width = (queries, keys) if c.norms_all_heads else (c.head_dim, c.head_dim)
         return AttentionWeights(
             qkv=self._ops.matrix(qkv, qkv_bias, "qkv"),
-            q_norm=self._norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-            k_norm=self._norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+            q_norm=self._norm("self_attn.q_norm", q_width) if c.qk_norm else None,
+            k_norm=self._norm("self_attn.k_norm", k_width) if c.qk_norm else None,
             out=self._ops.matrix(out, out_bias, "out"),
+            sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads))
+            if c.learned_sinks
+            else None,
         )
 
     def _latent(self, latent: Latent) -> LatentWeights:
@@ -416,17 +440,71 @@ class _Layer:
     def _experts(self) -> ExpertsWeights:
         c, experts = self._config, self._config.experts
         assert experts is not None
+        if experts.has_biases:
+            return self._experts_with_biases(experts)
         prefix, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
-        if c.architecture == "MixtralForCausalLM":
+        bias_name = "gate.e_score_correction_bias"
+        if self._checkpoint.has(self._prefix + "block_sparse_moe.gate.weight"):
             prefix, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
+            bias_name = "e_score_correction_bias"
         number, width = experts.num_experts, experts.intermediate_size
         router = self._get(prefix + "gate.weight", number, c.hidden_size)
         bias = None
         if experts.has_bias:
-            bias = self._ops.vector(self._get(prefix + "gate.e_score_correction_bias", number))
+            bias = self._ops.vector(self._get(prefix + bias_name, number))
+        if self._checkpoint.has(f"{self._prefix}{prefix}experts.gate_up_proj"):  # stacked already
+            name = prefix + "experts."
+            gate_ups = self._get(name + "gate_up_proj", number, 2 * width, c.hidden_size)
+            downs = self._get(name + "down_proj", number, c.hidden_size, width)
+        else:
+            gate_ups, downs = self._stacked_experts(prefix + "experts.", (gate, up, down))
+        return ExpertsWeights(
+            router=self._ops.router(router),
+            bias=bias,
+            experts=self._ops.experts(gate_ups, downs),
+        )
+
+    def _experts_with_biases(self, experts: Experts) -> ExpertsWeights:
+        """gpt-oss has [experts, in, out] or, in MXFP4, [experts, out, in]; in both, rows of gate
+        and up alternate."""
+        number, width = experts.num_experts, experts.intermediate_size
+        hidden = self._config.hidden_size
+        gate_ups = self._transposed("mlp.experts.gate_up_proj", number, 2 * width, hidden)
+        downs = self._transposed("mlp.experts.down_proj", number, hidden, width)
+        gate_up_bias = self._get("mlp.experts.gate_up_proj_bias", number, 2 * width)
+        down_bias = self._get("mlp.experts.down_proj_bias", number, hidden)
+        gate_ups, gate_up_bias = (
+            torch.cat((each[:, 0::2], each[:, 1::2]), dim=1) for each in (gate_ups, gate_up_bias)
+        )
+        of_gate_up, of_down = self._ops.expert_biases(gate_up_bias, down_bias)
+        return ExpertsWeights(
+            router=self._ops.router(self._get("mlp.router.weight", number, hidden)),
+            bias=None,
+            experts=self._ops.experts(gate_ups, downs.contiguous()),
+            router_bias=self._ops.vector(self._get("mlp.router.bias", number)),
+            gate_up_bias=of_gate_up,
+            down_bias=of_down,
+        )
+
+    def _transposed(self, name: str, number: int, rows: int, columns: int) -> torch.Tensor:
+        """The stacked matrices `name`, [number, rows, columns], however they are stored."""
+        quantized = self._checkpoint.quantized
+        if quantized:
+            found = quantized.read_stacked(self._prefix + name, (number, rows, columns))
+            if found is not None:
+                return found
+        return self._get(name, number, columns, rows).transpose(1, 2)
+
+    def _stacked_experts(
+        self, prefix: str, names: tuple[str, str, str]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        c, experts = self._config, self._config.experts
+        assert experts is not None
+        gate, up, down = names
+        number, width = experts.num_experts, experts.intermediate_size
         gate_ups = downs = None
         for index in range(number):
-            name = f"{prefix}experts.{index}."
+            name = f"{prefix}{index}."
             first = self._get(f"{name}{gate}.weight", width, c.hidden_size)
             if gate_ups is None or downs is None:
                 gate_ups = first.new_empty(number, 2 * width, c.hidden_size)
@@ -434,11 +512,9 @@ class _Layer:
             gate_ups[index, :width] = first
             gate_ups[index, width:] = self._get(f"{name}{up}.weight", width, c.hidden_size)
             downs[index] = self._get(f"{name}{down}.weight", c.hidden_size, width)
-        return ExpertsWeights(
-            router=self._ops.router(router),
-            bias=bias,
-            experts=self._ops.experts(gate_ups, downs),
-        )
+        assert gate_ups is not None
+        assert downs is not None
+        return gate_ups, downs
 
 
 def _deinterleaved(weight: torch.Tensor, num_heads: int, latent: Latent) -> torch.Tensor:

@@ -15,7 +15,7 @@ from kvrelay.engine.model.checkpoint.fields import count, read_json
 from kvrelay.engine.model.errors import ModelError
 
 Raw = dict[str, Any]
-METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "awq", "gptq")
+METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "awq", "gptq", "mxfp4")
 FORMATS = (  # as compressed-tensors names them
     "dense",
     "pack-quantized",
@@ -71,13 +71,17 @@ class Quantized:
             word_bits = {"I32": 32, "U8": 8}.get(stored, 0)
             bits = 4 if stored == "U8" else self.group(module).bits
             return prod(shape) * word_bits // bits if word_bits else prod(shape)
+        if self.method == "mxfp4" and ".experts." in name and not name.endswith("_scales"):
+            return prod(shape) * (2 if name.endswith("_blocks") else 1)
         return 0
 
 
 def quantization_of(path: Path, raw: Raw) -> Quantized | None:
     """Reads how the checkpoint in `path` with this config.json is quantized; None: it is not.
     Raises ModelError."""
-    stated = raw.get("quantization_config") or raw.get("compression_config")
+    parts = (raw, raw.get("text_config") or {})  # the whole model, its language model
+    keys = ("quantization_config", "compression_config")
+    stated = next((part[key] for part in parts for key in keys if part.get(key)), None)
     if not stated and (path / MODELOPT_FILE).is_file():
         stated = {"quant_method": "modelopt", **read_json(path / MODELOPT_FILE)["quantization"]}
     return parse_quantized(stated) if stated else None
@@ -96,6 +100,8 @@ def parse_quantized(raw: Raw) -> Quantized:
             return Quantized(method, (_awq(raw),))
         case "gptq":
             return _gptq(raw)
+        case "mxfp4":  # gpt-oss: of stacked experts
+            return Quantized(method, (Group(bits=4, block=(1, 32)),))
     raise ModelError(
         f"weights quantized by {method} are not supported; supported: {', '.join(METHODS)}, and"
         " bf16, f16 or f32"

@@ -17,6 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
     CpuLinear,
@@ -27,6 +28,7 @@ from kvrelay.engine.model.cpu.linear import (
     owned,
 )
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
+from kvrelay.engine.model.ops import split_queries_and_keys
 from kvrelay.engine.model.weights import ExpertsWeights, Weights
 
 
@@ -49,6 +51,8 @@ class CpuOps:
         low_precision: the kind (cpu.linear) of GEMM with rounded factors, or 0 for none; None: if
         `dtype` is bfloat16, what is fastest on this CPU. Raises KernelsUnavailable for what the
         kernels do not know."""
+        if config.torch_only:
+            raise KernelsUnavailable(f"{config.torch_only} are not handled")
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
         if low_precision is None:
@@ -89,11 +93,17 @@ class CpuOps:
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
 
-    def run_layers(self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch) -> torch.Tensor:
+    def run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch
+    ) -> torch.Tensor | None:
+        if self._config.changes_queries:
+            return None
         return self._step.run(hidden, layers, batch)
 
-    def decode(self, weights: Weights, limits: Limits) -> CpuDecode:
-        """What runs decodes without the calls below."""
+    def decode(self, weights: Weights, limits: Limits) -> CpuDecode | None:
+        """What runs decodes without the calls below; None: it does not know this model."""
+        if self._config.changes_queries:
+            return None
         attention = self._attention.for_decodes()
         return CpuDecode(
             self._config, limits, self._lib, self._threads, attention, weights, self._buffer
@@ -133,6 +143,9 @@ class CpuOps:
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         return self._linear.experts(gate_ups, downs)
 
+    def expert_biases(self, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+        raise AssertionError("as the constructor has said")
+
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         assert hidden.is_contiguous()
         assert x.is_contiguous()
@@ -161,6 +174,12 @@ class CpuOps:
         )
         return out
 
+    def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return split_queries_and_keys(qkv, self._config)
+
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.rms_norm(x, weight)
+
     def rope_write(
         self,
         qkv: torch.Tensor,
@@ -170,7 +189,10 @@ class CpuOps:
     ) -> None:
         self._attention.write(qkv, layer, q_norm, k_norm)
 
-    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks is None  # the constructor has refused them
         out = self._buffer("attention", len(qkv), self._config.num_heads * self._config.head_dim)
         self._attention.attend(qkv, layer, out)
         return out

@@ -125,6 +125,9 @@ class TritonOps(TensorOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps)
 
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.rms_norm(x.contiguous(), weight)
+
     def rope_write(
         self,
         qkv: torch.Tensor,
@@ -149,13 +152,16 @@ class TritonOps(TensorOps):
             sink_position=c.window(layer) + c.num_sinks - 1,
         )
 
-    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks is None  # `_check` has refused them
         c = self._config
         width = c.num_heads * c.head_dim
         out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
-        sinks = self._sink_queries if self._has_sinks(layer) else None
-        if sinks is not None and self._rope_of(layer) is None:
-            sinks = qkv[:, :width].contiguous()  # where nothing rotates, all queries are alike
+        to_sinks = self._sink_queries if self._has_sinks(layer) else None
+        if to_sinks is not None and self._rope_of(layer) is None:
+            to_sinks = qkv[:, :width].contiguous()  # where nothing rotates, all queries are alike
         self._attend(
             decode_attention,
             prefill_attention,
@@ -166,7 +172,7 @@ class TritonOps(TensorOps):
             scale=c.score_scale,
             window=c.window(layer),
             num_sinks=c.num_sinks if c.window(layer) else 0,
-            sink_queries=sinks,
+            sink_queries=to_sinks,
             softcap=c.attention_softcap,
         )
         return out
@@ -252,6 +258,8 @@ def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantiza
         raise KernelsUnavailable("Triton's kernels need a GPU")
     if quantization == "fp8" and dtype != torch.bfloat16:
         raise KernelsUnavailable("model.quantization = fp8 needs model.dtype = bfloat16")
+    if config.torch_only:
+        raise KernelsUnavailable(f"{config.torch_only} are not handled")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
     if config.latent is not None and any(config.windows):

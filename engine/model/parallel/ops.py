@@ -272,6 +272,35 @@ class ParallelOps:
         self._group.sum(own)
         hidden += own
 
+    def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Squares are added up over the ranks. Where several have the same head, each adds its
+        share of them."""
+        model, shard = self._model, self._shard
+        part, copies = shard.part(len(weight)), 1
+        if len(weight) != model.num_heads * model.head_dim:
+            heads = shard.kv_heads(model.num_kv_heads)
+            part = slice(heads.start * model.head_dim, heads.stop * model.head_dim)
+            copies = len(heads) * shard.size // model.num_kv_heads
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True) / copies
+        self._group.sum(squares)
+        scale = torch.rsqrt(squares / len(weight) + model.rms_norm_eps)
+        return (weight[part] * (wide * scale).to(x.dtype)).to(x.dtype)
+
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        own = None if sinks is None else sinks[self._shard.part(len(sinks))]
+        return self._inner.attention(qkv, layer, own)
+
+    def expert_biases(
+        self, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ranks add up what comes out, so one of them has the second bias."""
+        part = self._shard.part(gate_up.shape[1] // 2)
+        own = torch.cat([each[:, part] for each in gate_up.chunk(2, dim=1)], dim=1)
+        return self._inner.expert_biases(own, torch.zeros_like(down) if self._shard.rank else down)
+
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Any:
         part = self._shard.part(downs.shape[2])
         projections = [each[:, part] for each in gate_ups.chunk(2, dim=1)]

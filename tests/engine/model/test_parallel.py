@@ -25,7 +25,10 @@ EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB)
 CPU = torch.device("cpu")
 LONG, SHORT = tokens_of(75, seed=1), tokens_of(9, seed=2)
 BLOCKS = {"a": [5, 3, 1, 7, 9], "b": [2]}
-CHOSEN = ("llama", "linear", "qwen2", "gemma3", "mixtral", "qwen3-moe", "deepseek2", "deepseek3")
+CHOSEN = (
+    *("llama", "linear", "qwen2", "gemma3", "mixtral", "qwen3-moe", "deepseek2", "deepseek3"),
+    *("minimax-m2", "mistral4"),
+)
 
 
 class Ranks:
@@ -83,7 +86,7 @@ def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path
     compare(path, Ranks(path, 2, tmp_path / "meeting"))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek3"])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek3", "gpt-oss"])
 def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     def unavailable(_folder: Path) -> None:
         raise kernels.KernelsUnavailable("no compiler")
@@ -93,10 +96,11 @@ def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     compare(path, Ranks(path, 2, tmp_path / "meeting"))
 
 
-def test_more_ranks_than_kv_heads_have_copies_of_them(tmp_path, monkeypatch):
-    kind, changes = FAMILIES["qwen2"]
-    monkeypatch.setitem(FAMILIES, "qwen2", (kind, changes | {"num_attention_heads": 4}))
-    make_checkpoint("qwen2", tmp_path)
+@pytest.mark.parametrize("family", ["qwen2", "minimax-m2"])
+def test_more_ranks_than_kv_heads_have_copies_of_them(family, tmp_path, monkeypatch):
+    kind, changes = FAMILIES[family]
+    monkeypatch.setitem(FAMILIES, family, (kind, changes | {"num_attention_heads": 4}))
+    make_checkpoint(family, tmp_path)
     compare(tmp_path, Ranks(tmp_path, 4, tmp_path / "meeting"))
 
 

@@ -97,7 +97,10 @@ def fed(runner, tokens, blocks, chunks):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "family",
-    ["llama", "mistral-window", "gemma3", "qwen3-moe", "deepseek2-groups", "deepseek3"],
+    [
+        *("llama", "mistral-window", "gemma3", "qwen3-moe", "deepseek2-groups", "deepseek3"),
+        *("minimax-m2", "mistral4"),
+    ],
 )
 def test_kv_that_is_computed_again_is_the_same_bit_for_bit(family, dtype, checkpoint_of):
     """Alone token by token, with its prompt in any chunks, by any number of threads."""

@@ -1,12 +1,14 @@
 """Tiny random checkpoints of every family, and a decoder over them driven block by block."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.model.batch import Batch, Limits
@@ -75,6 +77,26 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+EXPERT_GROUPS = {"n_group": 4, "topk_group": 2}
+GLM4 = {
+    "head_dim": 32,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+GROWTH = rope(
+    "yarn",
+    factor=8.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+    original_max_position_embeddings=16,
+)
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {}),
     "llama3": (transformers.LlamaConfig, LLAMA3),
@@ -126,6 +148,48 @@ FAMILIES = {
         {**LATENT, **GROUPS, "topk_method": "group_limited_greedy"},
     ),
     "deepseek3": (transformers.DeepseekV3Config, {**LATENT, **GROUPS, **MSCALE}),
+    "kimi-k25": (transformers.Kimi_K25Config, {**LATENT, **GROUPS, **MSCALE}),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            **rope("yarn", factor=8.0, truncate=False, **ORIGINAL),
+        },
+    ),
+    "glm4-moe": (transformers.Glm4MoeConfig, {**GLM4, "use_qk_norm": True}),
+    "glm4-moe-air": (transformers.Glm4MoeConfig, {**GLM4, **EXPERT_GROUPS}),
+    "glm4-moe-lite": (
+        transformers.Glm4MoeLiteConfig,
+        {**LATENT, "q_lora_rank": 48, "first_k_dense_replace": None},
+    ),
+    "minimax-m2": (
+        transformers.MiniMaxM2Config,
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 32, **GROWTH}),
+    "ministral3-part": (transformers.Mistral3Config, {"head_dim": 32, **GROWTH}),
+    "mistral4": (
+        transformers.Mistral4Config,
+        {**LATENT, "q_lora_rank": 48, "norm_topk_prob": True, **GROWTH},
+    ),
+    "seed-oss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "seed-oss-out": (transformers.SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
+}
+
+
+PARTS = {  # models of which the language model is a part, and what its config.json needs beside
+    transformers.Gemma3Config: (transformers.Gemma3ForConditionalGeneration, {}),
+    transformers.Kimi_K25Config: (
+        transformers.Kimi_K25ForConditionalGeneration,
+        {"model_type": "deepseek_v3"},
+    ),
+    transformers.Mistral3Config: (
+        transformers.Mistral3ForConditionalGeneration,
+        {"model_type": "ministral3"},
+    ),
 }
 
 
@@ -148,20 +212,24 @@ def make_checkpoint(
     kind, own = FAMILIES[family]
     changes = own | (changes or {})
     torch.manual_seed(7)
-    if kind is transformers.Gemma3Config:
+    if kind in PARTS:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         vision = {**sizes, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
-        config = kind(text_config=SHAPE | changes, vision_config=vision, **ENDS)
-        model = transformers.Gemma3ForConditionalGeneration._from_config(
-            config, dtype=torch.float32
-        )
+        whole, text = PARTS[kind]
+        text = text | SHAPE | changes
+        tied = text.get("tie_word_embeddings", kind is transformers.Gemma3Config)
+        config = kind(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ENDS)
+        model = whole._from_config(config, dtype=torch.float32)
+    elif kind is transformers.Mistral4Config:  # not in transformers' own list
+        config = kind(**(SHAPE | changes))
+        model = transformers.Mistral4ForCausalLM._from_config(config, dtype=torch.float32)
     else:
         model = transformers.AutoModelForCausalLM.from_config(
             kind(**(SHAPE | changes)), dtype=torch.float32, attn_implementation="eager"
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:  # not all zeros or ones
+            if name.endswith(("bias", "sinks")) or "norm" in name:  # not all zeros or ones
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if name.endswith("gate.weight") or "experts." in name:  # nor all alike
                 parameter.copy_(torch.randn_like(parameter) * SHAPE["initializer_range"])
@@ -169,6 +237,13 @@ def make_checkpoint(
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(path, **saving)
+    if kind is transformers.Kimi_K25Config:  # it saves layers by a name that is not published
+        file = path / "model.safetensors"
+        tensors = {
+            re.sub(r"^(language_model.model.)blocks", r"\1layers", name): tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
     return model.eval()
 
 

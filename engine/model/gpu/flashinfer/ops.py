@@ -282,13 +282,15 @@ class FlashInferOps(TritonOps):
         # Triton's kernels prepare for what is left to them.
         super().begin(replace(batch, spans=() if all(ours) else spans))
 
-    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         division = self._division
         if self._is_decode and division.decodes[layer]:
             return self._paged.decodes(qkv, layer)
         if not self._is_decode and division.prompts[layer]:
             return self._paged.prompts(qkv, layer)
-        return super().attention(qkv, layer)
+        return super().attention(qkv, layer, sinks)
 
     def expanded_attention(
         self,

@@ -245,4 +245,29 @@ PYTHONIC = [
     output("no call among calls", "[ping(), 5, ping()]", call("ping", "{}")),
 ]
 
-OUTPUTS = {"qwen3_coder": QWEN3_CODER, "glm": GLM, "minimax": MINIMAX, "pythonic": PYTHONIC}
+
+def in_seed(parameters: str) -> str:
+    inner = qwen(*parameters.split(" "))
+    inner = inner.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    return f"<seed:tool_call>{inner}</seed:tool_call>"
+
+
+SEED_OSS = [
+    output("no call", "<tool_call> is another's", Text("<tool_call> is another's")),
+    output(
+        "text around calls",
+        f"Yes.\n{in_seed('to=Ann copies=3')}\n{in_seed('urgent=true')}\nDone.",
+        Text("Yes."),
+        call("send", '{"to": "Ann", "copies": 3}'),
+        call("send", '{"urgent": true}'),
+        Text("Done."),
+    ),
+]
+
+OUTPUTS = {
+    "qwen3_coder": QWEN3_CODER,
+    "glm": GLM,
+    "minimax": MINIMAX,
+    "pythonic": PYTHONIC,
+    "seed_oss": SEED_OSS,
+}

@@ -20,6 +20,7 @@ TEMPLATES = {
     "glm": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>",
     "kimi": "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}",
     "minimax": "<minimax:tool_call>\n<invoke name=\"' + tool_call.name + '\">",
+    "seed_oss": "<seed:tool_call>\n<function=example_function_name>\n<parameter=example_1>",
     "harmony": '{{- "<|start|>assistant<|channel|>final<|message|>" + message.content }}',
 }
 
@@ -73,7 +74,9 @@ def test_a_template_with_both_tags_reasons() -> None:
     assert Dialect.of(both).thinks
     assert not Dialect.of("{% set content = content.split('</think>')[-1] %}").thinks
     assert not Dialect.of(both, reasoning_parser="none").thinks
-    assert Dialect.of("", reasoning_parser="think").thinks
+    assert Dialect.of("", reasoning_parser="think").thinks == ("<think>", "</think>")
+    for begin, end in (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")):
+        assert Dialect.of(f"{{{{ '{begin}' + reasoning + '{end}' }}}}").thinks == (begin, end)
 
 
 def test_ids_are_the_same_for_the_same_seed_and_of_the_form_that_a_template_takes() -> None:

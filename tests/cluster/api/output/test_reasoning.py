@@ -7,7 +7,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.cluster.api.output.dialect import Dialect, OutputParser, Reading
-from kvrelay.cluster.api.output.events import Event, Reasoning, Text, merged
+from kvrelay.cluster.api.output.events import (
+    REASONING_TAGS,
+    THINK,
+    Event,
+    Reasoning,
+    Tags,
+    Text,
+    merged,
+)
 from kvrelay.cluster.api.output.json_calls import Hermes
 from kvrelay.cluster.api.output.marked_calls import Harmony
 from kvrelay.cluster.api.output.tools import Tool
@@ -38,12 +46,27 @@ OUTPUTS: list[tuple[str, bool, list[Event]]] = [
 @pytest.mark.parametrize(("text", "begun", "events"), OUTPUTS)
 def test_reasoning_is_told_from_what_follows(text: str, begun: bool, events: list[Event]) -> None:
     def parse(parts: list[str]) -> list[Event]:
-        return read(OutputParser(Hermes(), TOOLS, thinks=True, begun=begun), parts)
+        return read(OutputParser(Hermes(), TOOLS, thinks=THINK, begun=begun), parts)
 
     assert parse([text]) == events
     assert parse(list(text)) == events
     for place in range(1, len(text)):
         assert parse(cut(text, [place])) == events
+
+
+@pytest.mark.parametrize("tags", REASONING_TAGS.values())
+def test_each_family_has_tags_of_its_own(tags: Tags) -> None:
+    begin, end = tags
+    text = f"{begin}Why?{end}\nSo <other>.\n{CALL}"
+    events = [Reasoning("Why?"), Text("So <other>."), *PING]
+    for parts in ([text], list(text)):
+        assert read(OutputParser(Hermes(), TOOLS, thinks=tags), parts) == events
+    dialect = Dialect(Hermes(), tags)
+    assert Reading.after(dialect, f"assistant{begin}", (), calls=True).begun
+    assert Reading.after(dialect, f"{begin}{end}", (), calls=True).thinks is None
+    reading = Reading.after(dialect, "assistant", (), calls=True)
+    assert (reading.thinks, reading.begun) == (tags, False)
+    assert set(tags) <= set(reading.markers)
 
 
 @settings(deadline=None, max_examples=100)
@@ -53,7 +76,7 @@ def test_any_reasoning_is_read_without_the_white_space_around_it(
 ) -> None:
     assume("</think>" not in thought)
     text = f"<think>\n{thought}\n</think>\n\n{answer}"
-    events = read(OutputParser(thinks=True), cut(text, places))
+    events = read(OutputParser(thinks=THINK), cut(text, places))
     expected: list[Event] = [Reasoning(thought.strip())] if thought.strip() else []
     if answer.strip():
         expected.append(Text(answer.lstrip()))
@@ -61,7 +84,7 @@ def test_any_reasoning_is_read_without_the_white_space_around_it(
 
 
 def test_an_output_is_streamed_as_soon_as_it_is_certain() -> None:
-    parser = OutputParser(Hermes(), TOOLS, thinks=True)
+    parser = OutputParser(Hermes(), TOOLS, thinks=THINK)
     parts = ["<think>a", "b <", "c", " </think>", "\n\nd", " e <tool", "_call>", '{"name": "ping"']
     parts += [', "arguments": {"to": "x', "y", '"}', "}", "</tool_call>"]
     assert [parser.push(part) for part in parts] == [
@@ -98,8 +121,9 @@ def test_channels_are_read_without_tools_too() -> None:
 
 def test_a_prompt_says_whether_reasoning_has_begun() -> None:
     def after(end: str, thinks: bool = True) -> tuple[bool, bool]:
-        reading = Reading.after(Dialect(Hermes(), thinks), end, (), calls=True)
-        return reading.thinks, reading.begun
+        dialect = Dialect(Hermes(), THINK if thinks else None)
+        reading = Reading.after(dialect, end, (), calls=True)
+        return reading.thinks is not None, reading.begun
 
     assert after("<|im_start|>assistant\n") == (True, False)
     assert after("<|im_start|>assistant\n<think>\n") == (True, True)

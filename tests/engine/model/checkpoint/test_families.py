@@ -6,6 +6,7 @@ import math
 import pytest
 
 from kvrelay.engine.model.checkpoint.families import FAMILIES, read_config
+from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig, Rope, RopeScaling
 from kvrelay.engine.model.errors import ModelError
 
@@ -35,6 +36,9 @@ LATENT = {
 MISTRAL, QWEN2, QWEN3 = "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 GEMMA2, GEMMA3, PHI3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"
 DEEPSEEK2, DEEPSEEK3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+GLM_LITE, MINIMAX, MISTRAL4 = (
+    f"{name}ForCausalLM" for name in ("Glm4MoeLite", "MiniMaxM2", "Mistral4")
+)
 QWEN3_MOE, SMOLLM3 = "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"
 
 
@@ -246,6 +250,15 @@ def test_deepseeks_choice_of_experts_by_groups(read):
         (DEEPSEEK2, {**LATENT, "attention_bias": True}, "attention_bias True is not supported"),
         (DEEPSEEK3, {**LATENT, "n_group": 3}, "2 of 8 experts in 4 of 3 groups"),
         (DEEPSEEK3, {**LATENT, "moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, only"),
+        (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
+        (GLM_LITE, {**LATENT, "mlp_layer_types": ["sparse", "dense"]}, "dense layers after sparse"),
+        (MISTRAL4, {**LATENT, "n_group": 2}, "n_group 2 is not supported, only 1"),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "llama"}},
+            "text_config is of llama; supported: deepseek_v3, gemma3_text",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -253,6 +266,35 @@ def test_what_a_family_cannot_have_is_refused_in_one_line(read, architecture, ch
     with pytest.raises(ModelError, match=told) as error:
         read(architecture, **changes)
     assert "\n" not in str(error.value)
+
+
+def test_a_part_of_a_model_has_the_ends_and_the_output_layer_of_the_whole(read):
+    text = {**BASE, "model_type": "ministral3", "head_dim": 16, "eos_token_id": [7, 9]}
+    config = read(
+        "Mistral3ForConditionalGeneration",
+        text_config={**text, "bos_token_id": 3, "tie_word_embeddings": False},
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    assert config.eos_token_ids == (2, 7, 9)
+    assert config.bos_token_id == 3
+    assert config.tie_word_embeddings
+
+
+def test_a_part_may_be_quantized_by_itself(tmp_path):
+    stated = {"quant_method": "gptq", "bits": 3}
+    raw = {"text_config": {"quantization_config": stated}}
+    found = quantization_of(tmp_path, raw)
+    assert found is not None
+    assert (found.method, found.groups[0].bits) == ("gptq", 3)
+
+
+def test_queries_grow_where_the_file_says_so(read):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    config = read("Ministral3ForCausalLM", rope_parameters=scaling)
+    assert not config.changes_queries
+    config = read("Ministral3ForCausalLM", rope_parameters={**scaling, "llama_4_scaling_beta": 0.1})
+    assert (config.query_growth, config.query_growth_length) == (0.1, 1024)
 
 
 def test_all_families_are_named_where_one_is_unknown(read):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
@@ -25,6 +27,7 @@ from kvrelay.engine.model.roofline import count_weights
 from tests.engine.model.tiny import Driver, tokens_of
 
 Tensors = dict[str, torch.Tensor]
+PARTS = re.compile(r"_(blocks|scales)$")
 
 
 def ints(num_bits: int, strategy: str, *, symmetric: bool, **more: Any) -> dict[str, Any]:
@@ -211,6 +214,31 @@ def test_deepseek_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_p
         widened[name] = stored[name].float() * each
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     assert_alike(checkpoint_of("deepseek3"), tmp_path, stored, widened, config)
+
+
+def test_gpt_oss_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Experts in MXFP4, stacked; transformers says what they stand for."""
+    source = checkpoint_of("gpt-oss")
+    stored, widened = load_file(source / "model.safetensors"), {}
+    random = torch.Generator().manual_seed(5)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        number, columns, rows = stored.pop(name).shape
+        shape = (number, rows, columns // 32, 16)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+        scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=random)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        widened[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert len(widened) == 2 * 3
+    plain = {name: tensor for name, tensor in stored.items() if not PARTS.search(name)}
+    config = {"quant_method": "mxfp4"}
+    assert_alike(source, tmp_path, stored, plain | widened, config)
+    count = partial(count_weights, device="cpu", dtype="float32", quantization="none")
+    counts = [count(tmp_path / name, read_config(source)).experts for name in ("stored", "widened")]
+    assert counts == [3 * 8 * 3 * 96 * 160 + 3 * 8 * (2 * 160 + 96)] * 2
+    name = next(name for name in stored if name.endswith("_scales"))
+    write(source, tmp_path / "cut", stored | {name: stored[name][:, :-1]}, config)
+    with pytest.raises(ModelError, match=r"blocks \[8, .* and scales \[8, .* do not make \[8, "):
+        logits(tmp_path / "cut")
 
 
 def test_parts_that_do_not_fit_are_named(llama: Path, tmp_path: Path) -> None:
