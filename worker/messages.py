@@ -29,6 +29,9 @@ class WorkerStarted:
     port: int
     pid: int = 0  # on its machine, for operators
     notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
+    device: str = ""
+    took_s: float = 0.0  # from the start of its process until it listened
+    log: str = ""  # its file there; "": none
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,11 @@ def control_plane() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def logs_folder() -> str:
+    """Where Ray and the guardians write their own logs, on this machine."""
+    return str(ray._private.worker.global_worker.node.get_logs_dir_path())
+
+
 def own_machine() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
