@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
@@ -135,10 +136,8 @@ class LineFormatter(logging.Formatter):
             line |= {"message": message, **fields} | ({"exception": trace} if trace else {})
             return msgspec.json.encode(line, enc_hook=str).decode().translate(_JSON_ESCAPES)
         named = f"[{request}] " if request else ""
-        named_values = "".join(f" {name}={_value(value)}" for name, value in fields.items())
-        text = f"{when} {level:<8} {self._process} {record.name} {named}{message}{named_values}"
-        text = text.translate(_ESCAPES)
-        return "\n    ".join([text, *(part.translate(_ESCAPES) for part in trace.splitlines())])
+        text = f"{when} {level:<8} {self._process} {record.name} {named}{message}"
+        return "\n    ".join(map(one_line, [text + fields_text(fields), *trace.splitlines()]))
 
     def _trace(self, record: logging.LogRecord, *, is_of_request: bool) -> str:
         """The message of an exception may have a piece of the request that has raised it."""
@@ -156,9 +155,18 @@ class LineFormatter(logging.Formatter):
         return _bounded("\n".join(reversed(parts)))
 
 
-def _value(value: Any) -> str:
-    text = str(value)
-    return text if re.fullmatch(r"[^\s\"=]+", text) else msgspec.json.encode(text).decode()
+def one_line(text: str) -> str:
+    """Without what ends a line, or means something to a terminal."""
+    return text.translate(_ESCAPES)
+
+
+def fields_text(fields: Mapping[str, Any]) -> str:
+    """As they follow a message in a line of text: ` name=value`."""
+    shown = {name: str(value) for name, value in fields.items()}
+    for name, value in shown.items():
+        if not re.fullmatch(r"[^\s\"=]+", value):
+            shown[name] = msgspec.json.encode(value).decode()
+    return "".join(f" {name}={value}" for name, value in shown.items())
 
 
 class Target(Protocol):
@@ -202,7 +210,7 @@ class Sink(logging.Handler):
         written.wait(FLUSH_S)
 
     def _run(self) -> None:
-        told = 0
+        reported = 0
         while True:
             try:
                 line = self._lines.get(timeout=CHECK_S)
@@ -215,12 +223,10 @@ class Sink(logging.Handler):
                 continue
             try:
                 dropped = self.num_dropped
-                if dropped > told:
-                    line = (
-                        self._formatted(f"{dropped - told} lines before this one are lost") + line
-                    )
+                if lost := dropped - reported:
+                    line = self._formatted(f"{lost} lines before this one are lost") + line
                 self._target.write(line)
-                told = dropped
+                reported = dropped
             except OSError:
                 self.num_dropped += 1
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "backup": ("backup", "backup", "Copy what a server has to find again."),
+    "logs": ("logs", "logs", "What the processes of this machine have logged."),
     "restore": ("backup", "restore", "Bring back what `kvrelay backup` has copied."),
     "audit": ("operate", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("explain", "explain", "Where a request's time went, and why."),
