@@ -30,8 +30,9 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 STYLES = {"debug": "dim", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 _TEXT = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>\w+) +(?P<process>\S+) \S+ "
-    r"(?:\[(?:(?P<client>[\w.:-]+)/)?(?P<request>[\w-]+)\] )?(?P<message>.*)"
+    r"(?:\[(?:(?P<client_request_id>[\w.:-]+)/)?(?P<request_id>[\w-]+)\] )?(?P<message>.*)"
 )
+_OWN = ("time", "level", "process", "request_id", "client_request_id", "message", "exception")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _CALL = re.compile(r"[0-9a-f]{32}")
 _UP = re.compile(r"(\S+) is up \(epoch \d+, \w+, ([^,]+),.*; log: (.+)")
@@ -57,20 +58,20 @@ class Event:
 def parse(line: str, process: str) -> Event | None:
     """None: it belongs to the line before. `process`: whose file it is."""
     if found := _TEXT.fullmatch(line):
-        shown = {name: text or "" for name, text in found.groupdict().items()}
-        return Event(**shown)
+        return _event(found.groupdict(""))
     try:
         values: dict[str, Any] = json.loads(line) if line.startswith('{"time":') else {}
     except ValueError:
         values = {}
-    if "time" not in values:
-        return None
-    names = ("time", "level", "process", "request_id", "client_request_id", "message", "exception")
-    values = {"process": process, **values}
-    own = {name: str(values.pop(name, "")) for name in (*names, "logger")}
-    more = own["exception"].splitlines()
-    head = (own[name] for name in names[:5])
-    return Event(*head, own["message"] + fields_text(values), more)
+    return _event({"process": process, **values}) if "time" in values else None
+
+
+def _event(values: dict[str, Any]) -> Event:
+    """What is no field of every line follows the message."""
+    own = {name: str(values.pop(name, "")) for name in (*_OWN, "logger")}
+    time, level, process, request, client, message, exception = (own[name] for name in _OWN)
+    message += fields_text(values)
+    return Event(time, level, process, request, client, message, exception.splitlines())
 
 
 def events_of(lines: Iterable[bytes], process: str) -> Iterator[Event]:
@@ -164,10 +165,11 @@ def follow(folder: Path, show: Callable[[Event], None], tails: dict[Path, _Tail]
             show(event)
 
 
-def _folder_of(config_path: Path | None, port: int | None) -> Path:
-    """Where the server's files are. Raises click.ClickException."""
+def _folder_of(config_path: Path | None, base: Path | None, port: int | None) -> Path:
+    """Where the server's files are. `base`: of all servers. Raises click.ClickException."""
+    more = {"api.port": port, "log.folder": None if base is None else str(base)}
     try:
-        config = load_config(config_path, {"api.port": port})
+        config = load_config(config_path, more)
         folder = config.log.resolved(config.sessions.state_dir, config.api.port).path
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
@@ -179,8 +181,8 @@ def _folder_of(config_path: Path | None, port: int | None) -> Path:
     ports = sorted({path.parent.name for path in files})
     others = f"; servers at these ports have some (--port): {', '.join(ports)}" if ports else ""
     raise click.ClickException(
-        f"there are no logs in {folder}{others}. Name the server's file with --config, where it "
-        "has sessions.state_dir, log.folder or api.port"
+        f"there are no logs in {folder}{others}. Name the server's settings with --config, or the "
+        "folder with --folder: below systemd it is /var/lib/kvrelay/logs"
     )
 
 
@@ -191,6 +193,11 @@ def _folder_of(config_path: Path | None, port: int | None) -> Path:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The server's TOML file, which may say where its logs are.",
 )
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="logs in the server's state directory, where that is not this user's.",
+)
 @click.option("--port", type=int, help="Of the server, where several have run here.")
 @click.option("--worker", default="", help="Of this process: a worker, its ranks; a router; ...")
 @click.option("--request", default="", help="About this request, by its id or its client's.")
@@ -200,6 +207,7 @@ def _folder_of(config_path: Path | None, port: int | None) -> Path:
 @click.option("--follow", "follows", is_flag=True, help="Go on with what comes.")
 def logs(
     config_path: Path | None,
+    folder: Path | None,
     port: int | None,
     worker: str,
     request: str,
@@ -212,7 +220,7 @@ def logs(
 
     Works without a server. Of workers on other machines it says where their logs are.
     """
-    folder = _folder_of(config_path, port)
+    folder = _folder_of(config_path, folder, port)
     begin = since_time(since) if since else ""
     console = Console(highlight=False)
     requests = _ids(request, read_events(folder)) if request else set()

@@ -112,6 +112,8 @@ def test_where_there_are_none_it_says_where_some_are(folder: Path) -> None:
     assert found.exit_code == 1
     assert "there are no logs in" in found.output
     assert "(--port): 8000" in found.output
+    found = CliRunner().invoke(logs, ["--folder", str(folder.parent), "--level", "error"])
+    assert "router-0" in found.output  # the last server that was there
     found = CliRunner().invoke(logs, ["--since", "yesterday", "--config", config])
     assert "'yesterday': expected 90s, 10m" in found.output
 
