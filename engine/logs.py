@@ -11,6 +11,7 @@ docs/logs.md describes the lines. `kvrelay logs` reads them, in either format.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import logging
 import os
@@ -235,6 +236,9 @@ class Sink(logging.Handler):
         return self.format(record).encode() + b"\n"
 
 
+_PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # by itself, or by hand
+
+
 class StandardError:
     def write(self, data: bytes) -> None:
         _write_all(2, data)
@@ -251,14 +255,17 @@ class LogFile:
     interpreter itself have to say last is there."""
 
     def __init__(self, path: Path, max_bytes: int, *, takes_stderr: bool = False) -> None:
-        """Opens the file. Raises OSError."""
+        """Opens the file; one that there is no room for is opened later. Raises OSError."""
         self.path = path
         self._max_bytes = max_bytes
         self._takes_stderr = takes_stderr
         self._file = -1
         self._is_torn = False  # the last line has no end
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._open()
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in _PASSES:
+                raise
 
     def write(self, data: bytes) -> None:
         self._look(len(data))
@@ -273,6 +280,8 @@ class LogFile:
         self._look(0)
 
     def _look(self, more: int) -> None:
+        if self._file < 0:
+            self._open()
         mine = os.fstat(self._file)
         try:
             found = os.stat(self.path)
@@ -332,8 +341,10 @@ def set_up(section: LogSection, process: str, *, takes_stderr: bool = False) -> 
     with contextlib.suppress(OSError, ValueError):
         faulthandler.enable(2)
     _log_exceptions()
+    log = logging.getLogger("kvrelay.logs")
+    log.info("process %d begins", os.getpid())  # what it writes without a time comes after this
     if why:
-        logging.getLogger("kvrelay.logs").warning("%s", why)
+        log.warning("%s", why)
 
 
 def _is_read() -> bool:
@@ -382,10 +393,15 @@ def set_up_rank(rank: int) -> None:
         set_up(section, f"{worker}-rank-{rank}", takes_stderr=True)
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Lists those of all servers that log there. What others keep beside them is not ours."""
+    return [path for path in folder.glob("*/*.log") if path.parent.name.isdigit()]
+
+
 def prune(folder: Path, max_bytes: int) -> None:
     """Remove the oldest files below `folder` until all have `max_bytes` together, at most."""
     found = []
-    for path in folder.glob("*/*.log"):
+    for path in files_of(folder):
         with contextlib.suppress(OSError):
             status = path.stat()
             found.append((status.st_mtime, status.st_size, path))

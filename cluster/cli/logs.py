@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvrelay.cluster.config import ConfigError, load_config
-from kvrelay.engine.logs import fields_text, one_line
+from kvrelay.engine.logs import fields_text, files_of, one_line
 
 POLL_S = 0.3
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -175,7 +175,7 @@ def _folder_of(config_path: Path | None, base: Path | None, port: int | None) ->
         raise click.ClickException(str(error)) from error
     if any(folder.glob("*.log")):
         return folder
-    files = sorted(folder.parent.glob("*/*.log"), key=lambda path: path.stat().st_mtime)
+    files = sorted(files_of(folder.parent), key=lambda path: path.stat().st_mtime)
     if files and port is None and config_path is None:
         return files[-1].parent  # of the last server that was here
     ports = sorted({path.parent.name for path in files})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -138,6 +139,27 @@ def test_a_file_that_is_moved_or_removed_is_made_again(tmp_path: Path) -> None:
     assert path.read_bytes() == b"three\n"
 
 
+def test_a_disk_without_room_at_the_start_is_used_once_it_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, errors = os.open, [errno.ENOSPC, errno.ENOSPC]
+
+    def full(path: Path, flags: int, mode: int) -> int:
+        if errors:
+            raise OSError(errors.pop(), "no")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", full)
+    file = LogFile(tmp_path / "decode-0.log", 1000)
+    with pytest.raises(OSError, match="no"):
+        file.write(b"lost\n")
+    file.write(b"there\n")
+    assert (tmp_path / "decode-0.log").read_bytes() == b"there\n"
+    errors.append(errno.EROFS)  # nobody will make room there
+    with pytest.raises(OSError, match="no"):
+        LogFile(tmp_path / "decode-1.log", 1000)
+
+
 class Disk:
     """A target that is full, or that waits, as long as the test says."""
 
@@ -207,10 +229,14 @@ def test_the_oldest_files_go_first_and_those_of_now_stay(tmp_path: Path) -> None
         path = tmp_path / "8000" / f"{age_s}.log"
         path.write_bytes(b"x" * 100)
         os.utime(path, (time.time() - age_s,) * 2)
+    (tmp_path / "nginx").mkdir()  # where log.folder is /var/log
+    others = tmp_path / "nginx/access.log"
+    others.write_bytes(b"x" * 100)
+    os.utime(others, (0, 0))
     prune(tmp_path, 250)
-    assert {path.stem for path in tmp_path.glob("*/*")} == {"0", "100"}
+    assert {path.stem for path in tmp_path.glob("*/*")} == {"0", "100", "access"}
     prune(tmp_path, 0)
-    assert {path.stem for path in tmp_path.glob("*/*")} == {"0"}
+    assert {path.stem for path in tmp_path.glob("*/*")} == {"0", "access"}
 
 
 def test_settings_come_from_the_environment_where_the_file_says_nothing(
