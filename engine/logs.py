@@ -162,7 +162,7 @@ def one_line(text: str) -> str:
 
 
 def fields_text(fields: Mapping[str, Any]) -> str:
-    """As they follow a message in a line of text: ` name=value`."""
+    """Returns them as they follow a message in a line of text: ` name=value`."""
     shown = {name: str(value) for name, value in fields.items()}
     for name, value in shown.items():
         if not re.fullmatch(r"[^\s\"=]+", value):
