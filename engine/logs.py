@@ -1,9 +1,9 @@
 """Logs of every process: one line an event, to standard error and to a file of the process.
 
-Life of a line: formatted where it is logged, since only there it is known which request is served;
-queued; written by a thread. A disk that is full or hangs, or a reader that does not read, holds up
-that thread alone: lines that find the queue full or cannot be written are counted, and the next
-line that can be written says how many there were.
+Life of a line in a file: formatted where it is logged, since only there it is known which request
+is served; queued; written by a thread. A disk that is full or hangs holds up that thread alone:
+lines that find the queue full or cannot be written are counted, and the next line that can be
+written says how many there were.
 
 docs/logs.md describes the lines. `kvrelay logs` reads them, in either format.
 """
@@ -186,12 +186,12 @@ class Sink(logging.Handler):
     """Queues lines for a thread that writes them. Invariant: whoever logs waits for nothing, and
     gets no exception; at most MAX_QUEUED lines wait, and `num_dropped` counts those that went."""
 
-    def __init__(self, target: Target, name: str) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__()
         self.num_dropped = 0
         self._target = target
         self._lines: SimpleQueue[bytes | threading.Event] = SimpleQueue()
-        threading.Thread(target=self._run, name=f"log-{name}", daemon=True).start()
+        threading.Thread(target=self._run, name="log-file", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -236,15 +236,7 @@ class Sink(logging.Handler):
         return self.format(record).encode() + b"\n"
 
 
-_PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # by itself, or by hand
-
-
-class StandardError:
-    def write(self, data: bytes) -> None:
-        _write_all(2, data)
-
-    def check(self) -> None:
-        pass
+_PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # room may come
 
 
 class LogFile:
@@ -317,18 +309,18 @@ def set_up(section: LogSection, process: str, *, takes_stderr: bool = False) -> 
     too, and all lines where a program reads it: a journal, or whoever runs containers."""
     level = logging.getLevelNamesMapping()[(section.level or "info").upper()]
     formatter = LineFormatter(process, json=section.format == "json", prompts=section.prompts)
-    sinks: list[Sink] = []
+    sinks: list[logging.Handler] = []
     why = ""
     if section.file_mib:
         try:
             prune(section.path.parent, int(section.total_mib * MIB))
             max_bytes = int(section.file_mib * MIB)
             path = section.path / f"{process}.log"
-            sinks.append(Sink(LogFile(path, max_bytes, takes_stderr=takes_stderr), "file"))
+            sinks.append(Sink(LogFile(path, max_bytes, takes_stderr=takes_stderr)))
         except OSError as error:
             why = f"no lines are written to {section.path}: {error}"
     if not (takes_stderr and sinks):
-        stderr = Sink(StandardError(), "stderr")
+        stderr = logging.StreamHandler()
         is_read = not takes_stderr and _is_read()
         stderr.setLevel(level if is_read or not sinks else max(level, logging.WARNING))
         sinks.append(stderr)

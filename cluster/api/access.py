@@ -26,7 +26,7 @@ class AccessLog:
     """Owned by the API of one process."""
 
     def __init__(self, section: LogSection, decode: Callable[[Sequence[int]], str]) -> None:
-        """`decode`: a prompt's tokens."""
+        """`decode` makes text of a prompt's tokens."""
         self.is_on = section.access or section.prompts
         self._with_prompts = section.prompts
         self._decode = decode

@@ -177,7 +177,7 @@ def _folder_of(config_path: Path | None, base: Path | None, port: int | None) ->
         return folder
     files = sorted(files_of(folder.parent), key=lambda path: path.stat().st_mtime)
     if files and port is None and config_path is None:
-        return files[-1].parent  # of the last server that was here
+        return files[-1].parent  # the last server that was here
     ports = sorted({path.parent.name for path in files})
     others = f"; servers at these ports have some (--port): {', '.join(ports)}" if ports else ""
     raise click.ClickException(

@@ -46,7 +46,7 @@ def connect(address: str, dashboard_port: int = 0) -> None:
     ray._private.worker._worker_logs_enabled = False
     try:
         ray.init(**options)
-    except Exception as error:  # bare ones too, such as when its processes are slow to start
+    except Exception as error:  # it raises all kinds, and Exception itself for a timeout
         what = f"join the Ray cluster at {address}" if address else "start Ray"
         raise RayUnavailable(f"cannot {what}: {first_line(error)}") from error
 

@@ -185,7 +185,7 @@ def disk() -> Disk:
 
 @pytest.fixture
 def sink(disk: Disk) -> Sink:
-    sink = Sink(disk, "test")
+    sink = Sink(disk)
     sink.setFormatter(LineFormatter("p"))
     return sink
 

@@ -130,7 +130,7 @@ class _Connection:
         is_generated = given.pop("generate", True) is not False
         previous = given.get("previous_response_id")
         request_id = uuid.uuid4().hex
-        REQUEST.set(request_id)  # of this socket's task
+        REQUEST.set(request_id)  # for what this connection's task does
         self._status, self._body, self._has_failed = 0, b"", True
         try:
             body = json.dumps({**given, "stream": True}).encode()
