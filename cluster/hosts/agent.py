@@ -175,6 +175,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
         kept.write_bytes(msgspec.json.encode(known))
     deadline, read_to, said = time.monotonic() + timeout_s, known.log_at, ""
     while True:
+        lives = _lives(running)  # before its log is read: its last words are to be there
         more, read_to = _read_on(log, read_to)
         said = (said + more)[-MAX_SEEN:]
         if is_up in said and not known.up:
@@ -182,7 +183,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
             kept.write_bytes(msgspec.json.encode(known))
         if known.up:
             return Answer(result=known.up.removeprefix(is_up) or known.up)
-        if not _lives(running):
+        if not lives:
             kept.unlink(missing_ok=True)
             return Answer(error=f"{name} has ended: {_tail(said)} ({log})")
         if time.monotonic() > deadline:
