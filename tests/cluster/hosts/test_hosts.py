@@ -150,6 +150,8 @@ def test_the_log_of_the_one_before_stays_until_it_is_large(
         return agent._start(tmp_path, "thing", command, "up", 20.0)
 
     assert "first reason" in crash("first reason: it was up").result  # its words, and not...
+    while agent._find(tmp_path / "thing.running")[0] is not None:
+        time.sleep(0.01)
     answer = crash("second reason")
     assert "second reason" in answer.error
     assert "first reason" not in answer.error  # ...those of the one before it
