@@ -8,7 +8,6 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +16,7 @@ from msgspec import Meta, ValidationError, convert
 from msgspec.structs import replace
 
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.logs import LogSection
 from kvrelay.engine.settings import ConfigError as ConfigError
 from kvrelay.engine.settings import (
     Count,
@@ -26,6 +26,7 @@ from kvrelay.engine.settings import (
     Timeout,
     explain_error,
     matching,
+    state_folder,
 )
 from kvrelay.engine.settings import read_toml as read_toml
 from kvrelay.engine.stats import Role
@@ -49,10 +50,7 @@ class SessionsSection(Section, frozen=True):
     @property
     def state_path(self) -> Path:
         """The directory for what has to be there again after a restart, and is not KV."""
-        if self.state_dir:
-            return Path(self.state_dir).expanduser()
-        base = os.environ.get("XDG_STATE_HOME", "")
-        return (Path(base) if base else Path.home() / ".local" / "state") / "kvrelay"
+        return state_folder(self.state_dir)
 
 
 class TenantsSection(Section, frozen=True):
@@ -225,6 +223,7 @@ class Config(Section, frozen=True):
     router: RouterConfig = RouterConfig()
     scaling: ScalingConfig = ScalingConfig()
     tracing: TracingSection = TracingSection()
+    log: LogSection = LogSection()
 
     @property
     def most_workers(self) -> int:

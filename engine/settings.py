@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -37,6 +38,15 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
 
 class ConfigError(Exception):
     """One line for the user: key, value, and what would be right."""
+
+
+def state_folder(state_dir: str = "") -> Path:
+    """The directory for what has to be there again after a restart, and is not KV, on this
+    machine; "": kvrelay in the user's state directory."""
+    if state_dir:
+        return Path(state_dir).expanduser()
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "kvrelay"
 
 
 def read_toml(path: Path) -> dict[str, Any]:

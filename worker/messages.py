@@ -40,6 +40,9 @@ class WorkerStarted:
     notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
     protocol: int = 1  # this and the next: see Peer
     package: str = "unknown"
+    device: str = ""
+    took_s: float = 0.0  # from the start of its process until it listened
+    log: str = ""  # its file there; "": none
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from kvrelay.engine.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
 from kvrelay.engine.node import Node, NodeId
@@ -80,9 +83,13 @@ class Listening:
 class WorkerProcess:
     """Owns everything of one worker. Its methods may be called from any thread, `start` first."""
 
-    def __init__(self, built: BuiltWorker, listening: Listening) -> None:
+    def __init__(
+        self, built: BuiltWorker, listening: Listening, device: str = "", log: str = ""
+    ) -> None:
+        """`device`, `log`: as in WorkerStarted."""
         self._built = built
         self._listening = listening
+        self._device, self._log = device, log
         self._thread = LoopThread(built.node.node_id)
         self._host = NodeHost(self._thread.loop, self._send, self._on_failure)
         self._wire: Wire | None = None
@@ -104,8 +111,15 @@ class WorkerProcess:
         if built.when_lost is not None:
             built.when_lost(lambda error: self._on_failure(node.node_id, error))
         self._thread.loop.call_later(WATCH_S, self._watch_controller)
-        versions = PROTOCOL, own_version()
-        self._started = WorkerStarted(built.info, host, port, os.getpid(), built.notices, *versions)
+        took_s = time.time() - psutil.Process().create_time()
+        self._started = WorkerStarted(
+            *(built.info, host, port, os.getpid(), built.notices),
+            protocol=PROTOCOL,
+            package=own_version(),
+            device=self._device,
+            took_s=took_s,
+            log=self._log,
+        )
         return self._started
 
     def wait(self) -> None:

@@ -17,8 +17,9 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvrelay.engine.logs import LogSection, set_up, tell_ranks
 from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import BlockingChannel, inherited, own_version, register
@@ -37,6 +38,7 @@ class RankHostSpec:
     host: str  # where it listens: the worker's machine reaches this one by it
     num_ranks: int
     start_timeout_s: float  # for the worker to connect
+    log: LogSection = field(default_factory=LogSection)
 
 
 register(RankHostSpec, RankHost)
@@ -91,10 +93,12 @@ def main() -> None:
     if os.fork():  # a daemon, as a worker's process is
         os._exit(0)
     os.setsid()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     guardian = BlockingChannel(inherited(sys.argv[2]))
     spec: RankHostSpec = guardian.receive()
+    set_up(spec.log, f"{spec.worker}-ranks", takes_stderr=True)
+    tell_ranks(spec.log, spec.worker)
     guardian.send(ProcessEnds(serve(spec, guardian)))
+    logging.shutdown()
     os._exit(0)
 
 

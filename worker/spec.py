@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.logs import LogSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.node import NodeId
@@ -46,6 +47,7 @@ class WorkerSpec:
     # them.
     host: str = ""
     rank_hosts: tuple[RankHost, ...] = ()
+    log: LogSection = field(default_factory=LogSection)
 
     @property
     def on_gpu(self) -> bool:

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvrelay.cluster.api.access import AccessLog
 from kvrelay.cluster.api.anthropic.routes import MESSAGES, message_routes, refuse
 from kvrelay.cluster.api.calls import client_request_id
 from kvrelay.cluster.api.console.routes import Console
@@ -50,6 +51,7 @@ from kvrelay.cluster.api.responses.routes import response_routes
 from kvrelay.cluster.api.sessions import session_routes
 from kvrelay.cluster.api.utility.openapi import document_routes
 from kvrelay.cluster.api.utility.tokens import token_routes
+from kvrelay.engine.logs import REQUEST
 
 _log = logging.getLogger("kvrelay.api")
 
@@ -59,8 +61,9 @@ class _RequestIds:
     the log have the name that the client gives its request, if it gives one. A slash at the end of
     a path of the API means nothing."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, access: AccessLog) -> None:
         self._app = app
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,15 +71,18 @@ class _RequestIds:
             return
         if scope["path"].startswith("/v1/") and scope["path"].endswith("/"):
             scope["path"] = scope["path"].rstrip("/")
-        request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        shown_id = client_request_id(Headers(scope=scope)) or request_id
-        is_started = False
+        request_id, began_at = uuid.uuid4().hex, time.monotonic()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        client_id = client_request_id(Headers(scope=scope))
+        shown_id = client_id or request_id
+        token = REQUEST.set(f"{client_id}/{request_id}" if client_id else request_id)
+        status = 0
 
         async def named_send(message: Message) -> None:
-            nonlocal is_started
+            nonlocal status
             if message["type"] == "http.response.start":
-                is_started = True
+                status = message["status"]
                 header = (b"x-request-id", shown_id.encode())
                 message = {**message, "headers": [*message.get("headers", []), header]}
             await send(message)
@@ -85,10 +91,15 @@ class _RequestIds:
             await self._app(scope, receive, named_send)
         except Exception:
             _log.exception("request %s (%s) failed", shown_id, request_id)
-            if is_started:
+            if status:
                 raise  # the server closes the connection: the client sees that the answer is cut
             bug = ApiError(500, f"Internal error; request {shown_id}", type="server_error")
             await _error_response(scope["path"], bug)(scope, receive, named_send)
+        finally:
+            if self._access.is_on and not state.get("is_logged"):
+                elapsed_s = time.monotonic() - began_at
+                self._access.write(scope, status, elapsed_s, state.get("outcome", ""))
+            REQUEST.reset(token)
 
 
 def create_app(ctx: ApiContext) -> FastAPI:
@@ -113,7 +124,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(_RequestIds)
+    app.add_middleware(_RequestIds, access=ctx.access)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
     chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
@@ -201,6 +212,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 async def _on_api_error(ctx: ApiContext, request: Request, error: Exception) -> Response:
     """Answers errors of every route but those that generate, which count how their calls end."""
     assert isinstance(error, ApiError)
+    request.state.outcome = error.outcome
     ctx.metrics.requests.labels(_endpoint_of(request.url.path), error.outcome).inc()
     return _error_response(request.url.path, error)
 

@@ -186,12 +186,12 @@ class Calls:
         self._kept: OrderedDict[str, ServedCall] = OrderedDict()
         self.prompts = PromptHistory()
 
-    def ended(self, call: Call) -> None:
-        """`call` has sent its last byte. One that has submitted nothing has no phases."""
+    def ended(self, call: Call) -> ServedCall | None:
+        """`call` has sent its last byte. One that has submitted nothing has no phases: None."""
         metrics, elapsed_s = self._metrics, call.ended_at - call.arrived_at
         metrics.ended(call.endpoint, self._model, call.outcome, elapsed_s)
         if call.result is None or call.submitted_at is None:
-            return
+            return None
         served = self._served(call, call.result)
         for choice in served.choices:
             self._record_phases(choice)
@@ -208,6 +208,7 @@ class Calls:
         self._kept[call.request_id] = served
         if len(self._kept) > MAX_CALLS:
             self._kept.popitem(last=False)
+        return served
 
     def find(self, name: str, tenant: str) -> tuple[ServedCall, ServedChoice] | None:
         """`name`: the id of a call or of its answer; with "-2" behind it, of its choice 2; or what

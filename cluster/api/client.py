@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
@@ -148,7 +149,10 @@ class RouterClient:
         """`deliver(to, message)` must not block; `router` answers to `node_id`."""
         self.node_id = node_id
         self.router = router
-        self._deliver = deliver
+        # What comes of it in the router may concern other requests: this one's name is not for it.
+        self._deliver: Callable[[NodeId, Any], None] = lambda to, message: Context().run(
+            deliver, to, message
+        )
         self._streams: dict[str, RequestStream] = {}
         self._replies: dict[str, asyncio.Future[SessionReply]] = {}
         self._numbers = itertools.count()

@@ -10,6 +10,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from kvrelay.cluster.api.access import AccessLog
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.errors import overloaded
@@ -28,6 +29,7 @@ from kvrelay.cluster.api.tracing import Tracing
 from kvrelay.cluster.config import ApiSection
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
+from kvrelay.engine.logs import LogSection
 from kvrelay.engine.stats import Role
 from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.explain import Explanations
@@ -99,6 +101,8 @@ class ApiContext:
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
     rates: RateLimits = field(default_factory=RateLimits)
+    log: LogSection = field(default_factory=LogSection)
+    access: AccessLog = field(init=False)
     dialect: Dialect = field(init=False)
     token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
@@ -114,6 +118,7 @@ class ApiContext:
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
+        self.access = AccessLog(self.log, self.tokenizer.decode)
         self.live = self._limiter(self.settings.max_live_requests, "requests are being served")
         self.commands = self._limiter(
             self.settings.max_session_commands, "session commands are waiting"

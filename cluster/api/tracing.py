@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvrelay.cluster.api.metrics import operation_of
+from kvrelay.engine.logs import masked
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -148,7 +149,7 @@ def _counted(exporter: SpanExporter, url: str, count: Count) -> Any:
                 count("failed" if failed else "sent", len(spans))
                 self.num_settled += len(spans)
                 if failed and not self._is_failing:
-                    log.warning("%s does not take spans; they are lost until it does", url)
+                    log.warning("%s does not take spans; they are lost until it does", masked(url))
                 self._is_failing = failed
             return result
 
@@ -176,6 +177,8 @@ def _attributes(call: ServedCall) -> dict[str, Any]:
     found |= {f"gen_ai.request.{name}": value for name, value in call.sampling.items()}
     for source, tokens in details["cached_tokens_by_source"].items():
         found[f"kvrelay.cached_tokens.{source}"] = tokens
+    if call.client_id:
+        found["kvrelay.client_request_id"] = call.client_id
     if call.tenant:
         found["kvrelay.tenant"] = call.tenant
     if call.outcome in ("stop", "length"):

@@ -12,7 +12,14 @@ from rich.table import Table
 
 from kvrelay.cluster.config import ConfigError
 from kvrelay.cluster.hosts.agent import Answer
-from kvrelay.cluster.hosts.launch import Hosts, Launch, LaunchError, read_hosts, settings_text
+from kvrelay.cluster.hosts.launch import (
+    Hosts,
+    Launch,
+    LaunchError,
+    drain_of,
+    read_hosts,
+    settings_text,
+)
 
 hosts_argument = click.argument(
     "hosts_file",
@@ -62,12 +69,24 @@ def up(hosts_file: Path) -> None:
         hosts = read_hosts(hosts_file)
         settings = settings_text(hosts_file, hosts)
         board = Board(hosts, console)
+        launch = Launch(hosts, board.on_step)
         with board.live:
-            where = Launch(hosts, board.on_step).up(settings)
+            where = launch.up(settings)
     except (ConfigError, LaunchError) as error:
         raise click.ClickException(str(error)) from error
     console.print(f"up: {where}", markup=False)
     console.print(f"kvrelay down {hosts_file} ends it", markup=False)
+    head = hosts.head
+    folder = hosts.ssh.folder.replace("{host}", head.name)
+    console.print(
+        f"Nothing starts the server again if it ends: its last words are in {folder}/server.log of "
+        f"{head.name}, and kvrelay up starts it. systemd would: deploy/README.md",
+        markup=False,
+        soft_wrap=True,
+    )
+    if launch.left_out:
+        missing = "\n".join(launch.left_out)
+        raise click.ClickException(f"machines are left out; try again to add them:\n{missing}")
 
 
 @click.command()
@@ -79,6 +98,6 @@ def down(hosts_file: Path) -> None:
         hosts = read_hosts(hosts_file)
         board = Board(hosts, console)
         with board.live:
-            Launch(hosts, board.on_step).down()
+            Launch(hosts, board.on_step).down(drain_of(hosts_file, hosts))
     except (ConfigError, LaunchError) as error:
         raise click.ClickException(str(error)) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from kvrelay.cluster.config import Config
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "backup": ("backup", "backup", "Copy what a server has to find again."),
+    "logs": ("logs", "logs", "What the processes of this machine have logged."),
     "restore": ("backup", "restore", "Bring back what `kvrelay backup` has copied."),
     "audit": ("operate", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("explain", "explain", "Where a request's time went, and why."),
@@ -126,10 +127,13 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
     from kvrelay.cluster.cli.progress import StartProgress
     from kvrelay.cluster.processes.launch import serve as serve_until
     from kvrelay.cluster.processes.reload import Source
+    from kvrelay.engine import logs
 
     source = Source(path, overrides, asyncio.Event())
     config = source.read()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    log = config.log.resolved(config.sessions.state_dir, config.api.port)
+    config = replace(config, log=log)
+    logs.set_up(log, "supervisor")
     stop = asyncio.Event()
     clusters: list[str] = []
 
@@ -159,7 +163,7 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
 
         def on_ready(ready: Ready, config: Config) -> None:
             progress.close()
-            logging.getLogger("kvrelay").setLevel(logging.INFO)
+            logs.show_all()
             _print_ready(console, ready, config)
 
         await serve_until(config, progress.tell, stop, on_ready, source, on_stop, clusters.append)

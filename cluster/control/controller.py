@@ -36,6 +36,8 @@ from kvrelay.engine.stats import ProgressReport, RouterDown
 from kvrelay.router.messages import DrainReport, WorkerSuspected
 from kvrelay.worker.messages import CONTROLLER, PeersUpdated, StartFailed, WorkerStarted
 
+MAX_SHOWN = 8  # machines in a line of the log
+
 
 class Controller:
     """Node. Invariant: at most one epoch of a worker is starting, introducing or up, the latest."""
@@ -97,10 +99,12 @@ class Controller:
         workers, routers = self.worker_set, self.router_set
         match message:
             case MachinesChanged(machines):
+                changes = _changes(workers.machines, machines)
                 workers.machines = machines
                 idle = [w for w in self.workers.values() if w.state is ProcessState.DOWN]
                 idle.sort(key=lambda worker: -worker.num_ranks)  # what is left suits the small ones
-                effects = [effect for worker in idle for effect in workers.start(worker)]
+                effects = [Note("info", "machines_changed", changes)] if changes else []
+                effects += [effect for worker in idle for effect in workers.start(worker)]
                 # Before it is known who provides machines, nothing can be pending.
                 return effects + ([] if self.scaling is None else self.scaling.start())
             case WorkerStarted(info):
@@ -232,3 +236,14 @@ class Controller:
         if kind == DRAIN_TAG:
             return self._look_at_drain(now, node, int(epoch))
         return self.worker_set.woken(now, tag)
+
+
+def _changes(before: tuple[Machine, ...], now: tuple[Machine, ...]) -> str:
+    """Which machines of Ray's cluster have come and gone."""
+    came = [f"{machine.host} has come" for machine in now if machine not in before]
+    gone = [f"{machine.host} is gone" for machine in before if machine not in now]
+    if not came + gone:
+        return ""
+    shown = [*came, *gone][:MAX_SHOWN]
+    more = len(came) + len(gone) - len(shown)
+    return f"machines: {', '.join(shown)}{f' and {more} more' * bool(more)}; {len(now)} are there"

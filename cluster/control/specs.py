@@ -58,6 +58,7 @@ def worker_spec(
         left_reads_s=config.router.silent_after_s + config.cluster.silent_grace_s + PEER_GONE_S,
         machine=start.machine_id,
         further=start.further,
+        log=config.log,
         num_gpus=start.num_ranks // (1 + len(start.further)) if on_gpu else 0,
     )
 

@@ -43,6 +43,7 @@ class DesiredWorker(DesiredProcess):
     further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
     avoid: str | None = None  # where it failed to start
     info: WorkerInfo | None = None
+    started: WorkerStarted | None = None  # while it listens
     hangs: int = 0  # times that it was ended because it did not answer
     is_leaving: bool = False  # it goes for good when nothing needs it
 
@@ -182,7 +183,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             gone = [node for node, epoch in kept.items() if epochs.get(node) != epoch]
             forgotten = [Send(worker.node, RouterDown(node)) for node in gone]
         worker.on(ProcessEvent.LISTENS)
-        worker.info = replace(started.info, role=worker.role)
+        worker.info, worker.started = replace(started.info, role=worker.role), started
         worker.pid = started.pid
         versions = started.protocol, started.package
         worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch, *versions)
@@ -210,9 +211,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.up_at = now
         worker.avoid = None
         self.has_been_up, self._failures = True, 0
-        effects: list[Effect] = [
-            Note("info", "worker_up", f"{worker.node} is up (epoch {worker.epoch})")
-        ]
+        effects: list[Effect] = [Note("info", "worker_up", _is_up(worker))]
         if worker.is_leaving:  # the controller before began with it
             return effects + self.drain(now, worker)
         return effects + self.routers.announce(self.up())
@@ -236,7 +235,10 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.is_leaving = not comes_back
         timeout_s = config.restart_drain_s if comes_back else config.drain_timeout_s
         routers = [peer.node for peer in self.routers.peers]
-        return self.drains.begin(now, worker.incarnation, routers, timeout_s)
+        what = "restarts" if comes_back else "goes"
+        text = f"{worker.node} drains, for {timeout_s:g} s at most, and {what} then"
+        note = Note("info", "worker_drains", text)
+        return [note, *self.drains.begin(now, worker.incarnation, routers, timeout_s)]
 
     def drained(self, now: float, worker: DesiredWorker, why: str) -> list[Effect]:
         """Nothing needs it any more, or its time is over."""
@@ -286,7 +288,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def _forget(self, now: float, worker: DesiredWorker, reason: str) -> list[Effect]:
         """It has ended: whoever uses it hears so, and whoever waits for it goes on."""
-        worker.info = None
+        worker.info = worker.started = None
         worker.is_leaving = False
         self.suspects.forget(worker.incarnation)
         self.drains.forget(worker.incarnation)
@@ -295,6 +297,15 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             if worker.node in other.waiting_for:
                 effects += self.updated(now, other, worker.node)
         return effects
+
+
+def _is_up(worker: DesiredWorker) -> str:
+    started = worker.started
+    assert started is not None
+    facts = [f"epoch {worker.epoch}", str(worker.role), started.host, started.device]
+    facts += [f"started in {started.took_s:.1f} s"] if started.took_s else []
+    log = f"; log: {started.log}" if started.log else ""
+    return f"{worker.node} is up ({', '.join(filter(None, facts))}){log}"
 
 
 def _has_place(other: DesiredWorker, worker: DesiredWorker) -> bool:

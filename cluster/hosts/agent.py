@@ -26,6 +26,8 @@ SERVER_IS_UP = "Ready: "
 TAIL_LINES = 6
 POLL_S = 0.1
 KILL_S = 10.0  # for what was asked to end, beyond its own time
+MAX_LOG_BYTES = 16 << 20  # beyond it, a log is moved aside at the next start
+MAX_SEEN = 1 << 16  # characters of a log that are kept while it is waited for
 
 
 class Command(Struct, frozen=True):
@@ -86,6 +88,8 @@ class Running(msgspec.Struct):
 
     pid: int
     began: float
+    log_at: int = 0  # where its log had ended before it
+    up: str = ""  # what its log said when it was up; logs may be rotated since
 
 
 def main() -> None:
@@ -151,10 +155,12 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
     """Unless it runs. `is_up`: what its log says when it does."""
     folder.mkdir(parents=True, exist_ok=True)
     log, kept = folder / f"{name}.log", folder / f"{name}.running"
-    running = _find(kept)
+    running, known = _find(kept)
     if running is None:
-        log.write_bytes(b"")
+        if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
+            log.replace(folder / f"{name}.old.log")
         with log.open("ab") as out:
+            log_at = out.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -165,14 +171,19 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
                 env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"},
             )
         running = psutil.Process(process.pid)
-        kept.write_bytes(msgspec.json.encode(Running(process.pid, running.create_time())))
-    deadline = time.monotonic() + timeout_s
+        known = Running(process.pid, running.create_time(), log_at)
+        kept.write_bytes(msgspec.json.encode(known))
+    deadline, read_to, said = time.monotonic() + timeout_s, known.log_at, ""
     while True:
-        said = log.read_text(encoding="utf-8", errors="replace")
-        if is_up in said:
-            line = next(line for line in said.splitlines() if is_up in line)
-            return Answer(result=line.strip().removeprefix(is_up) or line.strip())
-        if not _lives(running):
+        lives = _lives(running)  # before its log is read: its last words are to be there
+        more, read_to = _read_on(log, read_to)
+        said = (said + more)[-MAX_SEEN:]
+        if is_up in said and not known.up:
+            known.up = next(line for line in said.splitlines() if is_up in line).strip()
+            kept.write_bytes(msgspec.json.encode(known))
+        if known.up:
+            return Answer(result=known.up.removeprefix(is_up) or known.up)
+        if not lives:
             kept.unlink(missing_ok=True)
             return Answer(error=f"{name} has ended: {_tail(said)} ({log})")
         if time.monotonic() > deadline:
@@ -180,9 +191,19 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
         time.sleep(POLL_S)
 
 
+def _read_on(log: Path, at: int) -> tuple[str, int]:
+    """What has come since it was read up to `at`, and how far it is read now."""
+    with log.open("rb") as file:
+        if file.seek(0, os.SEEK_END) < at:  # it was emptied meanwhile
+            at = 0
+        file.seek(at)
+        data = file.read()
+    return data.decode("utf-8", "replace"), at + len(data)
+
+
 def _stop(folder: Path, name: str, timeout_s: float) -> Answer:
     kept = folder / f"{name}.running"
-    running = _find(kept)
+    running, _ = _find(kept)
     if running is None:
         return Answer(result="was not running")
     tree = running.children(recursive=True)
@@ -196,14 +217,15 @@ def _stop(folder: Path, name: str, timeout_s: float) -> Answer:
     return Answer(result=f"ended, {len(forced)} by force" if running in forced else "ended")
 
 
-def _find(kept: Path) -> psutil.Process | None:
-    """What the file names, if it still runs."""
+def _find(kept: Path) -> tuple[psutil.Process | None, Running]:
+    """What the file names, if it still runs, and what it says."""
     try:
         known = msgspec.json.decode(kept.read_bytes(), type=Running)
         process = psutil.Process(known.pid)
     except (OSError, msgspec.DecodeError, psutil.NoSuchProcess):
-        return None
-    return process if process.create_time() == known.began and _lives(process) else None
+        return None, Running(0, 0.0)
+    lives = process.create_time() == known.began and _lives(process)
+    return (process if lives else None), known
 
 
 def _lives(process: psutil.Process) -> bool:

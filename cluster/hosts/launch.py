@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from kvrelay.cluster.config import ConfigError, read_toml
+from kvrelay.cluster.config import ConfigError, load_config, read_toml
 from kvrelay.cluster.hosts.agent import (
     Answer,
     AnyCommand,
@@ -113,6 +113,12 @@ def settings_text(path: Path, hosts: Hosts) -> str:
         raise ConfigError(f"serve.config = {hosts.serve.config!r}: {error}") from error
 
 
+def drain_of(path: Path, hosts: Hosts) -> float:
+    """How long the server gives its requests at its end, by its settings. Raises ConfigError."""
+    file = path.parent / hosts.serve.config if hosts.serve.config else None
+    return load_config(file, {}).cluster.drain_s
+
+
 @dataclass(frozen=True, slots=True)
 class Remote:
     """A machine as it is reached from here: a command goes there by ssh, its answer comes back."""
@@ -176,43 +182,57 @@ class Launch:
         self._on_step = on_step
         self._home = home
         self._remotes = [Remote(host, hosts.ssh) for host in hosts.host]
+        self.left_out: list[str] = []  # machines that could not do a step, and why
 
     def up(self, settings: str) -> str:
-        """Returns where the API is, as the server says it. Raises LaunchError."""
-        hosts = self._hosts
-        self._check_versions(self._all("reach", lambda remote: Ping(remote.folder)))
+        """Returns where the API is, as the server says it. A machine that fails is `left_out`.
+        Raises LaunchError if it is the first one, or if versions differ."""
+        hosts, head = self._hosts, self._remotes[0]
+        reached = self._those(self._remotes, "reach", lambda remote: Ping(remote.folder))
+        self._check_versions(reached)
         token = self._token()
-        self._all("token", lambda remote: GiveToken(remote.folder, token))
-        head, *others = self._remotes
+        given = self._those([*reached], "token", lambda remote: GiveToken(remote.folder, token))
         start_s = hosts.ray.start_s
         mine = ("--head", f"--port={hosts.ray.port}", "--include-dashboard=0")
         self._each([head], "ray", lambda remote: _ray(remote, mine, start_s), start_s)
         join = (f"--address={hosts.ray_address}",)
-        self._each(others, "ray", lambda remote: _ray(remote, join, start_s), start_s)
+        others = [remote for remote in given if remote is not head]
+        self._those(others, "ray", lambda remote: _ray(remote, join, start_s), start_s)
         args, ready_s = ("--address", hosts.ray_address, *hosts.serve.args), hosts.serve.ready_s
         (served,) = self._each(
             [head], "serve", lambda r: StartServer(r.folder, settings, args, ready_s), ready_s
         )
         return served.result
 
-    def down(self) -> None:
-        """The server first, so that its workers end with it. Raises LaunchError when all that can
-        be ended has been."""
+    def down(self, drain_s: float) -> None:
+        """The server first, so that its workers end with it; its requests have `drain_s`. Raises
+        LaunchError when all that can be ended has been."""
         head, *others = self._remotes
         problems = []
         for remotes, what in (([head], "server"), (others, "ray"), ([head], "ray")):
             try:
-                self._end(remotes, what)
+                self._end(remotes, what, STOP_S + drain_s * (what == "server"))
             except LaunchError as error:
                 problems.append(str(error))
         if problems:
             raise LaunchError("\n".join(problems))
 
-    def _end(self, remotes: list[Remote], what: str) -> None:
-        self._each(remotes, f"end {what}", lambda r: StopProcess(r.folder, what, STOP_S), STOP_S)
+    def _end(self, remotes: list[Remote], what: str, stop_s: float) -> None:
+        self._each(remotes, f"end {what}", lambda r: StopProcess(r.folder, what, stop_s), stop_s)
 
-    def _all(self, step: str, command: Callable[[Remote], AnyCommand]) -> list[Answer]:
-        return self._each(self._remotes, step, command, 0.0)
+    def _those(
+        self,
+        remotes: Iterable[Remote],
+        step: str,
+        command: Callable[[Remote], AnyCommand],
+        timeout_s: float = 0.0,
+    ) -> dict[Remote, Answer]:
+        """Which could do it. Raises LaunchError if the first machine could not."""
+        answers = self._ask_all(remotes, step, command, timeout_s)
+        self.left_out += _problems(step, answers)
+        if any(answer.error for remote, answer in answers.items() if remote is self._remotes[0]):
+            raise LaunchError("\n".join(self.left_out))
+        return {remote: answer for remote, answer in answers.items() if not answer.error}
 
     def _each(
         self,
@@ -222,7 +242,18 @@ class Launch:
         timeout_s: float,
     ) -> list[Answer]:
         """On all at once. Raises LaunchError when all have answered, and one could not."""
+        answers = self._ask_all(remotes, step, command, timeout_s)
+        if failed := _problems(step, answers):
+            raise LaunchError("\n".join(failed))
+        return [*answers.values()]
 
+    def _ask_all(
+        self,
+        remotes: Iterable[Remote],
+        step: str,
+        command: Callable[[Remote], AnyCommand],
+        timeout_s: float,
+    ) -> dict[Remote, Answer]:
         def ask(remote: Remote) -> Answer:
             self._on_step(remote.host.name, step, None)
             answer = remote.ask(command(remote), timeout_s)
@@ -231,22 +262,15 @@ class Launch:
 
         remotes = list(remotes)
         if not remotes:
-            return []
+            return {}
         with ThreadPoolExecutor(len(remotes)) as pool:
-            answers = list(pool.map(ask, remotes))
-        failed = [
-            f"{remote.host.name}: {step}: {answer.error}"
-            for remote, answer in zip(remotes, answers, strict=True)
-            if answer.error
-        ]
-        if failed:
-            raise LaunchError("\n".join(failed))
-        return answers
+            return dict(zip(remotes, pool.map(ask, remotes), strict=True))
 
-    def _check_versions(self, answers: list[Answer]) -> None:
+    def _check_versions(self, answers: Mapping[Remote, Answer]) -> None:
         """Frames and KV are only understood by the same version."""
-        first, names = answers[0].versions, [host.name for host in self._hosts.host]
-        for name, answer in zip(names, answers, strict=True):
+        names = [remote.host.name for remote in answers]
+        first = next(iter(answers.values())).versions
+        for name, answer in zip(names, answers.values(), strict=True):
             for what, found in answer.versions.items():
                 if found != first.get(what):
                     wanted = f"{names[0]} has {what} {first.get(what)}, and {name} has {found}"
@@ -258,6 +282,14 @@ class Launch:
         if not file.exists():
             give_token(secrets.token_hex(TOKEN_BYTES), self._home)
         return file.read_text(encoding="ascii").strip()
+
+
+def _problems(step: str, answers: Mapping[Remote, Answer]) -> list[str]:
+    return [
+        f"{remote.host.name}: {step}: {answer.error}"
+        for remote, answer in answers.items()
+        if answer.error
+    ]
 
 
 def _ray(remote: Remote, where: tuple[str, ...], timeout_s: float) -> StartRay:

@@ -29,6 +29,7 @@ from kvrelay.cluster.processes.orders import (
     WorkersRestarted,
 )
 from kvrelay.engine.host import first_line
+from kvrelay.engine.logs import set_up
 from kvrelay.engine.wire.channel import BEAT_S, Beat, Channel, ChannelError, inherited
 
 log = logging.getLogger("kvrelay")
@@ -74,6 +75,7 @@ async def run_router(parent: Parent) -> int:
 
     order: RouterOrder = await parent.first()
     spec = order.spec
+    set_up(spec.config.log, spec.router)
     sock = socket.socket(fileno=order.sock)
     stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
 
@@ -107,7 +109,9 @@ async def run_router(parent: Parent) -> int:
     if asked.refuse:
         left = await process.drain(asked.drain_s)
         if left and asked.drain_s:
-            log.warning("%s: %d requests are cut off", spec.router, left)
+            log.warning("%d requests are cut off", left)
+        else:
+            log.info("drained: no request is left")
     await process.close(0.0 if asked.refuse else asked.drain_s)
     return 0
 
@@ -117,6 +121,7 @@ async def run_controller(parent: Parent) -> int:
     from kvrelay.cluster.processes.control_process import ControlProcess
 
     spec: ControlSpec = await parent.first()
+    set_up(spec.config.log, "controller")
     process = ControlProcess(spec, parent.send)
     stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
 
@@ -147,7 +152,6 @@ async def run_controller(parent: Parent) -> int:
 
 def main() -> None:
     kind, end = sys.argv[1], inherited(sys.argv[3])
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to stderr
     run = {"router": run_router, "controller": run_controller}[kind]

@@ -154,6 +154,12 @@ class ControlProcess:
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
         spec, cluster = self.spec, self.spec.config.cluster
+        kept = read_record(spec.kept_file, Checkpoint) or Checkpoint()
+        running = len(spec.running_routers)
+        log.info(
+            "controller begins (epoch %d); %d workers and %d routers run",
+            *(spec.epoch, len(kept.workers), running),
+        )
         roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
         self.controller = Controller(
             ControllerConfig(
@@ -161,7 +167,7 @@ class ControlProcess:
                 routers=(),
                 listeners=(self._me,),
                 further_routers=spec.routers,
-                kept=read_record(spec.kept_file, Checkpoint) or Checkpoint(),
+                kept=kept,
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
                 prefill_ranks=spec.config.ranks_of(Role.PREFILL),
@@ -305,6 +311,8 @@ class ControlProcess:
                 log.warning("%s; again in %g s", why, RAY_RETRY_S)
                 await asyncio.sleep(RAY_RETRY_S)
         self._tell(StartupProgress("ray", "up", True))
+        how = f"joined at {config.cluster.address}" if config.cluster.address else "started"
+        log.info("Ray: %s; its own logs are in %s", how, ray.logs_folder())
         await self._model
         self._workers = ray.RayWorkers(self.spec.listening, self.say)
         cluster = self.spec.cluster

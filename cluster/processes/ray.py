@@ -41,6 +41,7 @@ from kvrelay.cluster.processes.ray_cluster import ask_for_machines as ask_for_ma
 from kvrelay.cluster.processes.ray_cluster import connect as connect
 from kvrelay.cluster.processes.ray_cluster import control_plane as control_plane
 from kvrelay.cluster.processes.ray_cluster import disconnect as disconnect
+from kvrelay.cluster.processes.ray_cluster import logs_folder as logs_folder
 from kvrelay.decode_worker.actor import DecodeWorker
 from kvrelay.engine.host import first_line
 from kvrelay.engine.node import NodeId
@@ -227,6 +228,7 @@ class RayWorkers:
                 self._host_of(machine),
                 spec.num_ranks_here,
                 RANKS_WAIT_S,
+                spec.log,
             )
             guardian = self._guardian(spec, group, number)
             running.of_ranks.append(guardian)

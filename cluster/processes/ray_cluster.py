@@ -10,7 +10,6 @@ import socket
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.engine.host import first_line
@@ -47,7 +46,7 @@ def connect(address: str, dashboard_port: int = 0) -> None:
     ray._private.worker._worker_logs_enabled = False
     try:
         ray.init(**options)
-    except (RayError, ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # it raises all kinds, and Exception itself for a timeout
         what = f"join the Ray cluster at {address}" if address else "start Ray"
         raise RayUnavailable(f"cannot {what}: {first_line(error)}") from error
 
@@ -70,6 +69,11 @@ def disconnect() -> None:
 def control_plane() -> str:
     """HOST:PORT of the cluster that was joined."""
     return str(ray.get_runtime_context().gcs_address)
+
+
+def logs_folder() -> str:
+    """Where Ray and the guardians write their own logs, on this machine."""
+    return str(ray._private.worker.global_worker.node.get_logs_dir_path())
 
 
 def own_machine() -> str:

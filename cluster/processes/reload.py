@@ -71,7 +71,7 @@ async def _reload(config: Config, source: Source, use: Callable[[Tenants], None]
     except ConfigError as error:
         _log.error("tenants stay as they are: %s", error)
     else:
-        _log.info("tenants: %s", ", ".join(tenants.names()) or "none")
+        _log.info("tenants reloaded: %d", len(tenants.names()))
 
 
 def _stamps(files: Sequence[Path]) -> list[tuple[int, int, int] | None]:

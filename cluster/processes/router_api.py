@@ -145,6 +145,7 @@ async def serve_api(
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
         responses=responses,
+        log=config.log,
     )
     context.constraints.warm_up()
     await serve_app(

@@ -219,6 +219,7 @@ class Supervisor:
     async def end(self, drain_s: float) -> None:
         """Take no new requests, finish what is there within `drain_s`, and end all."""
         self._is_ending = True
+        log.info("the server ends; requests have up to %g s to finish", drain_s)
         self._to_controller(Ending())
         routers = list(self._routers.values())
         for router in routers:
@@ -228,6 +229,7 @@ class Supervisor:
         if self._controller is not None and self._controller.is_alive:
             self._controller.send(Stop())
             await _end(self._controller, 2 * END_S)
+        log.info("the server has ended")
         kill_workers(self.cluster)  # where the controller could not, if they are here
         for task in self._tasks:
             task.cancel()
@@ -386,6 +388,7 @@ class Supervisor:
                 self._serving.add(router)
                 self._look_ready()
             case ServiceRequest("drain"):
+                log.info("an operator asks the server to drain and end")
                 self.asked_to_end.set()
             case ServiceRequest("restart"):
                 self._spawn(self.restart())
@@ -414,6 +417,8 @@ class Supervisor:
         is_all = len(self._serving) == len(self._sockets)
         if lines is not None and model is not None and is_all and not self.ready.done():
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
+            shown = ", ".join(f"{name} at port {port}" for name, port in ports.items())
+            log.info("the server is ready: %s, %s", model.served_name, shown)
             self.ready.set_result(Ready(ports, lines, model.served_name))
 
     async def _watch(self) -> None:

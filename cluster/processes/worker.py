@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 
+from kvrelay.engine import logs
 from kvrelay.engine.host import NodeExit, first_line
 from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.core_dumps import CoreDumps
@@ -29,7 +30,8 @@ def start(
     from kvrelay.worker.kv_plan import BuildError
 
     try:
-        process = WorkerProcess(build_worker(spec), listening)
+        log = str(spec.log.path / f"{spec.worker}.log") if spec.log.file_mib else ""
+        process = WorkerProcess(build_worker(spec), listening, spec.model.device, log)
         return process, process.start()
     except BuildError as error:
         return None, StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
@@ -56,7 +58,6 @@ def serve(spec: WorkerSpec, listening: Listening, guardian: BlockingChannel) -> 
         guardian.send(ProcessEnds(f"{type(error).__name__}: {why}{where}"))
         if hangs:  # what it did, others have taken over: its step was late for long
             dumps.dump_gpus()
-        logging.shutdown()
         return 1
     process.close()
     return 0
@@ -66,13 +67,13 @@ def main() -> None:
     if os.fork():  # a daemon: its parent does not wait for it
         os._exit(0)
     os.setsid()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("kvrelay").setLevel(logging.INFO)
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to the log
     guardian = BlockingChannel(inherited(sys.argv[2]))
     order: WorkerOrder = guardian.receive()
+    logs.set_up(order.spec.log, order.spec.worker, takes_stderr=True)
+    logs.tell_ranks(order.spec.log, order.spec.worker)
     code = serve(order.spec, order.listening, guardian)
+    logging.shutdown()
     sys.stderr.flush()
     os._exit(code)
 

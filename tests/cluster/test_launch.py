@@ -52,3 +52,17 @@ def test_routers_tokenise_as_they_are_told(smollm2_dir: Path) -> None:
         config = Config(model=model, api=ApiSection(parse_special_tokens_in_messages=parses))
         tokens = _load_tokenizer(smollm2_dir, config).chat_prompt(said).tokens
         assert len(tokens) == num_tokens
+
+
+def test_whatever_ray_raises_when_it_starts_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine is busy, a bare Exception."""
+    import ray
+
+    from kvrelay.cluster.processes import ray_cluster
+
+    def slow(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(ray_cluster.RayUnavailable, match=r"^cannot start Ray: The .* startup\.$"):
+        ray_cluster.connect("")

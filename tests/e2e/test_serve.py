@@ -29,9 +29,22 @@ TOLERANCE = 1e-3 if ModelRunner.default_dtype() == "float32" else 0.2
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served({}) as served:
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def served(state_dir: Path) -> Iterator[Served]:
+    with Served({"sessions.state_dir": str(state_dir), "log.access": True}) as served:
         yield served
+
+
+def logged(state_dir: Path, *options: str) -> str:
+    """What an operator reads of it."""
+    config = state_dir / "kvrelay.toml"
+    config.write_text(f'[sessions]\nstate_dir = "{state_dir}"\n[api]\nport = 0\n')
+    command = [*KVRELAY, "logs", "--config", str(config), "--lines", "0", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
@@ -167,13 +180,49 @@ def test_after_all_that_an_audit_finds_nothing_left_over(served: Served) -> None
     assert epochs["decode-0"] == 2  # it was killed
 
 
-def test_it_stops_on_a_signal_and_leaves_nothing_behind(served: Served) -> None:
+def test_what_has_happened_is_logged_and_no_more_and_no_prompt(
+    served: Served, state_dir: Path
+) -> None:
+    before = logged(state_dir)
+    for _ in range(5):
+        ask(served.url, httpx.Client(headers={"x-request-id": "of-this-test"}))
+    wait_until(lambda: logged(state_dir, "--request", "of-this-test").count("\n") == 5)
+    line, *_ = logged(state_dir, "--request", "of-this-test").splitlines()
+    for words in ("info     router-0", "status=200", "outcome=stop", "worker=", "ttft_ms="):
+        assert words in line
+    text = logged(state_dir)
+    new = text.removeprefix(before).splitlines()
+    assert len(new) == 5, new  # while requests are served, nothing else
+    for words in (
+        "controller begins (epoch 1)",
+        "router-0 is up (epoch 1) at port",
+        "Ray: started; its own logs are in",
+        "prefill-0 is up (epoch 1, prefill, 127.0.0.1, cpu, started in",
+        f"log: {state_dir}/logs/0/prefill-0.log",
+        "decode-0 (epoch 1) is gone: its process has ended",
+        "decode-0 is up (epoch 2, decode",
+        "the server is ready: smollm2-135m, router-0 at port",
+    ):
+        assert text.count(words) == 1, words
+    files = list((state_dir / "logs/0").iterdir())
+    names = {"supervisor", "controller", "router-0", "prefill-0", "decode-0"}
+    assert {path.stem for path in files} == names
+    assert all("capital" not in path.read_text() for path in files)
+
+
+def test_it_stops_on_a_signal_and_leaves_nothing_behind(served: Served, state_dir: Path) -> None:
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert children
     assert served.stop() == 0
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
     assert "Traceback" not in "".join(served.lines)
+    lines = logged(state_dir, "--worker", "supervisor").splitlines()
+    ended = [line.split(maxsplit=3)[3] for line in lines]
+    assert ended[-2:] == [
+        "the server ends; requests have up to 30 s to finish",
+        "the server has ended",
+    ]
 
 
 def test_what_is_wrong_is_one_line_and_an_exit_code(tmp_path: Path) -> None:

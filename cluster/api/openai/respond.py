@@ -20,7 +20,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.cluster.api.calls import Call
 from kvrelay.cluster.api.context import ApiContext
@@ -93,6 +93,15 @@ class GenerateEndpoint(Generic[Request]):
         http = HttpRequest(scope, receive)
         call = Call(scope["state"]["request_id"], self._name, clock(), http.headers)
         call.outcome = _CANCELLED
+        status, access = 0, self._ctx.access
+        if access.is_on:
+            scope["state"]["is_logged"], send_on = True, send
+
+            async def send(message: Message) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send_on(message)
+
         try:
             call.outcome = await self._serve(http, call, send)
         except ApiError as error:
@@ -104,7 +113,11 @@ class GenerateEndpoint(Generic[Request]):
             call.ended_at = clock()
             metrics.requests.labels(self._name, call.outcome).inc()
             metrics.e2e_s.observe(call.ended_at - call.arrived_at)
-            self._ctx.calls.ended(call)
+            served = self._ctx.calls.ended(call)
+            if access.is_on:
+                prompt = call.result.prompt if call.result else ()
+                elapsed_s = call.ended_at - call.arrived_at
+                access.write(scope, status, elapsed_s, call.outcome, served, prompt)
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:

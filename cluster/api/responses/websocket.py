@@ -26,6 +26,7 @@ from kvrelay.cluster.api.incoming import caller
 from kvrelay.cluster.api.responses.conversations import Remembered
 from kvrelay.cluster.api.responses.format import begun, error_event
 from kvrelay.cluster.api.tenants import Tenant
+from kvrelay.engine.logs import REQUEST
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.responses.call import ResponseCall
@@ -129,6 +130,7 @@ class _Connection:
         is_generated = given.pop("generate", True) is not False
         previous = given.get("previous_response_id")
         request_id = uuid.uuid4().hex
+        REQUEST.set(request_id)  # for what this connection's task does
         self._status, self._body, self._has_failed = 0, b"", True
         try:
             body = json.dumps({**given, "stream": True}).encode()

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from kvrelay.engine.logs import set_up_rank
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.parallel.link import Broken, Checksums, Companion, Ready
 from kvrelay.engine.model.parallel.ops import Group, RankSetup
@@ -109,6 +110,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     setup = connection.recv()
     assert isinstance(setup, RankSetup)
+    set_up_rank(setup.shard.rank)
     leader = _Leader(connection)
     threading.Thread(target=leader.receive, daemon=True).start()
     try:

@@ -140,6 +140,46 @@ def test_what_is_started_lives_on_and_is_started_once(tmp_path: Path) -> None:
     assert agent._stop(tmp_path, "thing", 10.0).result == "was not running"
 
 
+def test_the_log_of_the_one_before_stays_until_it_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why it ended is in there."""
+
+    def crash(text: str) -> Answer:
+        command = [sys.executable, "-c", f"raise SystemExit({text!r})"]
+        return agent._start(tmp_path, "thing", command, "up", 20.0)
+
+    assert "first reason" in crash("first reason: it was up").result  # its words, and not...
+    while agent._find(tmp_path / "thing.running")[0] is not None:
+        time.sleep(0.01)
+    answer = crash("second reason")
+    assert "second reason" in answer.error
+    assert "first reason" not in answer.error  # ...those of the one before it
+    assert "first reason" in (tmp_path / "thing.log").read_text()
+    monkeypatch.setattr(agent, "MAX_LOG_BYTES", 10)
+    crash("third reason")
+    assert (tmp_path / "thing.log").read_text().strip() == "third reason"
+    assert "second reason" in (tmp_path / "thing.old.log").read_text()
+
+
+def test_what_was_up_is_up_also_when_its_log_was_rotated(tmp_path: Path) -> None:
+    script = "import time; print('I am up: here', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", script]
+    answer = agent._start(tmp_path, "thing", command, "I am up: ", 20.0)
+    assert answer.result == "here"
+    (tmp_path / "thing.log").write_bytes(b"")
+    assert agent._start(tmp_path, "thing", command, "I am up: ", 0.5) == answer
+    assert agent._stop(tmp_path, "thing", 10.0).result == "ended"
+
+
+def test_a_log_that_is_emptied_while_it_is_read_is_read_from_its_beginning(tmp_path: Path) -> None:
+    log = tmp_path / "thing.log"
+    log.write_bytes(b"one\ntwo\n")
+    assert agent._read_on(log, 4) == ("two\n", 8)
+    log.write_bytes(b"new\n")
+    assert agent._read_on(log, 8) == ("new\n", 4)
+
+
 def test_what_does_not_start_says_why_and_what_is_stubborn_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such device')"]
     answer = agent._start(tmp_path, "thing", command, "up", 20.0)
@@ -160,8 +200,51 @@ def test_a_number_that_came_again_is_not_taken_for_what_was_started(tmp_path: Pa
 def test_machines_with_other_versions_are_refused_before_anything_starts(tmp_path: Path) -> None:
     launch = Launch(Hosts((HostEntry("a"), HostEntry("b"))), lambda *_: None, tmp_path)
     same, other = Answer(versions={"ray": "2.1"}), Answer(versions={"ray": "2.2"})
+    a, b = launch._remotes
     with pytest.raises(LaunchError, match=r"a has ray 2.1, and b has 2.2; install the same"):
-        launch._check_versions([same, other])
+        launch._check_versions({a: same, b: other})
+
+
+def test_a_machine_that_does_not_answer_keeps_no_other_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def ask(remote: Remote, command: agent.AnyCommand, timeout_s: float = 0.0) -> Answer:
+        asked.append((remote.host.name, type(command).__name__))
+        if remote.host.name == "b":
+            return Answer(error="no answer")
+        return Answer(error="no GPU" * (asked[-1] == ("c", "StartRay")), result="at http://a")
+
+    monkeypatch.setattr(Remote, "ask", ask)
+    launch = Launch(Hosts(tuple(map(HostEntry, "abcd"))), lambda *_: None, tmp_path)
+    assert launch.up("") == "at http://a"
+    assert launch.left_out == ["b: reach: no answer", "c: ray: no GPU"]
+    assert ("d", "StartRay") in asked
+    assert ("a", "StartServer") in asked
+    assert ("b", "GiveToken") not in asked
+    monkeypatch.setattr(Launch, "up", lambda launch, _: launch.left_out.append("b: gone") or "x")
+    found = CliRunner().invoke(up, [str(written(tmp_path, '[[host]]\nname = "a"\n'))])
+    assert found.exit_code == 1
+    assert "up: x" in found.output
+    assert "b: gone" in found.output
+
+
+def test_a_server_has_its_time_to_drain_before_it_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, float] = {}
+
+    def ask(_: Remote, command: agent.StopProcess, timeout_s: float) -> Answer:
+        asked[command.what] = command.timeout_s
+        assert timeout_s == command.timeout_s
+        return Answer()
+
+    monkeypatch.setattr(Remote, "ask", ask)
+    (tmp_path / "kvrelay.toml").write_text("[cluster]\ndrain_s = 3600\n")
+    file = written(tmp_path, '[[host]]\nname = "a"\n[serve]\nconfig = "kvrelay.toml"\n')
+    assert CliRunner().invoke(down, [str(file)]).exit_code == 0
+    assert asked == {"server": 3660.0, "ray": 60.0}
 
 
 def test_all_that_cannot_be_reached_are_told_and_down_goes_on(tmp_path: Path) -> None:
