@@ -38,7 +38,9 @@ class WireLimits:
     max_queued_frames: int = 8192
     max_unacked_bytes: int = 64 << 20  # written, and kept until they are acknowledged
     max_unacked_frames: int = 8192
-    max_unauthenticated: int = 128  # connections of the process that have not proved themselves yet
+    # Connections of the process that have not proved themselves yet: in all, and from one address.
+    max_unauthenticated: int = 128
+    max_unauthenticated_of_address: int = 64
     connect_s: float = 2.0  # a SYN that was lost is repeated after 1 s
     handshake_s: float = 5.0
     give_up_s: float = 10.0  # a peer that cannot be reached for so long is lost
@@ -92,6 +94,21 @@ class TlsIdentity:
         return context
 
 
+@dataclass(frozen=True, slots=True)
+class TlsEnds:
+    """An identity, and what it is used by on either side of a connection."""
+
+    identity: TlsIdentity
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def of(cls, identity: TlsIdentity) -> TlsEnds:
+        """Raises TlsError."""
+        server, client = (identity.context(is_server=side) for side in (True, False))
+        return cls(identity, server, client)
+
+
 def fingerprint(der: bytes) -> bytes:
     return hashlib.sha256(der).digest()
 
@@ -105,7 +122,7 @@ class WireContext:
     token: bytes
     limits: WireLimits
     on_peer_lost: OnPeerLost
-    tls: TlsIdentity | None = None  # None: in clear text
+    tls: TlsEnds | None = None  # of new connections; None: in clear text
     host: str = ""  # where it listens
     counters: Counter[str] = field(default_factory=Counter)
     incarnation: bytes = field(default_factory=lambda: os.urandom(INCARNATION_BYTES))

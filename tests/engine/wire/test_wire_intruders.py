@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -11,6 +16,7 @@ import pytest
 
 from kvrelay.engine.messages import Abort
 from kvrelay.engine.wire.codec import encode
+from kvrelay.engine.wire.context import TlsIdentity, WireLimits
 from kvrelay.engine.wire.frames import FrameWriter, Kind
 from kvrelay.engine.wire.handshake import (
     NONCE_BYTES,
@@ -21,6 +27,8 @@ from kvrelay.engine.wire.handshake import (
     make_proof,
     session_keys,
 )
+from kvrelay.engine.wire.pending import PendingConnections
+from tests.engine.wire.test_wire_tls import identity_in
 from tests.engine.wire.wire_peers import TOKEN, Peer, until
 
 pytestmark = pytest.mark.anyio
@@ -154,6 +162,82 @@ async def test_strangers_are_limited_and_do_not_keep_peers_out(a: Peer, b: Peer)
     a.knows(b)
     a.wire.send("b", Abort("r", 1))
     await until(lambda: bool(b.messages), "the peer's message")
+
+
+def test_who_opens_many_connections_pushes_out_their_own() -> None:
+    pending: PendingConnections[int] = PendingConnections(6, 4)
+    assert [pending.add(number, "10.0.0.1") for number in range(4)] == [None] * 4
+    assert pending.add(4, "10.0.0.1") == 0  # its share is full
+    assert pending.add(5, "10.0.0.2") is None
+    assert pending.add(6, "10.0.0.3") is None
+    assert pending.add(7, "10.0.0.2") == 1  # all are taken: of the address that has the most
+    pending.remove(2)
+    pending.remove(2)
+    assert pending.add(8, "10.0.0.3") is None
+    assert pending.all() == [3, 4, 5, 6, 7, 8]
+
+
+GARBAGE = (b"", PREAMBLE, b"\x16\x03\x01\x02\x00\x01", hello_to("b"), b"GET / HTTP/1.1\r\n\r\n")
+
+
+async def knock(b: Peer, number: int, until_s: float) -> None:
+    """As one of many without the token, from an address of its own or of many others': says
+    something or nothing, waits until it is thrown out, and comes again."""
+    local = (f"127.0.0.{2 + number % 3}", 0)
+    for what in itertools.islice(itertools.cycle(GARBAGE), number, None):
+        if time.monotonic() > until_s:
+            return
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection(*b.address, local_addr=local)
+            writer.write(what)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
+                    await reader.read()
+            writer.close()
+        await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("num_strangers", "for_s", "with_tls"),
+    [
+        (128, 3.0, False),
+        (512, 3.0, True),
+        pytest.param(512, 60.0, False, marks=pytest.mark.long),
+    ],
+)
+async def test_a_peer_joins_within_a_second_whoever_else_connects(
+    num_strangers: int, for_s: float, with_tls: bool, tmp_path: Path
+) -> None:
+    tls: TlsIdentity | None = identity_in(tmp_path) if with_tls else None
+    b = await Peer("b", limits=WireLimits(), tls=tls).listen()
+    old = Peer("old", limits=WireLimits(), tls=tls)
+    old.knows(b)
+    end = time.monotonic() + for_s
+    strangers = [asyncio.create_task(knock(b, n, end)) for n in range(num_strangers)]
+    slowest_s, joined = 0.0, 0
+    while time.monotonic() < end:
+        began = time.monotonic()
+        peer = Peer(f"peer-{joined}", limits=replace(WireLimits(), give_up_s=3.0), tls=tls)
+        peer.knows(b)
+        peer.wire.send("b", Abort("joined", joined))
+        old.wire.send("b", Abort("still here", joined))
+        for message in (Abort("joined", joined), Abort("still here", joined)):
+            await until(lambda message=message: message in b.messages, str(message))  # type: ignore[misc]
+        slowest_s = max(slowest_s, time.monotonic() - began)
+        await peer.wire.close()
+        b.messages.clear()
+        joined += 1
+        await asyncio.sleep(0.1)
+    dropped = b.wire.counters["too_many_unauthenticated"]
+    print(f"{joined} peers joined, the slowest in {slowest_s:.3f} s; {dropped} dropped")
+    await asyncio.gather(*strangers)
+    assert slowest_s < 1.0
+    assert joined > for_s
+    assert dropped > 0
+    assert old.wire.counters["broken"] == 0
+    assert not old.lost
+    for each in (old, b):
+        await each.wire.close()
 
 
 def flip(frame: bytes, at: int, bit: int = 0) -> bytes:
