@@ -8,6 +8,7 @@ from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.codec import register
+from kvrelay.engine.wire.context import TlsIdentity
 
 CONTROLLER: NodeId = "controller"
 
@@ -62,6 +63,7 @@ class UpdatePeers:
     about: NodeId
     epoch: int
     peers: tuple[Peer, ...]
+    tls: TlsIdentity | None = None  # to be shown from now on; None: as before
 
 
 @dataclass(frozen=True, slots=True)

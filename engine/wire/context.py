@@ -11,6 +11,7 @@ responder's certificate, so it cannot be passed on by somebody with another one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import os
@@ -76,13 +77,30 @@ class TlsIdentity:
         first = self.cert[: end + len(b"-----END CERTIFICATE-----")]
         return fingerprint(ssl.PEM_cert_to_DER_cert(first[first.index(b"-----BEGIN") :].decode()))
 
+    def check(self) -> None:
+        """Raises TlsError unless two processes that have it accept each other."""
+        here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.context(is_server=False).wrap_bio(here, there)
+        server = self.context(is_server=True).wrap_bio(there, here, server_side=True)
+        try:
+            for side in (client, server) * 2:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or error.reason or str(error)
+            raise TlsError(f"processes with this certificate refuse each other: {why}") from error
+
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         """Makes the context of one side. Raises TlsError."""
-        kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
-        context = ssl.SSLContext(kind)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        self.show_in(context)
+        return context
+
+    def show_in(self, context: ssl.SSLContext) -> None:
+        """Have `context` show this certificate, and know its CA. Raises TlsError."""
         try:
             with tempfile.NamedTemporaryFile() as file:  # only its owner can read it
                 file.write(self.cert + b"\n" + self.key)
@@ -91,7 +109,6 @@ class TlsIdentity:
             context.load_verify_locations(cadata=self.ca.decode())
         except (OSError, ValueError) as error:  # ssl's errors are OSErrors
             raise TlsError(f"the certificate, its key or its CA cannot be used: {error}") from error
-        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +121,7 @@ class TlsEnds:
 
     @classmethod
     def of(cls, identity: TlsIdentity) -> TlsEnds:
-        """Raises TlsError."""
+        """Makes the context of each side. Raises TlsError."""
         server, client = (identity.context(is_server=side) for side in (True, False))
         return cls(identity, server, client)
 
@@ -122,7 +139,7 @@ class WireContext:
     token: bytes
     limits: WireLimits
     on_peer_lost: OnPeerLost
-    tls: TlsEnds | None = None  # of new connections; None: in clear text
+    tls: TlsEnds | None = None  # for new connections; None: in clear text
     host: str = ""  # where it listens
     counters: Counter[str] = field(default_factory=Counter)
     incarnation: bytes = field(default_factory=lambda: os.urandom(INCARNATION_BYTES))
