@@ -89,6 +89,7 @@ class Running(msgspec.Struct):
 
 
 def main() -> None:
+    os.umask(0o077)  # for what it starts, too
     try:
         answer = handle_command(unpack(sys.stdin.buffer.read()))
     except ChannelError as error:
@@ -109,9 +110,9 @@ def handle_command(command: AnyCommand) -> Answer:
             ray = [_program("ray"), "start", "--block", *args]
             return _start(folder, "ray", ray, RAY_IS_UP, timeout_s)
         case StartServer(_, settings, args, timeout_s):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             config = folder / "kvrelay.toml"
-            config.write_text(settings, encoding="utf-8")
+            _write_private(config, settings.encode())
             serve = [_program("kvrelay"), "serve", "--config", str(config), *args]
             return _start(folder, "server", serve, SERVER_IS_UP, timeout_s)
         case StopProcess(_, what, timeout_s):
@@ -140,20 +141,28 @@ def give_token(token: str, home: Path | None = None) -> Answer:
     if file.exists():
         if file.read_text(encoding="ascii").strip() != token:
             return Answer(error=f"{file} has another token; remove it, or use that one everywhere")
+        file.chmod(0o600)
         return Answer(result="has the token")
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file.touch(mode=0o600)
-    file.write_text(token, encoding="ascii")
+    _write_private(file, token.encode())
     return Answer(result="got the token")
+
+
+def _write_private(file: Path, content: bytes) -> None:
+    """For the owner's eyes, also where there is one that others may read."""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as opened:
+        os.fchmod(handle, 0o600)
+        opened.write(content)
 
 
 def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_s: float) -> Answer:
     """Unless it runs. `is_up`: what its log says when it does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log, kept = folder / f"{name}.log", folder / f"{name}.running"
     running = _find(kept)
     if running is None:
-        log.write_bytes(b"")
+        _write_private(log, b"")
         with log.open("ab") as out:
             process = subprocess.Popen(
                 command,
@@ -165,7 +174,8 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
                 env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"},
             )
         running = psutil.Process(process.pid)
-        kept.write_bytes(msgspec.json.encode(Running(process.pid, running.create_time())))
+        record = msgspec.json.encode(Running(process.pid, running.create_time()))
+        _write_private(kept, record)
     deadline = time.monotonic() + timeout_s
     while True:
         said = log.read_text(encoding="utf-8", errors="replace")

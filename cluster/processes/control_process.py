@@ -95,7 +95,7 @@ class ScalingLog:
             return
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
             self._file.write(encode_line(line) + b"\n")
             if self._file.tell() >= self._max_bytes:
