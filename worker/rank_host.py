@@ -43,6 +43,7 @@ class RankHostSpec:
     host: str  # where it listens: the worker's machine reaches this one by it
     num_ranks: int
     start_timeout_s: float  # for the worker to connect
+    num_gpus: int = 0  # that its ranks are given
 
 
 register(RankHostSpec, RankHost)

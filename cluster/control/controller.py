@@ -97,7 +97,7 @@ class Controller:
         workers, routers = self.worker_set, self.router_set
         match message:
             case MachinesChanged(machines):
-                workers.machines = machines
+                workers.see_machines(machines)
                 idle = [w for w in self.workers.values() if w.state is ProcessState.DOWN]
                 idle.sort(key=lambda worker: -worker.num_ranks)  # what is left suits the small ones
                 effects = [effect for worker in idle for effect in workers.start(worker)]

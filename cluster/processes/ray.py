@@ -227,6 +227,7 @@ class RayWorkers:
                 self._host_of(machine),
                 spec.num_ranks_here,
                 RANKS_WAIT_S,
+                spec.num_gpus,
             )
             guardian = self._guardian(spec, group, number)
             running.of_ranks.append(guardian)
