@@ -341,7 +341,7 @@ def scan(server: Started, hosts: Hosts, folder: Path, from_here: bool) -> Found:
 
 
 def client_keys(folder: Path) -> list[str]:
-    """The key of a client: made, or given."""
+    """Keys that clients may have: one that was made, and the one that was given."""
     made = [path.read_text().strip() for path in folder.rglob("api.key")]
     return [*made, "sk-of-the-scan-0001"]
 
