@@ -19,6 +19,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
@@ -400,11 +401,15 @@ def table(results: dict[str, Found]) -> str:
             shown = re.sub(r"10\.213\.7\.\d+", "its address", where)
             lines.append(f"| {recipe} | {who}{ports} | {shown} | {says} |")
             recipe = ""
-    lines += ["", "| recipe | API, from another host | API, another user here | files | `ps` |"]
-    lines.append("|---|---|---|---|---|")
     for recipe, found in results.items():
-        cells = (recipe, found.calls, found.others, found.files, found.processes)
-        lines.append("| " + " | ".join(cells) + " |")
+        parts = {
+            "API, from another host": found.calls,
+            "as another user of the machine": found.others,
+            "files": found.files,
+            "`ps`": found.processes,
+        }
+        text = "; ".join(f"{what}: {seen}" for what, seen in parts.items())
+        lines += ["", *textwrap.wrap(f"* **{recipe}**. {text}.", 100, subsequent_indent="  ")]
     return "\n".join(lines)
 
 
