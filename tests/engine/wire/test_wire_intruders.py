@@ -179,8 +179,8 @@ def test_who_opens_many_connections_pushes_out_their_own() -> None:
 @pytest.mark.parametrize(
     ("num_strangers", "for_s", "with_tls"),
     [
-        (128, 3.0, False),
-        (128, 3.0, True),
+        (256, 3.0, False),
+        (256, 3.0, True),
         pytest.param(512, 60.0, False, marks=pytest.mark.long),
     ],
 )
@@ -212,9 +212,8 @@ async def test_a_peer_joins_within_a_second_whoever_else_connects(
     dropped = b.wire.counters["too_many_unauthenticated"]
     print(f"{len(times_s)} peers joined, the slowest in {max(times_s):.3f} s; {dropped} dropped")
     await others.wait()
-    # On a busy machine one may take longer.
-    assert statistics.median(times_s) < 1.0
-    assert max(times_s) < 5.0
+    assert max(times_s) < 5.0  # on a machine that is busy with other tests too
+    assert for_s < 60.0 or statistics.median(times_s) < 1.0
     assert dropped > 0
     assert old.wire.counters["broken"] == 0
     assert not old.lost
