@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import sys
 import time
 
 from kvrelay.engine.wire.handshake import NONCE_BYTES, PREAMBLE, StreamId, make_hello
 
 HELLO = make_hello("a", "b", StreamId(1, bytes(16), 1), bytes(NONCE_BYTES))
-SAID = (b"", PREAMBLE, b"\x16\x03\x01\x02\x00\x01", HELLO, b"GET / HTTP/1.1\r\n\r\n")
+SAID = (b"", b"", PREAMBLE, HELLO, b"", PREAMBLE, HELLO, b"GET / HTTP/1.1\r\n\r\n")
 PAUSE_S = 0.2
 
 
 async def knock(host: str, port: int, number: int, until_s: float) -> None:
     local = (f"127.0.0.{2 + number % 3}", 0)
-    for what in itertools.islice(itertools.cycle(SAID), number, None):
-        if time.monotonic() > until_s:
-            return
+    while time.monotonic() < until_s:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(host, port, local_addr=local)
-            writer.write(what)
+            writer.write(SAID[number % len(SAID)])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
                     await reader.read()

@@ -163,6 +163,19 @@ async def test_strangers_are_limited_and_do_not_keep_peers_out(a: Peer, b: Peer)
     await until(lambda: bool(b.messages), "the peer's message")
 
 
+async def test_a_peer_gets_in_while_all_places_are_taken(a: Peer, b: Peer) -> None:
+    """Sooner than the others run out of time, which it would not wait for."""
+    others = [await asyncio.open_connection(*b.address) for _ in range(3)]
+    await until(lambda: len(b.wire.unauthenticated) == 3, "all places")
+    a.knows(b)
+    a.wire.send("b", Abort("r", 1))
+    await until(lambda: bool(b.messages) or bool(a.lost), "the peer's message")
+    assert (b.messages, a.lost) == ([Abort("r", 1)], [])
+    await assert_closed(others[0][0])  # the oldest made room
+    for _, writer in others:
+        writer.close()
+
+
 def test_who_opens_many_connections_pushes_out_their_own() -> None:
     pending: PendingConnections[int] = PendingConnections(6, 4)
     assert [pending.add(number, "10.0.0.1") for number in range(4)] == [None] * 4
@@ -179,7 +192,7 @@ def test_who_opens_many_connections_pushes_out_their_own() -> None:
 @pytest.mark.parametrize(
     ("num_strangers", "for_s", "with_tls"),
     [
-        (256, 3.0, False),
+        (512, 3.0, False),
         (256, 3.0, True),
         pytest.param(512, 60.0, False, marks=pytest.mark.long),
     ],
