@@ -134,14 +134,13 @@ class TlsSection(Section, frozen=True):
     ca: str = ""  # a PEM file with the CA that processes ask each other's certificates to be of
 
     @property
+    def is_on(self) -> bool:
+        return self.api or self.frames
+
+    @property
     def scheme(self) -> str:
         """Of the API's URL."""
         return "https" if self.api else "http"
-
-    @property
-    def of_api(self) -> tuple[str, str] | None:
-        """The files of certificate and key, if the API uses them."""
-        return (self.cert, self.key) if self.api else None
 
 
 _REDIS = matching(

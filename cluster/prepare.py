@@ -107,12 +107,15 @@ ROOT = Path("/")
 
 
 def num_gpus(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
-    """NVIDIA GPUs that a process here may use, as Ray counts them."""
+    """NVIDIA GPUs that a process here may use, as Ray counts them; of one that is
+    divided (MIG), the parts that are named."""
     found = len([*(root / "proc/driver/nvidia/gpus").glob("*")])
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
     named = [each.strip() for each in visible.split(",") if each.strip()]
+    if named and all(each.startswith("MIG-") for each in named):
+        return len(named)  # parts of a GPU, each of which is one to CUDA
     return min(found, named.index("-1") if "-1" in named else len(named))
 
 

@@ -103,6 +103,7 @@ class ClusterStatus(RouterStatus, kw_only=True):
     wire: dict[str, float] = field(default_factory=dict)  # frames of this process, by their fate
     sessions: dict[str, int] = field(default_factory=dict)  # by state
     restarted_tasks: dict[str, int] = field(default_factory=dict)  # that had failed, by name
+    certificates: dict[str, float] = field(default_factory=dict)  # seconds since 1970 of their ends
 
 
 def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:

@@ -8,6 +8,7 @@ process of an older epoch that is still there when the next one starts is ended 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -20,14 +21,21 @@ from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import BlockingChannel, ChannelError, command, pack, unpack
 from kvrelay.worker.messages import ProcessEnds, StartFailed
 from kvrelay.worker.processes import (
+    GPUS,
     MODULE,
     RANKS_MODULE,
+    choose_gpus,
+    choosing,
+    gpus_here,
+    held_gpus,
     kill_all,
     kill_workers,
     name_of,
 )
 from kvrelay.worker.rank_host import RankHostSpec
 from kvrelay.worker.spec import WorkerOrder, WorkerSpec
+
+log = logging.getLogger("kvrelay.worker")
 
 LAST_WORDS_S = 0.5  # for the reason why a process ended to leave its guardian
 
@@ -63,12 +71,18 @@ class WorkerGuardian:
         name = name_of(spec.cluster, spec.worker, spec.epoch)
         mine, its = socket.socketpair()
         with its:  # the process that is started makes itself a daemon: this one ends at once
-            subprocess.run(
-                command(module, name, end=its),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(its.fileno(),),
-                check=False,
-            )
+            with choosing() if spec.num_gpus else contextlib.nullcontext():
+                env, why_not = self._environment(spec.num_gpus)
+                if why_not:
+                    mine.close()
+                    return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
+                started = subprocess.Popen(
+                    command(module, name, end=its),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(its.fileno(),),
+                    env=env,
+                )
+            started.wait()
         channel = BlockingChannel(mine)
         channel.send(order)
         try:
@@ -81,6 +95,24 @@ class WorkerGuardian:
         if not isinstance(answer, StartFailed):
             threading.Thread(target=self._watch, args=(channel,), daemon=True).start()
         return answer
+
+    def _environment(self, num_gpus: int) -> tuple[dict[str, str], str]:
+        """For its process; and why it has to wait, or ""."""
+        env = dict(os.environ)
+        if not num_gpus:
+            return env, ""
+        given, held = env.get("CUDA_VISIBLE_DEVICES", "").split(","), held_gpus()
+        chosen = choose_gpus(num_gpus, [gpu for gpu in given if gpu], gpus_here(), held)
+        if len(chosen) < num_gpus:
+            by = ", ".join(f"{gpu} by {holder}" for gpu, holder in sorted(held.items()))
+            return (
+                env,
+                f"{num_gpus} GPU(s) are needed, {len(chosen)} are free; held: {by or 'none'}",
+            )
+        if chosen != given[:num_gpus]:
+            log.warning("%s takes GPU %s, not %s, which another holds", self._node, chosen, given)
+        names = ",".join(chosen)
+        return env | {"CUDA_VISIBLE_DEVICES": names, GPUS: names}, ""
 
     def _watch(self, channel: BlockingChannel) -> None:
         with contextlib.suppress(EOFError, ChannelError):

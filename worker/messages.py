@@ -9,6 +9,7 @@ from kvrelay.engine.stats import WorkerInfo
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.codec import PROTOCOL, register
+from kvrelay.engine.wire.context import TlsIdentity
 
 CONTROLLER: NodeId = "controller"
 
@@ -76,6 +77,7 @@ class UpdatePeers:
     about: NodeId
     epoch: int
     peers: tuple[Peer, ...]
+    tls: TlsIdentity | None = None  # to be shown from now on; None: as before
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ for `orphan_s`. It outlives the controller that had it started: the next one ado
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from kvrelay.engine.node import Node, NodeId
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.codec import PROTOCOL
-from kvrelay.engine.wire.context import OnPeerLost, TlsIdentity, WireLimits
+from kvrelay.engine.wire.context import OnPeerLost, TlsError, TlsIdentity, WireLimits
 from kvrelay.engine.wire.wire import OnMessage, Wire
 from kvrelay.worker.messages import (
     CONTROLLER,
@@ -33,6 +34,8 @@ from kvrelay.worker.messages import (
     UpdatePeers,
     WorkerStarted,
 )
+
+log = logging.getLogger("kvrelay.worker")
 
 WATCH_S = 1.0  # between two looks whether the controller is there
 
@@ -143,8 +146,10 @@ class WorkerProcess:
         assert self._wire is not None
         assert self._started is not None
         match message:
-            case UpdatePeers(about, epoch, peers):
+            case UpdatePeers(about, epoch, peers, tls):
                 update_peers(self._wire, peers)
+                if tls is not None:
+                    self._show(tls)
                 self._wire.send(CONTROLLER, PeersUpdated(to, about, epoch))
             case Adopt(controller):
                 update_peers(self._wire, [controller])
@@ -154,6 +159,13 @@ class WorkerProcess:
                     self._ended.set()
             case _:
                 self._host.deliver(to, message)
+
+    def _show(self, tls: TlsIdentity) -> None:
+        assert self._wire is not None
+        try:
+            self._wire.replace_identity(tls)
+        except TlsError as error:  # it was checked on the controller's machine
+            log.error("the certificate stays as it is: %s", error)
 
     def _watch_controller(self) -> None:
         assert self._wire is not None

@@ -1,8 +1,17 @@
-"""The processes of workers on this machine, found by their command lines."""
+"""The processes of workers on this machine, found by their command lines, and the GPUs that they
+hold.
+
+Ray counts GPUs, and forgets who holds them when it ends; workers go on. So a worker that starts
+takes only such as no other worker's process here holds, whoever has started that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -10,6 +19,9 @@ from kvrelay.engine.node import NodeId
 
 MODULE = "kvrelay.cluster.processes.worker"  # what a worker's process runs; its name follows
 RANKS_MODULE = "kvrelay.worker.rank_host"  # what one runs that has some of its further ranks
+
+
+GPUS = "KVRELAY_GPUS"  # in the environment of each: what it holds, as CUDA_VISIBLE_DEVICES names it
 
 
 def name_of(cluster: str, worker: NodeId, epoch: int) -> str:
@@ -29,6 +41,55 @@ def worker_processes(
             if len(parts) == 3 and parts[0] == cluster and parts[2].isdigit():
                 found.append((process, parts[1], int(parts[2])))
     return found
+
+
+def held_gpus() -> dict[str, str]:
+    """By worker processes of all clusters on this machine: the name of each holder, by GPU."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        module = next((each for each in (MODULE, RANKS_MODULE) if each in command[:-1]), None)
+        if module is None:
+            continue
+        with contextlib.suppress(psutil.Error):
+            held = _split(process.environ().get(GPUS, ""))
+            found.update(dict.fromkeys(held, command[command.index(module) + 1]))
+    return found
+
+
+def choose_gpus(
+    num: int, given: Sequence[str], here: Sequence[str], held: Mapping[str, str]
+) -> list[str]:
+    """Those that a worker takes: of the `given`, and where somebody holds these, others that are
+    `here`; fewer than `num` if there are no more."""
+    wanted = [*given, *(gpu for gpu in here if gpu not in given)]
+    return [gpu for gpu in wanted if gpu not in held][:num]
+
+
+def gpus_here(root: Path = Path("/")) -> list[str]:
+    """All that the raylet of this guardian may give: what was visible to it, or the machine's."""
+    with contextlib.suppress(psutil.Error, AttributeError):
+        visible = psutil.Process().parent().environ().get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return _split(visible)
+    found = len([*(root / "proc/driver/nvidia/gpus").glob("*")])
+    return [str(number) for number in range(found)]
+
+
+@contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """One at a time on this machine: until its process is there, nobody sees what it holds."""
+    path = f"/tmp/kvrelay-gpus-{os.getuid()}"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def kill_workers(cluster: str, worker: NodeId = "", up_to: int | None = None) -> None:

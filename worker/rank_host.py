@@ -10,24 +10,30 @@ then ProcessEnds.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvrelay.engine.logs import LogSection, set_up, tell_ranks
 from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import BlockingChannel, inherited, own_version, register
+from kvrelay.engine.wire.pending import PendingConnections
 from kvrelay.worker.messages import ProcessEnds, StartFailed
 
 log = logging.getLogger("kvrelay.ranks")
 
 SECRET_BYTES = 32
+MAX_PENDING, MAX_PENDING_OF_ADDRESS = 64, 32  # connections that have not proved themselves yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class RankHostSpec:
     num_ranks: int
     start_timeout_s: float  # for the worker to connect
     log: LogSection = field(default_factory=LogSection)
+    num_gpus: int = 0  # that its ranks are given
 
 
 register(RankHostSpec, RankHost)
@@ -70,23 +77,65 @@ def serve(spec: RankHostSpec, guardian: BlockingChannel) -> str:
 def start_ranks(
     server: socket.socket, secret: bytes, num_ranks: int, timeout_s: float
 ) -> list[subprocess.Popen[bytes]]:
-    """One for each that connects and knows the secret; fewer if the time is over."""
+    """One for each that connects and knows the secret; fewer if the time is over. Each connection
+    proves itself on a thread of its own, so that nobody waits for one who says nothing."""
     deadline = time.monotonic() + timeout_s
     ranks: list[subprocess.Popen[bytes]] = []
-    while len(ranks) < num_ranks and (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
-        try:
-            connected, address = server.accept()
-        except OSError:  # it took too long, or who came has gone
-            continue
+    pending: PendingConnections[socket.socket] = PendingConnections(
+        MAX_PENDING, MAX_PENDING_OF_ADDRESS
+    )
+    refused: Counter[str] = Counter()  # by address
+    changing = threading.Lock()  # all of these
+    woken, wakes = socket.socketpair()
+    server.setblocking(False)
+
+    def prove(connected: socket.socket, address: str) -> None:
         with connected:
             try:
                 admit(connected, secret)
             except OSError as error:
-                log.warning("refused a connection from %s: %s", address[0], error)
+                with changing:
+                    pending.remove(connected)
+                    refused[address] += 1
+                    if refused[address] == 1:
+                        log.warning("refused a connection from %s: %s", address, error)
+                return
+            with changing:
+                pending.remove(connected)
+                if len(ranks) < num_ranks:
+                    ranks.append(start_process(connected))
+        with contextlib.suppress(OSError):  # nobody waits any more
+            wakes.send(b"\0")
+
+    with woken, wakes:
+        while len(ranks) < num_ranks and (left := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([server, woken], [], [], left)
+            if woken in ready:
+                woken.recv(num_ranks)
+            if server not in ready:
                 continue
-            ranks.append(start_process(connected))
+            try:
+                connected, (address, *_) = server.accept()
+            except OSError:  # who came has gone
+                continue
+            with changing:
+                dropped = pending.add(connected, address)
+            if dropped is not None:
+                _cut(dropped)
+            threading.Thread(target=prove, args=(connected, address), daemon=True).start()
+        with changing:
+            num_ranks = len(ranks)  # no more from now on
+            for each in pending.all():
+                _cut(each)
+    if refused:
+        log.warning("connections that were refused, by address: %s", refused.most_common(5))
     return ranks
+
+
+def _cut(connected: socket.socket) -> None:
+    """Ends what its thread waits for; that closes it."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:

@@ -260,6 +260,13 @@ FAMILIES = (
         _one(lambda _: time.time()),
     ),
     Family(
+        "kvrelay_certificate_expiry_timestamp_seconds",
+        GAUGE,
+        "When the certificate that is in use ends, and its CA: seconds since 1970.",
+        ("certificate",),
+        _by_key(lambda status: status.certificates),
+    ),
+    Family(
         "kvrelay_routers_up",
         GAUGE,
         "1 if the router process serves.",

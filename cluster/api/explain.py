@@ -16,7 +16,7 @@ from starlette.routing import Route
 from kvrelay.cluster.api.calls import ServedCall, ServedChoice
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.incoming import caller, limit_of
+from kvrelay.cluster.api.incoming import limit_of, owner
 from kvrelay.router.explain import Explanation, name_of, reason
 from kvrelay.router.placement.work import Candidate
 from kvrelay.router.record import Attempt
@@ -28,7 +28,7 @@ SHOWN_TOKENS = 16  # around the place where a prefix ends
 
 def explanation_routes(ctx: ApiContext) -> list[Route]:
     async def show(http: Request) -> Response:
-        tenant = caller(ctx, http)
+        tenant = owner(ctx, http)
         name: str = http.path_params["id"]
         found = ctx.calls.find(name, tenant.name)
         if found is None:
@@ -43,7 +43,7 @@ def explanation_routes(ctx: ApiContext) -> list[Route]:
         return JSONResponse(shown)
 
     async def recent(http: Request) -> Response:
-        tenant = caller(ctx, http)
+        tenant = owner(ctx, http)
         limit = limit_of(http, DEFAULT_LIMIT, MAX_LIMIT)
         calls = ctx.calls.recent(tenant.name)
         data = [summary_json(call) for _, call in zip(range(limit), calls, strict=False)]

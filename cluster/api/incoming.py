@@ -57,6 +57,25 @@ def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
     return tenant
 
 
+def owner(ctx: ApiContext, http: HTTPConnection) -> Tenant:
+    """The tenant of a call that shows what others have asked, or changes it without knowing an id
+    that cannot be guessed. Where clients have no keys they are all one tenant: then it is for the
+    server's own user, unless `api.insecure`. Raises `ApiError` (401, 403)."""
+    tenant = caller(ctx, http)
+    if ctx.tenants.key_required or ctx.settings.insecure:
+        return tenant
+    user = user_of(http.scope.get("client"), http.scope.get("server"))
+    if user not in (None, 0, os.getuid()):
+        raise ApiError(
+            403,
+            "Without keys, sessions and lists of requests and answers are for the user of the "
+            "server, and this call comes from another, as those of proxies do: set api.key, or "
+            "api.insecure to show them to all",
+            code="forbidden",
+        )
+    return tenant
+
+
 def _key_of(http: HTTPConnection) -> str:
     """ "": there is none."""
     scheme, _, key = http.headers.get("authorization", "").partition(" ")

@@ -13,6 +13,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvrelay.cluster.api.http.connection import ConnectionLimits, bounded_protocol
+from kvrelay.engine.wire.context import TlsIdentity
 
 BACKLOG = 512
 
@@ -62,6 +64,30 @@ def _within_files(limits: ConnectionLimits) -> ConnectionLimits:
     return replace(limits, max_connections=most)
 
 
+class ServerCertificate:
+    """What HTTPS shows. Another one is for connections that are made from then on; `context` stays
+    the same."""
+
+    def __init__(self, identity: TlsIdentity) -> None:
+        """`identity`: is shown at first. Raises TlsError."""
+        self.context = self._current = _https(identity)
+        self.context.sni_callback = self._choose
+
+    def replace(self, identity: TlsIdentity) -> None:
+        """Raises TlsError for one that cannot be used; then the last one stays."""
+        self._current = _https(identity)
+
+    def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: object) -> None:
+        """Called for each connection, before the certificate is sent."""
+        connection.context = self._current
+
+
+def _https(identity: TlsIdentity) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    identity.show_in(context)
+    return context
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to whoever owns the process."""
 
@@ -79,20 +105,18 @@ async def serve_app(
     stop: asyncio.Event | None = None,
     on_ready: Callable[[int], None] | None = None,
     connections: ConnectionLimits = ConnectionLimits(),
-    certificate: tuple[str, str] | None = None,
+    certificate: ServerCertificate | None = None,
     shutdown_timeout_s: Callable[[], float] = lambda: 15.0,
     max_message_bytes: int = 8 * 2**20,
 ) -> None:
     """Serve until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
-    `sock`: from `bind_socket`, instead of host and port. `certificate`: the PEM files with it and
-    with its key, for HTTPS. `on_ready` gets the port once requests are taken. `max_message_bytes`:
-    of a WebSocket. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s()` to
-    finish.
+    `sock`: from `bind_socket`, instead of host and port. `certificate`: for HTTPS. `on_ready` gets
+    the port once requests are taken. `max_message_bytes`: of a WebSocket. Raises `PortTaken`. When
+    stopping, requests get `shutdown_timeout_s()` to finish.
     """
     sock = sock or bind_socket(host, port)
     connections = _within_files(connections)
-    cert, key = certificate or (None, None)
     config = uvicorn.Config(
         app,
         http=bounded_protocol(connections),
@@ -105,9 +129,9 @@ async def serve_app(
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
-        ssl_certfile=cert,
-        ssl_keyfile=key,
     )
+    config.load()
+    config.ssl = None if certificate is None else certificate.context
     server = uvicorn.Server(config) if stop is None else _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:

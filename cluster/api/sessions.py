@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, session_refused
-from kvrelay.cluster.api.incoming import caller, limit_of, read_body
+from kvrelay.cluster.api.incoming import limit_of, owner, read_body
 from kvrelay.cluster.api.limiter import LimitReached
 from kvrelay.cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
 from kvrelay.engine.kv.tier import Tier
@@ -87,7 +87,7 @@ class SessionCalls:
         return JSONResponse(answer | {"blocks_done": reply.done})
 
     async def fork(self, http: Request) -> Response:
-        caller(self._ctx, http)  # before its body is looked at
+        owner(self._ctx, http)  # before its body is looked at
         fork = parse(ForkRequest, await read_body(self._ctx, http))
         reply = await self._ask(http, SessionOp.FORK, _name(http), fork.id)
         return JSONResponse(session_json(reply.sessions[0]))
@@ -109,7 +109,7 @@ class SessionCalls:
     ) -> SessionReply:
         """Raises `ApiError`."""
         ctx = self._ctx
-        tenant = caller(ctx, http)
+        tenant = owner(ctx, http)
         timeout_s = ctx.settings.session_timeout_s
         try:
             with ctx.commands.take():

@@ -114,6 +114,7 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     sections |= {"host": "api", "port": "api", "insecure": "api", "dtype": "model"}
     overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
     console = Console(stderr=True, highlight=False)
+    os.umask(0o077)  # prompts, tokens and keys are in what this and its processes write
     try:
         asyncio.run(_serve(config_path, {"model.name": model, **overrides}, console))
     except (ConfigError, ServeError) as error:

@@ -100,7 +100,7 @@ class Controller:
         match message:
             case MachinesChanged(machines):
                 changes = _changes(workers.machines, machines)
-                workers.machines = machines
+                workers.see_machines(machines)
                 idle = [w for w in self.workers.values() if w.state is ProcessState.DOWN]
                 idle.sort(key=lambda worker: -worker.num_ranks)  # what is left suits the small ones
                 effects = [Note("info", "machines_changed", changes)] if changes else []

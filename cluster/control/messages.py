@@ -63,6 +63,7 @@ class WorkerCheckpoint:
     is_draining: bool = False
     hangs: int = 0
     further: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ it announced. One that is up and makes no progress is ended by force: see `clust
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import (
@@ -41,6 +42,7 @@ class DesiredWorker(DesiredProcess):
     num_ranks: int = 1  # its processes, each with a GPU where they are used; whatever its role
     machine_id: str | None = None
     further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
+    hosts: tuple[str, ...] = ()  # where they are: what stays when Ray names machines anew
     avoid: str | None = None  # where it failed to start
     info: WorkerInfo | None = None
     started: WorkerStarted | None = None  # while it listens
@@ -68,6 +70,7 @@ class DesiredWorker(DesiredProcess):
             self.is_leaving,
             self.hangs,
             self.further,
+            self.hosts,
         )
 
 
@@ -114,12 +117,26 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             return [StopWorker(kept.worker, kept.epoch)]
         worker.on(ProcessEvent.ADOPT)
         worker.machine_id, worker.further = kept.machine_id, kept.further
+        worker.hosts = kept.hosts or (kept.peer.host,)
         worker.pid, worker.peer = kept.pid, kept.peer
         self.has_been_up = True
         return [
             AdoptWorker(worker.node, worker.epoch, kept.peer, kept.machine_id, kept.pid),
             self.wake(self.config.adopt_timeout_s, worker),
         ]
+
+    def see_machines(self, machines: tuple[Machine, ...]) -> None:
+        """These are there. Ray that has ended and begun again has other names for the same ones:
+        workers that it knows nothing of run there still, and hold GPUs."""
+        self.machines = machines
+        named = {machine.machine_id for machine in machines}
+        at = {machine.host: machine.machine_id for machine in machines}
+        for worker in self.by_name.values():
+            # One whose host is not known goes by its name.
+            places = zip_longest(worker.machines, worker.hosts[: len(worker.machines)])
+            now = [name if name in named else at.get(host, name) for name, host in places]
+            if now:
+                worker.machine_id, worker.further = now[0], tuple(now[1:])
 
     def add(self, worker: DesiredWorker) -> list[Effect]:
         """Start it; where the last ones failed, not at once."""
@@ -156,6 +173,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         bound = self.begin(worker)
         worker.machine_id, *further = machines
         worker.further = tuple(further)
+        host_of = {machine.machine_id: machine.host for machine in self.machines}
+        worker.hosts = tuple(host_of[machine] for machine in machines)
         num_ranks = worker.num_ranks
         return [
             StartWorker(

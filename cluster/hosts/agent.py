@@ -93,6 +93,7 @@ class Running(msgspec.Struct):
 
 
 def main() -> None:
+    os.umask(0o077)  # for what it starts, too
     try:
         answer = handle_command(unpack(sys.stdin.buffer.read()))
     except ChannelError as error:
@@ -113,9 +114,9 @@ def handle_command(command: AnyCommand) -> Answer:
             ray = [_program("ray"), "start", "--block", *args]
             return _start(folder, "ray", ray, RAY_IS_UP, timeout_s)
         case StartServer(_, settings, args, timeout_s):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             config = folder / "kvrelay.toml"
-            config.write_text(settings, encoding="utf-8")
+            _write_private(config, settings.encode())
             serve = [_program("kvrelay"), "serve", "--config", str(config), *args]
             return _start(folder, "server", serve, SERVER_IS_UP, timeout_s)
         case StopProcess(_, what, timeout_s):
@@ -144,21 +145,31 @@ def give_token(token: str, home: Path | None = None) -> Answer:
     if file.exists():
         if file.read_text(encoding="ascii").strip() != token:
             return Answer(error=f"{file} has another token; remove it, or use that one everywhere")
+        file.chmod(0o600)
         return Answer(result="has the token")
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file.touch(mode=0o600)
-    file.write_text(token, encoding="ascii")
+    _write_private(file, token.encode())
     return Answer(result="got the token")
+
+
+def _write_private(file: Path, content: bytes) -> None:
+    """For the owner's eyes, also where there is one that others may read."""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as opened:
+        os.fchmod(handle, 0o600)
+        opened.write(content)
 
 
 def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_s: float) -> Answer:
     """Unless it runs. `is_up`: what its log says when it does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log, kept = folder / f"{name}.log", folder / f"{name}.running"
     running, known = _find(kept)
     if running is None:
         if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
             log.replace(folder / f"{name}.old.log")
+        log.touch(mode=0o600)
+        log.chmod(0o600)
         with log.open("ab") as out:
             log_at = out.tell()
             process = subprocess.Popen(
@@ -172,7 +183,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
             )
         running = psutil.Process(process.pid)
         known = Running(process.pid, running.create_time(), log_at)
-        kept.write_bytes(msgspec.json.encode(known))
+        _write_private(kept, msgspec.json.encode(known))
     deadline, read_to, said = time.monotonic() + timeout_s, known.log_at, ""
     while True:
         lives = _lives(running)  # before its log is read: its last words are to be there
@@ -180,7 +191,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
         said = (said + more)[-MAX_SEEN:]
         if is_up in said and not known.up:
             known.up = next(line for line in said.splitlines() if is_up in line).strip()
-            kept.write_bytes(msgspec.json.encode(known))
+            _write_private(kept, msgspec.json.encode(known))
         if known.up:
             return Answer(result=known.up.removeprefix(is_up) or known.up)
         if not lives:

@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,6 +45,7 @@ from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.life import keep, read_record
 from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
 from kvrelay.cluster.scaling.decisions import Line, encode_line
@@ -51,6 +54,7 @@ from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.wire.channel import own_version
+from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.worker.kv_plan import kv_lines
 from kvrelay.worker.messages import (
     CONTROLLER,
@@ -92,7 +96,7 @@ class ScalingLog:
             return
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
             self._file.write(encode_line(line) + b"\n")
             if self._file.tell() >= self._max_bytes:
@@ -133,6 +137,7 @@ class ControlProcess:
         self.controller = Controller(ControllerConfig((), ()))
         self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
         self._workers: Any = None  # RayWorkers, once Ray is there
+        self._listening = spec.listening  # for workers that are started
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer.here(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
@@ -150,6 +155,23 @@ class ControlProcess:
         host, port = await self.wire.listen(spec.host)
         self._me = Peer.here(CONTROLLER, host, port, spec.epoch)
         self.spawn(self._use_ray())
+        if (tls := spec.config.tls).frames:
+            follow = partial(follow_certificates, tls, self._show_certificate)
+            self.spawn(keep_running("follow_certificates", follow, self.restarted))
+
+    def _show_certificate(self, identity: TlsIdentity) -> None:
+        """On connections that are made from now on, here and at workers: other machines do not have
+        the files. Raises TlsError."""
+        self.wire.replace_identity(identity)
+        self._listening = replace(self._listening, tls=identity)
+        if self._workers is not None:
+            self._workers.listening = self._listening
+        for worker in self.controller.workers.values():
+            if worker.peer is not None:
+                self._send_certificate(worker.node)
+
+    def _send_certificate(self, worker: NodeId) -> None:
+        self.wire.send(worker, UpdatePeers(CONTROLLER, 0, (), self._listening.tls))
 
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
@@ -287,6 +309,8 @@ class ControlProcess:
         if isinstance(message, WorkerStarted):
             info, about = message.info, (message.protocol, message.package)
             self.wire.set_address(info.worker, message.host, message.port, info.epoch, *about)
+            if self._listening.tls != self.spec.listening.tls:  # it may have begun with the last
+                self._send_certificate(info.worker)
         self._loop.call_soon(self.host.deliver, CONTROLLER, message)
 
     async def _use_ray(self) -> None:
@@ -314,7 +338,7 @@ class ControlProcess:
         how = f"joined at {config.cluster.address}" if config.cluster.address else "started"
         log.info("Ray: %s; its own logs are in %s", how, ray.logs_folder())
         await self._model
-        self._workers = ray.RayWorkers(self.spec.listening, self.say)
+        self._workers = ray.RayWorkers(self._listening, self.say)
         cluster = self.spec.cluster
         for adopted in self._adopted:
             self._workers.attach(cluster, adopted.worker, adopted.epoch)
@@ -366,6 +390,8 @@ class ControlProcess:
             return
         update_peers(self.wire, [peer])
         self.wire.send(adopted.worker, Adopt(self._me))
+        if self._listening.tls is not None:  # it may have missed one
+            self._send_certificate(adopted.worker)
         self._adopted.append(adopted)
 
     def _deliver(self, to: NodeId, message: Any) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,13 +31,19 @@ from kvrelay.cluster.prepare import (
     prepare_model,
     uses_gpus,
 )
-from kvrelay.cluster.processes.certificates import identity_of, with_certificates
+from kvrelay.cluster.processes.certificates import (
+    identity_of,
+    keep_certificates,
+    made_here,
+    with_certificates,
+)
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.processes.life import open_life
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
 from kvrelay.cluster.state.opening import with_url
+from kvrelay.engine.host import keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.process import Listening
@@ -130,6 +137,9 @@ async def serve(
         on_ready(await _first(supervisor.ready, until), config)
         if source is not None:
             tasks.append(asyncio.create_task(_forward(source, supervisor)))
+        if made_here(config):
+            keep = partial(keep_certificates, config)
+            tasks.append(asyncio.create_task(keep_running("certificates", keep, Counter())))
         await _first(asyncio.shield(supervisor.failed), until)
     except _Stopped:
         on_stop()

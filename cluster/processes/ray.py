@@ -82,7 +82,7 @@ class RayWorkers:
 
     def __init__(self, listening: Listening, tell: Callable[[Any], None]) -> None:
         """`tell`: the controller, of WorkerStarted, StartFailed, WorkerLost, MachinesChanged."""
-        self._listening = listening
+        self.listening = listening
         self._tell = tell
         self._raylets: dict[str, tuple[str, int]] = {}  # by machine
         self._running: dict[NodeId, _Running] = {}
@@ -176,7 +176,7 @@ class RayWorkers:
             await self._watch(spec.worker, spec.epoch, guardian)
 
     async def _create(self, spec: WorkerSpec) -> tuple[Any, WorkerStarted | StartFailed]:
-        running, listening = self._running[spec.worker], self._listening
+        running, listening = self._running[spec.worker], self.listening
         for machine in (spec.machine, *spec.further):
             if machine != own_machine() and not await self._has_raylet(machine):
                 failed = StartFailed(spec.worker, spec.epoch, "its machine does not answer", False)
@@ -229,6 +229,7 @@ class RayWorkers:
                 spec.num_ranks_here,
                 RANKS_WAIT_S,
                 spec.log,
+                spec.num_gpus,
             )
             guardian = self._guardian(spec, group, number)
             running.of_ranks.append(guardian)
@@ -237,8 +238,8 @@ class RayWorkers:
 
     def _host_of(self, machine: str) -> str:
         """Where a worker on it listens."""
-        if self._listening.host:
-            return self._listening.host
+        if self.listening.host:
+            return self.listening.host
         own = machine == own_machine()
         return ray.util.get_node_ip_address() if own else self._raylets[machine][0]
 

@@ -10,6 +10,7 @@ without it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -70,7 +71,11 @@ def apply_environment() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     has_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if has_token or (Path.home() / ".ray" / "auth_token").is_file():
+    file = Path.home() / ".ray" / "auth_token"
+    if file.is_file() and file.stat().st_mode & 0o077:
+        with contextlib.suppress(OSError):  # it belongs to another user
+            file.chmod(0o600)  # Ray makes it readable by all; who reads it runs code
+    if has_token or file.is_file():
         # A cluster that was started where there is a token asks for it; joining needs telling.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 

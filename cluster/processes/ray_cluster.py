@@ -6,6 +6,7 @@ Import this after `apply_environment`.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from typing import Any
 
@@ -42,6 +43,9 @@ def connect(address: str, dashboard_port: int = 0) -> None:
             "dashboard_port": dashboard_port or None,
             "object_store_memory": OBJECT_STORE_BYTES,
         }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not address and visible.startswith("MIG-"):  # Ray counts whole GPUs
+        options["num_gpus"] = len(visible.split(","))
     # Ray prints the last words of dead processes; what matters of them, the controller logs.
     ray._private.worker._worker_logs_enabled = False
     try:

@@ -42,7 +42,7 @@ async def follow(
     """Hand changed tenants to `use`, which may raise ConfigError, until cancelled. `config`: what
     the server has started with."""
     files = [Path(name) for name in (source.path, config.tenants.file) if name]
-    used = seen = await asyncio.to_thread(_stamps, files)
+    used = seen = await asyncio.to_thread(stamps_of, files)
     if files:  # a process that is started later was given what the server has started with
         await _reload(config, source, use)
     while True:
@@ -51,7 +51,7 @@ async def follow(
                 await source.hangup.wait()
         except TimeoutError:
             pass
-        before, seen = seen, await asyncio.to_thread(_stamps, files)
+        before, seen = seen, await asyncio.to_thread(stamps_of, files)
         # A file that is being written is read when it has been left alone for a while.
         if source.hangup.is_set() or (seen != used and seen == before):
             source.hangup.clear()
@@ -74,7 +74,7 @@ async def _reload(config: Config, source: Source, use: Callable[[Tenants], None]
         _log.info("tenants reloaded: %d", len(tenants.names()))
 
 
-def _stamps(files: Sequence[Path]) -> list[tuple[int, int, int] | None]:
+def stamps_of(files: Sequence[Path]) -> list[tuple[int, int, int] | None]:
     """What changes with a file; None: it is not there."""
     found: list[tuple[int, int, int] | None] = []
     for path in files:

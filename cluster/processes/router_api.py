@@ -22,6 +22,7 @@ from kvrelay.router.router import Router
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.context import ApiSettings
+    from kvrelay.cluster.api.server import ServerCertificate
 
 SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
@@ -43,6 +44,7 @@ class RouterHost(Protocol):
     host: NodeHost
     router: Router
     draining: bool
+    certificate: ServerCertificate | None  # None: the API is served in clear text
     finish_s: float  # that live requests have when it stops, besides SHUTDOWN_S
 
     def status(self) -> ClusterStatus: ...
@@ -156,7 +158,7 @@ async def serve_api(
         stop=stop,
         on_ready=on_ready,
         connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
-        certificate=config.tls.of_api,
+        certificate=served.certificate,
         max_message_bytes=config.api.max_body_bytes,
         shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,7 @@ from kvrelay.cluster.control.process_messages import (
     RouterReport,
 )
 from kvrelay.cluster.control.view import router_status
+from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
@@ -42,12 +43,16 @@ from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
 from kvrelay.engine.wire import channel
+from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
 from kvrelay.router.router import Router
 from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import Listening, update_peers
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.server import ServerCertificate
 
 REPORT_S = 1.0
 AWAY_S = 5.0  # without a word of the controller it counts as gone
@@ -102,6 +107,10 @@ class RouterProcess:
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
         self.host = NodeHost(self._loop, self._send, lambda _, error: self._fail(error))
         self.wire: Wire = listening.wire(spec.router, spec.epoch, self._deliver, self._on_peer_lost)
+        self.certificate: ServerCertificate | None = None
+        self._ends: dict[str, float] = {}  # when certificates do
+        if spec.config.tls.is_on:
+            self._show(identity_of(spec.config.tls))
         self._opened = open_state(
             spec.config, spec.model.served_name, spec.cluster, spec.router, spec.routers
         )
@@ -140,13 +149,29 @@ class RouterProcess:
         self._keep("report", self._report)
         if spec.config.scaling.enabled:
             self._keep("report_traffic", self._report_traffic)
+        if spec.config.tls.is_on:
+            use = partial(follow_certificates, spec.config.tls, self._show)
+            self._keep("follow_certificates", use)
         if spec.source is not None:
             source = Source(*spec.source, self.hangup)
-            use = spec.access.tenants.update
-            self._keep("follow_tenants", partial(follow, spec.config, source, use))
+            take = spec.access.tenants.update
+            self._keep("follow_tenants", partial(follow, spec.config, source, take))
         return RouterStarted(
             Peer.here(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
         )
+
+    def _show(self, identity: TlsIdentity) -> None:
+        """To whoever connects from now on, and to peers. Raises TlsError."""
+        tls = self._spec.config.tls
+        if tls.frames:
+            self.wire.replace_identity(identity)
+        if tls.api and self.certificate is None:
+            from kvrelay.cluster.api.server import ServerCertificate
+
+            self.certificate = ServerCertificate(identity)
+        elif self.certificate is not None:
+            self.certificate.replace(identity)
+        self._ends = ends_of(tls, identity)
 
     def _keep(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._tasks.append(self._loop.create_task(keep_running(name, run, self._restarted)))
@@ -226,6 +251,7 @@ class RouterProcess:
             wire=dict(self.wire.counters),
             sessions=self.router.sessions.counts(),
             restarted_tasks=dict(self._restarted),
+            certificates=self._ends,
         )
         if self._view is not None:
             merge(status, self._view, now - self._viewed_at)

@@ -11,6 +11,7 @@ responder's certificate, so it cannot be passed on by somebody with another one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import os
@@ -38,7 +39,9 @@ class WireLimits:
     max_queued_frames: int = 8192
     max_unacked_bytes: int = 64 << 20  # written, and kept until they are acknowledged
     max_unacked_frames: int = 8192
-    max_unauthenticated: int = 128  # connections of the process that have not proved themselves yet
+    # Connections of the process that have not proved themselves yet: in all, and from one address.
+    max_unauthenticated: int = 128
+    max_unauthenticated_of_address: int = 64
     connect_s: float = 2.0  # a SYN that was lost is repeated after 1 s
     handshake_s: float = 5.0
     give_up_s: float = 10.0  # a peer that cannot be reached for so long is lost
@@ -78,13 +81,30 @@ class TlsIdentity:
         first = self.cert[: end + len(b"-----END CERTIFICATE-----")]
         return fingerprint(ssl.PEM_cert_to_DER_cert(first[first.index(b"-----BEGIN") :].decode()))
 
+    def check(self) -> None:
+        """Raises TlsError unless two processes that have it accept each other."""
+        here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.context(is_server=False).wrap_bio(here, there)
+        server = self.context(is_server=True).wrap_bio(there, here, server_side=True)
+        try:
+            for side in (client, server) * 2:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or error.reason or str(error)
+            raise TlsError(f"processes with this certificate refuse each other: {why}") from error
+
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         """Makes the context of one side. Raises TlsError."""
-        kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
-        context = ssl.SSLContext(kind)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        self.show_in(context)
+        return context
+
+    def show_in(self, context: ssl.SSLContext) -> None:
+        """Have `context` show this certificate, and know its CA. Raises TlsError."""
         try:
             with tempfile.NamedTemporaryFile() as file:  # only its owner can read it
                 file.write(self.cert + b"\n" + self.key)
@@ -93,7 +113,21 @@ class TlsIdentity:
             context.load_verify_locations(cadata=self.ca.decode())
         except (OSError, ValueError) as error:  # ssl's errors are OSErrors
             raise TlsError(f"the certificate, its key or its CA cannot be used: {error}") from error
-        return context
+
+
+@dataclass(frozen=True, slots=True)
+class TlsEnds:
+    """An identity, and what it is used by on either side of a connection."""
+
+    identity: TlsIdentity
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def of(cls, identity: TlsIdentity) -> TlsEnds:
+        """Makes the context of each side. Raises TlsError."""
+        server, client = (identity.context(is_server=side) for side in (True, False))
+        return cls(identity, server, client)
 
 
 def fingerprint(der: bytes) -> bytes:
@@ -109,7 +143,7 @@ class WireContext:
     token: bytes
     limits: WireLimits
     on_peer_lost: OnPeerLost
-    tls: TlsIdentity | None = None  # None: in clear text
+    tls: TlsEnds | None = None  # for new connections; None: in clear text
     host: str = ""  # where it listens
     counters: Counter[str] = field(default_factory=Counter)
     incarnation: bytes = field(default_factory=lambda: os.urandom(INCARNATION_BYTES))

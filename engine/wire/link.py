@@ -69,7 +69,6 @@ class Link:
         self._waiting: deque[bytes] = deque()
         self._kept_bytes = 0  # in _unacked and _again
         self._waiting_bytes = 0
-        self._tls = None if context.tls is None else context.tls.context(is_server=False)
         self._connecting: asyncio.Task[None] | None = None
         self._connected_at = 0.0
         self._has_progressed = False  # since it was connected
@@ -241,11 +240,10 @@ class Link:
     async def _attempt(self) -> tuple[_Outbound, Resume]:
         loop = asyncio.get_running_loop()
         host, port, limits = self.address.host, self.address.port, self.context.limits
+        tls = None if self.context.tls is None else self.context.tls.client
         # With TLS the peer has to answer as well, and may be busy.
-        async with asyncio.timeout(limits.handshake_s if self._tls else limits.connect_s):
-            _, outbound = await loop.create_connection(
-                lambda: _Outbound(self), host, port, ssl=self._tls
-            )
+        async with asyncio.timeout(limits.handshake_s if tls else limits.connect_s):
+            _, outbound = await loop.create_connection(lambda: _Outbound(self), host, port, ssl=tls)
         try:
             resume = await outbound.resumed
         except BaseException:

@@ -9,7 +9,8 @@ loses the other; then both hear of it. Messages wait in a bounded queue while th
 cannot be reached at first; what does not fit, or waited too long, is dropped and counted. Whatever
 is not a proper frame of an authenticated peer closes its connection, is counted, and has no other
 effect. A message that only another version understands is dropped alone, counted, and named once
-in the log; whoever sent it has a deadline for what it asked for.
+in the log; whoever sent it has a deadline for what it asked for. Connections that have not proved
+themselves are few, have seconds, and make room for the next: they keep no peer out (see `pending`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,6 +29,7 @@ from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.context import (
     Address,
     OnPeerLost,
+    TlsEnds,
     TlsIdentity,
     WireContext,
     WireLimits,
@@ -48,6 +51,7 @@ from kvrelay.engine.wire.handshake import (
     session_keys,
 )
 from kvrelay.engine.wire.link import Link
+from kvrelay.engine.wire.pending import PendingConnections
 
 log = logging.getLogger("kvrelay.wire")
 
@@ -55,6 +59,8 @@ OnMessage = Callable[[NodeId, Any], object]  # (destination, message)
 
 MAX_ACKS_BYTES = 1 << 16  # unread by the peer: no more are written
 MAX_REPORTED = 256  # kinds of messages that were not understood, by peer: one line in the log each
+BACKLOG = 1024
+ACCEPT_PAUSE_S = 0.1  # where no connection can be accepted: no file is left
 
 
 @dataclass(slots=True)
@@ -84,33 +90,57 @@ class Wire:
         tls: TlsIdentity | None = None,
     ) -> None:
         """`on_peer_lost` hears of a peer and its epoch: messages to it, or from it, were lost, or
-        may have been."""
+        may have been. Raises TlsError."""
         assert token, "a cluster without a token would authenticate anybody"
         self.node_id = node_id
         limits = limits or WireLimits()
-        self.context = WireContext(node_id, epoch, token, limits, on_peer_lost, tls)
+        ends = None if tls is None else TlsEnds.of(tls)
+        self.context = WireContext(node_id, epoch, token, limits, on_peer_lost, ends)
         self.limits = self.context.limits
         self.counters = self.context.counters
         self.on_message = on_message
-        self.unauthenticated: set[_Inbound] = set()
+        self.unauthenticated: PendingConnections[_Inbound] = PendingConnections(
+            limits.max_unauthenticated, limits.max_unauthenticated_of_address
+        )
         self.inbound: set[_Inbound] = set()
         self._links: dict[NodeId, Link] = {}
         self._streams: dict[tuple[NodeId, NodeId], _Stream] = {}  # by sender and destination
-        self._server: asyncio.Server | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._reported: set[tuple[NodeId, str]] = set()  # what was not understood, by sender
 
     async def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Accept connections on `host`; returns the address that peers connect to.
-        Raises OSError and TlsError."""
-        loop = asyncio.get_running_loop()
-        options: dict[str, Any] = {}
-        if self.context.tls is not None:
-            options["ssl"] = self.context.tls.context(is_server=True)
-            options["ssl_handshake_timeout"] = self.limits.handshake_s
-        self._server = await loop.create_server(lambda: _Inbound(self), host, port, **options)
-        bound = self._server.sockets[0].getsockname()
+        Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listening.setblocking(False)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(listening))
+        bound = listening.getsockname()
         self.context.host = bound[0]
         return bound[0], bound[1]
+
+    async def _accept(self, listening: socket.socket) -> None:
+        """One at a time: what peers send is read in between, however many connect."""
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                try:
+                    accepted, address = await loop.sock_accept(listening)
+                except OSError:
+                    self.counters["accept_failed"] += 1
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                connection = _Inbound(self)
+                dropped = self.unauthenticated.add(connection, address[0])
+                if dropped is not None:
+                    dropped.reject("too_many_unauthenticated")
+                connection.open(accepted)
+
+    def replace_identity(self, tls: TlsIdentity) -> None:
+        """Show this certificate on connections that are made from now on. Raises TlsError for one
+        that cannot be used."""
+        assert self.context.tls is not None, "what listens in clear text goes on to"
+        self.context.tls = TlsEnds.of(tls)
 
     def set_address(
         self,
@@ -209,11 +239,11 @@ class Wire:
 
     async def close(self) -> None:
         """Close every connection; frames already handed to the kernel may still arrive."""
-        if self._server is not None:
-            self._server.close()
+        if self._accepting is not None:
+            self._accepting.cancel()
         for link in self._links.values():
             link.close()
-        for connection in [*self.inbound, *self.unauthenticated]:
+        for connection in [*self.inbound, *self.unauthenticated.all()]:
             connection.abort()
         self._links.clear()
         await asyncio.sleep(0)
@@ -222,7 +252,7 @@ class Wire:
 class _Inbound(asyncio.Protocol):
     """A connection that a peer opened: hello, proof, then frames until it closes.
 
-    Nothing is decoded before the proof; whatever is wrong ends in `_reject`, once.
+    Nothing is decoded before the proof; whatever is wrong ends in `reject`, once.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -237,19 +267,36 @@ class _Inbound(asyncio.Protocol):
         self._num_acked = 0
         self._bytes_to_ack = 0
         self._transport: asyncio.Transport | None = None
+        self._tls = wire.context.tls
+        self._opening: asyncio.Task[None] | None = None  # until there is a transport
+        self._is_over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
-        wire = self._wire
-        if len(wire.unauthenticated) >= wire.limits.max_unauthenticated:
-            self._reject("too_many_unauthenticated")
-            return
-        wire.unauthenticated.add(self)
-        tune_socket(transport)
+    def open(self, accepted: socket.socket) -> None:
+        """From now on it has its time, for the handshake of TLS too."""
+        loop, limits = asyncio.get_running_loop(), self._wire.limits
+        self._deadline = loop.call_later(limits.handshake_s, self.reject, "handshake_timeout")
+        self._opening = opening = loop.create_task(self._open(accepted))
+        opening.add_done_callback(lambda _: accepted.close() if self._transport is None else None)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        context = None if self._tls is None else self._tls.server
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(wire.limits.handshake_s, self._reject, "handshake_timeout")
+        try:
+            await loop.connect_accepted_socket(lambda: self, accepted, ssl=context)
+        except OSError:  # ssl's errors are too
+            self._opening = None
+            self.reject("tls_failed")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
+        self._opening = None
+        if self._is_over:
+            transport.abort()
+            return
+        self._transport = transport
+        tune_socket(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._transport is None:
@@ -261,7 +308,7 @@ class _Inbound(asyncio.Protocol):
             if self._reader is not None and self._stream is not None:
                 self._read_frames(self._reader, self._stream)
         except ProtocolError as error:
-            self._reject(error.counter)
+            self.reject(error.counter)
 
     def _handshake(self) -> None:
         assert self._transport is not None
@@ -274,8 +321,8 @@ class _Inbound(asyncio.Protocol):
                 raise ProtocolError("unknown_destination")
             self._hello = hello
             del self._buffer[: len(hello.raw)]
-            tls = self._wire.context.tls
-            self._bound = hello.raw + (b"" if tls is None else tls.fingerprint)
+            shown = b"" if self._tls is None else self._tls.identity.fingerprint
+            self._bound = hello.raw + shown
             self._transport.write(make_reply(token, self._bound, self._nonce))
         if len(self._buffer) < PROOF_BYTES:
             return
@@ -342,7 +389,7 @@ class _Inbound(asyncio.Protocol):
             self._wire.counters["truncated"] += 1
         self._drop()
 
-    def _reject(self, counter: str) -> None:
+    def reject(self, counter: str) -> None:
         self._wire.counters[counter] += 1
         transport = self._transport
         if counter == "bad_version" and transport is not None:
@@ -354,11 +401,14 @@ class _Inbound(asyncio.Protocol):
 
     def abort(self) -> None:
         transport = self._transport
+        if self._opening is not None:
+            self._opening.cancel()
         self._drop()
         if transport is not None:
             transport.abort()
 
     def _drop(self) -> None:
+        self._is_over = True
         self._transport = None
         self._buffer.clear()
         self._forget_stranger()
@@ -370,7 +420,7 @@ class _Inbound(asyncio.Protocol):
             self._stream.connection = None
 
     def _forget_stranger(self) -> None:
-        self._wire.unauthenticated.discard(self)
+        self._wire.unauthenticated.remove(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

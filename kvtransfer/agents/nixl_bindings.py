@@ -27,6 +27,8 @@ ENVIRONMENT = {
     "UCX_LOG_LEVEL": "error",
     "UCX_DEBUG_SIGNO": "0",  # or UCX takes SIGHUP to wait for a debugger
     "UCX_KEEPALIVE_INTERVAL": "5s",  # a host that went away is noticed within a few of these
+    # Without NVLink (L4, L40S, PCIe cards) UCX would not read from another GPU: the CPU would copy.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 CPU_TLS = "tcp,sm,self"
 """UCX_TLS of a machine without a GPU and RDMA. tcp: wire-up, death of a peer, other hosts. sm:

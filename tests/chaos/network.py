@@ -46,12 +46,15 @@ class Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self.names:
+        for number, name in enumerate(self.names):
             pids = ("ip", "netns", "pids", name)
             found = subprocess.run(pids, capture_output=True, text=True, check=False).stdout
             for pid in found.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
+            # A namespace goes when the kernel has time, and its end of the link with it.
+            link = ("ip", "link", "del", self._outer(number))
+            subprocess.run(link, capture_output=True, check=False)
             subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
         subprocess.run(("ip", "link", "del", self._bridge), capture_output=True, check=False)
 

@@ -10,7 +10,9 @@ import ssl
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,17 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.api.server import serve_app
+from kvrelay.cluster.api.server import ServerCertificate, serve_app
 from kvrelay.cluster.cli.client import status
 from kvrelay.cluster.config import Config, ConfigError, SessionsSection, TlsSection, load_config
-from kvrelay.cluster.processes.certificates import with_certificates
+from kvrelay.cluster.processes import certificates
+from kvrelay.cluster.processes.certificates import (
+    follow_certificates,
+    identity_of,
+    keep_certificates,
+    with_certificates,
+)
+from kvrelay.engine.wire.context import TlsIdentity
 
 
 def config_in(folder: Path, **tls: Any) -> Config:
@@ -115,10 +124,10 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The URL of an API over HTTPS, and its CA."""
-    tls = with_certificates(config_in(tmp_path, api=True)).tls
+@contextmanager
+def serving_with(tls: TlsSection) -> Iterator[str]:
+    """The URL of an API over HTTPS, whose certificate is read again when its files change."""
+    certificate = ServerCertificate(identity_of(tls))
     stop, ready, ports = asyncio.Event(), threading.Event(), []
     loop = asyncio.new_event_loop()
 
@@ -126,16 +135,26 @@ def served(tmp_path: Path) -> Iterator[tuple[str, str]]:
         ports.append(port)
         ready.set()
 
-    serving = serve_app(
-        app, "127.0.0.1", 0, stop=stop, on_ready=on_ready, certificate=(tls.cert, tls.key)
-    )
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
+    async def serve() -> None:
+        following = asyncio.create_task(follow_certificates(tls, certificate.replace, 0.05))
+        await serve_app(app, "127.0.0.1", 0, stop=stop, on_ready=on_ready, certificate=certificate)
+        following.cancel()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     assert ready.wait(30)
-    yield f"https://127.0.0.1:{ports[0]}", tls.ca
+    yield f"https://127.0.0.1:{ports[0]}"
     loop.call_soon_threadsafe(stop.set)
     thread.join(30)
     loop.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The URL of an API over HTTPS, and its CA."""
+    tls = with_certificates(config_in(tmp_path, api=True)).tls
+    with serving_with(tls) as url:
+        yield url, tls.ca
 
 
 def test_the_api_is_https_for_who_trusts_its_ca(served: tuple[str, str]) -> None:
@@ -169,3 +188,116 @@ def test_commands_talk_to_it_with_its_ca(
     asked = CliRunner().invoke(status, ["--url", url.replace("https", "http")])
     assert asked.exit_code == 1
     assert "HTTPS" in asked.output
+
+
+class Mounted:
+    """A Secret as Kubernetes mounts it: files are links into ..data, which is replaced whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._num = folder, 0
+        self.tls = TlsSection(
+            True, True, *(str(folder / name) for name in ("cert.pem", "key.pem", "ca.pem"))
+        )
+
+    def put(self, made: Path, **instead: bytes) -> None:
+        self._num += 1
+        data = self.folder / f"..{self._num}"
+        data.mkdir(parents=True)
+        for name in ("cert", "key", "ca"):
+            content = instead.get(name) or (made / f"{name}.pem").read_bytes()
+            (data / f"{name}.pem").write_bytes(content)
+            if self._num == 1:
+                (self.folder / f"{name}.pem").symlink_to(f"..data/{name}.pem")
+        (self.folder / "..new").symlink_to(data.name)
+        (self.folder / "..new").replace(self.folder / "..data")
+
+
+def shown_by(url: str) -> str:
+    """The certificate that a new connection gets."""
+    host, port = url.removeprefix("https://").split(":")
+    return ssl.get_server_certificate((host, int(port)))
+
+
+def wait_for(url: str, cert: bytes) -> None:
+    deadline = time.monotonic() + 10
+    while shown_by(url).split() != cert.decode().split():
+        assert time.monotonic() < deadline, "the certificate is still the last one"
+        time.sleep(0.02)
+
+
+def test_a_new_certificate_is_shown_without_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, mounted = tmp_path / "made", Mounted(tmp_path / "mounted")
+    certificates.make_certificate(made, certificates.own_names(""))
+    first = (made / "cert.pem").read_bytes()
+    mounted.put(made)
+    trusting = ssl.create_default_context(cafile=str(made / "ca.pem"))
+    with serving_with(mounted.tls) as url, httpx.Client(verify=trusting) as old:
+        assert old.get(url).status_code == 200
+        wait_for(url, first)
+        certificates.make_certificate(made, certificates.own_names(""))
+        second = (made / "cert.pem").read_bytes()
+
+        mounted.put(made, cert=first)  # the key of another one: as if half was written
+        deadline = time.monotonic() + 10
+        while "certificates stay as they are: " not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        wait_for(url, first)
+        mounted.put(made, cert=second[:100])
+        time.sleep(0.3)
+        wait_for(url, first)
+
+        mounted.put(made)
+        wait_for(url, second)
+        assert httpx.get(url, verify=trusting).status_code == 200
+        assert old.get(url).status_code == 200  # on the connection that it has
+
+
+def test_an_ended_or_foreign_certificate_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(tls: TlsSection) -> str:
+        with pytest.raises(ConfigError) as raised:
+            with_certificates(Config(tls=tls))
+        return str(raised.value)
+
+    made = tmp_path / "made"
+    certificates.make_certificate(made, certificates.own_names(""))
+    own = Mounted(tmp_path / "own")
+    own.put(made)
+    assert with_certificates(Config(tls=own.tls)).tls == own.tls
+    other = Mounted(tmp_path / "other")
+    certificates.make_certificate(tmp_path / "stranger", certificates.own_names(""))
+    other.put(made, ca=(tmp_path / "stranger" / "ca.pem").read_bytes())
+    assert "processes with this certificate refuse each other" in refusal(other.tls)
+    monkeypatch.setattr(certificates, "CERT_DAYS", 0)
+    certificates.make_certificate(made, certificates.own_names(""))
+    own.put(made)
+    assert "the server certificate has ended at 20" in refusal(own.tls)
+
+
+def test_what_was_made_here_is_made_again_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_certificates(config_in(tmp_path, frames=True))
+    before = identity_of(config.tls)
+
+    async def keep_for(seconds: float) -> TlsIdentity:
+        keeping = asyncio.create_task(keep_certificates(config, 0.01))
+        await asyncio.sleep(seconds)
+        keeping.cancel()
+        return identity_of(config.tls)
+
+    assert asyncio.run(keep_for(0.2)) == before
+    monkeypatch.setattr(certificates, "CA_DAYS", 5000)
+    monkeypatch.setattr(certificates, "RENEW_CA_DAYS", 4000)
+    monkeypatch.setattr(certificates, "RENEW_DAYS", certificates.CERT_DAYS + 1)
+    after = asyncio.run(keep_for(0.5))
+    assert (after.cert != before.cert, after.ca != before.ca) == (True, True)
+    # Who has the old CA trusts the new certificate, and the other way round: the key is the same.
+    for cert, ca in ((after, before), (before, after), (after, after)):
+        TlsIdentity(cert.cert, cert.key, ca.ca).check()
+    ends = certificates.ends_of(config.tls, after)
+    assert ends["ca"] > ends["server"] > time.time()

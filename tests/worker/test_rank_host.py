@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from kvrelay.worker.processes import (
     name_of,
     worker_processes,
 )
-from kvrelay.worker.rank_host import RankHostSpec
+from kvrelay.worker.rank_host import MAX_PENDING, RankHostSpec
 from tests.engine.model.runners import model_runner, parallel_runner
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
@@ -96,6 +97,20 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
         assert channel.receive() == ProcessEnds("its ranks have ended")
     with pytest.raises(ModelError, match=rf"rank 1 of this worker is not at {THERE}:{place.port}"):
         parallel_runner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
+
+
+def test_a_worker_reaches_its_rank_at_once_whoever_else_connects() -> None:
+    with rank_host(SPEC) as (pid, place, _), contextlib.ExitStack() as closing:
+        for number in range(MAX_PENDING + 20):
+            where = (f"127.0.0.{3 + number % 4}", 0)
+            silent = socket.create_connection((place.host, place.port), source_address=where)
+            closing.enter_context(silent)
+            if number % 2:
+                silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        began = time.monotonic()
+        with reach(place):
+            assert time.monotonic() - began < 1.0
+            assert len(wait_for_children(psutil.Process(pid))) == 1
 
 
 def test_a_rank_host_without_connections_ends() -> None:

@@ -1,6 +1,9 @@
 """One connection of a client: uvicorn's HTTP protocol with a bound on everything that a client can
 make it wait for or keep, before anyone knows who the client is.
 
+Where too many are open, one that asks for nothing makes room: the oldest of the address that has
+the most. So who opens all that there may be keeps nobody else out.
+
 Life: accepted, or refused because there are too many -> head of a request -> its body -> answer ->
 idle, or the next head. Each of these but the answer has a timer. An answer takes as long as it
 takes; only a client that does not read it has a timer.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.engine.wire.pending import PendingConnections
 
 _SAY_S = 2.0  # for the answer to a connection that is refused to be read
 
@@ -39,7 +44,8 @@ class ConnectionLimits:
 def bounded_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """The protocol class that uvicorn makes one of for each connection."""
 
-    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits})
+    waiting: PendingConnections[BoundedProtocol] = PendingConnections(sys.maxsize, sys.maxsize)
+    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits, "waiting": waiting})
 
 
 class _UnchunkedCycle(RequestResponseCycle):
@@ -63,6 +69,8 @@ class BoundedProtocol(HttpToolsProtocol):
     head or the body that is awaited, of writing, or uvicorn's own between requests."""
 
     limits = ConnectionLimits()
+    # Those of the server that ask for nothing: the head is not whole, or the answer was given.
+    waiting: PendingConnections[BoundedProtocol]
     _is_refused = False
     _in_body = False  # a head is complete, its body is not
     _is_too_large = False  # the head that is being parsed
@@ -76,8 +84,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         most = self.limits.max_connections
         if len(self.connections) > most:
-            self._is_refused = True
-            self._refuse(
+            dropped = self.waiting.drop() or self
+            dropped.refuse(
                 ApiError(
                     503,
                     f"{most} connections are open, which is the limit",
@@ -86,8 +94,13 @@ class BoundedProtocol(HttpToolsProtocol):
                     retry_after_s=1.0,
                 )
             )
-        else:
-            self._await_more(self.limits.head_timeout_s)
+            if dropped is self:
+                return
+        self._wait()
+        self._await_more(self.limits.head_timeout_s)
+
+    def _wait(self) -> None:
+        self.waiting.add(self, self.client[0] if self.client else "")
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -119,6 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise ValueError(self._why)
         self._head_bytes = 0
         self._in_body = True
+        self.waiting.remove(self)
         self._await_more(self.limits.body_timeout_s)
         super().on_headers_complete()
         if is_old and self.cycle is not None:
@@ -142,6 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and not self.transport.is_closing():
             # It was answered before its end came, which has stopped the timer of the answer's end.
             self._unset_keepalive_if_required()
+            self._wait()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -150,6 +165,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later(self.limits.write_timeout_s)
+        elif not self._is_answering:
+            self._wait()
 
     def shutdown(self) -> None:
         """The server is to stop. An answer without an end of its own has to see it."""
@@ -162,9 +179,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_too_large:
             limit = self.limits.max_head_bytes
             message = f"The headers are larger than the limit of {limit} bytes"
-            self._refuse(ApiError(431, message, code="headers_too_large"))
+            self.refuse(ApiError(431, message, code="headers_too_large"))
         else:
-            self._refuse(ApiError(400, self._why or msg))
+            self.refuse(ApiError(400, self._why or msg))
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -182,6 +199,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_refused = True
+        self.waiting.remove(self)
         self._stop_reading_timer()
         self._unset_keepalive_if_required()
         if self._write_timer is not None:
@@ -204,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_more(timeout_s)
             return
         message = f"The request's headers did not arrive within {timeout_s:g} s"
-        self._refuse(ApiError(408, message, type="timeout_error", code="request_timeout"))
+        self.refuse(ApiError(408, message, type="timeout_error", code="request_timeout"))
 
     @property
     def _is_answering(self) -> bool:
@@ -214,9 +232,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(timeout_s, self.transport.abort)
 
-    def _refuse(self, error: ApiError) -> None:
+    def refuse(self, error: ApiError) -> None:
         """Say why, where no answer is under way that it would get into, and end the connection."""
         self._is_refused = True
+        self.waiting.remove(self)
         self._stop_reading_timer()
         if self._is_answering or self._in_body:
             self.transport.abort()

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.incoming import caller, page_of, read_body
+from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body
 from kvrelay.cluster.api.openai.formats import ChatFormat, message_of
 from kvrelay.cluster.api.openai.parts import Piece, Plan
 from kvrelay.cluster.api.openai.schema import ChatRequest, MetadataRequest, parse
@@ -113,7 +113,7 @@ class StoredChats:
         return record
 
     async def _list(self, http: Request) -> Response:
-        tenant, query = caller(self._ctx, http), http.query_params
+        tenant, query = owner(self._ctx, http), http.query_params
 
         def read() -> list[Record]:
             latest = self._ctx.responses.latest

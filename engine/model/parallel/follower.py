@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from kvrelay.engine.logs import set_up_rank
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.parallel.link import Broken, Checksums, Companion, Ready
@@ -66,10 +68,11 @@ class _Launched:
     """Waits, on a thread of its own, for the ends of steps that were launched behind one another,
     and tells the checksums of each. Invariant: two are launched at most, as for the leader."""
 
-    def __init__(self, leader: _Leader) -> None:
+    def __init__(self, leader: _Leader, device: torch.device) -> None:
         self._leader = leader
         self._places = threading.Semaphore(MOST_LAUNCHED)
         self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._device = device
         threading.Thread(target=self._run, name="launched", daemon=True).start()
 
     def launch(self, step: Step, launch: Launch) -> None:
@@ -96,6 +99,8 @@ class _Launched:
         self._places.release(MOST_LAUNCHED)
 
     def _run(self) -> None:
+        if self._device.type == "cuda":  # or each rank makes a context on the first GPU too
+            torch.cuda.set_device(self._device)
         while True:
             wait = self._waits.get()
             try:
@@ -130,7 +135,7 @@ def main() -> None:
 
 def _run(leader: _Leader, runner: ModelRunner, group: Group) -> None:
     """Raises what puts this rank out of step."""
-    launched, companion = _Launched(leader), leader.companion
+    launched, companion = _Launched(leader, runner.device), leader.companion
     while True:
         step = leader.steps.get()
         group.was_used = False

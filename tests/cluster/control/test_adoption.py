@@ -12,6 +12,7 @@ from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Checkpoint,
+    Machine,
     MachinesChanged,
     Record,
     RouterStarted,
@@ -39,6 +40,14 @@ from tests.cluster.control.test_controller import ONE, info, of
 ROUTER = Peer("router-0", "h", 6, 3)
 CONFIG = ControllerConfig(
     workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
+    routers=(),
+    further_routers=("router-0",),
+    backoff_s=1.0,
+)
+
+
+GPUS = ControllerConfig(
+    workers=tuple((f"decode-{number}", Role.DECODE) for number in range(3)),
     routers=(),
     further_routers=("router-0",),
     backoff_s=1.0,
@@ -184,3 +193,37 @@ def test_a_router_that_lost_messages_meets_the_worker_again_once_that_has_answer
     assert Send("router-0", WorkerUp(info("decode-0", 1))) in lives.sent
     assert Send("decode-0", RouterUp("router-0")) in lives.sent
     assert lives.controller.all_up()
+
+
+def test_gpus_of_adopted_workers_are_not_free_where_ray_has_begun_anew() -> None:
+    """Ray has other names for the same machines then, and believes all of their GPUs free."""
+    lives = Lives()
+    lives.begin((), GPUS)
+    lives.say(MachinesChanged((Machine("a", "10.0.0.1", 8.0, 2.0), Machine("b", "10.0.0.2", 8.0))))
+    for number in range(2):
+        lives.say(WorkerStarted(info(f"decode-{number}", 1), "10.0.0.1", 100 + number, 7))
+    assert lives.controller.workers["decode-2"].state is ProcessState.DOWN  # there are two GPUs
+    lives.begin((), GPUS)
+    new = (Machine("c", "10.0.0.2", 8.0), Machine("d", "10.0.0.1", 8.0, 2.0))
+    lives.say(MachinesChanged(new))
+    assert of(StartWorker, lives.done) == []
+    assert {w.machine_id for w in lives.controller.workers.values()} == {"d", None}
+    assert [kept.machine_id for kept in lives.kept.workers] == ["d", "d"]
+    # One more machine has room; and where one of them ends, its place is for the next.
+    lives.say(MachinesChanged((*new, Machine("e", "10.0.0.3", 8.0, 1.0))))
+    assert [(s.worker, s.machine_id) for s in of(StartWorker, lives.done)] == [("decode-2", "e")]
+
+
+def test_who_knows_no_hosts_goes_by_where_its_workers_listen() -> None:
+    """What was kept by a version before."""
+    lives = Lives()
+    lives.begin((), GPUS)
+    lives.say(MachinesChanged((Machine("a", "h", 8.0, 1.0),)))
+    lives.say(WorkerStarted(info("decode-0", 1), "h", 100, 7))
+    lives.kept = replace(
+        lives.kept, workers=tuple(replace(kept, hosts=()) for kept in lives.kept.workers)
+    )
+    lives.begin((), GPUS)
+    lives.say(MachinesChanged((Machine("b", "h", 8.0, 1.0),)))
+    assert of(StartWorker, lives.done) == []
+    assert lives.controller.workers["decode-0"].machine_id == "b"

@@ -127,6 +127,34 @@ def test_a_token_is_given_once_and_another_is_not_overwritten(tmp_path: Path) ->
     assert file.read_text() == "one"
 
 
+def test_others_can_read_nothing_of_what_up_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    (folder / "kvrelay.toml").touch(0o644)  # as earlier versions made it
+    (folder / "server.log").touch(0o644)
+    before = os.umask(0o022)
+    try:
+        settings = '[[tenant]]\nname = "a"\nkeys = ["sk-secret"]\n'
+        answer = agent.handle_command(agent.StartServer(str(folder), settings, ("--help",), 30.0))
+        assert "server has ended" in answer.error
+        script = "import time; print('I am up', flush=True); time.sleep(60)"
+        new = tmp_path / "new"
+        agent._start(new, "thing", [sys.executable, "-c", script], "I am up", 20.0)
+        agent._stop(new, "thing", 10.0)
+    finally:
+        os.umask(before)
+    files = [*folder.iterdir(), *new.iterdir()]
+    assert {file.name for file in files} == {"kvrelay.toml", "server.log", "thing.log"}
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert new.stat().st_mode & 0o777 == 0o700
+    token = tmp_path / ".ray/auth_token"
+    token.parent.mkdir()
+    token.write_text("one")
+    token.chmod(0o644)  # as Ray makes it
+    assert agent.give_token("one", tmp_path).error == ""
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 def test_what_is_started_lives_on_and_is_started_once(tmp_path: Path) -> None:
     script = "import time; print('I am up', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", script]

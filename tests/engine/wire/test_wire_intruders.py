@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -11,6 +15,7 @@ import pytest
 
 from kvrelay.engine.messages import Abort
 from kvrelay.engine.wire.codec import encode
+from kvrelay.engine.wire.context import TlsIdentity, WireLimits
 from kvrelay.engine.wire.frames import FrameWriter, Kind
 from kvrelay.engine.wire.handshake import (
     NONCE_BYTES,
@@ -21,6 +26,8 @@ from kvrelay.engine.wire.handshake import (
     make_proof,
     session_keys,
 )
+from kvrelay.engine.wire.pending import PendingConnections
+from tests.engine.wire.test_wire_tls import identity_in
 from tests.engine.wire.wire_peers import TOKEN, Peer, until
 
 pytestmark = pytest.mark.anyio
@@ -154,6 +161,77 @@ async def test_strangers_are_limited_and_do_not_keep_peers_out(a: Peer, b: Peer)
     a.knows(b)
     a.wire.send("b", Abort("r", 1))
     await until(lambda: bool(b.messages), "the peer's message")
+
+
+async def test_a_peer_gets_in_while_all_places_are_taken(a: Peer, b: Peer) -> None:
+    """Sooner than the others run out of time, which it would not wait for."""
+    others = [await asyncio.open_connection(*b.address) for _ in range(3)]
+    await until(lambda: len(b.wire.unauthenticated) == 3, "all places")
+    a.knows(b)
+    a.wire.send("b", Abort("r", 1))
+    await until(lambda: bool(b.messages) or bool(a.lost), "the peer's message")
+    assert (b.messages, a.lost) == ([Abort("r", 1)], [])
+    await assert_closed(others[0][0])  # the oldest made room
+    for _, writer in others:
+        writer.close()
+
+
+def test_who_opens_many_connections_pushes_out_their_own() -> None:
+    pending: PendingConnections[int] = PendingConnections(6, 4)
+    assert [pending.add(number, "10.0.0.1") for number in range(4)] == [None] * 4
+    assert pending.add(4, "10.0.0.1") == 0  # its share is full
+    assert pending.add(5, "10.0.0.2") is None
+    assert pending.add(6, "10.0.0.3") is None
+    assert pending.add(7, "10.0.0.2") == 1  # all are taken: of the address that has the most
+    pending.remove(2)
+    pending.remove(2)
+    assert pending.add(8, "10.0.0.3") is None
+    assert pending.all() == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("num_strangers", "for_s", "with_tls"),
+    [
+        (512, 3.0, False),
+        (256, 3.0, True),
+        pytest.param(512, 60.0, False, marks=pytest.mark.long),
+    ],
+)
+async def test_a_peer_joins_within_a_second_whoever_else_connects(
+    num_strangers: int, for_s: float, with_tls: bool, tmp_path: Path
+) -> None:
+    tls: TlsIdentity | None = identity_in(tmp_path) if with_tls else None
+    b = await Peer("b", limits=WireLimits(), tls=tls).listen()
+    old = Peer("old", limits=WireLimits(), tls=tls)
+    old.knows(b)
+    command = [sys.executable, "-m", "tests.engine.wire.knock", *map(str, b.address)]
+    others = await asyncio.create_subprocess_exec(*command, str(num_strangers), str(for_s))
+    await until(lambda: len(b.wire.unauthenticated) > 60, "many")
+    end = time.monotonic() + for_s - 1.0
+    times_s: list[float] = []
+    while time.monotonic() < end:
+        began = time.monotonic()
+        joined = len(times_s)
+        peer = Peer(f"peer-{joined}", limits=WireLimits(), tls=tls)
+        peer.knows(b)
+        peer.wire.send("b", Abort("joined", joined))
+        old.wire.send("b", Abort("still here", joined))
+        for message in (Abort("joined", joined), Abort("still here", joined)):
+            await until(lambda message=message: message in b.messages, str(message))  # type: ignore[misc]
+        times_s.append(time.monotonic() - began)
+        await peer.wire.close()
+        b.messages.clear()
+        await asyncio.sleep(0.1)
+    dropped = b.wire.counters["too_many_unauthenticated"]
+    print(f"{len(times_s)} peers joined, the slowest in {max(times_s):.3f} s; {dropped} dropped")
+    await others.wait()
+    assert max(times_s) < 5.0  # on a machine that is busy with other tests too
+    assert for_s < 60.0 or statistics.median(times_s) < 1.0
+    assert dropped > 0
+    assert old.wire.counters["broken"] == 0
+    assert not old.lost
+    for each in (old, b):
+        await each.wire.close()
 
 
 def flip(frame: bytes, at: int, bit: int = 0) -> bytes:

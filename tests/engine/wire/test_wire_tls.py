@@ -13,7 +13,7 @@ import uvloop
 from kvrelay.cluster.config import TlsSection
 from kvrelay.cluster.processes.certificates import identity_of, make_certificate, own_names
 from kvrelay.engine.messages import Abort
-from kvrelay.engine.wire.context import TlsIdentity
+from kvrelay.engine.wire.context import TlsError, TlsIdentity
 from tests.engine.wire.network import Network
 from tests.engine.wire.wire_peers import LIMITS, Peer, until
 
@@ -148,4 +148,38 @@ def test_one_who_passes_the_handshake_on_with_another_certificate_is_noticed(
     middle = identity_in(folder)
     assert middle.ca == identity.ca
     assert middle.cert != identity.cert
+    run(scenario, identity, identity)
+
+
+def test_a_new_certificate_is_for_new_connections(identity: TlsIdentity, folder: Path) -> None:
+    """Those that are there go on, also where one end has it and the other does not yet."""
+
+    async def scenario(a: Peer, b: Peer) -> None:
+        a.knows(b)
+        number = 0
+
+        async def arrives() -> None:
+            nonlocal number
+            number += 1
+            a.wire.send("b", Abort(SECRET, number))
+            await until(lambda: b.messages[-1:] == [Abort(SECRET, number)], f"number {number}")
+
+        await arrives()
+        for peer in (b, a):
+            peer.wire.replace_identity(identity_in(folder))
+            await arrives()
+            assert a.wire.counters["broken"] == b.wire.counters["auth_failed"] == 0
+            for connection in list(b.wire.inbound):
+                connection.abort()
+            await until(lambda: a.wire.counters["broken"] == 1, "a new connection")
+            await arrives()
+            a.wire.counters["broken"] = 0
+        with pytest.raises(TlsError, match="cannot be used"):
+            b.wire.replace_identity(replace(identity, key=b"half a k"))
+        for connection in list(b.wire.inbound):
+            connection.abort()
+        await until(lambda: a.wire.counters["broken"] == 1, "a new connection")
+        await arrives()
+        assert not a.lost
+
     run(scenario, identity, identity)

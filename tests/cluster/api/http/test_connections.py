@@ -159,13 +159,38 @@ def test_a_client_that_keeps_connections_closes_them_before_the_server_does() ->
     assert ConnectionLimits().idle_timeout_s > max(60.0, 2 * of_clients)
 
 
-def test_one_connection_too_many_is_told_so(short: Served) -> None:
+def test_a_new_connection_takes_the_place_of_one_that_asks_for_nothing(short: Served) -> None:
     short.http.close()
+    unread = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    for said, status in ((b"", 0), (GET, 200), (unread, 404), (b"GET /pi", 0)):
+        with contextlib.ExitStack() as stack:
+            idle = []
+            for _ in range(3):
+                idle.append(sock := stack.enter_context(connected(short)))
+                sock.sendall(said)
+                assert not status or answer_of(sock)[0] == status
+            if not status:
+                time.sleep(0.1)
+            more = stack.enter_context(connected(short))
+            more.sendall(GET)
+            assert answer_of(more)[0] == 200
+            if said is not unread:
+                status, body = answer_of(idle[0])
+                assert (status, code_of(body)) == (503, "too_many_connections")
+            assert closed(idle[0])
+
+
+def test_one_connection_too_many_is_told_so(short: Served, tokenizer: Tokenizer) -> None:
+    short.http.close()
+    short.router.answer = lambda submit: tokenizer.encode("word " * 40)
+    short.router.delay_s = 0.05
+    body = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 40}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             sock = stack.enter_context(connected(short))
-            sock.sendall(GET)
-            assert answer_of(sock)[0] == 200
+            sock.sendall(head % len(body) + body)
+        time.sleep(0.2)
         more = stack.enter_context(connected(short))
         status, body = answer_of(more)
         assert (status, code_of(body)) == (503, "too_many_connections")

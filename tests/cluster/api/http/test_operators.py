@@ -220,6 +220,25 @@ def test_at_an_address_that_others_reach_there_is_a_key(
     assert load_tenants(insecure).find(None) is not None
 
 
+@pytest.mark.parametrize("insecure", [False, True])
+def test_without_keys_another_user_sees_no_sessions_and_lists(
+    tokenizer: Tokenizer, insecure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who runs a proxy that lets everybody in, for one; the answers of others are listed there."""
+    lists = ("/requests", "/v1/chat/completions")
+    with serve(tokenizer, ApiSettings(insecure=insecure)) as served:
+        assert {served.http.get(path).status_code for path in lists} == {200}
+        monkeypatch.setattr("kvrelay.cluster.api.incoming.user_of", lambda *_: 65534)
+        answers = {path: served.http.get(path) for path in lists}
+        codes = {answer.status_code for answer in answers.values()}
+        assert codes == ({200} if insecure else {403})
+        if not insecure:
+            assert "set api.key" in answers["/requests"].json()["error"]["message"]
+            assert served.http.get("/v1/sessions").status_code == 403
+            assert served.http.delete("/v1/sessions/one").status_code == 403
+        assert served.http.get("/v1/models").status_code == 200
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
 def test_on_the_machine_itself_a_key_is_asked_for_only_where_one_is_set(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
