@@ -35,12 +35,13 @@ PYTHON_PACKAGES = "python3,python3-venv,python3-dev,ca-certificates,netbase,tzda
 # How this machine reaches package indexes; the files that they name are there in a step as well.
 PASSED_ON = re.compile(r"PIP_\w+|SSL_CERT_FILE|\w+_proxy|\w+_PROXY")
 NEEDED = ("debootstrap", "unshare", "nsenter", "chroot", "mount", "git")
-READY_S, STOP_S = 240.0, 90.0
+READY_S, STOP_S = 600.0, 90.0
 KEY = "the-key-of-clients"
 # Sets up a root as a container's: its devices, processes, shared memory; then what follows.
 ENTER = """set -e
 root=$1 binds=$2; shift 2
 mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
 mount -t tmpfs -o mode=755 tmpfs "$root/dev"
 for each in null zero full random urandom tty; do
     touch "$root/dev/$each"; mount --bind "/dev/$each" "$root/dev/$each"
@@ -287,10 +288,13 @@ class Container:
             )
 
     def first(self) -> psutil.Process:
-        """Returns its process number 1, which gets the signals."""
+        """Returns its process number 1, which gets the signals. Raises ContainerError."""
         assert self.process is not None
-        (found,) = psutil.Process(self.process.pid).children()
-        return found
+        for _ in range(100):
+            if found := psutil.Process(self.process.pid).children():
+                return found[0]
+            time.sleep(0.1)
+        raise ContainerError(f"it does not start:\n{self.log.read_text()[-3000:]}")
 
     def ask(self, path: str, body: str = "") -> str:
         """Asks as a client in its network; "" while nobody answers."""
