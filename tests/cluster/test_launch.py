@@ -52,3 +52,16 @@ def test_routers_tokenise_as_they_are_told(smollm2_dir: Path) -> None:
         config = Config(model=model, api=ApiSection(parse_special_tokens_in_messages=parses))
         tokens = _load_tokenizer(smollm2_dir, config).chat_prompt(said).tokens
         assert len(tokens) == num_tokens
+
+
+def test_whatever_ray_raises_is_a_refusal_that_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine with much to do its raylet takes more than 30 s, and nobody tried again."""
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(RayRefused, match=r"cannot start Ray: .*timed out during startup"):
+        ray_access.start_ray(Config(), lambda _: None)
