@@ -79,9 +79,9 @@ def seen(
 
 async def run(
     console: Console, system: System, faults: Sequence[Fault], minutes: float, num_streams: int,
-    random: Random, every_s: float,
+    random: Random, every_s: float, max_tokens: int,
 ) -> tuple[list[Seen], list[str]]:  # fmt: skip
-    bodies = requests_of(system.model, 2 * num_streams, max_tokens=80)
+    bodies = requests_of(system.model, 2 * num_streams, max_tokens)
     clients = Clients(system.urls, bodies, num_streams)
     with console.status(f"{len(bodies)} requests at rest"):
         await clients.learn()
@@ -170,6 +170,7 @@ def peer_of(path: Path, python: str, network: Hosts | None) -> Peer:
 @click.command()
 @click.option("--minutes", type=float, default=5.0, show_default=True)
 @click.option("--streams", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), default=80, show_default=True, help="Of each.")
 @click.option("--hosts", is_flag=True, help="Three hosts (network namespaces; needs root).")
 @click.option("--ranks", type=click.IntRange(1), default=1, help="Of a worker, without --hosts.")
 @click.option("--stop-s", type=float, default=60.0, show_default=True, help="Of stopped processes.")
@@ -180,8 +181,8 @@ def peer_of(path: Path, python: str, network: Hosts | None) -> Peer:
 @click.option("--peer-python", default="python3", help="Its {python}.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(
-    minutes: float, streams: int, hosts: bool, ranks: int, stop_s: float, every_s: float,
-    only: Sequence[str], seed: int, peer_path: Path | None, peer_python: str,
+    minutes: float, streams: int, tokens: int, hosts: bool, ranks: int, stop_s: float,
+    every_s: float, only: Sequence[str], seed: int, peer_path: Path | None, peer_python: str,
     json_path: Path | None,
 ) -> None:  # fmt: skip
     """Disturb a server of one's own, with streams running all the time. Exits with 1 if a stream
@@ -209,7 +210,7 @@ def main(
         watch.start()
         try:
             found, left = asyncio.run(
-                run(console, system, faults, minutes, streams, Random(seed), every_s)
+                run(console, system, faults, minutes, streams, Random(seed), every_s, tokens)
             )
         finally:
             watch.stop()

@@ -38,7 +38,7 @@ def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
         breaks = kind == "router"
         yield Fault(f"kill -9 of a {kind}", _killing(system, kind), breaks)
         yield Fault(f"{kind} stopped for {stop_s:g} s", _stopping(system, kind, stop_s), breaks)
-    yield Fault("everything restarted, one by one", _restarting(system))
+    yield Fault("upgrade: everything restarted, one by one", _restarting(system))
     yield Fault("a worker at half speed", _slowing(system, system.slowed))
 
 

@@ -30,7 +30,8 @@ ASK_S = 5.0
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Texts may have {python}, {prefix}, {model_path}, {address}, {port}, {number}, {file}."""
+    """Texts may have {python}, {prefix}, {model_path}, {address}, {port}, {number}, {core} and
+    {file}."""
 
     command: list[str]
     env: dict[str, str] = {}
@@ -60,8 +61,6 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Peer(System):
     """Owns the deployment's processes. With `hosts`, the proxy is on the first of them, and the
     replicas are on the others."""
-
-    slowed = ""
 
     def __init__(self, deployment: Deployment, values: Mapping[str, str], hosts: Hosts | None):
         super().__init__()
@@ -122,7 +121,7 @@ class Peer(System):
                 path = Path(self._folder.name) / "proxy"
                 path.write_text(self._fill(proxy.file, 0, "", servers="\n".join(servers)))
                 self._start(0, proxy, str(path))
-            if self.wait_up(self.up_within_s) is None:
+            if not self._starts_up():
                 raise RuntimeError(f"not ready after {self.up_within_s:g} s:\n{self._logs()}")
         except BaseException:
             self.__exit__()
@@ -133,6 +132,15 @@ class Peer(System):
         for service in self._services:
             service.stop()
         self._folder.cleanup()
+
+    def _starts_up(self) -> bool:
+        """Asks seldom, for replicas that compile; whether it was up in time."""
+        deadline = time.monotonic() + self.up_within_s
+        while not self.is_up():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.5)
+        return True
 
     def _start(self, number: int, what: Command, file: str) -> None:
         log = Path(self._folder.name) / f"{number}.log"
@@ -147,7 +155,9 @@ class Peer(System):
         service.start("")
 
     def _fill(self, text: str, number: int, file: str, **more: str) -> str:
+        cores = sorted(os.sched_getaffinity(0))
         own: dict[str, Any] = {"number": number, "file": file, "port": PORT + number}
+        own["core"] = cores[(number - 1) % len(cores)]  # one replica's, by turns
         try:
             return text.format_map({**self._values, **own, "address": self._address(number)} | more)
         except KeyError as error:
