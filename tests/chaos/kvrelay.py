@@ -47,7 +47,7 @@ SETTINGS: Mapping[str, object] = {
     "engine.max_model_len": 2048,
     "tiers.host_gib": 0.02,  # it is exhausted all the time
 }
-DISK_MIB = 64  # of state, and of KV
+DISK_MIB = 64  # the state disk, and the KV disk
 
 
 class System:

@@ -43,10 +43,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     model: str  # as clients name it
     replica: Command
-    kinds: dict[str, str]  # of processes, by what their command lines match
+    kinds: dict[str, str]  # a pattern of the command lines of each kind of process
     proxy: Command | None = None  # without one, clients ask each replica
     replicas: int = 2
-    ready: str = "/health"  # of replicas and of the proxy: 200
+    ready: str = "/health"  # replicas and the proxy answer it with 200
     ready_s: float = 600.0  # from the start of one
 
     @classmethod
@@ -107,7 +107,7 @@ class Peer(System):
         return True
 
     def left_over(self) -> list[str]:
-        """It has no audit."""
+        """Its processes cannot be asked for an audit."""
         return []
 
     def __enter__(self) -> Self:

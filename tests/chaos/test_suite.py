@@ -7,9 +7,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.chaos.__main__ import main
 from tests.chaos.disks import Disk, what_is_missing
@@ -26,20 +27,33 @@ command = ["{python}", "-m", "tests.chaos.replica", "{address}", "{port}"]
 """
 
 
-@pytest.mark.timeout(120)
-def test_a_killed_replica_is_seen_by_its_clients_and_comes_back(tmp_path: Path) -> None:
+def disturb(tmp_path: Path, *only: str) -> tuple[Result, list[Any]]:
+    """Disturbs the deployment above, and returns what was seen."""
     (tmp_path / "peer.toml").write_text(DEPLOYMENT)
     arguments = ["--peer", str(tmp_path / "peer.toml"), "--peer-python", sys.executable]
-    arguments += ["--json", str(tmp_path / "found.json"), "--streams", "4"]
-    arguments += ["--minutes", "0.1", "--only", "kill"]
-    done = CliRunner().invoke(main, arguments)
+    arguments += ["--json", str(tmp_path / "found.json"), "--streams", "4", "--minutes", "0.1"]
+    done = CliRunner().invoke(main, [*arguments, *(x for each in only for x in ("--only", each))])
+    return done, json.loads((tmp_path / "found.json").read_text())["seen"]
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_replica_is_seen_by_its_clients_and_comes_back(tmp_path: Path) -> None:
+    done, (first, *_) = disturb(tmp_path, "kill")
     assert done.exit_code == 1, f"streams were cut off: {done.output}"
-    first, *_ = json.loads((tmp_path / "found.json").read_text())["seen"]
     assert first["fault"] == "kill -9 of a replica"
     assert first["to"].startswith("pid ")
     assert 0 < first["failed"] < first["streams"]
     assert first["altered"] == 0
     assert first["up_after_s"] is not None
+
+
+@pytest.mark.timeout(120)
+def test_a_burst_harms_no_stream(tmp_path: Path) -> None:
+    done, (first, *_) = disturb(tmp_path, "burst")
+    assert done.exit_code == 0, done.output
+    assert first["to"] == "64 x 200"
+    assert first["streams"] > 0
+    assert first["failed"] == 0
 
 
 def test_the_peer_of_the_suite_is_described(tmp_path: Path) -> None:
