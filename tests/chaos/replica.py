@@ -32,5 +32,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # a burst
+
+
 if __name__ == "__main__":
-    ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+    Server((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
