@@ -15,7 +15,7 @@ ARGS ?=
 # Compiled modules are kept, whatever the environment says: each command starts several processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-gpu serve test test-long lint sim bench runbooks example clean
+.PHONY: help setup setup-gpu serve test test-long lint sim bench runbooks container example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
@@ -27,6 +27,7 @@ help:
 	@echo 'make sim SEED=1          one run of the simulator'
 	@echo 'make bench [ARGS=...]    measure what listens at PORT'
 	@echo 'make runbooks [ARGS=...] alerts, dashboards and runbooks on a real server; needs Prometheus'
+	@echo 'make container           build and run the image without podman; needs root, debootstrap'
 	@echo 'make example             write kvrelay.example.toml from the settings in cluster/config.py'
 	@echo 'make clean               remove the virtual environment and caches'
 
@@ -87,6 +88,9 @@ bench: setup
 runbooks: setup
 	$(BIN)/python -m tests.operations
 	$(BIN)/python -m tests.runbooks $(ARGS)
+
+container: setup
+	$(BIN)/python -m tests.operations.container $(ARGS)
 
 example: setup
 	$(BIN)/python -m tests.docs.example > kvrelay.example.toml.new

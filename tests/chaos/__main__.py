@@ -17,11 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from tests.chaos import disks
 from tests.chaos.clients import Clients, Stream, requests_of
-from tests.chaos.faults import Fault, disk_faults, link_faults, process_faults
+from tests.chaos.faults import Fault, client_faults, disk_faults, link_faults, process_faults
 from tests.chaos.kvrelay import OnHosts, OnLoopback, System
 from tests.chaos.leaks import LEAST_LIFE_S, Growth, Watch
 from tests.chaos.network import Hosts, what_is_missing
+from tests.chaos.peer import Deployment, Peer
 
 UP_WITHIN_S = 90.0
 NOTICED_S = 1.0  # before that, a system may not know of a fault
@@ -40,7 +43,7 @@ class Seen:
     failed: int
     altered: int
     silence_s: float
-    up_after_s: float | None  # None: not within UP_WITHIN_S
+    up_after_s: float | None  # None: not within `up_within_s`
     errors: tuple[str, ...]
 
 
@@ -50,7 +53,7 @@ async def disturb(system: System, clients: Clients, fault: Fault, random: Random
     if to is None:
         return None
     await asyncio.sleep(NOTICED_S)
-    up_after_s = await asyncio.to_thread(system.wait_up, UP_WITHIN_S)
+    up_after_s = await asyncio.to_thread(system.wait_up, system.up_within_s)
     if up_after_s is not None:
         up_after_s += NOTICED_S
     await asyncio.sleep(SETTLE_S)
@@ -76,9 +79,9 @@ def seen(
 
 async def run(
     console: Console, system: System, faults: Sequence[Fault], minutes: float, num_streams: int,
-    random: Random, every_s: float,
+    random: Random, every_s: float, max_tokens: int,
 ) -> tuple[list[Seen], list[str]]:  # fmt: skip
-    bodies = requests_of(system.model, 2 * num_streams, max_tokens=80)
+    bodies = requests_of(system.model, 2 * num_streams, max_tokens)
     clients = Clients(system.urls, bodies, num_streams)
     with console.status(f"{len(bodies)} requests at rest"):
         await clients.learn()
@@ -153,43 +156,61 @@ def growth_table(growths: Sequence[Growth]) -> Table:
     return made
 
 
+def peer_of(path: Path, python: str, network: Hosts | None) -> Peer:
+    try:
+        deployment = Deployment.read(path)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    values = {"python": python, "prefix": str(Path(python).parent.parent)}
+    if "{model_path}" in " ".join(deployment.replica.command):
+        values["model_path"] = str(resolve_model(deployment.model, progress=lambda _: None))
+    return Peer(deployment, values, network)
+
+
 @click.command()
 @click.option("--minutes", type=float, default=5.0, show_default=True)
 @click.option("--streams", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), default=80, show_default=True, help="Of each.")
 @click.option("--hosts", is_flag=True, help="Three hosts (network namespaces; needs root).")
 @click.option("--ranks", type=click.IntRange(1), default=1, help="Of a worker, without --hosts.")
 @click.option("--stop-s", type=float, default=60.0, show_default=True, help="Of stopped processes.")
 @click.option("--every-s", type=float, default=0.0, help="From a fault to the next, at least.")
 @click.option("--only", multiple=True, help="Faults whose name contains this.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--peer", "peer_path", type=click.Path(path_type=Path), help="A TOML file: another.")
+@click.option("--peer-python", default="python3", help="Its {python}.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(
-    minutes: float, streams: int, hosts: bool, ranks: int, stop_s: float, every_s: float,
-    only: Sequence[str], seed: int, json_path: Path | None,
+    minutes: float, streams: int, tokens: int, hosts: bool, ranks: int, stop_s: float,
+    every_s: float, only: Sequence[str], seed: int, peer_path: Path | None, peer_python: str,
+    json_path: Path | None,
 ) -> None:  # fmt: skip
     """Disturb a server of one's own, with streams running all the time. Exits with 1 if a stream
     failed that was not connected to what was hit, if one was altered, if anything is left, or if a
     process that lived for ten minutes grows."""
     console = make_console()
-    if hosts and (missing := what_is_missing()):
+    if hosts and (missing := what_is_missing() or disks.what_is_missing()):
         raise click.UsageError(f"--hosts needs {missing}")
     with ExitStack() as stack:
         faults: list[Fault] = []
-        if hosts:
-            network = stack.enter_context(Hosts(3))
-            with console.status("three hosts, and the server"):
-                system: System = stack.enter_context(on_hosts := OnHosts(network))
-            faults += [*link_faults(network), *disk_faults(on_hosts.disk)]
-        else:
-            with console.status("the server"):
+        network = stack.enter_context(Hosts(3)) if hosts else None
+        with console.status("the server"):
+            if peer_path is not None:
+                system: System = stack.enter_context(peer_of(peer_path, peer_python, network))
+            elif network is not None:
+                system = stack.enter_context(on_hosts := OnHosts(network))
+                for name, disk in on_hosts.disks.items():
+                    faults += disk_faults(name, disk, system)
+            else:
                 system = stack.enter_context(OnLoopback(ranks))
-        faults += process_faults(system, stop_s)
+        faults += link_faults(network) if network is not None else ()
+        faults += [*process_faults(system, stop_s), *client_faults(system)]
         faults = [f for f in faults if not only or any(part in f.name for part in only)]
         watch = Watch(system)
         watch.start()
         try:
             found, left = asyncio.run(
-                run(console, system, faults, minutes, streams, Random(seed), every_s)
+                run(console, system, faults, minutes, streams, Random(seed), every_s, tokens)
             )
         finally:
             watch.stop()

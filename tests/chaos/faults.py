@@ -7,16 +7,18 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
+import httpx
 import psutil
 
+from tests.chaos.disks import Disk
 from tests.chaos.kvrelay import System
 from tests.chaos.network import Hosts
 
-RESTART_WITHIN_S = 300.0
 FULL_S = 20.0
+HUNG_S = 30.0  # longer than a router or the controller may be silent
+BURST, LEAVING = 64, 16  # requests
 SLOW_S = 10.0  # a process that is slowed down runs half of this time, in short turns
 TURN_S = 0.1
 Apply = Callable[[Random], Awaitable[str | None]]
@@ -36,8 +38,13 @@ def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
         breaks = kind == "router"
         yield Fault(f"kill -9 of a {kind}", _killing(system, kind), breaks)
         yield Fault(f"{kind} stopped for {stop_s:g} s", _stopping(system, kind, stop_s), breaks)
-    yield Fault("everything restarted, one by one", _restarting(system))
-    yield Fault("a worker at half speed", _slowing(system, "decode worker"))
+    yield Fault("upgrade: everything restarted, one by one", _restarting(system))
+    yield Fault("a worker at half speed", _slowing(system, system.slowed))
+
+
+def client_faults(system: System) -> Iterator[Fault]:
+    yield Fault(f"a burst of {BURST} requests", _bursting(system))
+    yield Fault(f"{LEAVING} clients leave in mid-stream", _leaving(system))
 
 
 def link_faults(hosts: Hosts) -> Iterator[Fault]:
@@ -50,29 +57,95 @@ def link_faults(hosts: Hosts) -> Iterator[Fault]:
 def _restarting(system: System) -> Apply:
     async def apply(_: Random) -> str | None:
         began = time.monotonic()
-        if not await asyncio.to_thread(system.restart, RESTART_WITHIN_S):
+        if not await asyncio.to_thread(system.restart, system.restart_within_s):
             return None
         return f"in {time.monotonic() - began:.0f} s"
 
     return apply
 
 
-def disk_faults(disk: Path) -> Iterator[Fault]:
-    yield Fault(f"a full disk for {FULL_S:g} s", _filling(disk))
+def disk_faults(name: str, disk: Disk, system: System) -> Iterator[Fault]:
+    yield Fault(f"a full {name} disk for {FULL_S:g} s", _on_disk(disk, system, FULL_S, _fill))
+    yield Fault(f"a hung {name} disk for {HUNG_S:g} s", _on_disk(disk, system, HUNG_S, _hang))
+    yield Fault(f"a slow {name} disk for {FULL_S:g} s", _on_disk(disk, system, FULL_S, _slow))
 
 
-def _filling(disk: Path) -> Apply:
-    async def apply(random: Random) -> str | None:
-        rest = disk / "in the way"
-        with rest.open("wb") as out, contextlib.suppress(OSError):
-            while True:
-                out.write(bytes(1 << 20))
-                out.flush()
+def _on_disk(
+    disk: Disk,
+    system: System,
+    seconds: float,
+    act: Callable[[Disk, float], Awaitable[None]],
+) -> Apply:
+    async def apply(_: Random) -> str | None:
+        """Answers are stored meanwhile, for a state disk to have writes."""
+        storing = asyncio.create_task(system.store_answers(seconds))
+        await act(disk, seconds)
+        return f"{disk.path.name}, {await storing}"
+
+    return apply
+
+
+async def _fill(disk: Disk, seconds: float) -> None:
+    rest = disk.path / "in the way"
+    with rest.open("wb", buffering=0) as out, contextlib.suppress(OSError):
+        while out.write(bytes(1 << 16)):
+            pass
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        rest.unlink()
+
+
+async def _hang(disk: Disk, seconds: float) -> None:
+    await asyncio.to_thread(disk.hang, True)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        await asyncio.to_thread(disk.hang, False)
+
+
+async def _slow(disk: Disk, seconds: float) -> None:
+    """Nine tenths of the time, whoever writes waits."""
+    for _ in range(round(seconds)):
+        await _hang(disk, 0.9)
+        await asyncio.sleep(0.1)
+
+
+def _bursting(system: System) -> Apply:
+    async def ask(client: httpx.AsyncClient, number: int) -> str:
+        body = {"model": system.model, "prompt": f"{number} " * 64, "max_tokens": 16}
         try:
-            await asyncio.sleep(FULL_S)
-        finally:
-            rest.unlink()
-        return str(disk)
+            answer = await client.post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            return type(error).__name__
+        return str(answer.status_code)
+
+    async def apply(_: Random) -> str | None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=system.urls[0], timeout=system.up_within_s, limits=limits
+        ) as client:
+            found = await asyncio.gather(*(ask(client, number) for number in range(BURST)))
+        return ", ".join(f"{found.count(each)} x {each}" for each in sorted(set(found)))
+
+    return apply
+
+
+def _leaving(system: System) -> Apply:
+    async def leave(client: httpx.AsyncClient, number: int) -> bool:
+        body = {"model": system.model, "prompt": f"{number} " * 64, "max_tokens": 1000}
+        with contextlib.suppress(httpx.HTTPError):
+            async with client.stream(
+                "POST", "/v1/completions", json=body | {"stream": True}
+            ) as answer:
+                async for _ in answer.aiter_bytes():
+                    return True
+        return False
+
+    async def apply(_: Random) -> str | None:
+        async with httpx.AsyncClient(base_url=system.urls[0], timeout=60.0) as client:
+            begun = await asyncio.gather(*(leave(client, number) for number in range(LEAVING)))
+        return f"{sum(begun)} had begun"
 
     return apply
 

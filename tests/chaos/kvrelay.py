@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +17,8 @@ import httpx
 import psutil
 
 from benchmarks.serving.served import Served
-from tests.chaos.network import Hosts, run
+from tests.chaos.disks import Disk
+from tests.chaos.network import Hosts
 from tests.chaos.services import Service
 
 PORT = 6397
@@ -46,7 +47,7 @@ SETTINGS: Mapping[str, object] = {
     "engine.max_model_len": 2048,
     "tiers.host_gib": 0.02,  # it is exhausted all the time
 }
-DISK_MIB = 64
+DISK_MIB = 64  # the state disk, and the KV disk
 
 
 class System:
@@ -54,6 +55,9 @@ class System:
 
     model = "smollm2-135m"
     kinds: Mapping[str, str] = KINDS
+    slowed = "decode worker"  # the kind that is slowed down
+    up_within_s = 90.0  # after a fault
+    restart_within_s = 300.0
 
     def __init__(self) -> None:
         self.served: Served | None = None
@@ -141,6 +145,20 @@ class System:
             time.sleep(0.5)
         return False
 
+    async def store_answers(self, seconds: float) -> str:
+        """Has answers stored for this time, one after the other. Says how many were refused."""
+        deadline, codes = time.monotonic() + seconds, []
+        body = {"model": self.model, "input": "Hi", "max_output_tokens": 1}
+        async with httpx.AsyncClient(base_url=self.urls[0], timeout=60.0) as client:
+            while time.monotonic() < deadline:
+                try:
+                    answer = await client.post("/v1/responses", json=body)
+                    codes.append(str(answer.status_code))
+                except httpx.HTTPError as error:
+                    codes.append(type(error).__name__)
+                await asyncio.sleep(0.5)
+        return ", ".join(f"{codes.count(each)} x {each}" for each in sorted(set(codes)))
+
     def left_over(self) -> list[str]:
         """What an idle system should not have; empty if all is well."""
         deadline = time.monotonic() + 15
@@ -173,7 +191,8 @@ class OnLoopback(System):
 
 class OnHosts(System):
     """The server, Ray's head and Redis on the first host, a raylet on each of the others; what ends
-    of Ray and Redis is started again. Two routers. A small disk below the host tier."""
+    of Ray and Redis is started again. Two routers. A small disk below the host tier, and one for
+    the state."""
 
     kinds: Mapping[str, str] = {**KINDS, "Redis": r"valkey-server "}
 
@@ -182,7 +201,9 @@ class OnHosts(System):
         self._hosts = hosts
         self._services: list[Service] = []
         self._folder = tempfile.TemporaryDirectory()
-        self.disk = Path(self._folder.name) / "disk"
+        folder = Path(self._folder.name)
+        self.disks = {name: Disk(folder / name, DISK_MIB) for name in ("state", "KV")}
+        self._stack = contextlib.ExitStack()
 
     @property
     def urls(self) -> list[str]:
@@ -199,12 +220,13 @@ class OnHosts(System):
             "state.url": f"redis://{self._hosts.address(0)}:{REDIS_PORT}",
             "cluster.routers": 2,
             "tiers.disk_gib": DISK_MIB / 1024 / 2,
-            "tiers.disk_path": str(self.disk),
+            "tiers.disk_path": str(self.disks["KV"].path / "kv"),
             "tiers.disk_after_s": 1.0,
+            "sessions.state_dir": str(self.disks["state"].path / "state"),
         }
         try:
-            self.disk.mkdir()
-            run("mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(self.disk))
+            for disk in self.disks.values():
+                self._stack.enter_context(disk)
             where = ("--bind", "0.0.0.0", "--port", str(REDIS_PORT), "--protected-mode", "no")
             data = ("--dir", self._folder.name, "--appendonly", "yes")
             self._start(0, "Ready to accept", valkey_server(), *where, *data)
@@ -236,8 +258,7 @@ class OnHosts(System):
             self.served.stop()
         for service in reversed(self._services):
             service.stop()
-        with contextlib.suppress(subprocess.CalledProcessError):
-            run("umount", "-l", str(self.disk))
+        self._stack.close()
         self._folder.cleanup()
 
     def _start(self, number: int, says: str, *command: str) -> None:

@@ -1,0 +1,86 @@
+"""The suite itself, on a deployment that is up in a moment and fails as replicas do."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.chaos.__main__ import main
+from tests.chaos.disks import Disk, what_is_missing
+from tests.chaos.peer import Deployment
+
+DEPLOYMENT = """
+name = "replicas that count"
+model = "any"
+ready_s = 20
+[kinds]
+replica = "tests.chaos.replica"
+[replica]
+command = ["{python}", "-m", "tests.chaos.replica", "{address}", "{port}"]
+"""
+
+
+def disturb(tmp_path: Path, *only: str) -> tuple[Result, list[Any]]:
+    """Disturbs the deployment above, and returns what was seen."""
+    (tmp_path / "peer.toml").write_text(DEPLOYMENT)
+    arguments = ["--peer", str(tmp_path / "peer.toml"), "--peer-python", sys.executable]
+    arguments += ["--json", str(tmp_path / "found.json"), "--streams", "4", "--minutes", "0.1"]
+    done = CliRunner().invoke(main, [*arguments, *(x for each in only for x in ("--only", each))])
+    return done, json.loads((tmp_path / "found.json").read_text())["seen"]
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_replica_is_seen_by_its_clients_and_comes_back(tmp_path: Path) -> None:
+    done, (first, *_) = disturb(tmp_path, "kill")
+    assert done.exit_code == 1, f"streams were cut off: {done.output}"
+    assert first["fault"] == "kill -9 of a replica"
+    assert first["to"].startswith("pid ")
+    assert 0 < first["failed"] < first["streams"]
+    assert first["altered"] == 0
+    assert first["up_after_s"] is not None
+
+
+@pytest.mark.timeout(120)
+def test_a_burst_harms_no_stream(tmp_path: Path) -> None:
+    done, (first, *_) = disturb(tmp_path, "burst")
+    assert done.exit_code == 0, done.output
+    assert first["to"] == "64 x 200"
+    assert first["streams"] > 0
+    assert first["failed"] == 0
+
+
+def test_the_peer_of_the_suite_is_described(tmp_path: Path) -> None:
+    deployment = Deployment.read(Path(__file__).with_name("vllm.toml"))
+    assert deployment.proxy is not None
+    assert "{servers}" in deployment.proxy.file
+    (tmp_path / "wrong.toml").write_text(DEPLOYMENT + "ports = 3")
+    with pytest.raises(ValueError, match="unknown field `ports`"):
+        Deployment.read(tmp_path / "wrong.toml")
+
+
+@pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing())
+def test_a_write_to_a_hung_disk_waits_until_it_hangs_no_more(tmp_path: Path) -> None:
+    written = threading.Event()
+
+    def write(path: Path) -> None:
+        path.write_text("now")
+        written.set()
+
+    with Disk(tmp_path / "disk", 16) as disk:
+        disk.hang(True)
+        writer = threading.Thread(target=write, args=(disk.path / "file",))
+        writer.start()
+        try:
+            time.sleep(0.3)
+            assert not written.is_set()
+        finally:
+            disk.hang(False)
+        writer.join(10)
+        assert written.is_set()
