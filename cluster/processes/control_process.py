@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,13 +26,16 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
+    AdoptRouter,
     AdoptWorker,
     Checkpoint,
     GiveUp,
     Record,
     RequestMachines,
     RestartWorker,
+    RouterJoined,
     RouterLost,
+    RouterStarted,
     SendPeers,
     StartRouter,
     StartWorker,
@@ -40,11 +44,18 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
+from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.life import keep, read_record
-from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
+from kvrelay.cluster.processes.life import Deadline, keep, read_record
+from kvrelay.cluster.processes.orders import (
+    AllUp,
+    ControllerListens,
+    ControlSpec,
+    LeaseOrder,
+    StartupProgress,
+)
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.cluster.status import ClusterView, ControllerStatus
 from kvrelay.engine.host import NodeHost, keep_running
@@ -112,7 +123,58 @@ KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written is tried aga
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
+LEASE_WATCH_S = 0.2
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
+
+
+class Leadership:
+    """Whether the controller of one of several servers may give orders. One that may not decides
+    nothing, and keeps its connections, so that workers are not without a controller while the store
+    is away for all; once the lease is its own again, the next controller begins from what was kept.
+
+    With it goes the checkpoint, for the next leader."""
+
+    def __init__(self, order: LeaseOrder, end: Callable[[str], None]) -> None:
+        """`end` ends this process, for this reason."""
+        from redis.exceptions import RedisError
+
+        from kvrelay.cluster.state.lease import KeptInRedis, NotLeader
+
+        self._errors = (RedisError, OSError)
+        self._not_leader = NotLeader
+        self._kept = KeptInRedis(order.key, order.term)
+        self._deadline = Deadline(order.fd)
+        self._end = end
+        self._is_over = False
+
+    def holds(self) -> bool:
+        if not self._is_over and self._deadline.is_over():
+            self._is_over = True
+            log.warning("the lease is not renewed: this controller decides nothing until it is")
+        return not self._is_over
+
+    def look(self) -> None:
+        """Once it may give no orders: whether it might again."""
+        if not self._deadline.is_over():
+            self._end("the lease was away, and is this server's again")
+
+    def read(self) -> Checkpoint:
+        try:
+            return self._kept.read() or Checkpoint()
+        except self._errors as error:
+            self._end(f"what the last leader has kept cannot be read: {error}")
+            raise
+
+    def keep(self, checkpoint: Checkpoint) -> bool:
+        """Whether it was written. Blocks for the store's deadline at most."""
+        try:
+            self._kept.write(checkpoint)
+        except self._not_leader:
+            self._end("another server leads")
+        except self._errors as error:
+            log.error("what the next leader has to know is not written, and tried again: %s", error)
+            return False
+        return True
 
 
 class ControlProcess:
@@ -135,6 +197,7 @@ class ControlProcess:
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
+        self._leads = None if spec.lease is None else Leadership(spec.lease, self._end_now)
         self._checkpoint: Checkpoint | None = None  # the last one
         self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
@@ -148,7 +211,22 @@ class ControlProcess:
         spec = self.spec
         host, port = await self.wire.listen(spec.host)
         self._me = Peer(CONTROLLER, host, port, spec.epoch)
+        self._tell(ControllerListens(self._me))
         self.spawn(self._use_ray())
+        if self._leads is not None:
+            self._watch_lease()
+
+    def lease_renewed(self, is_kept: bool) -> None:
+        """`is_kept`: the store has the checkpoint."""
+        if not is_kept and self._keeping is None:
+            self._keep()
+
+    def _watch_lease(self) -> None:
+        assert self._leads is not None
+        if not self._leads.holds():
+            self.host.close()
+            self._leads.look()
+        self._loop.call_later(LEASE_WATCH_S, self._watch_lease)
 
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
@@ -159,8 +237,8 @@ class ControlProcess:
                 workers=tuple((f"{role}-{i}", role) for role, n in roles for i in range(n)),
                 routers=(),
                 listeners=(self._me,),
-                further_routers=spec.routers,
-                kept=read_record(spec.kept_file, Checkpoint) or Checkpoint(),
+                further_routers=spec.routers if self._leads is None else (),
+                kept=self._read_kept(),
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
                 prefill_ranks=spec.config.ranks_of(Role.PREFILL),
@@ -182,10 +260,24 @@ class ControlProcess:
     def _keep(self) -> None:
         """Write the last checkpoint, and try again until it is written."""
         self._keeping = None
-        if self._checkpoint is not None and not keep(self.spec.kept_file, self._checkpoint):
+        if self._checkpoint is None:
+            return
+        if self._leads is None:
+            is_kept = keep(self.spec.kept_file, self._checkpoint)
+        else:
+            is_kept = self._leads.keep(self._checkpoint)
+        if not is_kept:
             self._keeping = self._loop.call_later(KEEP_RETRY_S, self._keep)
 
+    def _read_kept(self) -> Checkpoint:
+        if self._leads is not None:
+            return self._leads.read()
+        return read_record(self.spec.kept_file, Checkpoint) or Checkpoint()
+
     def perform(self, effect: Effect) -> None:
+        if self._leads is not None and not self._leads.holds():
+            self.host.close()  # it hears nothing more, and what it has just decided is not done
+            return
         match effect:
             case Record(kept):
                 self._checkpoint = kept
@@ -206,6 +298,9 @@ class ControlProcess:
                 self.spawn(self._request_machines(num_machines))
             case AdoptWorker():
                 self._adopt(effect)
+            case AdoptRouter(peer):
+                update_peers(self.wire, [peer])
+                self.wire.send(peer.node, Adopt(self._me))
             case StartRouter() | StopRouter() if self.is_ending:
                 pass
             case StartRouter() | StopRouter():
@@ -228,6 +323,10 @@ class ControlProcess:
         self.host.close()  # or the controller would have those that end started again
         for task in self._tasks:
             task.cancel()
+        if self._hands_over():
+            await self.wire.close()
+            await self._leave_ray()
+            return
         running = [w for w in self.controller.workers.values() if w.peer is not None]
         for worker in running:
             self.wire.send(worker.node, End(worker.epoch))
@@ -237,8 +336,19 @@ class ControlProcess:
         if self._workers is not None:
             await self._workers.close()
         kill_workers(self.spec.cluster)
+        if self._leads is not None and self._checkpoint is not None:
+            ended = tuple(replace(each, peer=None) for each in self._checkpoint.workers)
+            self._leads.keep(replace(self._checkpoint, workers=ended, joined=()))
         await self.wire.close()
         await self._leave_ray()
+
+    def _hands_over(self) -> bool:
+        """Whether workers go on, for another server or since it may not end them."""
+        if self._leads is None:
+            return False
+        own = self.spec.routers
+        others = [r for r in self.controller.router_set.peers if r.node not in own]
+        return bool(others) or not self._leads.holds()
 
     async def _leave_ray(self) -> None:
         if self._workers is not None:
@@ -310,6 +420,8 @@ class ControlProcess:
         for adopted in self._adopted:
             self._workers.attach(cluster, adopted.worker, adopted.epoch)
         kept = [name_of(cluster, each.worker, each.epoch) for each in self._adopted]
+        if self._leads is not None and not self._leads.holds():
+            return
         await asyncio.to_thread(ray.remove_groups, cluster, kept)
         use_gpus = config.model.device != "cpu"
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
@@ -361,13 +473,19 @@ class ControlProcess:
 
     def _deliver(self, to: NodeId, message: Any) -> None:
         match message:
-            case RouterReport(router, epoch, load):
+            case RouterReport(router, epoch, load, started):
                 self._loads[router, epoch] = load
+                if started is not None:
+                    self._on_joined(started)
                 self.wire.send(router, self._view())
             case WorkerStarted():
                 self.say(message)
             case _:
                 self.host.deliver(to, message)
+
+    def _on_joined(self, started: RouterStarted) -> None:
+        if CONTROLLER in self.host.nodes:  # else it says so again
+            self.host.deliver(CONTROLLER, RouterJoined(started))
 
     def _view(self) -> ClusterView:
         spec, routers = self.spec, self.controller.routers.values()
@@ -411,8 +529,8 @@ class ControlProcess:
         """It did not come back in time, or messages were lost: what each knows of the other no
         longer fits."""
         self.wire.forget(node, epoch)
-        lost = RouterLost if node in self.spec.routers else WorkerLost
-        if not (self.is_ending and lost is RouterLost):
+        lost = RouterLost if is_router(node) else WorkerLost
+        if not (self.is_ending and self._leads is None and lost is RouterLost):
             self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
 
     def _on_node_failed(self, node: NodeId, error: BaseException) -> None:

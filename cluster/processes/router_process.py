@@ -31,6 +31,7 @@ from kvrelay.cluster.control.process_messages import (
     RouterLoad,
     RouterReport,
 )
+from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
@@ -46,7 +47,7 @@ from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
 from kvrelay.router.router import Router
-from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, UpdatePeers
+from kvrelay.worker.messages import CONTROLLER, Adopt, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import Listening, update_peers
 
 REPORT_S = 1.0
@@ -121,6 +122,7 @@ class RouterProcess:
         self.draining = False
         self.hangup = asyncio.Event()  # read tenants again
         self._order = order
+        self._started: RouterStarted | None = None  # what the controller has to hear from here
         self._view: ClusterView | None = None
         self._viewed_at = 0.0
         self._audits = AuditService(spec.router, self._nodes_up, self._own_audit, self.wire.send)
@@ -144,9 +146,16 @@ class RouterProcess:
             source = Source(*spec.source, self.hangup)
             use = spec.access.tenants.update
             self._keep("follow_tenants", partial(follow, spec.config, source, use))
-        return RouterStarted(
-            Peer(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
-        )
+        peer = Peer(spec.router, host, port, spec.epoch)
+        started = RouterStarted(peer, self._http_port, os.getpid())
+        if spec.config.cluster.name:
+            self._started = started
+        return started
+
+    def follow(self, controller: Peer) -> None:
+        """It is the controller now; an older one than it knows already is not listened to."""
+        update_peers(self.wire, [controller])
+        self._tell_load()
 
     def _keep(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._tasks.append(self._loop.create_task(keep_running(name, run, self._restarted)))
@@ -284,7 +293,8 @@ class RouterProcess:
     def _tell_load(self) -> None:
         spec = self._spec
         if self.wire.knows(CONTROLLER):
-            self.wire.send(CONTROLLER, RouterReport(spec.router, spec.epoch, self._load()))
+            report = RouterReport(spec.router, spec.epoch, self._load(), self._started)
+            self.wire.send(CONTROLLER, report)
 
     def _own_audit(self) -> Audit:
         live = {"live": self._load().num_live}
@@ -297,6 +307,8 @@ class RouterProcess:
             case UpdatePeers(about, epoch, peers):
                 update_peers(self.wire, peers)
                 self.wire.send(CONTROLLER, PeersUpdated(self._spec.router, about, epoch))
+            case Adopt(controller):
+                self.follow(controller)
             case ClusterView():
                 self._view = message
                 self._viewed_at = self._loop.time()
@@ -310,7 +322,7 @@ class RouterProcess:
     def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
         """Messages were lost. A worker is as good as gone until the controller, which asks it, has
         brought the two together again."""
-        if node == CONTROLLER or node in self._spec.routers:
+        if node == CONTROLLER or is_router(node):
             return
         self.host.deliver(
             self._spec.router, WorkerDown(node, epoch, "the connection to it was lost")

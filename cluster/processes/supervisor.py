@@ -3,6 +3,9 @@
 It holds the sockets that clients connect to, so that a connection waits while the router behind it
 starts again, and starts and ends processes; it decides nothing else. Routers are started and ended
 as the controller asks; the controller is started again when it ends or hangs, and adopts what runs.
+
+One of several servers of a cluster has a controller only while it holds the lease, and starts its
+routers itself: they announce themselves to whichever controller leads.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.lease import Change, Lease, LeaseKey
 from kvrelay.cluster.control.messages import (
     RouterFailed,
     RouterLost,
@@ -27,12 +31,16 @@ from kvrelay.cluster.control.messages import (
     StopRouter,
 )
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.life import Life
+from kvrelay.cluster.processes.life import Life, SharedLife
 from kvrelay.cluster.processes.orders import (
     AllUp,
+    ControllerListens,
     ControlSpec,
     Ending,
+    Follow,
     GaveUp,
+    Leads,
+    LeaseOrder,
     Reload,
     RestartWorkers,
     Serves,
@@ -47,8 +55,12 @@ from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessS
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
+from kvrelay.worker.messages import Peer
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.state.lease import LeaseKeeper, LeaseView
 
 log = logging.getLogger("kvrelay.serve")
 
@@ -84,7 +96,7 @@ class Child:
     ) -> None:
         """`on_end` gets the exit code, negative for a signal."""
         self.name = name
-        self.heard_at = asyncio.get_running_loop().time()
+        self.heard_at = self.started_at = asyncio.get_running_loop().time()
         self._on_message = on_message
         self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None
@@ -92,8 +104,9 @@ class Child:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
-        """`kind`: one of `cluster.processes.child`; `fds`: sockets that it gets, by number. Raises
-        OSError where there is no process, memory or file left for it."""
+        """`kind`: one of `cluster.processes.child`; `first`: what it is to be, None if that comes
+        later; `fds`: files that it gets, by number. Raises OSError where there is no process,
+        memory or file left for it."""
         mine, its = socket.socketpair()
         try:
             with its:
@@ -107,7 +120,8 @@ class Child:
             mine.close()
             raise
         self._channel = await Channel.over(mine)
-        self.send(first)
+        if first is not None:
+            self.send(first)
         self._tasks = [
             asyncio.create_task(self._listen(self._channel)),
             asyncio.create_task(self._await_end()),
@@ -197,6 +211,12 @@ class Supervisor:
         self._restarting: asyncio.Future[str] | None = None
         self._is_ending = False
         self._failures = 0
+        self._shared = life if isinstance(life, SharedLife) else None
+        self._keeper: LeaseKeeper | None = None
+        self._spare: Child | None = None  # a controller without an order
+        self._seen: LeaseView | None = None  # what it said last
+        self._leader: Peer | None = None  # the controller of whichever server leads
+        self._router_failures: dict[NodeId, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -206,11 +226,16 @@ class Supervisor:
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
         self._spawn(self._watch())
-        await self._start_controller()
+        if self._shared is None:
+            await self._start_controller()
 
     def use_model(self, model: PreparedModel) -> None:
         self._model = model
         self._to_controller(model)
+        if self._shared is not None:  # without a model it could not lead
+            self._follow_lease(self._shared)
+            for name in self._sockets:
+                self._spawn(self._start_router(StartRouter(name, 1, 0)))
 
     def reload(self) -> None:
         for router in self._routers.values():
@@ -228,7 +253,12 @@ class Supervisor:
         if self._controller is not None and self._controller.is_alive:
             self._controller.send(Stop())
             await _end(self._controller, 2 * END_S)
-        kill_workers(self.cluster)  # where the controller could not, if they are here
+        if self._spare is not None:
+            self._spare.kill()
+        if self._keeper is not None:  # workers go on for the other servers
+            await asyncio.to_thread(self._keeper.close, give_up=True)
+        else:
+            kill_workers(self.cluster)  # where the controller could not, if they are here
         for task in self._tasks:
             task.cancel()
         if not self.failed.done():
@@ -239,6 +269,10 @@ class Supervisor:
         """Every worker, every router and the controller, one after the other. Logs how it went."""
         if self._restarting is not None:
             log.warning("a restart is under way already")
+            return
+        if not self._leads:
+            leader = self._seen.leader.holder if self._seen is not None else ""
+            log.error("restart stopped: this server does not lead; ask %s", leader or "the leader")
             return
         if self._controller is None or not self._controller.is_alive:
             log.error("restart stopped: the controller is away; try again when it is back")
@@ -276,6 +310,63 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _follow_lease(self, life: SharedLife) -> None:
+        """Have a controller here while this server leads. Its thread looks and writes."""
+        from kvrelay.cluster.state.lease import LeaseKeeper  # needs redis
+
+        config = self._config
+        lease = Lease(
+            life.server, config.cluster.lease_s, config.model.name, self._life.record.settings
+        )
+
+        def tell(view: LeaseView) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: this server has ended
+                self._loop.call_soon_threadsafe(self._on_lease, life, view)
+
+        self._keeper = LeaseKeeper(self._lease_key, lease, life.deadline, tell)
+        self._keeper.start()
+        self._spawn(self._keep_spare())
+
+    @property
+    def _lease_key(self) -> LeaseKey:
+        state, name = self._config.state, self._config.cluster.name
+        return LeaseKey(state.url, f"{state.key_prefix}:cluster:{name}", state.timeout_s)
+
+    def _lease_order(self) -> LeaseOrder | None:
+        life = self._shared
+        return None if life is None else LeaseOrder(self._lease_key, life.term, life.deadline.fd)
+
+    def _on_lease(self, life: SharedLife, view: LeaseView) -> None:
+        if self._is_ending and view.change is Change.LEADS:
+            return
+        if view.why_not:
+            self._fail(ServeError(view.why_not))
+            return
+        self._seen = view
+        if view.change is Change.LEADS:
+            log.warning("%s leads from now on (term %d)", life.server, view.term)
+            life.lead(view.term)
+            self._spawn(self._start_controller_again(0.0))
+        elif view.change is Change.LOST:
+            log.warning(
+                "%s leads now (term %d): %s steps down, and its controller ends",
+                view.leader.holder,
+                view.leader.term,
+                life.server,
+            )
+            if self._controller is not None:
+                self._controller.kill()
+        elif view.term:
+            self._to_controller(Leads(view.is_kept))
+        self._use_leader(view.leader.controller)
+        self._look_ready()
+
+    def _use_leader(self, controller: Peer | None) -> None:
+        if controller is not None and controller != self._leader:
+            self._leader = controller
+            for router in self._routers.values():
+                router.send(Follow(controller))
+
     async def _start_controller(self) -> None:
         spec = ControlSpec(
             cluster=self._life.record.cluster,
@@ -285,16 +376,42 @@ class Supervisor:
             listening=self._listening,
             host=self._host,
             routers=tuple(self._sockets),
-            running_routers=tuple(self._started.values()),
+            running_routers=() if self._shared else tuple(self._started.values()),
+            lease=self._lease_order(),
         )
-        started_at = self._loop.time()
-        child = Child(
-            "controller", self._on_controller_message, lambda code: self._on_end(started_at, code)
-        )
-        self._controller = child
-        await child.start("controller", spec)
+        spare, self._spare = self._spare, None
+        self._controller = child = spare or self._new_controller()
+        if spare is None:
+            await self._begin(child)
+        child.started_at = self._loop.time()
+        child.send(spec)
         if self._model is not None:
             child.send(self._model)
+
+    def _new_controller(self) -> Child:
+
+        def on_end(code: int) -> None:
+            if self._controller is child:
+                self._on_end(child.started_at, code)
+            elif self._spare is child:
+                self._spare = None
+
+        child = Child("controller", self._on_controller_message, on_end)
+        return child
+
+    async def _begin(self, controller: Child) -> None:
+        """Its process, which waits for its order."""
+        fds = () if self._shared is None else (self._shared.deadline.fd,)
+        await controller.start("controller", None, fds)
+
+    async def _keep_spare(self) -> None:
+        """A server that follows has a controller at hand: its libraries take a while to load."""
+        while True:
+            if self._spare is None and not self._leads:
+                with contextlib.suppress(OSError):  # no memory or files for now
+                    await self._begin(spare := self._new_controller())
+                    self._spare = spare
+            await asyncio.sleep(WATCH_S)
 
     def _on_controller_message(self, message: Any) -> None:
         match message:
@@ -304,6 +421,10 @@ class Supervisor:
             case AllUp(lines):
                 self._lines = lines
                 self._look_ready()
+            case ControllerListens(controller):
+                if self._keeper is not None and self._leads:
+                    self._keeper.listens(controller)
+                    self._use_leader(controller)
             case StartRouter():
                 self._spawn(self._start_router(message))
             case StopRouter(router, epoch):
@@ -319,6 +440,9 @@ class Supervisor:
     def _on_end(self, started_at: float, code: int) -> None:
         if self._is_ending:
             return
+        if not self._leads:
+            self._controller = None
+            return
         if self._loop.time() - started_at >= STABLE_S:
             self._failures = 0
         self._failures += 1
@@ -331,7 +455,7 @@ class Supervisor:
 
     async def _start_controller_again(self, pause_s: float) -> None:
         """Until it runs: what is missing now, such as memory or files, may be there later."""
-        while True:
+        while self._leads:
             await asyncio.sleep(pause_s)
             try:
                 await self._start_controller()
@@ -341,6 +465,11 @@ class Supervisor:
                 log.error("the controller cannot be started: %s; again in %g s", error, pause_s)
             else:
                 return
+
+    @property
+    def _leads(self) -> bool:
+        """Whether there is to be a controller here."""
+        return self._shared is None or (self._seen is not None and self._seen.term > 0)
 
     async def _start_router(self, start: StartRouter) -> None:
         if self._is_ending:
@@ -372,18 +501,27 @@ class Supervisor:
         self._routers[name] = child
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
-        except OSError as error:  # the controller orders it again, later and later
-            self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
+        except OSError as error:
+            if self._shared is None:  # the controller orders it again, later and later
+                self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
+            else:
+                self._start_router_again(name, start.epoch, str(error))
+        if self._leader is not None:
+            child.send(Follow(self._leader))
 
     def _on_router_message(self, message: Any) -> None:
         match message:
             case RouterStarted(peer):
                 self._started[peer.node] = message
                 self._to_controller(message)
+            case RouterFailed(_, _, reason) if self._shared is not None:
+                if not self.ready.done():
+                    self._fail(ServeError(reason))
             case RouterFailed() | RouterLost():
                 self._to_controller(message)
             case Serves(router):
                 self._serving.add(router)
+                self._router_failures.pop(router, None)
                 self._look_ready()
             case ServiceRequest("drain"):
                 self.asked_to_end.set()
@@ -397,8 +535,23 @@ class Supervisor:
         started = self._started.get(name)
         if started is not None and started.peer.epoch == epoch:
             del self._started[name]
-        if not self._is_ending:
-            self._to_controller(RouterLost(name, epoch, f"its process has ended ({shown(code)})"))
+        why = f"its process has ended ({shown(code)})"
+        if not self._is_ending or self._shared is not None:
+            self._to_controller(RouterLost(name, epoch, why))
+        if not self._is_ending and self._shared is not None:
+            self._start_router_again(name, epoch, why)
+
+    def _start_router_again(self, name: NodeId, epoch: int, why: str) -> None:
+        """Where no controller has routers started."""
+        self._router_failures[name] = failures = self._router_failures.get(name, 0) + 1
+        pause_s = RESTART.pause_s(failures)
+        log.warning("%s is gone: %s; again in %g s", name, why, pause_s)
+
+        async def start() -> None:
+            await asyncio.sleep(pause_s)
+            await self._start_router(StartRouter(name, epoch + 1, 0))
+
+        self._spawn(start())
 
     def _stop_router(self, name: NodeId, epoch: int) -> None:
         child, started = self._routers.get(name), self._started.get(name)
@@ -411,6 +564,8 @@ class Supervisor:
 
     def _look_ready(self) -> None:
         lines, model = self._lines, self._model
+        if lines is None and self._leader is not None and not self._leads:
+            lines = ()  # the workers are another server's to show
         is_all = len(self._serving) == len(self._sockets)
         if lines is not None and model is not None and is_all and not self.ready.done():
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}

@@ -39,7 +39,7 @@ class Child:
     said: ClassVar[list[Any]] = []
 
     def __init__(self, name: str, on_message: Any, on_end: Any) -> None:
-        self.name, self.is_alive = name, False
+        self.name, self.is_alive, self.started_at = name, False, 0.0
 
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
         if Child.failures:
