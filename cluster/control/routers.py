@@ -152,14 +152,13 @@ class RouterSet(ProcessSet[DesiredRouter]):
             router = None
         if router is not None and (me.epoch < router.epoch or router.is_serving):
             return []
-        is_new = router is None
-        effects += self.started(now, router or self._add(joined), joined, listening)
-        if is_new:  # to this controller: what it had at workers, if anything, has ended
+        downs: list[Effect] = []
+        if router is None:  # what it had at workers, if it had anything, has ended
             why = "the controller did not know of this router"
-            effects += [
-                Send(me.node, WorkerDown(peer.node, peer.epoch, why)) for peer in listening.values()
-            ]
-        return effects
+            downs = [Send(me.node, WorkerDown(w.node, w.epoch, why)) for w in listening.values()]
+            router = self._add(joined)
+        address, *rest = self.started(now, router, joined, listening)
+        return [*effects, address, *downs, *rest]
 
     def updated(self, done: PeersUpdated) -> list[Effect]:
         """A worker or router has got addresses."""

@@ -20,8 +20,9 @@ from benchmarks.serving.served import Served
 from tests.cluster.state.stores import Server
 from tests.e2e.serving import MODEL, Status, status, wait_for, wait_until, worker_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(600)]
 TAKEOVER_S = 10.0
+FROZEN_S = 8.0  # after another one has taken over
 WORKERS = ("prefill-0", "decode-0")
 
 
@@ -161,3 +162,68 @@ def test_another_server_leads_when_the_leader_is_killed_and_streams_go_on(
         "the new leader does not replace a worker",
     )
     assert told(follower.url) in streams.texts
+
+
+def test_a_leader_that_was_frozen_steps_down_and_its_routers_serve_on(
+    servers: list[Served],
+) -> None:
+    leader, follower = servers
+    before, expected = status(follower.url), told(follower.url)
+    with Streams(follower.url) as streams:
+        wait_until(lambda: streams.whole >= 1)
+        frozen = family(leader)
+        signal_all(frozen, signal.SIGSTOP)
+        try:
+            wait_for(follower.url, lambda state: term(state) == 2, TAKEOVER_S, "nobody took over")
+            time.sleep(FROZEN_S)
+        finally:
+            signal_all(frozen, signal.SIGCONT)
+        wait_until(lambda: "steps down" in said(leader), 30, said(leader))
+        wait_for(
+            follower.url,
+            lambda state: [r["state"] for r in state["routers"]] == ["up", "up"],
+            30,
+            "the routers of the server that was frozen do not join",
+        )
+        assert told(leader.url) == expected
+    assert (streams.failed, streams.texts) == ([], {expected})
+    after = status(follower.url)
+    assert pids(after) == pids(before)
+    assert term(after) == 2
+    assert [worker["restarts"] for worker in after["workers"]] == [0, 0]
+
+
+def test_one_that_is_told_to_end_hands_over_and_the_last_one_ends_the_workers(
+    servers: list[Served],
+) -> None:
+    leader, follower = servers
+    before = status(follower.url)
+    with Streams(follower.url) as streams:
+        wait_until(lambda: streams.whole >= 1)
+        assert leader.stop() == 0
+        ended_at = time.monotonic()
+        wait_for(follower.url, lambda state: term(state) == 2, TAKEOVER_S, "nobody took over")
+        print(f"another server leads {time.monotonic() - ended_at:.1f} s after the end")
+        done = streams.whole
+        wait_until(lambda: streams.whole >= done + 2)
+    assert (streams.failed, len(streams.texts)) == ([], 1)
+    assert pids(status(follower.url)) == pids(before)
+    assert follower.stop() == 0
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids(before).values()), 20)
+
+
+def test_a_cluster_without_its_store_serves_on_and_has_its_leader_again_afterwards(
+    servers: list[Served], store: Server
+) -> None:
+    first, second = servers
+    before, expected = status(first.url), told(first.url)
+    with Streams(first.url, 1) as streams:
+        store.kill()
+        wait_until(lambda: "this controller decides nothing" in said(first), 30, said(first))
+        assert told(second.url) == expected
+        store.start()  # empty
+        wait_for(first.url, lambda state: state["controller"]["epoch"] == 1_000_002, 60, "not back")
+        assert told(second.url) == expected
+    assert (streams.failed, streams.texts) == ([], {expected})
+    assert pids(status(second.url)) == pids(before)
+    assert "term 2" not in said(first) + said(second)
