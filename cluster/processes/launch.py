@@ -198,9 +198,10 @@ async def _forward(source: Source, supervisor: Supervisor) -> None:
 
 async def _open_life(config: Config, sockets: dict[NodeId, socket.socket]) -> Life:
     port = next(iter(sockets.values())).getsockname()[1]
-    open_it = shared_life if config.cluster.name else open_life
+    if config.cluster.name:
+        return shared_life(config, port)
     try:
-        return await asyncio.to_thread(open_it, config, port)
+        return await asyncio.to_thread(open_life, config, port)
     except OSError as error:
         path = config.sessions.state_path
         raise ServeError(f"cannot write to {path} (sessions.state_dir): {error}") from error

@@ -186,13 +186,11 @@ class SharedLife(Life):
 
 
 def shared_life(config: Config, port: int) -> SharedLife:
-    """The name of the cluster and the token of its processes are the same wherever the secret is.
-    Raises OSError."""
+    """The cluster's name and its processes' token are the same wherever the secret is."""
     name, secret = config.cluster.name, config.cluster.token.encode()
     token = hmac.digest(secret, f"kvrelay cluster {name}".encode(), "sha256")
     cluster = f"kvrelay-{hmac.digest(token, b'name', 'sha256').hex()[:8]}"
     server = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
-    base = config.sessions.state_path / "running"
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(prefix=f"{server}-", dir=base))
-    return SharedLife(path, LifeRecord(cluster, token, workers_of(config)), server)
+    path = config.sessions.state_path / "running" / cluster  # names its log; nothing is written
+    public = Config(model=config.model, engine=config.engine, tiers=config.tiers)
+    return SharedLife(path, LifeRecord(cluster, token, workers_of(public)), server)

@@ -244,6 +244,8 @@ class Supervisor:
     async def end(self, drain_s: float) -> None:
         """Take no new requests, finish what is there within `drain_s`, and end all."""
         self._is_ending = True
+        if self._keeper is not None and not self._leads:
+            await asyncio.to_thread(self._keeper.close)
         self._to_controller(Ending())
         routers = list(self._routers.values())
         for router in routers:
@@ -256,7 +258,7 @@ class Supervisor:
         if self._spare is not None:
             self._spare.kill()
         if self._keeper is not None:  # workers go on for the other servers
-            await asyncio.to_thread(self._keeper.close, give_up=True)
+            await asyncio.to_thread(self._keeper.close)
         else:
             kill_workers(self.cluster)  # where the controller could not, if they are here
         for task in self._tasks:
@@ -389,6 +391,7 @@ class Supervisor:
             child.send(self._model)
 
     def _new_controller(self) -> Child:
+        """Without a process yet: see `_begin`."""
 
         def on_end(code: int) -> None:
             if self._controller is child:
@@ -410,7 +413,10 @@ class Supervisor:
             if self._spare is None and not self._leads:
                 with contextlib.suppress(OSError):  # no memory or files for now
                     await self._begin(spare := self._new_controller())
-                    self._spare = spare
+                    if self._leads:
+                        spare.kill()
+                    else:
+                        self._spare = spare
             await asyncio.sleep(WATCH_S)
 
     def _on_controller_message(self, message: Any) -> None:

@@ -112,7 +112,6 @@ class LeaseKeeper:
         self._changed = threading.Condition()
         self._look_now = False
         self._closing = False
-        self._gives_up = False
         self._is_away = False
         self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -127,10 +126,10 @@ class LeaseKeeper:
             self._look_now = True
             self._changed.notify()
 
-    def close(self, *, give_up: bool) -> None:
-        """Blocks until the thread has ended. `give_up`: the next one need not wait."""
+    def close(self) -> None:
+        """Give up the lease, so that the next one need not wait, and end; for a bounded time."""
         with self._changed:
-            self._closing, self._gives_up = True, give_up
+            self._closing = True
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -185,13 +184,12 @@ class LeaseKeeper:
         self._tell(LeaseView(change, lease.term, leader, is_kept))
 
     def _leave(self) -> None:
-        if self._gives_up:
-            data: Any = self._redis.hget(self._key.key, "lease")
-            record = _read(data)
-            is_own = record is not None and record.holder == self._lease.server
-            given = self._lease.give_up() if is_own else None
-            if given is not None:
-                self._replace(data, given)
+        data: Any = self._redis.hget(self._key.key, "lease")
+        record = _read(data)
+        is_own = record is not None and record.holder == self._lease.server
+        given = self._lease.give_up() if is_own else None
+        if given is not None:
+            self._replace(data, given)
 
     def _replace(self, old: bytes | None, new: LeaseRecord) -> bool:
         data = msgspec.msgpack.encode(new)

@@ -45,7 +45,7 @@ def members(own_server: Server) -> Iterator[list[Member]]:
     until(lambda: second.views)
     yield [first, second]
     for member in (first, second):
-        member.keeper.close(give_up=False)
+        member.keeper.close()
 
 
 def test_the_second_follows_and_leads_once_the_first_has_gone(members: list[Member]) -> None:
@@ -54,7 +54,7 @@ def test_the_second_follows_and_leads_once_the_first_has_gone(members: list[Memb
     peer = Peer("controller", "127.0.0.1", 7000, 1_000_001)
     first.keeper.listens(peer)
     until(lambda: second.last.leader.controller == peer)
-    first.keeper.close(give_up=True)
+    first.keeper.close()
     until(lambda: second.may_order)
     assert second.last.term == 2
     assert second.last.leader.controller is None
@@ -94,7 +94,7 @@ def test_what_a_later_term_has_kept_is_not_overwritten(server: Server) -> None:
     later = Member(server.url, "z")
     later.key = replace(later.key, key="unused")
     until(lambda: later.may_order)
-    later.keeper.close(give_up=False)
+    later.keeper.close()
     fenced = LeaseKey(server.url, "test:cluster:c", 1.0)  # `later` has written term 1 there
     KeptInRedis(fenced, 1).write(kept)
     with pytest.raises(NotLeader):
