@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.control.lease import Change, Lease, LeaseKey
+from kvrelay.cluster.control.lease import Change
 from kvrelay.cluster.control.messages import (
     RouterFailed,
     RouterLost,
@@ -40,7 +40,6 @@ from kvrelay.cluster.processes.orders import (
     Follow,
     GaveUp,
     Leads,
-    LeaseOrder,
     Reload,
     RestartWorkers,
     Serves,
@@ -52,6 +51,7 @@ from kvrelay.cluster.processes.orders import (
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
+from kvrelay.cluster.processes.servers import Servers
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
@@ -60,7 +60,7 @@ from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
 
 if TYPE_CHECKING:
-    from kvrelay.cluster.state.lease import LeaseKeeper, LeaseView
+    from kvrelay.cluster.state.lease import LeaseView
 
 log = logging.getLogger("kvrelay.serve")
 
@@ -211,10 +211,10 @@ class Supervisor:
         self._restarting: asyncio.Future[str] | None = None
         self._is_ending = False
         self._failures = 0
-        self._shared = life if isinstance(life, SharedLife) else None
-        self._keeper: LeaseKeeper | None = None
+        self._servers: Servers | None = None  # this one's part in a cluster with several
+        if isinstance(life, SharedLife):
+            self._servers = Servers(config, life, self._on_lease)
         self._spare: Child | None = None  # a controller without an order
-        self._seen: LeaseView | None = None  # what it said last
         self._leader: Peer | None = None  # the controller of whichever server leads
         self._router_failures: dict[NodeId, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -226,14 +226,15 @@ class Supervisor:
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
         self._spawn(self._watch())
-        if self._shared is None:
+        if self._servers is None:
             await self._start_controller()
 
     def use_model(self, model: PreparedModel) -> None:
         self._model = model
         self._to_controller(model)
-        if self._shared is not None:  # without a model it could not lead
-            self._follow_lease(self._shared)
+        if self._servers is not None:  # without a model it could not lead
+            self._servers.start()
+            self._spawn(self._keep_spare())
             for name in self._sockets:
                 self._spawn(self._start_router(StartRouter(name, 1, 0)))
 
@@ -244,8 +245,8 @@ class Supervisor:
     async def end(self, drain_s: float) -> None:
         """Take no new requests, finish what is there within `drain_s`, and end all."""
         self._is_ending = True
-        if self._keeper is not None and not self._leads:
-            await asyncio.to_thread(self._keeper.close)
+        if self._servers is not None and not self._leads:
+            await self._servers.close()
         self._to_controller(Ending())
         routers = list(self._routers.values())
         for router in routers:
@@ -257,8 +258,8 @@ class Supervisor:
             await _end(self._controller, 2 * END_S)
         if self._spare is not None:
             self._spare.kill()
-        if self._keeper is not None:  # workers go on for the other servers
-            await asyncio.to_thread(self._keeper.close)
+        if self._servers is not None:  # workers go on for the others
+            await self._servers.close()
         else:
             kill_workers(self.cluster)  # where the controller could not, if they are here
         for task in self._tasks:
@@ -272,9 +273,9 @@ class Supervisor:
         if self._restarting is not None:
             log.warning("a restart is under way already")
             return
-        if not self._leads:
-            leader = self._seen.leader.holder if self._seen is not None else ""
-            log.error("restart stopped: this server does not lead; ask %s", leader or "the leader")
+        if self._servers is not None and not self._leads:
+            leader = self._servers.leader or "the leader"
+            log.error("restart stopped: this server does not lead; ask %s", leader)
             return
         if self._controller is None or not self._controller.is_alive:
             log.error("restart stopped: the controller is away; try again when it is back")
@@ -312,52 +313,15 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _follow_lease(self, life: SharedLife) -> None:
-        """Have a controller here while this server leads. Its thread looks and writes."""
-        from kvrelay.cluster.state.lease import LeaseKeeper  # needs redis
-
-        config = self._config
-        lease = Lease(
-            life.server, config.cluster.lease_s, config.model.name, self._life.record.settings
-        )
-
-        def tell(view: LeaseView) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: this server has ended
-                self._loop.call_soon_threadsafe(self._on_lease, life, view)
-
-        self._keeper = LeaseKeeper(self._lease_key, lease, life.deadline, tell)
-        self._keeper.start()
-        self._spawn(self._keep_spare())
-
-    @property
-    def _lease_key(self) -> LeaseKey:
-        state, name = self._config.state, self._config.cluster.name
-        return LeaseKey(state.url, f"{state.key_prefix}:cluster:{name}", state.timeout_s)
-
-    def _lease_order(self) -> LeaseOrder | None:
-        life = self._shared
-        return None if life is None else LeaseOrder(self._lease_key, life.term, life.deadline.fd)
-
-    def _on_lease(self, life: SharedLife, view: LeaseView) -> None:
-        if self._is_ending and view.change is Change.LEADS:
-            return
+    def _on_lease(self, view: LeaseView) -> None:
+        """Have a controller here while this server leads."""
         if view.why_not:
             self._fail(ServeError(view.why_not))
             return
-        self._seen = view
-        if view.change is Change.LEADS:
-            log.warning("%s leads from now on (term %d)", life.server, view.term)
-            life.lead(view.term)
+        if view.change is Change.LEADS and not self._is_ending:
             self._spawn(self._start_controller_again(0.0))
-        elif view.change is Change.LOST:
-            log.warning(
-                "%s leads now (term %d): %s steps down, and its controller ends",
-                view.leader.holder,
-                view.leader.term,
-                life.server,
-            )
-            if self._controller is not None:
-                self._controller.kill()
+        elif view.change is Change.LOST and self._controller is not None:
+            self._controller.kill()
         elif view.term:
             self._to_controller(Leads(view.is_kept))
         self._use_leader(view.leader.controller)
@@ -378,8 +342,8 @@ class Supervisor:
             listening=self._listening,
             host=self._host,
             routers=tuple(self._sockets),
-            running_routers=() if self._shared else tuple(self._started.values()),
-            lease=self._lease_order(),
+            running_routers=() if self._servers else tuple(self._started.values()),
+            lease=None if self._servers is None else self._servers.order(),
         )
         spare, self._spare = self._spare, None
         self._controller = child = spare or self._new_controller()
@@ -404,7 +368,7 @@ class Supervisor:
 
     async def _begin(self, controller: Child) -> None:
         """Its process, which waits for its order."""
-        fds = () if self._shared is None else (self._shared.deadline.fd,)
+        fds = () if self._servers is None else (self._servers.order().fd,)
         await controller.start("controller", None, fds)
 
     async def _keep_spare(self) -> None:
@@ -428,8 +392,8 @@ class Supervisor:
                 self._lines = lines
                 self._look_ready()
             case ControllerListens(controller):
-                if self._keeper is not None and self._leads:
-                    self._keeper.listens(controller)
+                if self._servers is not None and self._leads:
+                    self._servers.listens(controller)
                     self._use_leader(controller)
             case StartRouter():
                 self._spawn(self._start_router(message))
@@ -475,7 +439,7 @@ class Supervisor:
     @property
     def _leads(self) -> bool:
         """Whether there is to be a controller here."""
-        return self._shared is None or (self._seen is not None and self._seen.term > 0)
+        return self._servers is None or self._servers.leads
 
     async def _start_router(self, start: StartRouter) -> None:
         if self._is_ending:
@@ -508,7 +472,7 @@ class Supervisor:
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
         except OSError as error:
-            if self._shared is None:  # the controller orders it again, later and later
+            if self._servers is None:  # the controller orders it again, later and later
                 self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
             else:
                 self._start_router_again(name, start.epoch, str(error))
@@ -520,7 +484,7 @@ class Supervisor:
             case RouterStarted(peer):
                 self._started[peer.node] = message
                 self._to_controller(message)
-            case RouterFailed(_, _, reason) if self._shared is not None:
+            case RouterFailed(_, _, reason) if self._servers is not None:
                 if not self.ready.done():
                     self._fail(ServeError(reason))
             case RouterFailed() | RouterLost():
@@ -542,9 +506,9 @@ class Supervisor:
         if started is not None and started.peer.epoch == epoch:
             del self._started[name]
         why = f"its process has ended ({shown(code)})"
-        if not self._is_ending or self._shared is not None:
+        if not self._is_ending or self._servers is not None:
             self._to_controller(RouterLost(name, epoch, why))
-        if not self._is_ending and self._shared is not None:
+        if not self._is_ending and self._servers is not None:
             self._start_router_again(name, epoch, why)
 
     def _start_router_again(self, name: NodeId, epoch: int, why: str) -> None:

@@ -114,7 +114,7 @@ def leads(server: Any) -> bool:
 
 
 def listens(server: Any) -> Peer:
-    """Its controller says so."""
+    """What its controller says."""
     spec: ControlSpec = server._controller.of(ControlSpec)[-1]
     peer = Peer("controller", "h", 7, spec.epoch)
     server._controller.say(ControllerListens(peer))
@@ -157,9 +157,9 @@ async def test_one_that_was_replaced_ends_its_controller_and_follows(
     first = await make(1)
     await until(lambda: leads(first))
     second = await make(2)
-    await until(lambda: second._seen is not None)
+    await until(lambda: second._servers.leader)
     old = first._controller
-    with first._keeper._changed:  # its thread does not get on
+    with first._servers._keeper._changed:  # its thread does not get on
         await until(lambda: leads(second))
         assert first._life.deadline.is_over()
     controller = listens(second)

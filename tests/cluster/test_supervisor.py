@@ -123,7 +123,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     process = object.__new__(ControlProcess)  # without its node, wire and guardians
     spec: Any = SimpleNamespace(kept_file=tmp_path / "controller")
     process.spec, process._loop = spec, asyncio.get_running_loop()
-    process._checkpoint = process._keeping = None
+    process._checkpoint = process._keeping = process._leads = None
     monkeypatch.setattr(process, "_publish_soon", lambda: None)
     monkeypatch.setattr(control_process, "KEEP_RETRY_S", 0.02)
     replace, full = Path.replace, [True] * 3
