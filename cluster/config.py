@@ -170,7 +170,7 @@ class ClusterSection(Section, frozen=True):
     # servers with one name, one token and one state.url are one cluster: their routers share its
     # workers, and one of them leads: docs/high-availability.md; "": this server is a cluster alone
     name: Annotated[str, matching(r"|[\w.-]{1,64}", "letters, digits, . _ or -")] = ""
-    # of its processes; "": KVRELAY_CLUSTER_TOKEN, or where there is no name, one is made
+    # the secret of its processes; "": KVRELAY_CLUSTER_TOKEN, or, without a name, one is made
     token: Key = ""
     # where the leader is not heard for so long, another server leads
     lease_s: Annotated[float, Meta(ge=1.0, le=600.0)] = 5.0

@@ -20,8 +20,8 @@ import msgspec
 from kvrelay.worker.messages import Peer
 
 LOOKS = 5  # per lease
-MARGIN = 0.2  # of a lease, before its end, a leader stops
-STARTS = 1_000_000  # of a controller in one term, at most
+MARGIN = 0.2  # this part of a lease before its end a leader stops
+STARTS = 1_000_000  # a controller has at most so many in one term
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,11 +38,11 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class LeaseKey:
-    """Where the record is."""
+    """Where in Redis the record is kept."""
 
     url: str
     key: str
-    timeout_s: float  # of a command
+    timeout_s: float  # each command may take so long
 
 
 class Change(StrEnum):
@@ -52,7 +52,7 @@ class Change(StrEnum):
 
 
 def epoch_of(term: int, starts: int) -> int:
-    """Of a controller: above those of every earlier term, and of earlier starts in its own."""
+    """A controller's epoch is above all of earlier terms, and of earlier starts in its own."""
     return term * STARTS + starts
 
 
@@ -74,10 +74,10 @@ class Lease:
         self.lease_s = lease_s
         self.may_lead_until = float("-inf")
         self.seen: LeaseRecord | None = None  # the newest
-        self.controller: Peer | None = None  # of this server
+        self.controller: Peer | None = None  # where this server's listens
         self._model = model
         self._settings = settings
-        self._term = 0  # of this server, while it leads
+        self._term = 0  # above 0 while this server leads
         self._watched: _Watched | None = None
         self._looked_at = float("-inf")
 

@@ -28,7 +28,7 @@ class RouterReport:
     router: NodeId
     epoch: int
     load: RouterLoad
-    started: RouterStarted | None = None  # of one that the controller did not have started
+    started: RouterStarted | None = None  # where its server has started it
 
 
 @dataclass(frozen=True, slots=True)

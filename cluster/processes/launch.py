@@ -273,7 +273,7 @@ async def _prepare(config: Config, on_progress: OnProgress, found: asyncio.Event
     loop = asyncio.get_running_loop()
     on_gpu = uses_gpus(config, num_gpus())
     num_here, num_prefill = config.most_workers, config.cluster.prefill
-    if config.cluster.address:
+    if config.cluster.address or config.cluster.name:  # elsewhere, or they run already
         num_here = num_prefill = 0
 
     def prepare() -> PreparedModel:

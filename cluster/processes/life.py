@@ -173,7 +173,7 @@ class SharedLife(Life):
 
     server: str = ""  # names this one; no other process ever has that name
     term: int = 0  # in which it leads
-    starts: int = 0  # of controllers, in this term
+    starts: int = 0  # so many controllers began in this term
     deadline: Deadline = field(default_factory=Deadline)
 
     def lead(self, term: int) -> None:

@@ -75,7 +75,7 @@ class KeptInRedis:
             return None
 
     def write(self, kept: Checkpoint) -> None:
-        """Raises NotLeader."""
+        """Replaces what was kept. Raises NotLeader."""
         data = msgspec.msgpack.encode(kept)
         if not self._redis.eval(_KEEP, 1, self._key, str(self._term), data):
             raise NotLeader

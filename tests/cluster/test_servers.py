@@ -114,7 +114,7 @@ def leads(server: Any) -> bool:
 
 
 def listens(server: Any) -> Peer:
-    """What its controller says."""
+    """Its controller announces where it listens."""
     spec: ControlSpec = server._controller.of(ControlSpec)[-1]
     peer = Peer("controller", "h", 7, spec.epoch)
     server._controller.say(ControllerListens(peer))
