@@ -231,6 +231,7 @@ class ControlProcess:
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
         spec, cluster = self.spec, self.spec.config.cluster
+        kept = self._read_kept()
         roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
         self.controller = Controller(
             ControllerConfig(
@@ -238,7 +239,7 @@ class ControlProcess:
                 routers=(),
                 listeners=(self._me,),
                 further_routers=spec.routers if self._leads is None else (),
-                kept=self._read_kept(),
+                kept=kept,
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
                 prefill_ranks=spec.config.ranks_of(Role.PREFILL),
@@ -271,7 +272,8 @@ class ControlProcess:
 
     def _read_kept(self) -> Checkpoint:
         if self._leads is not None:
-            return self._leads.read()
+            self._checkpoint = self._leads.read()  # to write where the store loses it
+            return self._checkpoint
         return read_record(self.spec.kept_file, Checkpoint) or Checkpoint()
 
     def perform(self, effect: Effect) -> None:
@@ -346,8 +348,7 @@ class ControlProcess:
         """Whether workers go on, for another server or since it may not end them."""
         if self._leads is None:
             return False
-        own = self.spec.routers
-        others = [r for r in self.controller.router_set.peers if r.node not in own]
+        others = self.controller.routers.keys() - set(self.spec.routers)
         return bool(others) or not self._leads.holds()
 
     async def _leave_ray(self) -> None:
@@ -456,6 +457,8 @@ class ControlProcess:
 
     def _stop_worker(self, worker: NodeId, epoch: int) -> None:
         """By force, by its guardian or here; where neither reaches it, it was asked."""
+        if self._leads is not None and not self._leads.holds():
+            return
         if self._workers is None or self._workers.end(worker, epoch) is None:
             kill_workers(self.spec.cluster, worker, epoch)  # if it is on this machine
         self._loop.call_later(FORGET_S, self.wire.forget, worker, epoch)

@@ -13,14 +13,18 @@ import pytest
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config, ConfigError, StateSection
-from kvrelay.cluster.control.lease import epoch_of
+from kvrelay.cluster.control.lease import LeaseKey, epoch_of
+from kvrelay.cluster.control.messages import Checkpoint, StartRouter
 from kvrelay.cluster.processes import supervisor
+from kvrelay.cluster.processes.control_process import ControlProcess, Leadership
 from kvrelay.cluster.processes.launch import _open_life
+from kvrelay.cluster.processes.life import Deadline, now_s
 from kvrelay.cluster.processes.orders import (
     ControllerListens,
     ControlSpec,
     Follow,
     Leads,
+    LeaseOrder,
     ServiceRequest,
 )
 from kvrelay.cluster.processes.router_process import RouterOrder
@@ -198,6 +202,60 @@ async def test_a_server_of_another_model_does_not_serve(make: Make) -> None:
     other = await make(2, name="qwen")
     with pytest.raises(ServeError, match=r"serves smollm2-135m and this server qwen"):
         await asyncio.wait_for(asyncio.shield(other.failed), 10)
+
+
+class Host:
+    """A host of nodes that is closed at most."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_controller_gives_no_order_once_its_lease_is_over(
+    store: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGSTOP: it goes on where it was, and another server has led for a while."""
+    process = object.__new__(ControlProcess)  # without its node, wire and guardians
+    deadline, ended, sent = Deadline(), list[str](), list[Any]()
+    deadline.write(now_s() + 60.0)
+    order = LeaseOrder(LeaseKey(store.url, "test:cluster:c", 1.0), 1, deadline.fd)
+    process._leads, process._loop = Leadership(order, ended.append), asyncio.get_running_loop()
+    process.host = host = Host()  # type: ignore[assignment]
+    process._tell = sent.append
+    process._keeping, process.is_ending = None, False
+    monkeypatch.setattr(process, "_publish_soon", lambda: None)
+    first, second = StartRouter("router-0", 1, 0), StartRouter("router-0", 2, 0)
+    process.perform(first)
+    deadline.write(now_s() - 1.0)
+    process.perform(second)
+    process._stop_worker("decode-0", 1)
+    assert (sent, host.closed) == ([first], True)
+    process._watch_lease()
+    assert ended == []
+    deadline.write(now_s() + 60.0)
+    process.perform(second)
+    assert sent == [first], "what it knows may be out of date"
+    process._watch_lease()
+    (why,) = ended
+    assert "again" in why
+
+
+async def test_what_a_leader_keeps_is_for_the_next_one_and_tried_again_without_a_store(
+    store: Server,
+) -> None:
+    deadline, ended = Deadline(), list[str]()
+    deadline.write(now_s() + 60.0)
+    key = LeaseKey(store.url, "test:cluster:c", 1.0)
+    old, new = (Leadership(LeaseOrder(key, t, deadline.fd), ended.append) for t in (1, 2))
+    assert old.read() == Checkpoint()
+    assert old.keep(Checkpoint(num_named=1))
+    assert new.read() == Checkpoint(num_named=1)
+    store.kill()
+    assert not new.keep(Checkpoint(num_named=2))
+    assert ended == []
 
 
 def test_what_servers_need_to_share_is_asked_for(
