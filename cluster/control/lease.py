@@ -3,11 +3,11 @@
     following --the leader is silent, or has given up--> leading --another one leads--> following
 
 Whoever leads writes the record anew a few times per lease, with a higher `beat`. The others take
-over once it has not changed for the whole of a lease while they looked, by their own clock: clocks
-are not compared, and a store that was away, or a server that was stopped, begins to count anew. A
-leader may give orders until its lease, counted from before it wrote the record, is over but for a
-margin. So no two give orders at a time, as long as their clocks run at one speed; and what an older
-leader says is refused by its term (`epoch_of`), whatever clocks do.
+over once it has not changed for the whole of a lease, by their own clock: clocks are not compared,
+and a store that was away begins the count anew. A leader may give orders until its lease, counted
+from before it wrote the record, is over but for a margin. So no two give orders at a time, as long
+as their clocks run at one speed; and what an older leader says is refused by its term (`epoch_of`),
+whatever clocks do.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Lease:
         self._settings = settings
         self._term = 0  # above 0 while this server leads
         self._watched: _Watched | None = None
-        self._looked_at = float("-inf")
 
     @property
     def leads(self) -> bool:
@@ -92,8 +91,6 @@ class Lease:
     def look(self, now: float, record: LeaseRecord | None) -> tuple[LeaseRecord | None, Change]:
         """`record`: what is in the store, None: nothing. Returns what to write in its place, unless
         it has changed meanwhile, and None if nothing."""
-        was_away = now - self._looked_at > self.lease_s / 2
-        self._looked_at = now
         known = self._term if self.leads else 0 if self.seen is None else self.seen.term
         if record is not None and (record.term >= known or not self.leads):
             self.seen = record
@@ -105,20 +102,24 @@ class Lease:
             self._term, self._watched = 0, None
             self.may_lead_until = float("-inf")
             return None, Change.LOST
-        if self._may_take(now, record, was_away):
+        if self._may_take(now, record):
             highest = max(known, 0 if record is None else record.term)
             return self._record(highest + 1, 0), Change.NONE
         return None, Change.NONE
 
-    def _may_take(self, now: float, record: LeaseRecord | None, was_away: bool) -> bool:
+    def _may_take(self, now: float, record: LeaseRecord | None) -> bool:
         if record is not None and not record.holder:
             return True
         watched = self._watched
-        if watched is None or watched.record != record or was_away:
+        if watched is None or watched.record != record:
             self._watched = watched = _Watched(record, now)
         # A new cluster; but where the store has lost its data, a leader writes them anew.
         is_first = record is None and self.seen is None
         return now - watched.since >= (self.lease_s / 2 if is_first else self.lease_s)
+
+    def store_away(self) -> None:
+        """Nobody can write now; once it is back, the leader has the whole of a lease to do so."""
+        self._watched = None
 
     def wrote(self, looked_at: float, record: LeaseRecord) -> Change:
         """`record`, which `look` gave at `looked_at`, is in the store."""

@@ -149,6 +149,7 @@ class LeaseKeeper:
                     bug = None if isinstance(error, RedisError | OSError) else error
                     log.warning(text, shown_url(self._key.url), error, exc_info=bug)
                 self._is_away = True
+                self._lease.store_away()
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._look_now, pause_s)
                 self._look_now = False

@@ -86,7 +86,9 @@ class World:
             server.write(self.now, self.store)
         if self.now >= server.next_look and server.late is None:
             server.next_look = self.now + LOOK_S
-            if self.now >= server.away_until:
+            if self.now < server.away_until:
+                server.lease.store_away()
+            else:
                 server.look(self.now, self.store, self.random.uniform(0.0, max_delay_s))
 
     def check(self) -> None:
@@ -126,6 +128,19 @@ def test_another_one_leads_a_lease_and_a_look_after_the_leader_fell_silent() -> 
     assert first.changes == [Change.LEADS, Change.LOST]
     assert (world.leaders(), world.terms) == ([second], [1, 2])
     assert epoch_of(2, 1) > epoch_of(1, 999_999)
+
+
+def test_a_server_that_looks_late_takes_over_all_the_same() -> None:
+    """On a machine with no time left, each look seemed to end an outage, and nobody took over."""
+    world = World()
+    world.run(10.0)
+    (first,) = world.leaders()
+    (second,) = [server for server in world.servers if server is not first]
+    first.frozen_until = world.now + 1e9
+    for _ in range(3):
+        second.frozen_until = world.now + 0.8 * LEASE_S
+        world.run(LEASE_S)
+    assert world.leaders() == [second]
 
 
 def test_one_that_gives_up_is_followed_at_the_next_look() -> None:
