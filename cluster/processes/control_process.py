@@ -495,6 +495,7 @@ class ControlProcess:
         lives = {(router.node, router.epoch) for router in routers}
         self._loads = {life: load for life, load in self._loads.items() if life in lives}
         me = ControllerStatus(known=True, epoch=spec.epoch, pid=os.getpid(), has_ray=self.has_ray)
+        me.server = spec.routers[0].partition("@")[2] or None
         host, scheme = spec.config.api.host, spec.config.tls.scheme
         view = cluster_view(self.controller, me, self._loads, host, scheme)
         view.restarted_tasks = dict(self.restarted)

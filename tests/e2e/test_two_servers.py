@@ -189,6 +189,7 @@ def test_a_leader_that_was_frozen_steps_down_and_its_routers_serve_on(
     assert (streams.failed, streams.texts) == ([], {expected})
     after = status(follower.url)
     assert pids(after) == pids(before)
+    assert before["controller"]["server"] != after["controller"]["server"]
     assert term(after) == 2
     assert [worker["restarts"] for worker in after["workers"]] == [0, 0]
 
