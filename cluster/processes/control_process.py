@@ -58,7 +58,7 @@ from kvrelay.cluster.processes.orders import (
 )
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.cluster.status import ClusterView, ControllerStatus
-from kvrelay.engine.host import NodeHost, keep_running
+from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.worker.kv_plan import kv_lines
@@ -395,7 +395,7 @@ class ControlProcess:
 
     async def _use_ray(self) -> None:
         """Start or join it, and go on trying: what runs does not need it."""
-        from kvrelay.cluster.processes.ray_access import RayRefused, start_ray
+        from kvrelay.cluster.processes.ray_access import start_ray
 
         config = self.spec.config
         while True:
@@ -405,8 +405,9 @@ class ControlProcess:
                 )
                 ray = await asyncio.wait_for(starting, RAY_START_S)
                 break
-            except (RayRefused, TimeoutError) as error:
-                why = str(error) or f"Ray did not start within {RAY_START_S:g} s"
+            except Exception as error:  # whatever Ray raises: it may start the next time
+                why = str(error) and first_line(error)
+                why = why or f"Ray did not start within {RAY_START_S:g} s"
                 if not self.controller.has_been_up:
                     self._fail(why)
                     return

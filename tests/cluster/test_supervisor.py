@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import pytest
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.processes import control_process, life, supervisor
+from kvrelay.cluster.processes import control_process, life, ray_access, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
 from kvrelay.cluster.processes.life import Life, LifeRecord, read_record
 from kvrelay.cluster.processes.supervisor import Supervisor
@@ -114,6 +115,29 @@ async def test_an_order_to_restart_while_the_controller_is_away_is_refused(
     found._controller.is_alive = False
     await asyncio.wait_for(found.restart(), 5)
     assert found._restarting is None
+
+
+async def test_a_ray_that_cannot_be_started_is_started_by_the_next_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only what it refused was caught: the controller was without Ray ever after."""
+
+    def start_ray(*_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    def end_now(why: str) -> None:
+        raise SystemError(why)
+
+    process = object.__new__(ControlProcess)  # without its node, wire and guardians
+    spec: Any = SimpleNamespace(config=Config())
+    process.spec, process._loop = spec, asyncio.get_running_loop()
+    process._ray_thread = ThreadPoolExecutor(1)
+    up: Any = SimpleNamespace(has_been_up=True)
+    process.controller = up
+    monkeypatch.setattr(ray_access, "start_ray", start_ray)
+    monkeypatch.setattr(process, "_end_now", end_now)
+    with pytest.raises(SystemError, match="timed out during startup"):
+        await process._use_ray()
 
 
 async def test_a_checkpoint_that_cannot_be_written_is_written_later(
