@@ -165,6 +165,13 @@ class StateSection(Section, frozen=True):
 
 
 class ClusterSection(Section, frozen=True):
+    # servers with one name, one token and one state.url are one cluster: their routers share its
+    # workers, and one of them leads: docs/high-availability.md; "": this server is a cluster alone
+    name: Annotated[str, matching(r"|[\w.-]{1,64}", "letters, digits, . _ or -")] = ""
+    # the secret of its processes; "": KVRELAY_CLUSTER_TOKEN, or, without a name, one is made
+    token: Key = ""
+    # where the leader is not heard for so long, another server leads
+    lease_s: Annotated[float, Meta(ge=1.0, le=600.0)] = 5.0
     prefill: Annotated[int, Meta(ge=0, le=10_000)] = 1  # prefill workers; 0: decode workers do both
     decode: Annotated[int, Meta(ge=1, le=10_000)] = 1  # decode workers
     # of workers that are started for prefill, whatever their role is later; 0: as in [engine]

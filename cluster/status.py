@@ -47,6 +47,7 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     epoch: int | None = None
     pid: int | None = None
     has_ray: bool | None = None
+    server: str | None = None  # which of several servers leads; None: there is one
     age_s: float | None = None  # since it said what is shown
     version: str | None = None  # the package's
 

@@ -38,6 +38,7 @@ PURE_PLACES += ("kvtransfer/tiers/", "kvtransfer/layout", "kvtransfer/messages",
 PURE_PLACES += ("cluster/control/controller", "cluster/control/machines")
 PURE_PLACES += (
     "cluster/control/autoscaling",
+    "cluster/control/lease",
     "cluster/control/lifecycle",
     "cluster/control/routers",
 )

@@ -21,6 +21,7 @@ from kvrelay.cluster.control.messages import (
     Record,
     RestartWorker,
     RouterFailed,
+    RouterJoined,
     RouterLost,
     RouterStarted,
     ScalingReport,
@@ -86,7 +87,8 @@ class Controller:
         """Before all else, what has changed for the controller that comes after this one."""
         workers = tuple(worker.checkpoint() for worker in self.workers.values() if worker.epoch)
         num_named = 0 if self.scaling is None else self.scaling.fleet.num_named
-        kept = Checkpoint(workers, self.router_set.epochs, num_named)
+        routers = self.router_set
+        kept = Checkpoint(workers, routers.epochs, num_named, routers.joined)
         if kept == self._recorded:
             return effects
         self._recorded = kept
@@ -119,6 +121,8 @@ class Controller:
                 router = routers.current(peer.node, peer.epoch, ProcessState.STARTING)
                 listening = workers.listening()
                 return routers.started(now, router, message, listening) if router else []
+            case RouterJoined(started):
+                return routers.join(now, started, workers.listening())
             case StartFailed(node, epoch, why, final) | RouterFailed(node, epoch, why, final):
                 processes = self._set_of(node)
                 process = processes.current(node, epoch, ProcessState.STARTING)

@@ -69,11 +69,12 @@ class WorkerCheckpoint:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What outlives a controller. `routers`: the last epoch of each; `num_named`: where workers
-    come and go, numbers below it may have been names."""
+    come and go, numbers below it may have been names; `joined`: routers that servers start."""
 
     workers: tuple[WorkerCheckpoint, ...] = ()
     routers: dict[NodeId, int] = field(default_factory=dict)
     num_named: int = 0
+    joined: tuple[RouterStarted, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,21 @@ class RouterStarted:
     peer: Peer
     http_port: int
     pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterJoined:
+    """A router that its server has started says where it is."""
+
+    started: RouterStarted
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptRouter:
+    """Effect: tell a router that its server has started, and that an earlier controller knew, of
+    this controller; answered by `RouterJoined`."""
+
+    peer: Peer
 
 
 @dataclass(frozen=True, slots=True)

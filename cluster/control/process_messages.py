@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.cluster.control.messages import RouterStarted
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.codec import register
 
@@ -27,6 +28,7 @@ class RouterReport:
     router: NodeId
     epoch: int
     load: RouterLoad
+    started: RouterStarted | None = None  # where its server has started it
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from kvrelay.cluster.control.lifecycle import (
     ProcessState,
 )
 from kvrelay.cluster.control.messages import (
+    AdoptRouter,
     RouterStarted,
     SendPeers,
     StartRouter,
@@ -67,6 +68,8 @@ class Pair:
 class DesiredRouter(DesiredProcess):
     http_port: int = 0
     is_fixed: bool = False  # it lives as long as the controller, and workers wait for it
+    is_own: bool = True  # the controller has it started; else its server does
+    joined: RouterStarted | None = None  # what it has said, where its server has started it
 
 
 class RouterSet(ProcessSet[DesiredRouter]):
@@ -94,7 +97,12 @@ class RouterSet(ProcessSet[DesiredRouter]):
 
     @property
     def epochs(self) -> dict[NodeId, int]:
-        return {r.node: r.epoch for r in self.by_name.values() if not r.is_fixed}
+        return {r.node: r.epoch for r in self.by_name.values() if r.is_own and not r.is_fixed}
+
+    @property
+    def joined(self) -> tuple[RouterStarted, ...]:
+        """Those that their servers start, for the next controller."""
+        return tuple(r.joined for r in self.by_name.values() if r.joined is not None)
 
     def all_up(self) -> bool:
         return all(router.is_serving for router in self.by_name.values())
@@ -104,7 +112,14 @@ class RouterSet(ProcessSet[DesiredRouter]):
         them, and start the others."""
         effects: list[Effect] = []
         running = {started.peer.node: started for started in self.config.running_routers}
+        for joined in self.config.kept.joined:
+            router = self._add(joined)
+            self.pairs |= {(router.node, w): Pair(router.node, w, in_use=True) for w in workers}
+            effects.append(AdoptRouter(joined.peer))
+            effects.append(self.wake(self.config.adopt_timeout_s, router))
         for router in self.by_name.values():
+            if not router.is_own:
+                continue
             if router.is_fixed or router.node in running:
                 pairs = [Pair(router.node, worker, in_use=True) for worker in workers]
                 self.pairs |= {(pair.router, pair.worker): pair for pair in pairs}
@@ -117,6 +132,33 @@ class RouterSet(ProcessSet[DesiredRouter]):
                 router.epoch = self.config.kept.routers.get(router.node, 0)
                 effects += self.start(router)
         return effects
+
+    def _add(self, joined: RouterStarted) -> DesiredRouter:
+        """One that its server has started, which has not said yet that it is up."""
+        peer = joined.peer
+        router = DesiredRouter(peer.node, peer.epoch, is_own=False, joined=joined)
+        router.on(ProcessEvent.ADOPT)
+        self.by_name[peer.node] = router
+        return router
+
+    def join(
+        self, now: float, joined: RouterStarted, listening: Mapping[NodeId, Peer]
+    ) -> list[Effect]:
+        """A router that its server has started says, again and again, that it is up."""
+        me, effects = joined.peer, list[Effect]()
+        router = self.by_name.get(me.node)
+        if router is not None and me.epoch > router.epoch:
+            effects = self.lost(now, router, "it was started again")
+            router = None
+        if router is not None and (me.epoch < router.epoch or router.is_serving):
+            return []
+        downs: list[Effect] = []
+        if router is None:  # what it had at workers, if it had anything, has ended
+            why = "the controller did not know of this router"
+            downs = [Send(me.node, WorkerDown(w.node, w.epoch, why)) for w in listening.values()]
+            router = self._add(joined)
+        address, *rest = self.started(now, router, joined, listening)
+        return [*effects, address, *downs, *rest]
 
     def updated(self, done: PeersUpdated) -> list[Effect]:
         """A worker or router has got addresses."""
@@ -176,8 +218,17 @@ class RouterSet(ProcessSet[DesiredRouter]):
         workers = [pair.worker for pair in self._take_pairs(router.node) if pair.in_use]
         others = [peer.node for peer in self._others(router)]
         down = RouterDown(router.node)
-        effects = self.back_off(now, router, reason)
+        effects = (
+            self.back_off(now, router, reason) if router.is_own else self._remove(router, reason)
+        )
         return effects + [Send(node, down) for node in (*workers, *others)]
+
+    def _remove(self, router: DesiredRouter, reason: str) -> list[Effect]:
+        """Its server starts it again, or has gone with it."""
+        del self.by_name[router.node]
+        router.end(ProcessEvent.REMOVE)
+        text = f"{router.node} (epoch {router.epoch}) is gone: {reason}"
+        return [Note("warning", "router_lost", text)]
 
     def why_none(self, router: DesiredRouter, reason: str) -> str:
         return "" if router.http_port else f"{router.node}: {reason}"
@@ -209,6 +260,10 @@ class RouterSet(ProcessSet[DesiredRouter]):
     def _others(self, router: DesiredRouter) -> list[Peer]:
         """Routers that are up, but this one."""
         return [peer for peer in self.peers if peer.node != router.node]
+
+
+def is_router(node: NodeId) -> bool:
+    return node.startswith("router-")
 
 
 def api_url(host: str, port: int, scheme: str = "http") -> str:

@@ -30,7 +30,8 @@ def cluster_view(
         is_up = router.is_serving
         load = loads.get((router.node, router.epoch)) if is_up else None
         port = router.http_port
-        status = router_status(router.node, router.epoch, router.state, host, port, load, scheme)
+        at = host if router.is_own or router.peer is None else router.peer.host
+        status = router_status(router.node, router.epoch, router.state, at, port, load, scheme)
         status.pid, status.restarts = router.pid, router.restarts
         status.last_error = router.last_error
         status.version = router.peer.package if router.peer else None

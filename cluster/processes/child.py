@@ -20,7 +20,9 @@ from kvrelay.cluster.control.messages import RouterFailed, RouterLost, RouterSta
 from kvrelay.cluster.processes.orders import (
     ControlSpec,
     Ending,
+    Follow,
     GaveUp,
+    Leads,
     Reload,
     RestartWorkers,
     Serves,
@@ -84,6 +86,8 @@ async def run_router(parent: Parent) -> int:
             stop.set_result(message)
         elif isinstance(message, Reload):
             process.hangup.set()
+        elif isinstance(message, Follow):
+            process.follow(message.controller)
 
     try:
         process = RouterProcess(
@@ -133,6 +137,8 @@ async def run_controller(parent: Parent) -> int:
                 stop.set_result(message)
             case Ending():
                 process.is_ending = True
+            case Leads(is_kept):
+                process.lease_renewed(is_kept)
             case RouterStarted() | RouterFailed() | RouterLost():
                 process.say(message)
             case RestartWorkers():

@@ -27,13 +27,16 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
+    AdoptRouter,
     AdoptWorker,
     Checkpoint,
     GiveUp,
     Record,
     RequestMachines,
     RestartWorker,
+    RouterJoined,
     RouterLost,
+    RouterStarted,
     SendPeers,
     StartRouter,
     StartWorker,
@@ -42,15 +45,22 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
+from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
-from kvrelay.cluster.processes.life import keep, read_record
-from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
+from kvrelay.cluster.processes.life import Deadline, keep, read_record
+from kvrelay.cluster.processes.orders import (
+    AllUp,
+    ControllerListens,
+    ControlSpec,
+    LeaseOrder,
+    StartupProgress,
+)
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.cluster.status import ClusterView, ControllerStatus
-from kvrelay.engine.host import NodeHost, keep_running
+from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.wire.channel import own_version
@@ -117,7 +127,58 @@ KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written is tried aga
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
+LEASE_WATCH_S = 0.2
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
+
+
+class Leadership:
+    """Whether the controller of one of several servers may give orders. One that may not decides
+    nothing, and keeps its connections, so that workers are not without a controller while the store
+    is away for all; once the lease is its own again, the next controller begins from what was kept.
+
+    With it goes the checkpoint, for the next leader."""
+
+    def __init__(self, order: LeaseOrder, end: Callable[[str], None]) -> None:
+        """`end` ends this process, for this reason."""
+        from redis.exceptions import RedisError
+
+        from kvrelay.cluster.state.lease import KeptInRedis, NotLeader
+
+        self._errors = (RedisError, OSError)
+        self._not_leader = NotLeader
+        self._kept = KeptInRedis(order.key, order.term)
+        self._deadline = Deadline(order.fd)
+        self._end = end
+        self._is_over = False
+
+    def holds(self) -> bool:
+        if not self._is_over and self._deadline.is_over():
+            self._is_over = True
+            log.warning("the lease is not renewed: this controller decides nothing until it is")
+        return not self._is_over
+
+    def look(self) -> None:
+        """Once it may give no orders: whether it might again."""
+        if not self._deadline.is_over():
+            self._end("the lease was away, and is this server's again")
+
+    def read(self) -> Checkpoint:
+        try:
+            return self._kept.read() or Checkpoint()
+        except self._errors as error:
+            self._end(f"what the last leader has kept cannot be read: {error}")
+            raise
+
+    def keep(self, checkpoint: Checkpoint) -> bool:
+        """Whether it was written. Blocks for the store's deadline at most."""
+        try:
+            self._kept.write(checkpoint)
+        except self._not_leader:
+            self._end("another server leads")
+        except self._errors as error:
+            log.error("what the next leader has to know is not written, and tried again: %s", error)
+            return False
+        return True
 
 
 class ControlProcess:
@@ -141,6 +202,7 @@ class ControlProcess:
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer.here(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
+        self._leads = None if spec.lease is None else Leadership(spec.lease, self._end_now)
         self._checkpoint: Checkpoint | None = None  # the last one
         self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
@@ -154,7 +216,10 @@ class ControlProcess:
         spec = self.spec
         host, port = await self.wire.listen(spec.host)
         self._me = Peer.here(CONTROLLER, host, port, spec.epoch)
+        self._tell(ControllerListens(self._me))
         self.spawn(self._use_ray())
+        if self._leads is not None:
+            self._watch_lease()
         if (tls := spec.config.tls).frames:
             follow = partial(follow_certificates, tls, self._show_certificate)
             self.spawn(keep_running("follow_certificates", follow, self.restarted))
@@ -173,10 +238,22 @@ class ControlProcess:
     def _send_certificate(self, worker: NodeId) -> None:
         self.wire.send(worker, UpdatePeers(CONTROLLER, 0, (), self._listening.tls))
 
+    def lease_renewed(self, is_kept: bool) -> None:
+        """`is_kept`: the store has the checkpoint."""
+        if not is_kept and self._keeping is None:
+            self._keep()
+
+    def _watch_lease(self) -> None:
+        assert self._leads is not None
+        if not self._leads.holds():
+            self.host.close()
+            self._leads.look()
+        self._loop.call_later(LEASE_WATCH_S, self._watch_lease)
+
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
         spec, cluster = self.spec, self.spec.config.cluster
-        kept = read_record(spec.kept_file, Checkpoint) or Checkpoint()
+        kept = self._read_kept()
         running = len(spec.running_routers)
         log.info(
             "controller begins (epoch %d); %d workers and %d routers run",
@@ -188,7 +265,7 @@ class ControlProcess:
                 workers=tuple((f"{role}-{i}", role) for role, n in roles for i in range(n)),
                 routers=(),
                 listeners=(self._me,),
-                further_routers=spec.routers,
+                further_routers=spec.routers if self._leads is None else (),
                 kept=kept,
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
@@ -211,10 +288,25 @@ class ControlProcess:
     def _keep(self) -> None:
         """Write the last checkpoint, and try again until it is written."""
         self._keeping = None
-        if self._checkpoint is not None and not keep(self.spec.kept_file, self._checkpoint):
+        if self._checkpoint is None:
+            return
+        if self._leads is None:
+            is_kept = keep(self.spec.kept_file, self._checkpoint)
+        else:
+            is_kept = self._leads.keep(self._checkpoint)
+        if not is_kept:
             self._keeping = self._loop.call_later(KEEP_RETRY_S, self._keep)
 
+    def _read_kept(self) -> Checkpoint:
+        if self._leads is not None:
+            self._checkpoint = self._leads.read()  # to write where the store loses it
+            return self._checkpoint
+        return read_record(self.spec.kept_file, Checkpoint) or Checkpoint()
+
     def perform(self, effect: Effect) -> None:
+        if self._leads is not None and not self._leads.holds():
+            self.host.close()  # it hears nothing more, and what it has just decided is not done
+            return
         match effect:
             case Record(kept):
                 self._checkpoint = kept
@@ -235,6 +327,9 @@ class ControlProcess:
                 self.spawn(self._request_machines(num_machines))
             case AdoptWorker():
                 self._adopt(effect)
+            case AdoptRouter(peer):
+                update_peers(self.wire, [peer])
+                self.wire.send(peer.node, Adopt(self._me))
             case StartRouter() | StopRouter() if self.is_ending:
                 pass
             case StartRouter() | StopRouter():
@@ -257,6 +352,10 @@ class ControlProcess:
         self.host.close()  # or the controller would have those that end started again
         for task in self._tasks:
             task.cancel()
+        if self._hands_over():
+            await self.wire.close()
+            await self._leave_ray()
+            return
         running = [w for w in self.controller.workers.values() if w.peer is not None]
         for worker in running:
             self.wire.send(worker.node, End(worker.epoch))
@@ -266,8 +365,18 @@ class ControlProcess:
         if self._workers is not None:
             await self._workers.close()
         kill_workers(self.spec.cluster)
+        if self._leads is not None and self._checkpoint is not None:
+            ended = tuple(replace(each, peer=None) for each in self._checkpoint.workers)
+            self._leads.keep(replace(self._checkpoint, workers=ended, joined=()))
         await self.wire.close()
         await self._leave_ray()
+
+    def _hands_over(self) -> bool:
+        """Whether workers go on, for another server or since it may not end them."""
+        if self._leads is None:
+            return False
+        others = self.controller.routers.keys() - set(self.spec.routers)
+        return bool(others) or not self._leads.holds()
 
     async def _leave_ray(self) -> None:
         if self._workers is not None:
@@ -315,7 +424,7 @@ class ControlProcess:
 
     async def _use_ray(self) -> None:
         """Start or join it, and go on trying: what runs does not need it."""
-        from kvrelay.cluster.processes.ray_access import RayRefused, start_ray
+        from kvrelay.cluster.processes.ray_access import start_ray
 
         config = self.spec.config
         while True:
@@ -325,8 +434,9 @@ class ControlProcess:
                 )
                 ray = await asyncio.wait_for(starting, RAY_START_S)
                 break
-            except (RayRefused, TimeoutError) as error:
-                why = str(error) or f"Ray did not start within {RAY_START_S:g} s"
+            except Exception as error:  # whatever Ray raises: it may start the next time
+                why = str(error) and first_line(error)
+                why = why or f"Ray did not start within {RAY_START_S:g} s"
                 if not self.controller.has_been_up:
                     self._fail(why)
                     return
@@ -343,6 +453,8 @@ class ControlProcess:
         for adopted in self._adopted:
             self._workers.attach(cluster, adopted.worker, adopted.epoch)
         kept = [name_of(cluster, each.worker, each.epoch) for each in self._adopted]
+        if self._leads is not None and not self._leads.holds():
+            return
         await asyncio.to_thread(ray.remove_groups, cluster, kept)
         use_gpus = config.model.device != "cpu"
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
@@ -377,6 +489,8 @@ class ControlProcess:
 
     def _stop_worker(self, worker: NodeId, epoch: int) -> None:
         """By force, by its guardian or here; where neither reaches it, it was asked."""
+        if self._leads is not None and not self._leads.holds():
+            return
         if self._workers is None or self._workers.end(worker, epoch) is None:
             kill_workers(self.spec.cluster, worker, epoch)  # if it is on this machine
         self._loop.call_later(FORGET_S, self.wire.forget, worker, epoch)
@@ -396,13 +510,19 @@ class ControlProcess:
 
     def _deliver(self, to: NodeId, message: Any) -> None:
         match message:
-            case RouterReport(router, epoch, load):
+            case RouterReport(router, epoch, load, started):
                 self._loads[router, epoch] = load
+                if started is not None:
+                    self._on_joined(started)
                 self.wire.send(router, self._view())
             case WorkerStarted():
                 self.say(message)
             case _:
                 self.host.deliver(to, message)
+
+    def _on_joined(self, started: RouterStarted) -> None:
+        if CONTROLLER in self.host.nodes:  # else it says so again
+            self.host.deliver(CONTROLLER, RouterJoined(started))
 
     def _view(self) -> ClusterView:
         spec, routers = self.spec, self.controller.routers.values()
@@ -414,6 +534,7 @@ class ControlProcess:
             pid=os.getpid(),
             has_ray=self.has_ray,
             version=own_version(),
+            server=spec.routers[0].partition("@")[2] or None,
         )
         host, scheme = spec.config.api.host, spec.config.tls.scheme
         view = cluster_view(self.controller, me, self._loads, host, scheme)
@@ -452,8 +573,8 @@ class ControlProcess:
         """It did not come back in time, or messages were lost: what each knows of the other no
         longer fits."""
         self.wire.forget(node, epoch)
-        lost = RouterLost if node in self.spec.routers else WorkerLost
-        if not (self.is_ending and lost is RouterLost):
+        lost = RouterLost if is_router(node) else WorkerLost
+        if not (self.is_ending and self._leads is None and lost is RouterLost):
             self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
 
     def _on_node_failed(self, node: NodeId, error: BaseException) -> None:

@@ -38,11 +38,11 @@ from kvrelay.cluster.processes.certificates import (
     with_certificates,
 )
 from kvrelay.cluster.processes.extras import require_extra
-from kvrelay.cluster.processes.life import open_life
+from kvrelay.cluster.processes.life import Life, SharedLife, open_life, shared_life
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
-from kvrelay.cluster.state.opening import with_url
+from kvrelay.cluster.state.opening import with_cluster_token, with_url
 from kvrelay.engine.host import keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.kv_plan import BuildError
@@ -106,7 +106,7 @@ async def serve(
     as `worker.processes.kill_workers` takes it. Raises ServeError, and ConfigError for
     tenants, the store and an extra that is not installed."""
     config = await asyncio.to_thread(
-        with_keys, with_url(config), partial(_tell_of_key, on_progress)
+        with_keys, with_cluster_token(with_url(config)), partial(_tell_of_key, on_progress)
     )
     config = await asyncio.to_thread(with_certificates, config)
     config = _for_gpus(config, on_progress)
@@ -129,8 +129,12 @@ async def serve(
                 await found.wait()
         if preparing.done():
             preparing.result()
-        supervisor = await _supervise(config, access, sockets, on_progress, source)
-        on_cluster(supervisor.cluster)
+        life = await _open_life(config, sockets)
+        if isinstance(life, SharedLife):  # routers' names are of the whole cluster
+            sockets = {f"{name}@{life.server}": sock for name, sock in sockets.items()}
+        else:  # workers of a cluster with several servers are not this one's to end
+            on_cluster(life.record.cluster)
+        supervisor = await _supervise(config, access, sockets, life, on_progress, source)
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
         supervisor.use_model(await _first(preparing, until))
@@ -202,19 +206,25 @@ async def _forward(source: Source, supervisor: Supervisor) -> None:
         supervisor.reload()
 
 
+async def _open_life(config: Config, sockets: dict[NodeId, socket.socket]) -> Life:
+    port = next(iter(sockets.values())).getsockname()[1]
+    if config.cluster.name:
+        return shared_life(config, port)
+    try:
+        return await asyncio.to_thread(open_life, config, port)
+    except OSError as error:
+        path = config.sessions.state_path
+        raise ServeError(f"cannot write to {path} (sessions.state_dir): {error}") from error
+
+
 async def _supervise(
     config: Config,
     access: Access,
     sockets: dict[NodeId, socket.socket],
+    life: Life,
     on_progress: OnProgress,
     source: Source | None,
 ) -> Supervisor:
-    port = next(iter(sockets.values())).getsockname()[1]
-    try:
-        life = await asyncio.to_thread(open_life, config, port)
-    except OSError as error:
-        path = config.sessions.state_path
-        raise ServeError(f"cannot write to {path} (sessions.state_dir): {error}") from error
     host = own_host(config.cluster.address)
     cluster = config.cluster
     listening = Listening(
@@ -273,7 +283,7 @@ async def _prepare(config: Config, on_progress: OnProgress, found: asyncio.Event
     loop = asyncio.get_running_loop()
     on_gpu = uses_gpus(config, num_gpus())
     num_here, num_prefill = config.most_workers, config.cluster.prefill
-    if config.cluster.address:
+    if config.cluster.address or config.cluster.name:  # elsewhere, or they run already
         num_here = num_prefill = 0
 
     def prepare() -> PreparedModel:

@@ -7,19 +7,23 @@ cluster. It is removed by a server that ends properly, and so is found only wher
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
 import os
 import secrets
 import shutil
 import socket
+import struct
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.lease import epoch_of
 from kvrelay.worker.processes import kill_workers
 
 log = logging.getLogger("kvrelay")
@@ -163,3 +167,56 @@ def write_private(file: Path, data: bytes) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+def now_s() -> float:
+    """A clock that never jumps, goes on while the machine sleeps, and is one for all processes of a
+    machine."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Deadline:
+    """Until when, by `now_s`, the controller may give orders: written by the supervisor's thread
+    that holds the lease, and read by the controller's process, which shares the memory."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("lease") if fd is None else fd
+        if fd is None:
+            self.write(0.0)
+
+    def write(self, until: float) -> None:
+        os.pwrite(self.fd, struct.pack("d", until), 0)
+
+    def is_over(self) -> bool:
+        (until,) = struct.unpack("d", os.pread(self.fd, 8, 0))
+        return now_s() >= float(until)
+
+
+@dataclass(slots=True)
+class SharedLife(Life):
+    """That of a cluster with several servers (`cluster.name`): what the next leader has to know is
+    in Redis, and nothing here outlives this server."""
+
+    server: str = ""  # names this one; no other process ever has that name
+    term: int = 0  # in which it leads
+    starts: int = 0  # so many controllers began in this term
+    deadline: Deadline = field(default_factory=Deadline)
+
+    def lead(self, term: int) -> None:
+        self.term, self.starts = term, 0
+
+    def next_controller(self) -> int:
+        self.starts += 1
+        self.record.controller_epoch = epoch_of(self.term, self.starts)
+        return self.record.controller_epoch
+
+
+def shared_life(config: Config, port: int) -> SharedLife:
+    """The cluster's name and its processes' token are the same wherever the secret is."""
+    name, secret = config.cluster.name, config.cluster.token.encode()
+    token = hmac.digest(secret, f"kvrelay cluster {name}".encode(), "sha256")
+    cluster = f"kvrelay-{hmac.digest(token, b'name', 'sha256').hex()[:8]}"
+    server = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
+    path = config.sessions.state_path / "running" / cluster  # names its log; nothing is written
+    public = Config(model=config.model, engine=config.engine, tiers=config.tiers)
+    return SharedLife(path, LifeRecord(cluster, token, workers_of(public)), server)

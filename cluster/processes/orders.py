@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.lease import LeaseKey
 from kvrelay.cluster.control.messages import (
     RouterFailed,
     RouterLost,
@@ -16,7 +17,39 @@ from kvrelay.cluster.control.messages import (
 )
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
+from kvrelay.worker.messages import Peer
 from kvrelay.worker.process import Listening
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrder:
+    """`fd`: by its number, what says until when the controller may give orders (`life.Deadline`),
+    also while nothing else gets through to it."""
+
+    key: LeaseKey
+    term: int
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leads:
+    """To the controller: the lease was renewed. `is_kept`: the store has its checkpoint."""
+
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerListens:
+    """From the controller: where routers find it."""
+
+    controller: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """To a router: this is the controller now, perhaps of another server."""
+
+    controller: Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +64,7 @@ class ControlSpec:
     host: str  # where it listens
     routers: tuple[NodeId, ...]
     running_routers: tuple[RouterStarted, ...]
+    lease: LeaseOrder | None = None  # None: there is one server, and nothing to lead
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +137,4 @@ class WorkersRestarted:
 channel.register(RouterFailed, RouterLost, RouterStarted, StartRouter, StopRouter)
 channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
 channel.register(Stop, Ending, Reload, RestartWorkers, WorkersRestarted)
+channel.register(Leads, ControllerListens, Follow)

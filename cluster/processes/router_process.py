@@ -31,6 +31,7 @@ from kvrelay.cluster.control.process_messages import (
     RouterLoad,
     RouterReport,
 )
+from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
 from kvrelay.cluster.processes.reload import Source, follow
@@ -48,7 +49,7 @@ from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
 from kvrelay.router.router import Router
-from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, UpdatePeers
+from kvrelay.worker.messages import CONTROLLER, Adopt, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import Listening, update_peers
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class RouterProcess:
         self.draining = False
         self.hangup = asyncio.Event()  # read tenants again
         self._order = order
+        self._started: RouterStarted | None = None  # what the controller has to hear from here
         self._view: ClusterView | None = None
         self._viewed_at = 0.0
         self._audits = AuditService(spec.router, self._nodes_up, self._own_audit, self.wire.send)
@@ -156,9 +158,16 @@ class RouterProcess:
             source = Source(*spec.source, self.hangup)
             take = spec.access.tenants.update
             self._keep("follow_tenants", partial(follow, spec.config, source, take))
-        return RouterStarted(
-            Peer.here(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
-        )
+        peer = Peer.here(spec.router, host, port, spec.epoch)
+        started = RouterStarted(peer, self._http_port, os.getpid())
+        if spec.config.cluster.name:
+            self._started = started
+        return started
+
+    def follow(self, controller: Peer) -> None:
+        """It is the controller now; an older one than it knows already is not listened to."""
+        update_peers(self.wire, [controller])
+        self._tell_load()
 
     def _show(self, identity: TlsIdentity) -> None:
         """To whoever connects from now on, and to peers. Raises TlsError."""
@@ -310,7 +319,8 @@ class RouterProcess:
     def _tell_load(self) -> None:
         spec = self._spec
         if self.wire.knows(CONTROLLER):
-            self.wire.send(CONTROLLER, RouterReport(spec.router, spec.epoch, self._load()))
+            report = RouterReport(spec.router, spec.epoch, self._load(), self._started)
+            self.wire.send(CONTROLLER, report)
 
     def _own_audit(self) -> Audit:
         live = {"live": self._load().num_live}
@@ -323,6 +333,8 @@ class RouterProcess:
             case UpdatePeers(about, epoch, peers):
                 update_peers(self.wire, peers)
                 self.wire.send(CONTROLLER, PeersUpdated(self._spec.router, about, epoch))
+            case Adopt(controller):
+                self.follow(controller)
             case ClusterView():
                 self._view = message
                 self._viewed_at = self._loop.time()
@@ -336,7 +348,7 @@ class RouterProcess:
     def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
         """Messages were lost. A worker is as good as gone until the controller, which asks it, has
         brought the two together again."""
-        if node == CONTROLLER or node in self._spec.routers:
+        if node == CONTROLLER or is_router(node):
             return
         self.host.deliver(
             self._spec.router, WorkerDown(node, epoch, "the connection to it was lost")

@@ -3,6 +3,9 @@
 It holds the sockets that clients connect to, so that a connection waits while the router behind it
 starts again, and starts and ends processes; it decides nothing else. Routers are started and ended
 as the controller asks; the controller is started again when it ends or hangs, and adopts what runs.
+
+One of several servers of a cluster has a controller only while it holds the lease, and starts its
+routers itself: they announce themselves to whichever controller leads.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.lease import Change
 from kvrelay.cluster.control.messages import (
     RouterFailed,
     RouterLost,
@@ -27,12 +31,15 @@ from kvrelay.cluster.control.messages import (
     StopRouter,
 )
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.life import Life
+from kvrelay.cluster.processes.life import Life, SharedLife
 from kvrelay.cluster.processes.orders import (
     AllUp,
+    ControllerListens,
     ControlSpec,
     Ending,
+    Follow,
     GaveUp,
+    Leads,
     Reload,
     RestartWorkers,
     Serves,
@@ -44,11 +51,16 @@ from kvrelay.cluster.processes.orders import (
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
+from kvrelay.cluster.processes.servers import Servers
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
+from kvrelay.worker.messages import Peer
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.state.lease import LeaseView
 
 log = logging.getLogger("kvrelay.serve")
 
@@ -84,7 +96,7 @@ class Child:
     ) -> None:
         """`on_end` gets the exit code, negative for a signal."""
         self.name = name
-        self.heard_at = asyncio.get_running_loop().time()
+        self.heard_at = self.started_at = asyncio.get_running_loop().time()
         self._on_message = on_message
         self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None
@@ -92,8 +104,9 @@ class Child:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
-        """`kind`: one of `cluster.processes.child`; `fds`: sockets that it gets, by number. Raises
-        OSError where there is no process, memory or file left for it."""
+        """`kind`: one of `cluster.processes.child`; `first`: what it is to be, None if that comes
+        later; `fds`: files that it gets, by number. Raises OSError where there is no process,
+        memory or file left for it."""
         mine, its = socket.socketpair()
         try:
             with its:
@@ -107,7 +120,8 @@ class Child:
             mine.close()
             raise
         self._channel = await Channel.over(mine)
-        self.send(first)
+        if first is not None:
+            self.send(first)
         self._tasks = [
             asyncio.create_task(self._listen(self._channel)),
             asyncio.create_task(self._await_end()),
@@ -197,6 +211,12 @@ class Supervisor:
         self._restarting: asyncio.Future[str] | None = None
         self._is_ending = False
         self._failures = 0
+        self._servers: Servers | None = None  # this one's part in a cluster with several
+        if isinstance(life, SharedLife):
+            self._servers = Servers(config, life, self._on_lease)
+        self._spare: Child | None = None  # a controller without an order
+        self._leader: Peer | None = None  # the controller of whichever server leads
+        self._router_failures: dict[NodeId, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -206,11 +226,17 @@ class Supervisor:
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
         self._spawn(self._watch())
-        await self._start_controller()
+        if self._servers is None:
+            await self._start_controller()
 
     def use_model(self, model: PreparedModel) -> None:
         self._model = model
         self._to_controller(model)
+        if self._servers is not None:  # without a model it could not lead
+            self._servers.start()
+            self._spawn(self._keep_spare())
+            for name in self._sockets:
+                self._spawn(self._start_router(StartRouter(name, 1, 0)))
 
     def reload(self) -> None:
         for router in self._routers.values():
@@ -219,6 +245,8 @@ class Supervisor:
     async def end(self, drain_s: float) -> None:
         """Take no new requests, finish what is there within `drain_s`, and end all."""
         self._is_ending = True
+        if self._servers is not None and not self._leads:
+            await self._servers.close()
         log.info("the server ends; requests have up to %g s to finish", drain_s)
         self._to_controller(Ending())
         routers = list(self._routers.values())
@@ -229,8 +257,13 @@ class Supervisor:
         if self._controller is not None and self._controller.is_alive:
             self._controller.send(Stop())
             await _end(self._controller, 2 * END_S)
+        if self._spare is not None:
+            self._spare.kill()
+        if self._servers is not None:  # workers go on for the others
+            await self._servers.close()
+        else:
+            kill_workers(self.cluster)  # where the controller could not, if they are here
         log.info("the server has ended")
-        kill_workers(self.cluster)  # where the controller could not, if they are here
         for task in self._tasks:
             task.cancel()
         if not self.failed.done():
@@ -241,6 +274,10 @@ class Supervisor:
         """Every worker, every router and the controller, one after the other. Logs how it went."""
         if self._restarting is not None:
             log.warning("a restart is under way already")
+            return
+        if self._servers is not None and not self._leads:
+            leader = self._servers.leader or "the leader"
+            log.error("restart stopped: this server does not lead; ask %s", leader)
             return
         if self._controller is None or not self._controller.is_alive:
             log.error("restart stopped: the controller is away; try again when it is back")
@@ -278,6 +315,26 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _on_lease(self, view: LeaseView) -> None:
+        """Have a controller here while this server leads."""
+        if view.why_not:
+            self._fail(ServeError(view.why_not))
+            return
+        if view.change is Change.LEADS and not self._is_ending:
+            self._spawn(self._start_controller_again(0.0))
+        elif view.change is Change.LOST and self._controller is not None:
+            self._controller.kill()
+        elif view.term:
+            self._to_controller(Leads(view.is_kept))
+        self._use_leader(view.leader.controller)
+        self._look_ready()
+
+    def _use_leader(self, controller: Peer | None) -> None:
+        if controller is not None and controller != self._leader:
+            self._leader = controller
+            for router in self._routers.values():
+                router.send(Follow(controller))
+
     async def _start_controller(self) -> None:
         spec = ControlSpec(
             cluster=self._life.record.cluster,
@@ -287,16 +344,46 @@ class Supervisor:
             listening=self._listening,
             host=self._host,
             routers=tuple(self._sockets),
-            running_routers=tuple(self._started.values()),
+            running_routers=() if self._servers else tuple(self._started.values()),
+            lease=None if self._servers is None else self._servers.order(),
         )
-        started_at = self._loop.time()
-        child = Child(
-            "controller", self._on_controller_message, lambda code: self._on_end(started_at, code)
-        )
-        self._controller = child
-        await child.start("controller", spec)
+        spare, self._spare = self._spare, None
+        self._controller = child = spare or self._new_controller()
+        if spare is None:
+            await self._begin(child)
+        child.started_at = self._loop.time()
+        child.send(spec)
         if self._model is not None:
             child.send(self._model)
+
+    def _new_controller(self) -> Child:
+        """Without a process yet: see `_begin`."""
+
+        def on_end(code: int) -> None:
+            if self._controller is child:
+                self._on_end(child.started_at, code)
+            elif self._spare is child:
+                self._spare = None
+
+        child = Child("controller", self._on_controller_message, on_end)
+        return child
+
+    async def _begin(self, controller: Child) -> None:
+        """Its process, which waits for its order."""
+        fds = () if self._servers is None else (self._servers.order().fd,)
+        await controller.start("controller", None, fds)
+
+    async def _keep_spare(self) -> None:
+        """A server that follows has a controller at hand: its libraries take a while to load."""
+        while True:
+            if self._spare is None and not self._leads:
+                with contextlib.suppress(OSError):  # no memory or files for now
+                    await self._begin(spare := self._new_controller())
+                    if self._leads:
+                        spare.kill()
+                    else:
+                        self._spare = spare
+            await asyncio.sleep(WATCH_S)
 
     def _on_controller_message(self, message: Any) -> None:
         match message:
@@ -306,6 +393,10 @@ class Supervisor:
             case AllUp(lines):
                 self._lines = lines
                 self._look_ready()
+            case ControllerListens(controller):
+                if self._servers is not None and self._leads:
+                    self._servers.listens(controller)
+                    self._use_leader(controller)
             case StartRouter():
                 self._spawn(self._start_router(message))
             case StopRouter(router, epoch):
@@ -321,6 +412,9 @@ class Supervisor:
     def _on_end(self, started_at: float, code: int) -> None:
         if self._is_ending:
             return
+        if not self._leads:
+            self._controller = None
+            return
         if self._loop.time() - started_at >= STABLE_S:
             self._failures = 0
         self._failures += 1
@@ -333,7 +427,7 @@ class Supervisor:
 
     async def _start_controller_again(self, pause_s: float) -> None:
         """Until it runs: what is missing now, such as memory or files, may be there later."""
-        while True:
+        while self._leads:
             await asyncio.sleep(pause_s)
             try:
                 await self._start_controller()
@@ -343,6 +437,11 @@ class Supervisor:
                 log.error("the controller cannot be started: %s; again in %g s", error, pause_s)
             else:
                 return
+
+    @property
+    def _leads(self) -> bool:
+        """Whether there is to be a controller here."""
+        return self._servers is None or self._servers.leads
 
     async def _start_router(self, start: StartRouter) -> None:
         if self._is_ending:
@@ -374,18 +473,27 @@ class Supervisor:
         self._routers[name] = child
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
-        except OSError as error:  # the controller orders it again, later and later
-            self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
+        except OSError as error:
+            if self._servers is None:  # the controller orders it again, later and later
+                self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
+            else:
+                self._start_router_again(name, start.epoch, str(error))
+        if self._leader is not None:
+            child.send(Follow(self._leader))
 
     def _on_router_message(self, message: Any) -> None:
         match message:
             case RouterStarted(peer):
                 self._started[peer.node] = message
                 self._to_controller(message)
+            case RouterFailed(_, _, reason) if self._servers is not None:
+                if not self.ready.done():
+                    self._fail(ServeError(reason))
             case RouterFailed() | RouterLost():
                 self._to_controller(message)
             case Serves(router):
                 self._serving.add(router)
+                self._router_failures.pop(router, None)
                 self._look_ready()
             case ServiceRequest("drain"):
                 log.info("an operator asks the server to drain and end")
@@ -400,8 +508,23 @@ class Supervisor:
         started = self._started.get(name)
         if started is not None and started.peer.epoch == epoch:
             del self._started[name]
-        if not self._is_ending:
-            self._to_controller(RouterLost(name, epoch, f"its process has ended ({shown(code)})"))
+        why = f"its process has ended ({shown(code)})"
+        if not self._is_ending or self._servers is not None:
+            self._to_controller(RouterLost(name, epoch, why))
+        if not self._is_ending and self._servers is not None:
+            self._start_router_again(name, epoch, why)
+
+    def _start_router_again(self, name: NodeId, epoch: int, why: str) -> None:
+        """Where no controller has routers started."""
+        self._router_failures[name] = failures = self._router_failures.get(name, 0) + 1
+        pause_s = RESTART.pause_s(failures)
+        log.warning("%s is gone: %s; again in %g s", name, why, pause_s)
+
+        async def start() -> None:
+            await asyncio.sleep(pause_s)
+            await self._start_router(StartRouter(name, epoch + 1, 0))
+
+        self._spawn(start())
 
     def _stop_router(self, name: NodeId, epoch: int) -> None:
         child, started = self._routers.get(name), self._started.get(name)
@@ -414,6 +537,8 @@ class Supervisor:
 
     def _look_ready(self) -> None:
         lines, model = self._lines, self._model
+        if lines is None and self._leader is not None and not self._leads:
+            lines = ()  # the workers are another server's to show
         is_all = len(self._serving) == len(self._sockets)
         if lines is not None and model is not None and is_all and not self.ready.done():
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 from collections.abc import Callable
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvrelay.state")
 
 URL_VARIABLE = "KVRELAY_REDIS_URL"
+TOKEN_VARIABLE = "KVRELAY_CLUSTER_TOKEN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,32 @@ def with_url(config: Config) -> Config:
     return replace(config, state=replace(config.state, url=url))
 
 
+def with_cluster_token(config: Config) -> Config:
+    """What all servers of a cluster with a name have to share may come from the environment, or
+    follows from its token. Raises ConfigError, which does not show it."""
+    cluster, tenants = config.cluster, config.tenants
+    if not cluster.name:
+        return config
+    token = cluster.token or os.environ.get(TOKEN_VARIABLE, "")
+    build_config({"cluster": {"token": token}}, TOKEN_VARIABLE)
+    if not token:
+        raise ConfigError(
+            f"cluster.name is set, and cluster.token is not: give all servers of {cluster.name} "
+            f"one secret of 16 characters or more, here or as {TOKEN_VARIABLE}"
+        )
+    if not config.state.url:
+        raise ConfigError(
+            f"cluster.name is set, and state.url is not: the servers of {cluster.name} find each "
+            f"other by Redis, here or as {URL_VARIABLE}"
+        )
+    salt = hmac.digest(token.encode(), b"kvrelay salt", "sha256").hex()
+    return replace(
+        config,
+        cluster=replace(cluster, token=token),
+        tenants=replace(tenants, salt_secret=tenants.salt_secret or salt),
+    )
+
+
 def open_state(
     config: Config, model: str, run: str, router: NodeId, routers: tuple[NodeId, ...]
 ) -> OpenedState:
@@ -70,17 +98,16 @@ def open_state(
     if section.url:
         from kvrelay.cluster.state.redis import RedisOptions, RedisState
 
+        shares = len(routers) > 1 or bool(config.cluster.name)
         options = RedisOptions(
             url=section.url,
             prefix=f"{section.key_prefix}:{model}",
             run=run,
             router=router,
-            routers=routers,
-            index=len(routers) > 1,
+            shares=shares,
             timeout_s=section.timeout_s,
         )
         sessions = session_config(config, durable=True, shared=True)
-        shares = len(routers) > 1
         state = StateConfig(shares, shares, index_interval_s=section.index_interval_s)
         store = RedisState(options)
         return OpenedState(store, store, sessions, [], state)

@@ -50,6 +50,7 @@ POLL_S = 0.1  # between looks at what others have changed
 REST_S = 0.01  # between two rounds, so that changes come together
 LOADS_S = 0.5
 LOADS_TTL_S = 3.0  # a router that fell silent has no load after this
+LOADS_NAMES_TTL_S = 3600  # without a router for this long their names are forgotten
 RECONNECT = Backoff(0.1, 2.0)
 CLOSE_TIMEOUT_S = 5.0
 MAX_SESSIONS = 20_000  # not written yet
@@ -65,8 +66,7 @@ class RedisOptions:
     prefix: str  # before all keys
     run: str  # this life of the cluster
     router: NodeId
-    routers: tuple[NodeId, ...]  # all of the cluster
-    index: bool = True  # keep the prefix index, too
+    shares: bool = True  # there are other routers: keep the prefix index and the loads, too
     timeout_s: float = 2.0  # for each command
 
 
@@ -215,7 +215,7 @@ class RedisState:
         """Connect, read what is there, and have the router tell what should be."""
         self._redis.ping()
         started_at = time.monotonic()
-        if self._options.index and not self._has_loaded:
+        if self._options.shares and not self._has_loaded:
             self._deliver(self._index.load(self._redis))
         self._has_loaded = True
         self._load_sessions()
@@ -243,7 +243,7 @@ class RedisState:
             log.warning(text, self._shown, reason, exc_info=bug)
 
     def _round(self) -> None:
-        if self._options.index:
+        if self._options.shares:
             self._tell_writes(self._index.hold_lease(self._redis))
         with self._changed:
             sessions, self._sessions = self._sessions, {}
@@ -299,15 +299,21 @@ class RedisState:
 
     def _exchange_loads(self) -> None:
         now = time.monotonic()
-        others = [name for name in self._options.routers if name != self._options.router]
-        if now < self._next_loads or not others:
+        if now < self._next_loads or not self._options.shares:
             return
         self._next_loads = now + LOADS_S
+        me, names = self._load_key + self._options.router, self._load_key.removesuffix(":")
         own = msgspec.msgpack.encode(self._own_loads)
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._load_key + self._options.router, own, px=int(LOADS_TTL_S * 1000))
-            pipe.mget([self._load_key + name for name in others])
-            _, found = pipe.execute()
+            pipe.set(me, own, px=int(LOADS_TTL_S * 1000))
+            pipe.sadd(names, me)
+            pipe.expire(names, LOADS_NAMES_TTL_S)
+            pipe.smembers(names)
+            others = [key for key in pipe.execute()[-1] if key != me.encode()]
+        found: list[Any] = self._redis.mget(others) if others else []
+        gone = [key for key, loads in zip(others, found, strict=True) if loads is None]
+        if gone:
+            self._redis.srem(names, *gone)
         self._deliver(OthersLoads(total_loads(filter(None, map(_read_loads, found)))))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ import pytest
 
 from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.processes import control_process, life, supervisor
+from kvrelay.cluster.processes import control_process, life, ray_access, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
 from kvrelay.cluster.processes.life import Life, LifeRecord, read_record
 from kvrelay.cluster.processes.supervisor import Supervisor
@@ -60,7 +61,7 @@ class Child:
     said: ClassVar[list[Any]] = []
 
     def __init__(self, name: str, on_message: Any, on_end: Any) -> None:
-        self.name, self.is_alive = name, False
+        self.name, self.is_alive, self.started_at = name, False, 0.0
 
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
         if Child.failures:
@@ -137,6 +138,29 @@ async def test_an_order_to_restart_while_the_controller_is_away_is_refused(
     assert found._restarting is None
 
 
+async def test_a_ray_that_cannot_be_started_is_started_by_the_next_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only what it refused was caught: the controller was without Ray ever after."""
+
+    def start_ray(*_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    def end_now(why: str) -> None:
+        raise SystemError(why)
+
+    process = object.__new__(ControlProcess)  # without its node, wire and guardians
+    spec: Any = SimpleNamespace(config=Config())
+    process.spec, process._loop = spec, asyncio.get_running_loop()
+    process._ray_thread = ThreadPoolExecutor(1)
+    up: Any = SimpleNamespace(has_been_up=True)
+    process.controller = up
+    monkeypatch.setattr(ray_access, "start_ray", start_ray)
+    monkeypatch.setattr(process, "_end_now", end_now)
+    with pytest.raises(SystemError, match="timed out during startup"):
+        await process._use_ray()
+
+
 async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,7 +168,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     process = object.__new__(ControlProcess)  # without its node, wire and guardians
     spec: Any = SimpleNamespace(kept_file=tmp_path / "controller")
     process.spec, process._loop = spec, asyncio.get_running_loop()
-    process._checkpoint = process._keeping = None
+    process._checkpoint = process._keeping = process._leads = None
     monkeypatch.setattr(process, "_publish_soon", lambda: None)
     monkeypatch.setattr(control_process, "KEEP_RETRY_S", 0.02)
     replace, full = Path.replace, [True] * 3

@@ -72,7 +72,8 @@ BARE = {
     "podDisruptionBudget": {"enabled": False},
     "networkPolicy": {"enabled": False},
 }
-CASES = {"defaults": {}, "full": FULL, "bare": BARE}
+SEVERAL = {"api": {"replicas": 2}}
+CASES = {"defaults": {}, "full": FULL, "bare": BARE, "several": SEVERAL}
 
 
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,6 +131,7 @@ def test_documents_are_valid(case: str, version: str) -> None:
         {"config": "[cluster]"},
         {"config": {"tenant": [{"name": "a", "keys": ["k"]}]}},
         {"api": {"port": "8000"}},
+        {"api": {"replicas": 2}, "redis": {"enabled": False}},
         {"ray": {"workerGroups": []}},
         {"ray": {"workerGroups": [{**GROUP, "replicas": -1}]}},
         {"redis": {"image": "valkey"}},
@@ -255,6 +257,18 @@ def test_a_new_key_of_a_tenant_starts_nothing_again() -> None:
     assert settings(FULL)["tenants"]["file"].startswith(f"{mount['mountPath']}/")
     assert "subPath" not in mount, "such a mount is never renewed"
     assert pod["metadata"]["annotations"].keys() == {"checksum/config"}
+
+
+def test_several_pods_are_one_cluster_and_are_replaced_one_after_the_other() -> None:
+    (api,) = (d for d in of_kind(render(SEVERAL), "Deployment") if d["spec"]["replicas"] == 2)
+    assert api["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert settings(SEVERAL)["cluster"]["name"] == "release"
+    assert "name" not in settings({})["cluster"]
+    (container,) = api_pod(SEVERAL)["spec"]["containers"]
+    env = {e["name"]: e for e in container["env"]}
+    key = env["KVRELAY_CLUSTER_TOKEN"]["valueFrom"]["secretKeyRef"]["key"]
+    assert key in of_kind(render(SEVERAL), "Secret")[0]["data"]
+    assert of_kind(render(SEVERAL), "PersistentVolumeClaim") == []  # one pod could mount it
 
 
 def test_state_outlives_pods_and_the_release() -> None:

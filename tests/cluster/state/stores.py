@@ -42,9 +42,8 @@ class Teller:
 
     def __init__(self, url: str, router: str = "router-0", **options: Any) -> None:
         self.told: list[Any] = []
-        routers = ("router-0", "router-1")
         common = {"prefix": "test:model", "run": "run-1", "timeout_s": 1.0}
-        made = RedisOptions(url=url, router=router, routers=routers, **(common | options))
+        made = RedisOptions(url=url, router=router, **(common | options))
         self.store = RedisState(made)
         self.store.start(self.told.append)
 

@@ -83,6 +83,12 @@ imagePullSecrets:
 {{- define "kvrelay.settings" -}}
 {{- $config := deepCopy .Values.config -}}
 {{- $own := dict "cluster" (dict "address" "auto" "drain_s" .Values.api.drainSeconds) -}}
+{{- if gt (int .Values.api.replicas) 1 -}}
+{{- if not (or .Values.redis.enabled (dig "state" "url" "" $config)) -}}
+{{- fail "api.replicas above 1 needs Redis: set redis.enabled = true, or config.state.url" -}}
+{{- end -}}
+{{- $_ := set (get $own "cluster") "name" (include "kvrelay.name" .) -}}
+{{- end -}}
 {{- $_ := set $own "api" (dict "host" "0.0.0.0" "port" .Values.api.port) -}}
 {{- if .Values.tenants.existingSecret -}}
 {{- $_ := set $own "tenants" (dict "file" "/etc/kvrelay-tenants/tenants.toml") -}}
