@@ -49,6 +49,16 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     age_s: float | None = None  # since it said what is shown
 
 
+class RestartStatus(Struct, omit_defaults=True, kw_only=True):
+    """`kvrelay restart` and `kvrelay rollback`: the last one, or the one that is under way."""
+
+    number: int = 0  # counts them; 0: there was none
+    state: str = ""  # "checking", "controller", "workers", "routers", "done" or "stopped"
+    why: str = ""  # it was stopped
+    is_rollback: bool = False
+    version: str = ""  # of kvrelay, that the supervisor is of
+
+
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):
     """The store that routers share, Redis, as this router sees it. Empty: none is set."""
 
@@ -88,6 +98,7 @@ class ClusterView(Struct, kw_only=True):
     routers: list[RouterProcessStatus]
     scaling: ScalingStatus | None  # None: as many workers as were asked for
     restarted_tasks: dict[str, int] = field(default_factory=dict)
+    restart: RestartStatus = field(default_factory=RestartStatus)
 
 
 class ClusterStatus(RouterStatus, kw_only=True):
@@ -101,6 +112,7 @@ class ClusterStatus(RouterStatus, kw_only=True):
     wire: dict[str, float] = field(default_factory=dict)  # frames of this process, by their fate
     sessions: dict[str, int] = field(default_factory=dict)  # by state
     restarted_tasks: dict[str, int] = field(default_factory=dict)  # that had failed, by name
+    restart: RestartStatus = field(default_factory=RestartStatus)
 
 
 def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
@@ -121,7 +133,7 @@ def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
     own.workers = [w for w in own.workers if w.worker in wanted or w.state != "down"]
     mine = {router.router: router for router in own.routers}
     own.routers = [_router(mine.get(seen.router), seen) for seen in view.routers]
-    own.scaling = view.scaling
+    own.scaling, own.restart = view.scaling, view.restart
     own.restarted_tasks = own.restarted_tasks | view.restarted_tasks
 
 

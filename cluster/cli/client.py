@@ -136,6 +136,7 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
     scaling = status.get("scaling")
     return [
         *([scaling["why"]] if scaling else []),
+        *_restart_lines(status.get("restart", {})),
         f"{status.get('num_live', 0)} live, {status.get('num_queued', 0)} queued",
         f"ended: {ended or 'none'}",
         f"retries: {sum(totals.get('retries', {}).values())}",
@@ -147,6 +148,14 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
             for link in status.get("bad_links", ())
         ),
     ]
+
+
+def _restart_lines(restart: dict[str, Any]) -> list[str]:
+    """The last restart, unless all went well."""
+    state, what = restart.get("state"), "rollback" if restart.get("is_rollback") else "restart"
+    if state == "stopped":
+        return [f"{what} stopped: {restart.get('why')}; what runs goes on"]
+    return [f"{what} under way: {state}"] if state and state != "done" else []
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -63,6 +63,7 @@ class WorkerCheckpoint:
     is_draining: bool = False
     hangs: int = 0
     further: tuple[str, ...] = ()
+    built: str = ""  # `ControllerConfig.built` when it was started
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ channels (`engine.wire.channel`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrelay.cluster.config import Config
@@ -14,6 +14,7 @@ from kvrelay.cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
+from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
 from kvrelay.worker.process import Listening
@@ -31,6 +32,7 @@ class ControlSpec:
     host: str  # where it listens
     routers: tuple[NodeId, ...]
     running_routers: tuple[RouterStarted, ...]
+    restart: RestartStatus = field(default_factory=RestartStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,11 @@ class StartupProgress:
 
 @dataclass(frozen=True, slots=True)
 class AllUp:
-    """To the supervisor, once: all workers and routers are up. `lines`: for the user."""
+    """To the supervisor, once: all workers and routers are up. `lines`: for the user;
+    `num_outdated`: workers that another version or other settings have started."""
 
     lines: tuple[str, ...]
+    num_outdated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Serves:
 class ServiceRequest:
     """From a router: an operator asks for this, of the whole server."""
 
-    service: str  # "drain" or "restart"
+    service: str  # "drain", "restart" or "rollback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class Reload:
 class RestartWorkers:
     """To the controller: one after the other; answered by `WorkersRestarted`."""
 
+    only_outdated: bool = False  # those that another version or other settings have started
+
 
 @dataclass(frozen=True, slots=True)
 class WorkersRestarted:
@@ -101,5 +107,6 @@ class WorkersRestarted:
 
 
 channel.register(RouterFailed, RouterLost, RouterStarted, StartRouter, StopRouter)
+channel.register(RestartStatus)  # to the controller, which shows it
 channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
 channel.register(Stop, Ending, Reload, RestartWorkers, WorkersRestarted)

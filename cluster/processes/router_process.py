@@ -70,6 +70,7 @@ class RouterProcessSpec:
     access: Access
     # where tenants come from that may change: `path` and `overrides` of a `Source`
     source: tuple[Path | None, dict[str, Any]] | None = None
+    kept: Path | None = None  # of that `Source` too
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class RouterProcess:
         if spec.config.scaling.enabled:
             self._keep("report_traffic", self._report_traffic)
         if spec.source is not None:
-            source = Source(*spec.source, self.hangup)
+            source = Source(*spec.source, self.hangup, spec.kept)
             use = spec.access.tenants.update
             self._keep("follow_tenants", partial(follow, spec.config, source, use))
         return RouterStarted(
