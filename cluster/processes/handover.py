@@ -154,7 +154,7 @@ async def try_out(command: Sequence[str], python_path: str, handover: Handover) 
     lines = complaint.decode(errors="replace").strip().splitlines()
     if process.returncode:
         why = lines[-1].removeprefix("error: ") if lines else f"exit code {process.returncode}"
-        raise HandoverError(f"{command[0]} cannot take over: {why}")
+        raise HandoverError(f"what is installed cannot take over: {why}")
     return said.decode(errors="replace").strip()
 
 

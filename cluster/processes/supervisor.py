@@ -262,9 +262,7 @@ class Supervisor:
         """What to go back to: command, PYTHONPATH, and settings where the file has others now."""
         earlier = self._life.earlier(self._installed)
         if earlier is None:
-            raise HandoverError(
-                "nothing has served here before what runs: no restart has changed it"
-            )
+            raise HandoverError("nothing else has served here: there is nothing to go back to")
         settings = None
         if earlier.settings is not None:
             settings = self._life.path / f"settings-{self._restart.number}"
