@@ -183,7 +183,7 @@ async def _check(path: Path | None, overrides: dict[str, Any], console: Any) -> 
     found = taken_over()
     source = Source(path, overrides, asyncio.Event(), found.settings if found else None)
     await check(source.read(), found)
-    click.echo(f"kvrelay {own_version()}: {path or 'these settings'} can be served")
+    click.echo(f"kvrelay {own_version()} can serve {path or 'these settings'}")
 
 
 def _has_terminal() -> bool:

@@ -125,7 +125,7 @@ def _environment(python_path: str, number: int) -> dict[str, str]:
 
 
 async def try_out(command: Sequence[str], python_path: str, handover: Handover) -> str:
-    """Have `command` look whether it could take over; returns the version that it is of. Raises
+    """Have `command` look whether it could take over; returns what it says. Raises
     HandoverError, with its reason."""
     number = _in_memory(handover)
     try:
@@ -147,6 +147,7 @@ async def try_out(command: Sequence[str], python_path: str, handover: Handover) 
             said, complaint = await process.communicate()
     except BaseException as error:
         process.kill()
+        await process.wait()
         if isinstance(error, TimeoutError):
             text = f"{command[0]} is not done with its check after {TRIAL_S:g} s"
             raise HandoverError(text) from None

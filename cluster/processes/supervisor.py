@@ -241,10 +241,10 @@ class Supervisor:
             number=self._restart.number,
             is_rollback=is_rollback,
         )
-        version = await try_out(command, python_path, draft)
+        verdict = await try_out(command, python_path, draft)
         if self._is_ending:
             raise HandoverError("the server ends")
-        log.info("%s takes over", version)
+        log.info("%s, and takes over", verdict)
         self._is_leaving = True
         if self._controller is not None and self._controller.is_alive:
             self._controller.kill()  # the next one adopts all; there is nothing to finish

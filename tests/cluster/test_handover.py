@@ -19,7 +19,8 @@ pytestmark = pytest.mark.anyio
 
 CHILD = """
 import sys
-from kvrelay.engine.wire.channel import BlockingChannel, Beat, inherited
+import kvrelay.cluster.processes.orders
+from kvrelay.engine.wire.channel import BlockingChannel, inherited
 end = BlockingChannel(inherited(sys.argv[1]))
 while True:
     end.send(end.receive())

@@ -164,12 +164,6 @@ def test_a_role_that_was_changed_is_kept(lives: Lives) -> None:
     assert Send("router-0", WorkerUp(both)) in lives.sent
 
 
-def test_a_worker_that_is_wanted_no_more_is_ended(lives: Lives) -> None:
-    lives.begin(RUNNING, replace(CONFIG, workers=CONFIG.workers[1:]))
-    assert of(StopWorker, lives.done) == [StopWorker("prefill-0", 1)]
-    assert lives.controller.all_up()
-
-
 def test_a_router_that_lost_messages_meets_the_worker_again_once_that_has_answered(
     lives: Lives,
 ) -> None:
@@ -208,7 +202,7 @@ def test_a_worker_that_is_not_wanted_any_more_is_drained_before_it_ends(lives: L
     assert worker.state is ProcessState.DRAINING
     assert of(StopWorker, lives.done) == []
     for _ in range(3):
-        lives.say(ProgressReport("decode-0", 1, Progress.NONE))
+        lives.say(ProgressReport("decode-0", 1, 5, Progress.MADE))
         lives.say(DrainReport("router-0", "decode-0", 1, 0))
         lives.say(Woken("drain 1 decode-0"))
     assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1, gently=True)]
