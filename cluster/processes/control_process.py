@@ -269,10 +269,10 @@ class ControlProcess:
 
     async def _restart_workers(self, only_outdated: bool) -> str:
         timeout_s = self.controller.config.start_timeout_s
-        deadline = self._loop.time() + RAY_START_S
+        deadline = self._loop.time() + timeout_s
         while not self.controller.machines:  # a worker that ends now would have nowhere to start
             if self._loop.time() > deadline:
-                return f"no machine is known after {RAY_START_S:g} s: Ray does not answer"
+                return f"no machine is known after {timeout_s:g} s: Ray does not answer"
             await asyncio.sleep(0.1)
         outdated = self.controller.worker_set.outdated()
         for worker in list(self.controller.workers.values()):
