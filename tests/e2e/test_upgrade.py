@@ -24,7 +24,7 @@ from tests.support.versions import Versions
 pytestmark = pytest.mark.e2e
 
 SUPERVISOR_STAYS = "f1c0d6c"  # the last version whose supervisor does not replace itself
-FIRST = "bbb6a19"  # the first whose does
+FIRST = "9e7e8ae"  # the first whose does
 NUM_STREAMS = 16
 TOOL = {
     "type": "function",
@@ -46,6 +46,7 @@ def settings_of(folder: Path, **more: object) -> dict[str, object]:
         "engine.num_blocks": 512,
         "engine.max_model_len": 1024,
         "cluster.drain_s": 120.0,
+        "cluster.start_timeout_s": 600.0,
         "tiers.disk_gib": 0.5,
         "tiers.disk_path": str(folder / "disk"),
         "tiers.disk_after_s": 0.1,
@@ -130,10 +131,19 @@ class Load:
             except (AssertionError, httpx.HTTPError) as error:
                 self.failures.append(repr(error))
 
+    def show(self) -> None:
+        streams = self.ended()
+        failed = sum(1 for stream in streams if stream.error)
+        altered = sum(map(self.clients.is_altered, streams))
+        silence_s = max(stream.silence_s for stream in streams)
+        print(
+            f"{len(streams)} streams, {failed} failed, {altered} altered, longest silence "
+            f"{silence_s:.2f} s; {len(self.calls)} calls of a tool, {len(self.failures)} failed"
+        )
+
     def check(self, most_silent_s: float = 3.0) -> None:
         streams = self.ended()
         silence_s = max(stream.silence_s for stream in streams)
-        print(f"{len(streams)} streams, {len(self.calls)} calls; longest silence {silence_s:.2f} s")
         assert [stream.error for stream in streams if stream.error] == []
         assert not any(map(self.clients.is_altered, streams))
         assert self.failures == []
@@ -158,6 +168,7 @@ def versions_are_served(url: str, versions: Versions, path: list[str]) -> None:
         for version in path:
             versions.use(version)
             restart(url)
+            load.show()
     share = load.cached_share()
     print(f"cached of the next turn: {share:.0%}")
     load.check()
