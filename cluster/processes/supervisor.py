@@ -250,6 +250,9 @@ class Supervisor:
             self._controller.kill()  # the next one adopts all; there is nothing to finish
             await self._controller.ended(END_S)
         left = await self._leave_routers()
+        if self._is_ending:
+            await self._resume_routers(left)
+            raise HandoverError("the server ends")
         try:
             become(command, python_path, with_fields(draft, routers=left))
         except OSError as error:
@@ -264,7 +267,7 @@ class Supervisor:
         if earlier is None:
             raise HandoverError("nothing else has served here: there is nothing to go back to")
         settings = None
-        if earlier.settings is not None:
+        if earlier.settings is not None and earlier.settings != self._file_text():
             settings = self._life.path / f"settings-{self._restart.number}"
             try:
                 write_private(settings, earlier.settings.encode())
@@ -274,6 +277,14 @@ class Supervisor:
             return earlier.command, earlier.python_path, settings
         log.warning("%s is gone: only the settings go back", earlier.command[0])
         return self._command, self._python_path, settings
+
+    def _file_text(self) -> str | None:
+        """What a restart would read. None: there is no such file."""
+        file = None if self._source is None else self._source.path
+        try:
+            return None if file is None else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
 
     async def _leave_routers(self) -> tuple[RunningRouter, ...]:
         """With their channels, to the program that this process becomes."""

@@ -43,8 +43,9 @@ def settings_of(folder: Path, **more: object) -> dict[str, object]:
     return {
         "cluster.prefill": 0,
         "cluster.decode": 2,
-        "engine.num_blocks": 512,
-        "engine.max_model_len": 1024,
+        "engine.num_blocks": 256,
+        "tiers.host_gib": 0.05,
+        "engine.max_model_len": 512,
         "cluster.drain_s": 120.0,
         "cluster.start_timeout_s": 600.0,
         "tiers.disk_gib": 0.5,
