@@ -15,7 +15,7 @@ from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, S
 from kvrelay.cluster.processes import control_process, life, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
 from kvrelay.cluster.processes.handover import HandoverError
-from kvrelay.cluster.processes.life import Life, LifeRecord, read_record
+from kvrelay.cluster.processes.life import Installed, Life, LifeRecord, read_record
 from kvrelay.cluster.processes.orders import AllUp, RestartWorkers, WorkersRestarted
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
@@ -159,6 +159,35 @@ async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
     assert not first.is_alive
     assert found._controller.is_alive, "another controller adopts what runs"
     assert "No such file or directory" in found._restart.why
+
+
+async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
+    supervised: Any, running: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = supervised()
+    found._model = Model()
+    await found._start_controller()
+    await asyncio.wait_for(found.restart(is_rollback=True), 5)
+    assert "nothing to go back to" in found._restart.why
+    tried: list[Any] = []
+
+    async def try_out(*args: Any) -> str:
+        tried.append(args)
+        raise HandoverError("enough")
+
+    monkeypatch.setattr(supervisor, "try_out", try_out)
+    (kvrelay := tmp_path / "kvrelay").touch(mode=0o755)
+    running.is_good(Installed("1.0", (str(kvrelay), "serve"), "/old", "[api]\nport = 1\n"))
+    await found.restart(is_rollback=True)
+    kvrelay.unlink()
+    await found.restart(is_rollback=True)
+    (command, python_path, handed), (other, *_) = tried
+    assert (command, python_path) == ((str(kvrelay), "serve"), "/old")
+    assert handed.command == other == found._command, (
+        "what the next restart starts, or what is there"
+    )
+    assert handed.settings.read_text() == "[api]\nport = 1\n"
+    assert handed.settings.stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_controller_that_ends_in_the_middle_of_a_restart_stops_it(supervised: Any) -> None:
