@@ -160,7 +160,7 @@ class Load:
             # The last token is always computed, and with it its block.
             whole = (usage["prompt_tokens"] - 1) // 16 * 16
             shares.append(usage["prompt_tokens_details"]["cached_tokens"] / whole)
-        return min(shares)
+        return float(min(shares))
 
 
 def versions_are_served(url: str, versions: Versions, path: list[str]) -> None:
