@@ -77,7 +77,7 @@ def test_workers_that_cannot_follow_the_settings_end(
 def test_a_record_that_knows_of_no_fixed_settings_goes_by_all_of_them(
     tmp_path: Path, ended: list[str]
 ) -> None:
-    """Written by the version before."""
+    """The version before has written it, without them."""
     path = open_life(config(tmp_path), 8000).path
     record = LifeRecord("kvrelay-old", b"token", workers_of(config(tmp_path)), 3)
     old = {k: v for k, v in msgspec.to_builtins(record).items() if k not in ("fixed", "weights")}

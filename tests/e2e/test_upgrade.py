@@ -152,7 +152,7 @@ class Load:
         assert silence_s <= most_silent_s
 
     def cached_share(self) -> float:
-        """Of the next turns' prompts."""
+        """How much of the next turns' prompts is found in the cache."""
         shares = []
         for body in self.bodies:
             turn = {**body, "max_tokens": 1, "stream": False}
