@@ -56,7 +56,7 @@ class RestartStatus(Struct, omit_defaults=True, kw_only=True):
     state: str = ""  # "checking", "controller", "workers", "routers", "done" or "stopped"
     why: str = ""  # it was stopped
     is_rollback: bool = False
-    version: str = ""  # of kvrelay, that the supervisor is of
+    version: str = ""  # kvrelay's, that the supervisor has
 
 
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):

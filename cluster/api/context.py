@@ -56,7 +56,7 @@ class Service(StrEnum):
 
     DRAIN = "drain"  # finish what is there, and end
     RESTART = "restart"  # every process, one after the other
-    ROLLBACK = "rollback"  # the same, with the version and the settings before these
+    ROLLBACK = "rollback"  # a restart with the version and settings of before
 
 
 class ApiSettings(ApiSection, frozen=True):

@@ -112,7 +112,7 @@ log = logging.getLogger("kvrelay.control")
 KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written is tried again
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
-MAX_FAILURES = 2  # of a worker that is started anew, before the others are left as they are
+MAX_FAILURES = 2  # a worker that fails so often leaves the others as they are
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 

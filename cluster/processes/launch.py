@@ -157,7 +157,7 @@ async def check(config: Config, found: Handover | None) -> None:
     ConfigError."""
 
     def ignore(*_: object) -> None:
-        """Nobody watches."""
+        """Nobody watches what a check is at."""
 
     config = settle(config, ignore)
     load_access(config)

@@ -37,7 +37,7 @@ class Source:
         return load_config(self.path, self.overrides, self.kept)
 
     def text(self) -> str | None:
-        """Of the file; None: there is none. Raises OSError."""
+        """What the file has; None: there is none. Raises OSError."""
         file = self.kept or self.path
         return None if file is None else file.read_text(encoding="utf-8")
 

@@ -70,7 +70,7 @@ class RouterProcessSpec:
     access: Access
     # where tenants come from that may change: `path` and `overrides` of a `Source`
     source: tuple[Path | None, dict[str, Any]] | None = None
-    kept: Path | None = None  # of that `Source` too
+    kept: Path | None = None  # the `kept` of that `Source`
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ log = logging.getLogger("kvrelay.serve")
 MODULE = "kvrelay.cluster.processes.child"
 LAST_WORDS_S = 1.0  # for what a process has said before its end
 END_S = 20.0  # for a process to end by itself once it was told to
-UNKNOWN_CODE = 255  # of a process that another part of this one has waited for
+UNKNOWN_CODE = 255  # another part of this process has waited for it
 
 
 class Inherited:

@@ -139,7 +139,7 @@ class Supervisor:
         self._serving: set[NodeId] = set()
         self._controller: Child | None = None
         self._routers: dict[NodeId, Child] = {}
-        self._epochs: dict[NodeId, int] = {}  # of these
+        self._epochs: dict[NodeId, int] = {}  # that these have
         self._started: dict[NodeId, RouterStarted] = {}
         self._restarting: asyncio.Future[str] | None = None  # workers, by the controller
         self._is_restarting = False
@@ -345,7 +345,7 @@ class Supervisor:
         self._life.is_good(self._installed)
 
     async def _restart_workers(self, *, only_outdated: bool = False) -> None:
-        """Raises HandoverError."""
+        """Asks the controller, and waits. Raises HandoverError."""
         self._show("workers")
         self._restarting = self._loop.create_future()
         try:
