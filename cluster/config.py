@@ -244,10 +244,13 @@ class Config(Section, frozen=True):
         return own or self.engine.tensor_parallel_size
 
 
-def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
+def load_config(
+    path: Path | None, overrides: Mapping[str, Any], kept: Path | None = None
+) -> Config:
     """The file's settings (none without a file), then `overrides` ("section.key" -> value; None
-    means not given). Raises ConfigError."""
-    tables = {} if path is None else read_toml(path)
+    means not given). `kept`: a copy to read in place of the file, for which names of other files
+    are still beside `path`. Raises ConfigError."""
+    tables = {} if path is None else read_toml(kept or path)
     config = build_config(tables, str(path))
     for key, value in overrides.items():
         section, _, name = key.partition(".")

@@ -52,6 +52,16 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     version: str | None = None  # the package's
 
 
+class RestartStatus(Struct, omit_defaults=True, kw_only=True):
+    """`kvrelay restart` and `kvrelay rollback`: the last one, or the one that is under way."""
+
+    number: int = 0  # counts them; 0: there was none
+    state: str = ""  # "checking", "controller", "workers", "routers", "done" or "stopped"
+    why: str = ""  # it was stopped
+    is_rollback: bool = False
+    version: str = ""  # kvrelay's, that the supervisor has
+
+
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):
     """The store that routers share, Redis, as this router sees it. Empty: none is set."""
 
@@ -91,6 +101,7 @@ class ClusterView(Struct, kw_only=True):
     routers: list[RouterProcessStatus]
     scaling: ScalingStatus | None  # None: as many workers as were asked for
     restarted_tasks: dict[str, int] = field(default_factory=dict)
+    restart: RestartStatus = field(default_factory=RestartStatus)
 
 
 class ClusterStatus(RouterStatus, kw_only=True):
@@ -105,6 +116,7 @@ class ClusterStatus(RouterStatus, kw_only=True):
     sessions: dict[str, int] = field(default_factory=dict)  # by state
     restarted_tasks: dict[str, int] = field(default_factory=dict)  # that had failed, by name
     certificates: dict[str, float] = field(default_factory=dict)  # seconds since 1970 of their ends
+    restart: RestartStatus = field(default_factory=RestartStatus)
 
 
 def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
@@ -125,7 +137,7 @@ def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
     own.workers = [w for w in own.workers if w.worker in wanted or w.state != "down"]
     mine = {router.router: router for router in own.routers}
     own.routers = [_router(mine.get(seen.router), seen) for seen in view.routers]
-    own.scaling = view.scaling
+    own.scaling, own.restart = view.scaling, view.restart
     own.restarted_tasks = own.restarted_tasks | view.restarted_tasks
 
 

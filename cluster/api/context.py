@@ -58,6 +58,7 @@ class Service(StrEnum):
 
     DRAIN = "drain"  # finish what is there, and end
     RESTART = "restart"  # every process, one after the other
+    ROLLBACK = "rollback"  # a restart with the version and settings of before
 
 
 class ApiSettings(ApiSection, frozen=True):

@@ -1,5 +1,6 @@
 """What operators and their tools ask a server: `/health`, `/status`, `/metrics`, `/audit`;
-`/workers/{worker}/role`, which changes what a worker is preferred for; `/drain` and `/restart`.
+`/workers/{worker}/role`, which changes what a worker is preferred for; `/drain`, `/restart` and
+`/rollback`.
 
 All but the state of health (`/health`, `/health/live`, `/health/ready`, `/ping`, `/version`) is for
 operators only.
@@ -48,6 +49,7 @@ def operation_routes(ctx: ApiContext) -> list[Route]:
     if ctx.order is not None:
         routes.append(Route("/drain", calls.drain, methods=["POST"]))
         routes.append(Route("/restart", calls.restart, methods=["POST"]))
+        routes.append(Route("/rollback", calls.rollback, methods=["POST"]))
     return routes
 
 
@@ -73,6 +75,9 @@ class _Operations:
 
     async def restart(self, http: Request) -> Response:
         return self._order(http, Service.RESTART)
+
+    async def rollback(self, http: Request) -> Response:
+        return self._order(http, Service.ROLLBACK)
 
     def _order(self, http: Request, service: Service) -> Response:
         check_operator(self._ctx, http)

@@ -137,6 +137,7 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
     return [
         *_version_lines(status),
         *([scaling["why"]] if scaling else []),
+        *_restart_lines(status.get("restart", {})),
         f"{status.get('num_live', 0)} live, {status.get('num_queued', 0)} queued",
         f"ended: {ended or 'none'}",
         f"retries: {sum(totals.get('retries', {}).values())}",
@@ -162,6 +163,14 @@ def _version_lines(status: dict[str, Any]) -> list[str]:
     if len(names) < 2:
         return []
     return [f"kvrelay {version}: {', '.join(names[version])}" for version in sorted(names)]
+
+
+def _restart_lines(restart: dict[str, Any]) -> list[str]:
+    """The last restart, unless all went well."""
+    state, what = restart.get("state"), "rollback" if restart.get("is_rollback") else "restart"
+    if state == "stopped":
+        return [f"{what} stopped: {restart.get('why')}; what runs goes on"]
+    return [f"{what} under way: {state}"] if state and state != "done" else []
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"

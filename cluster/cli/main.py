@@ -32,6 +32,7 @@ COMMANDS = {
     "down": ("hosts", "down", "End what `kvrelay up` has started."),
     "drain": ("operate", "drain", "Let a server finish what it has, and end."),
     "restart": ("operate", "restart", "Every process anew, one after the other."),
+    "rollback": ("operate", "rollback", "Back to the version and settings before."),
     "chat": ("client", "chat", "Talk to a served model from the terminal."),
     "scaling": ("operate", "scaling", "What the autoscaler does or not, and why."),
     "status": ("client", "status", "Workers, what they do, and the cache hit rate."),
@@ -100,7 +101,8 @@ def main() -> None:
 )
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
-def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
+@click.option("--check", is_flag=True, help="Say whether this could be served, and end.")
+def serve(model: str | None, config_path: Path | None, check: bool, **options: Any) -> None:
     """Serve MODEL with an OpenAI-compatible API.
 
     MODEL is a Hugging Face directory, a hub id, a GGUF file, or smollm2-135m, the default.
@@ -109,15 +111,17 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
 
     from kvrelay.cluster.config import ConfigError
     from kvrelay.cluster.processes.supervisor import ServeError
+    from kvrelay.engine.wire.channel import ChannelError
 
     sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
     sections |= {"host": "api", "port": "api", "insecure": "api", "dtype": "model"}
     overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
     console = Console(stderr=True, highlight=False)
     os.umask(0o077)  # prompts, tokens and keys are in what this and its processes write
+    run = _check if check else _serve
     try:
-        asyncio.run(_serve(config_path, {"model.name": model, **overrides}, console))
-    except (ConfigError, ServeError) as error:
+        asyncio.run(run(config_path, {"model.name": model, **overrides}, console))
+    except (ConfigError, ServeError, ChannelError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)
 
@@ -126,11 +130,13 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
     """Serve until the first SIGINT or SIGTERM; a second one ends the process at once. SIGHUP reads
     the tenants again, unless it comes because the terminal is gone."""
     from kvrelay.cluster.cli.progress import StartProgress
+    from kvrelay.cluster.processes.handover import SIGNALS, taken_over
     from kvrelay.cluster.processes.launch import serve as serve_until
     from kvrelay.cluster.processes.reload import Source
     from kvrelay.engine import logs
 
-    source = Source(path, overrides, asyncio.Event())
+    found = taken_over()
+    source = Source(path, overrides, asyncio.Event(), found.settings if found else None)
     config = source.read()
     log = config.log.resolved(config.sessions.state_dir, config.api.port)
     config = replace(config, log=log)
@@ -159,6 +165,7 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the program before this has held them
     progress = StartProgress(console)
     with progress:
 
@@ -167,7 +174,21 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
             logs.show_all()
             _print_ready(console, ready, config)
 
-        await serve_until(config, progress.tell, stop, on_ready, source, on_stop, clusters.append)
+        await serve_until(
+            config, progress.tell, stop, on_ready, source, on_stop, clusters.append, found
+        )
+
+
+async def _check(path: Path | None, overrides: dict[str, Any], console: Any) -> None:
+    from kvrelay.cluster.processes.handover import taken_over
+    from kvrelay.cluster.processes.launch import check
+    from kvrelay.cluster.processes.reload import Source
+    from kvrelay.engine.wire.channel import own_version
+
+    found = taken_over()
+    source = Source(path, overrides, asyncio.Event(), found.settings if found else None)
+    await check(source.read(), found)
+    click.echo(f"kvrelay {own_version()} can serve {path or 'these settings'}")
 
 
 def _has_terminal() -> bool:

@@ -1,11 +1,13 @@
-"""What operators ask of a running server: `kvrelay audit`, `role`, `drain`, `restart`, `scaling`.
+"""What operators ask of a running server: `kvrelay audit`, `role`, `drain`, `restart`,
+`rollback`, `scaling`.
 
 * `audit`: does every block of the cluster add up, and does any leak? What has just ended may still
   be settling, so it looks again for a while before it complains.
 * `role`: what a worker is preferred for, changed while it serves. Its weights and its KV stay where
   they are. What decodes on a worker that is to compute prompts moves to others; what finds no room
   there is finished where it is.
-* `drain` and `restart`: the end of a server, and every process of it anew.
+* `drain`, `restart` and `rollback`: the end of a server, and every process of it anew, with what is
+  installed and set now, or was before.
 * `scaling`: what the autoscaler does, and why; or whether a log of it makes sense, from which every
   decision is made again.
 """
@@ -151,22 +153,40 @@ def drain(url: str, operations_key: str) -> None:
     Console().print("the server takes no new requests, and ends with those it has")
 
 
-@click.command()
-@url_option
-@operations_key_option
-@click.option(
+wait_option = click.option(
     "--wait-s",
     type=click.FloatRange(min=0),
     default=900.0,
     show_default=True,
     help="For all to be up again.",
 )
+
+
+@click.command()
+@url_option
+@operations_key_option
+@wait_option
 def restart(url: str, operations_key: str, wait_s: float) -> None:
-    """Start every process anew, one after the other; requests go on all the while."""
+    """Start every process anew, one after the other, with what is installed and set now; requests
+    go on all the while."""
+    _replace_all(url, operations_key, wait_s, "restart")
+
+
+@click.command()
+@url_option
+@operations_key_option
+@wait_option
+def rollback(url: str, operations_key: str, wait_s: float) -> None:
+    """Go back to the version and the settings before the last restart that changed them; requests
+    go on all the while."""
+    _replace_all(url, operations_key, wait_s, "rollback")
+
+
+def _replace_all(url: str, operations_key: str, wait_s: float, order: str) -> None:
     console, deadline = Console(), time.monotonic() + wait_s
     with connected(url, operations_key) as client:
         before = get_json(client, "/status")
-        ask_json(client, "POST", "/restart", json={})
+        ask_json(client, "POST", f"/{order}", json={})
         shown: set[str] = set()
         while True:
             state = _status(client)
@@ -174,12 +194,26 @@ def restart(url: str, operations_key: str, wait_s: float) -> None:
             for line in sorted(up - shown):
                 console.print(line, highlight=False)
             shown |= up
+            if why := _why_stopped(before, state):
+                raise click.ClickException(f"{order} stopped: {why}")
             if _is_over(before, state):
                 break
             if time.monotonic() >= deadline:
                 raise click.ClickException(f"not over after {wait_s:g} s: see the server's log")
             time.sleep(RESTART_POLL_S)
     console.print("all have been started anew", highlight=False)
+
+
+def _is_later(before: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether `state` tells of the restart that was ordered."""
+    numbers = [each.get("restart", {}).get("number", 0) for each in (before, state)]
+    return bool(numbers[1] > numbers[0])
+
+
+def _why_stopped(before: dict[str, Any], state: dict[str, Any]) -> str:
+    restart = state.get("restart", {})
+    is_stopped = _is_later(before, state) and restart.get("state") == "stopped"
+    return str(restart["why"]) if is_stopped else ""
 
 
 def _status(client: httpx.Client) -> dict[str, Any]:
@@ -204,7 +238,9 @@ def _up_again(before: dict[str, Any], state: dict[str, Any]) -> set[str]:
 
 
 def _is_over(before: dict[str, Any], state: dict[str, Any]) -> bool:
-    """The controller is the last."""
+    """A server that does not say so ends its controller last."""
+    if "restart" in before:
+        return _is_later(before, state) and state["restart"].get("state") == "done"
     epochs = [each.get("controller", {}).get("epoch", 0) for each in (before, state)]
     return epochs[1] > epochs[0] and all(w["state"] == "up" for w in state["workers"])
 

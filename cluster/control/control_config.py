@@ -35,6 +35,7 @@ class ControllerConfig:
     decode_ranks: int = 1
     ranks_per_machine: int = 0  # that one worker has; 0: all of them
     use_gpus: bool = True  # where machines have some: one for each rank
+    built: str = ""  # version and settings of workers that are started, as a digest
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
 
     @property

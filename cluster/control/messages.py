@@ -64,6 +64,7 @@ class WorkerCheckpoint:
     hangs: int = 0
     further: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
+    built: str = ""  # `ControllerConfig.built` when it was started
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class DesiredWorker(DesiredProcess):
     started: WorkerStarted | None = None  # while it listens
     hangs: int = 0  # times that it was ended because it did not answer
     is_leaving: bool = False  # it goes for good when nothing needs it
+    built: str = ""  # what it was started from: `ControllerConfig.built`
 
     @property
     def is_draining(self) -> bool:
@@ -71,6 +72,7 @@ class DesiredWorker(DesiredProcess):
             self.hangs,
             self.further,
             self.hosts,
+            self.built,
         )
 
 
@@ -103,6 +105,11 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         up = (w for w in self.by_name.values() if w.state is ProcessState.UP)
         return {w.node: w.info for w in up if w.info is not None}
 
+    def outdated(self) -> list[NodeId]:
+        """Those that serve, and that another version or other settings have started."""
+        built = self.config.built
+        return [w.node for w in self.by_name.values() if w.is_serving and w.built != built]
+
     def listening(self) -> dict[NodeId, Peer]:
         return {w.node: w.peer for w in self.by_name.values() if w.peer is not None}
 
@@ -110,6 +117,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         """What an earlier controller has left: one that listened is asked whether it lives; one
         that had not come so far is ended."""
         worker = self.by_name.get(kept.worker)
+        if worker is None and kept.peer is not None:  # fewer are wanted: it is drained first
+            worker = self.by_name[kept.worker] = self.desired(kept.worker, kept.role)
+            kept = replace(kept, is_draining=True)
         if worker is not None:
             worker.role, worker.epoch, worker.restarts = kept.role, kept.epoch, kept.restarts
             worker.is_leaving, worker.hangs = kept.is_draining, kept.hangs
@@ -118,7 +128,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.on(ProcessEvent.ADOPT)
         worker.machine_id, worker.further = kept.machine_id, kept.further
         worker.hosts = kept.hosts or (kept.peer.host,)
-        worker.pid, worker.peer = kept.pid, kept.peer
+        worker.pid, worker.peer, worker.built = kept.pid, kept.peer, kept.built
         self.has_been_up = True
         return [
             AdoptWorker(worker.node, worker.epoch, kept.peer, kept.machine_id, kept.pid),
@@ -171,6 +181,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             text = f"{worker.last_error} for {worker.node}"
             return [Note("warning", "no_machine", text)]
         bound = self.begin(worker)
+        worker.built = self.config.built
         worker.machine_id, *further = machines
         worker.further = tuple(further)
         host_of = {machine.machine_id: machine.host for machine in self.machines}

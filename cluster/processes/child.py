@@ -30,6 +30,7 @@ from kvrelay.cluster.processes.orders import (
     Stop,
     WorkersRestarted,
 )
+from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.host import first_line
 from kvrelay.engine.logs import set_up
 from kvrelay.engine.wire.channel import BEAT_S, Beat, Channel, ChannelError, inherited
@@ -141,8 +142,12 @@ async def run_controller(parent: Parent) -> int:
                 process.lease_renewed(is_kept)
             case RouterStarted() | RouterFailed() | RouterLost():
                 process.say(message)
-            case RestartWorkers():
-                process.restart_workers(lambda why: parent.send(WorkersRestarted(why)))
+            case RestartWorkers(only_outdated):
+                process.restart_workers(
+                    only_outdated, lambda why: parent.send(WorkersRestarted(why))
+                )
+            case RestartStatus():
+                process.show_restart(message)
 
     await process.start()
     gone = asyncio.create_task(parent.follow(on_message))

@@ -50,7 +50,7 @@ from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
-from kvrelay.cluster.processes.life import Deadline, keep, read_record
+from kvrelay.cluster.processes.life import Deadline, keep, read_record, workers_of
 from kvrelay.cluster.processes.orders import (
     AllUp,
     ControllerListens,
@@ -59,7 +59,7 @@ from kvrelay.cluster.processes.orders import (
     StartupProgress,
 )
 from kvrelay.cluster.scaling.decisions import Line, encode_line
-from kvrelay.cluster.status import ClusterView, ControllerStatus
+from kvrelay.cluster.status import ClusterView, ControllerStatus, RestartStatus
 from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
@@ -126,6 +126,7 @@ log = logging.getLogger("kvrelay.control")
 KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written is tried again
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
+MAX_FAILURES = 2  # a worker that fails so often leaves the others as they are
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 LEASE_WATCH_S = 0.2
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
@@ -206,6 +207,7 @@ class ControlProcess:
         self._checkpoint: Checkpoint | None = None  # the last one
         self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
+        self._restart = spec.restart
         self._is_publishing = False
         self._scaling_log = ScalingLog.of(spec.config, spec.kept_file.parent.name)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -278,6 +280,7 @@ class ControlProcess:
                 drain_timeout_s=spec.config.api.request_timeout_s,
                 restart_drain_s=cluster.drain_s,
                 workers_per_machine=spec.config.scaling.workers_per_machine,
+                built=f"{own_version()} {workers_of(spec.config)}",
             ),
             wall=time.time,
         )
@@ -388,25 +391,49 @@ class ControlProcess:
     def has_ray(self) -> bool:
         return self._workers is not None
 
-    def restart_workers(self, done: Callable[[str], None]) -> None:
+    def restart_workers(self, only_outdated: bool, done: Callable[[str], None]) -> None:
         """One after the other; their requests go on at the others. `done` gets why it stopped; ""
         if all are up again."""
-        self.spawn(self._restart_workers(done))
 
-    async def _restart_workers(self, done: Callable[[str], None]) -> None:
+        async def restart() -> None:
+            try:
+                done(await self._restart_workers(only_outdated))
+            except Exception as error:  # who waits must hear of it
+                log.exception("restarting workers")
+                done(f"{type(error).__name__}: {error}")
+
+        self.spawn(restart())
+
+    async def _restart_workers(self, only_outdated: bool) -> str:
         timeout_s = self.controller.config.start_timeout_s
+        deadline = self._loop.time() + timeout_s
+        while not self.controller.machines:  # a worker that ends now would have nowhere to start
+            if self._loop.time() > deadline:
+                return f"no machine is known after {timeout_s:g} s: Ray does not answer"
+            await asyncio.sleep(0.1)
+        outdated = self.controller.worker_set.outdated()
         for worker in list(self.controller.workers.values()):
-            before = worker.epoch
+            if worker.state is not ProcessState.UP or (
+                only_outdated and worker.node not in outdated
+            ):
+                continue  # what is started later is started anew in any case
+            before, failures = worker.epoch, worker.failures
             self.say(RestartWorker(worker.node, "an operator restarts all workers"))
-            deadline = self._loop.time() + timeout_s
+            deadline = self._loop.time() + self.spec.config.cluster.drain_s + timeout_s
             while worker.epoch == before or worker.state is not ProcessState.UP:
                 if self.controller.workers.get(worker.node) is not worker:
                     break  # the autoscaler has let it go
+                if worker.failures > failures + MAX_FAILURES:
+                    return f"{worker.node} does not come up again: {worker.last_error}"
                 if self._loop.time() > deadline:
-                    done(f"{worker.node} is not up again after {timeout_s:g} s")
-                    return
+                    return f"{worker.node} is not up again after {timeout_s:g} s"
                 await asyncio.sleep(0.1)
-        done("")
+        return ""
+
+    def show_restart(self, restart: RestartStatus) -> None:
+        """To operators, from now on."""
+        self._restart = restart
+        self._publish_soon()
 
     def spawn(self, coroutine: Any) -> None:
         task = self._loop.create_task(coroutine)
@@ -539,6 +566,7 @@ class ControlProcess:
         host, scheme = spec.config.api.host, spec.config.tls.scheme
         view = cluster_view(self.controller, me, self._loads, host, scheme)
         view.restarted_tasks = dict(self.restarted)
+        view.restart = self._restart
         return view
 
     def _publish_soon(self) -> None:
@@ -564,7 +592,8 @@ class ControlProcess:
             await asyncio.sleep(0.1)
         infos = [w.info for w in self.controller.workers.values() if w.info is not None]
         model = await self._model
-        self._tell(AllUp(tuple(kv_lines(model.config, infos))))
+        num_outdated = len(self.controller.worker_set.outdated())
+        self._tell(AllUp(tuple(kv_lines(model.config, infos)), num_outdated))
 
     def _send(self, to: NodeId, message: Any) -> str | None:
         return self.wire.send(to, message)

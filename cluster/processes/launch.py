@@ -38,6 +38,8 @@ from kvrelay.cluster.processes.certificates import (
     with_certificates,
 )
 from kvrelay.cluster.processes.extras import require_extra
+from kvrelay.cluster.processes.handover import Handover, HandoverError
+from kvrelay.cluster.processes.handover import check as check_program
 from kvrelay.cluster.processes.life import Life, SharedLife, open_life, shared_life
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
@@ -45,6 +47,7 @@ from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, 
 from kvrelay.cluster.state.opening import with_cluster_token, with_url
 from kvrelay.engine.host import keep_running
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire.channel import inherited
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.process import Listening
 
@@ -100,41 +103,34 @@ async def serve(
     source: Source | None = None,
     on_stop: Callable[[], None] = lambda: None,
     on_cluster: Callable[[str], None] = lambda _: None,
+    found: Handover | None = None,
 ) -> None:
     """Serve until `stop` is set, or until an operator asks for the end; `on_stop` is called when it
     begins to end. `source`: of tenants that may change. `on_cluster` gets the name of the cluster,
-    as `worker.processes.kill_workers` takes it. Raises ServeError, and ConfigError for
-    tenants, the store and an extra that is not installed."""
-    config = await asyncio.to_thread(
-        with_keys, with_cluster_token(with_url(config)), partial(_tell_of_key, on_progress)
-    )
-    config = await asyncio.to_thread(with_certificates, config)
-    config = _for_gpus(config, on_progress)
-    _check_chat_template(config)
-    if config.tracing.endpoint:
-        modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-        await asyncio.to_thread(require_extra, "tracing", *modules)
-    if config.cluster.ray_dashboard_port:
-        await asyncio.to_thread(require_extra, "dashboard", "aiohttp", "opencensus")
+    as `worker.processes.kill_workers` takes it. `found`: from the server that this process was
+    before. Raises ServeError, and ConfigError for tenants, the store and an extra that is not
+    installed."""
+    config = await asyncio.to_thread(settle, config, on_progress)
     access = await asyncio.to_thread(load_access, config)
-    sockets = await asyncio.to_thread(_bind_all, config)
-    found = asyncio.Event()
+    sockets = await asyncio.to_thread(_bind_all, config, found)
+    is_found = asyncio.Event()
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
     supervisor: Supervisor | None = None
     try:
-        preparing = asyncio.create_task(_prepare(config, on_progress, found))
+        is_fresh = found is None
+        preparing = asyncio.create_task(_prepare(config, on_progress, is_found, is_fresh=is_fresh))
         tasks.append(preparing)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEAD_START_S):
-                await found.wait()
+                await is_found.wait()
         if preparing.done():
             preparing.result()
-        life = await _open_life(config, sockets)
+        life = await _open_life(config, sockets, found)
         if isinstance(life, SharedLife):  # routers' names are of the whole cluster
             sockets = {f"{name}@{life.server}": sock for name, sock in sockets.items()}
         else:  # workers of a cluster with several servers are not this one's to end
             on_cluster(life.record.cluster)
-        supervisor = await _supervise(config, access, sockets, life, on_progress, source)
+        supervisor = await _supervise(config, access, sockets, life, on_progress, source, found)
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
         supervisor.use_model(await _first(preparing, until))
@@ -151,9 +147,40 @@ async def serve(
         for task in tasks:
             task.cancel()
         if supervisor is not None:
-            await supervisor.end(config.cluster.drain_s if supervisor.ready.done() else 0.0)
+            has_clients = supervisor.ready.done() or found is not None
+            await supervisor.end(config.cluster.drain_s if has_clients else 0.0)
         for sock in sockets.values():
             sock.close()
+
+
+def settle(config: Config, on_progress: OnProgress) -> Config:
+    """As it will be served: with keys, certificates and what this machine decides. Raises
+    ServeError and ConfigError."""
+    config = with_cluster_token(with_url(config))
+    config = with_keys(config, partial(_tell_of_key, on_progress))
+    config = _for_gpus(with_certificates(config), on_progress)
+    _check_chat_template(config)
+    if config.tracing.endpoint:
+        require_extra("tracing", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+    if config.cluster.ray_dashboard_port:
+        require_extra("dashboard", "aiohttp", "opencensus")
+    return config
+
+
+async def check(config: Config, found: Handover | None) -> None:
+    """Whether `serve` could serve this, without starting anything. Raises ServeError and
+    ConfigError."""
+
+    def ignore(*_: object) -> None:
+        """Nobody watches what a check is at."""
+
+    config = settle(config, ignore)
+    load_access(config)
+    model = await _prepare(config, ignore, asyncio.Event(), is_fresh=found is None)
+    try:
+        check_program(config, model.path, found)
+    except HandoverError as error:
+        raise ServeError(str(error)) from error
 
 
 def _tell_of_key(on_progress: OnProgress, path: Path) -> None:
@@ -206,12 +233,15 @@ async def _forward(source: Source, supervisor: Supervisor) -> None:
         supervisor.reload()
 
 
-async def _open_life(config: Config, sockets: dict[NodeId, socket.socket]) -> Life:
+async def _open_life(
+    config: Config, sockets: dict[NodeId, socket.socket], found: Handover | None
+) -> Life:
     port = next(iter(sockets.values())).getsockname()[1]
     if config.cluster.name:
         return shared_life(config, port)
     try:
-        return await asyncio.to_thread(open_life, config, port)
+        path = None if found is None else found.life
+        return await asyncio.to_thread(open_life, config, port, path)
     except OSError as error:
         path = config.sessions.state_path
         raise ServeError(f"cannot write to {path} (sessions.state_dir): {error}") from error
@@ -224,6 +254,7 @@ async def _supervise(
     life: Life,
     on_progress: OnProgress,
     source: Source | None,
+    found: Handover | None,
 ) -> Supervisor:
     host = own_host(config.cluster.address)
     cluster = config.cluster
@@ -236,7 +267,9 @@ async def _supervise(
         orphan_s=cluster.orphan_s,
         tls=identity_of(config.tls) if config.tls.frames else None,
     )
-    supervisor = Supervisor(config, access, sockets, life, listening, host, on_progress, source)
+    supervisor = Supervisor(
+        config, access, sockets, life, listening, host, on_progress, source, found
+    )
     await supervisor.start()
     return supervisor
 
@@ -263,8 +296,10 @@ def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     return future
 
 
-def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
+def _bind_all(config: Config, found: Handover | None) -> dict[NodeId, socket.socket]:
     """Opens a listening socket for each router: at the API's port and those after it."""
+    if found is not None:
+        return {name: inherited(str(number)) for name, number in found.sockets.items()}
     sockets: dict[NodeId, socket.socket] = {}
     try:
         for number in range(config.cluster.routers):
@@ -277,13 +312,15 @@ def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
     return sockets
 
 
-async def _prepare(config: Config, on_progress: OnProgress, found: asyncio.Event) -> PreparedModel:
+async def _prepare(
+    config: Config, on_progress: OnProgress, found: asyncio.Event, *, is_fresh: bool
+) -> PreparedModel:
     """The model on disk. `found` is set once it is clear that the model is there, or is not, or
-    will take a while."""
+    will take a while. `is_fresh`: no worker holds memory yet."""
     loop = asyncio.get_running_loop()
     on_gpu = uses_gpus(config, num_gpus())
     num_here, num_prefill = config.most_workers, config.cluster.prefill
-    if config.cluster.address or config.cluster.name:  # elsewhere, or they run already
+    if config.cluster.address or config.cluster.name or not is_fresh:  # elsewhere, or they run
         num_here = num_prefill = 0
 
     def prepare() -> PreparedModel:

@@ -39,6 +39,17 @@ class LifeRecord(msgspec.Struct):
     token: bytes
     settings: str  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
+    fixed: dict[str, str] = {}  # what no worker that runs can follow: `fixed_settings`
+    weights: str = ""  # `weights_of`
+
+
+class Installed(msgspec.Struct, frozen=True):
+    """What served well, or serves now: for `kvrelay rollback`."""
+
+    version: str
+    command: tuple[str, ...]  # with links followed
+    python_path: str
+    settings: str | None  # text of the settings' file; None: there is none
 
 
 @dataclass(slots=True)
@@ -59,24 +70,52 @@ class Life:
         keep(self.path / "life", self.record)
         return self.record.controller_epoch
 
+    def use_weights(self, weights: str) -> None:
+        """The model is known now."""
+        if weights != self.record.weights:
+            self.record.weights = weights
+            keep(self.path / "life", self.record)
+
+    def earlier(self, running: Installed) -> Installed | None:
+        """What to go back to: the last that all processes were up with, if that is not what runs;
+        else what was so before that."""
+        good = read_record(self.path / "good", Installed)
+        if good is not None and good != running:
+            return good
+        return read_record(self.path / "previous", Installed)
+
+    def is_good(self, running: Installed) -> None:
+        """All processes are up with it."""
+        good = read_record(self.path / "good", Installed)
+        if good != running:
+            if good is not None:
+                keep(self.path / "previous", good)
+            keep(self.path / "good", running)
+
     def end(self) -> None:
         """Nothing of it runs any more."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def open_life(config: Config, port: int) -> Life:
-    """The life that the last server at `port` has left behind, if its workers are such as `config`
-    asks for; else a new one. Workers of another kind are ended. Raises OSError."""
+def open_life(config: Config, port: int, path: Path | None = None) -> Life:
+    """The life that the last server at `port` has left behind, if its workers can go on under
+    `config`; else a new one. Workers that cannot are ended. `path`: of the life that goes on where
+    a server replaces itself. Raises OSError."""
     base = config.sessions.state_path / "running"
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = workers_of(config)
-    path = base / f"{socket.gethostname()}-{port}"
+    settings, fixed = workers_of(config), fixed_settings(config)
+    is_same_server = path is not None
+    path = path or base / f"{socket.gethostname()}-{port}"
     found = read_record(path / "life", LifeRecord)
-    if found is not None and found.settings == settings:
-        log.warning("the last server at port %d did not end properly; its workers go on", port)
-        return Life(path, found)
     if found is not None:
-        log.warning("the last server at port %d did not end properly; its workers end", port)
+        changed = changed_settings(found, config)
+        if not is_same_server:
+            end = f"end: {', '.join(changed)} changed" if changed else "go on"
+            text = "the last server at port %d did not end properly; its workers %s"
+            log.warning(text, port, end)
+        if not changed:
+            found.settings, found.fixed = settings, fixed
+            return Life(path, found)
         kill_workers(found.cluster)
     is_newer = found is None and _version(path / "life") > VERSION
     if not is_newer:
@@ -85,9 +124,50 @@ def open_life(config: Config, port: int) -> Life:
         path = Path(tempfile.mkdtemp(dir=base))
     path.mkdir(mode=0o700, exist_ok=True)
     record = LifeRecord(
-        f"kvrelay-{secrets.token_hex(4)}", secrets.token_bytes(TOKEN_BYTES), settings
+        f"kvrelay-{secrets.token_hex(4)}", secrets.token_bytes(TOKEN_BYTES), settings, fixed=fixed
     )
     return Life(path, record)
+
+
+def fixed_settings(config: Config) -> dict[str, str]:
+    """Settings that neither workers nor routers that run can follow, each as a digest: where the
+    server listens, how its processes reach each other, and the weights, since a stream that moves
+    must go on with those that it began with."""
+    model, tls, cluster = config.model, config.tls, config.cluster
+    values = {
+        "api.host": config.api.host,
+        "api.port": config.api.port,
+        "cluster.routers": cluster.routers,
+        "cluster.address": cluster.address,
+        "tls.frames": (tls.frames, tls.ca if tls.frames else ""),
+        "state.url": config.state.url,
+        "sessions.state_dir": str(config.sessions.state_path),
+        "model.name": model.name,
+        "model.dtype": model.dtype,
+        "model.quantization": model.quantization,
+        "model.device": model.device,
+        "engine.kv_dtype": config.engine.kv_dtype,
+        "engine.window": config.engine.window,
+        "engine.sinks": config.engine.sinks,
+    }
+    digests = {name: hashlib.sha256(msgspec.json.encode(value)) for name, value in values.items()}
+    return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
+
+
+def changed_settings(record: LifeRecord, config: Config) -> list[str]:
+    """Names the fixed settings that are others now."""
+    if not record.fixed:  # written by a version that knew of none
+        return [] if record.settings == workers_of(config) else ["settings of workers"]
+    now = fixed_settings(config)
+    return sorted(n for n in now if n in record.fixed and record.fixed[n] != now[n])
+
+
+def weights_of(path: Path) -> str:
+    """A digest of a checkpoint by its place and the sizes and times of its files."""
+    path = path.resolve()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    return hashlib.sha256(msgspec.json.encode((str(path), stats))).hexdigest()[:16]
 
 
 def workers_of(config: Config) -> str:

@@ -3,7 +3,7 @@ channels (`engine.wire.channel`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrelay.cluster.config import Config
@@ -15,6 +15,7 @@ from kvrelay.cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
+from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
 from kvrelay.worker.messages import Peer
@@ -65,6 +66,7 @@ class ControlSpec:
     routers: tuple[NodeId, ...]
     running_routers: tuple[RouterStarted, ...]
     lease: LeaseOrder | None = None  # None: there is one server, and nothing to lead
+    restart: RestartStatus = field(default_factory=RestartStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,11 @@ class StartupProgress:
 
 @dataclass(frozen=True, slots=True)
 class AllUp:
-    """To the supervisor, once: all workers and routers are up. `lines`: for the user."""
+    """To the supervisor, once: all workers and routers are up. `lines`: for the user;
+    `num_outdated`: workers that another version or other settings have started."""
 
     lines: tuple[str, ...]
+    num_outdated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class Serves:
 class ServiceRequest:
     """From a router: an operator asks for this, of the whole server."""
 
-    service: str  # "drain" or "restart"
+    service: str  # "drain", "restart" or "rollback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,8 @@ class Reload:
 class RestartWorkers:
     """To the controller: one after the other; answered by `WorkersRestarted`."""
 
+    only_outdated: bool = False  # those that another version or other settings have started
+
 
 @dataclass(frozen=True, slots=True)
 class WorkersRestarted:
@@ -135,6 +141,7 @@ class WorkersRestarted:
 
 
 channel.register(RouterFailed, RouterLost, RouterStarted, StartRouter, StopRouter)
+channel.register(RestartStatus)  # to the controller, which shows it
 channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
 channel.register(Stop, Ending, Reload, RestartWorkers, WorkersRestarted)
 channel.register(Leads, ControllerListens, Follow)

@@ -30,10 +30,16 @@ class Source:
     path: Path | None
     overrides: dict[str, Any]
     hangup: asyncio.Event  # set by SIGHUP
+    kept: Path | None = None  # read in place of the file: what it was, after `kvrelay rollback`
 
     def read(self) -> Config:
         """Reads the file again. Raises ConfigError if it is not right."""
-        return load_config(self.path, self.overrides)
+        return load_config(self.path, self.overrides, self.kept)
+
+    def text(self) -> str | None:
+        """What the file has; None: there is none. Raises OSError."""
+        file = self.kept or self.path
+        return None if file is None else file.read_text(encoding="utf-8")
 
 
 async def follow(
@@ -41,7 +47,8 @@ async def follow(
 ) -> None:
     """Hand changed tenants to `use`, which may raise ConfigError, until cancelled. `config`: what
     the server has started with."""
-    files = [Path(name) for name in (source.path, config.tenants.file) if name]
+    settings = source.kept or source.path
+    files = [Path(name) for name in (settings, config.tenants.file) if name]
     used = seen = await asyncio.to_thread(stamps_of, files)
     if files:  # a process that is started later was given what the server has started with
         await _reload(config, source, use)

@@ -76,6 +76,7 @@ class RouterProcessSpec:
     access: Access
     # where tenants come from that may change: `path` and `overrides` of a `Source`
     source: tuple[Path | None, dict[str, Any]] | None = None
+    kept: Path | None = None  # the `kept` of that `Source`
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class RouterProcess:
             use = partial(follow_certificates, spec.config.tls, self._show)
             self._keep("follow_certificates", use)
         if spec.source is not None:
-            source = Source(*spec.source, self.hangup)
+            source = Source(*spec.source, self.hangup, spec.kept)
             take = spec.access.tenants.update
             self._keep("follow_tenants", partial(follow, spec.config, source, take))
         peer = Peer.here(spec.router, host, port, spec.epoch)

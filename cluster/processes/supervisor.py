@@ -16,9 +16,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
@@ -31,7 +36,17 @@ from kvrelay.cluster.control.messages import (
     StopRouter,
 )
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.life import Life, SharedLife
+from kvrelay.cluster.processes.handover import (
+    PYTHON_PATH,
+    Handover,
+    HandoverError,
+    RunningRouter,
+    become,
+    installed,
+    own_command,
+    try_out,
+)
+from kvrelay.cluster.processes.life import Life, SharedLife, weights_of, write_private
 from kvrelay.cluster.processes.orders import (
     AllUp,
     ControllerListens,
@@ -52,9 +67,11 @@ from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
 from kvrelay.cluster.processes.servers import Servers
+from kvrelay.cluster.processes.supervised import END_S, Child, end
+from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
+from kvrelay.engine.wire.channel import ChannelError, inherited, own_version
 from kvrelay.worker.messages import Peer
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
@@ -65,14 +82,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvrelay.serve")
 
 OnProgress = Callable[[str, str, bool], None]  # part, state, whether it is up
-CHILD = "kvrelay.cluster.processes.child"
-LAST_WORDS_S = 1.0  # for what a process has said before its end
 
 WATCH_S = 1.0
 SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
 RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
 STABLE_S = 60.0  # one that ran for so long is started again at once
-END_S = 20.0  # for a process to end by itself once it was told to
 
 
 class ServeError(Exception):
@@ -86,91 +100,6 @@ class Ready:
     ports: dict[NodeId, int]  # where each router's API listens
     lines: tuple[str, ...]  # what the KV cache costs
     model: str
-
-
-class Child:
-    """A process beside the supervisor, from its start to its end."""
-
-    def __init__(
-        self, name: str, on_message: Callable[[Any], None], on_end: Callable[[int], None]
-    ) -> None:
-        """`on_end` gets the exit code, negative for a signal."""
-        self.name = name
-        self.heard_at = self.started_at = asyncio.get_running_loop().time()
-        self._on_message = on_message
-        self._on_end = on_end
-        self._process: asyncio.subprocess.Process | None = None
-        self._channel: Channel | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
-        """`kind`: one of `cluster.processes.child`; `first`: what it is to be, None if that comes
-        later; `fds`: files that it gets, by number. Raises OSError where there is no process,
-        memory or file left for it."""
-        mine, its = socket.socketpair()
-        try:
-            with its:
-                self._process = await asyncio.create_subprocess_exec(
-                    *command(CHILD, kind, self.name, end=its),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(its.fileno(), *fds),
-                    start_new_session=True,  # the terminal's signals are for the supervisor
-                )
-        except BaseException:
-            mine.close()
-            raise
-        self._channel = await Channel.over(mine)
-        if first is not None:
-            self.send(first)
-        self._tasks = [
-            asyncio.create_task(self._listen(self._channel)),
-            asyncio.create_task(self._await_end()),
-        ]
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    def send(self, message: Any) -> None:
-        if self.is_alive and self._channel is not None:
-            self._channel.send(message)
-
-    def kill(self) -> None:
-        if self._process is not None and self.is_alive:
-            # `Popen.kill` may reap a process that is dead already, and its exit code with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-
-    async def ended(self, timeout_s: float) -> bool:
-        """Whether it ends within so long."""
-        assert self._process is not None
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    async def _listen(self, channel: Channel) -> None:
-        try:
-            while True:
-                message = await channel.receive()
-                self.heard_at = asyncio.get_running_loop().time()
-                if not isinstance(message, Beat):
-                    self._on_message(message)
-        except EOFError:
-            return
-        except ChannelError as error:
-            log.error("%s is ended: %s", self.name, error)
-        except Exception:
-            log.exception("%s is ended: what it said leads nowhere", self.name)
-        self.kill()
-
-    async def _await_end(self) -> None:
-        assert self._process is not None
-        code = await self._process.wait()
-        await asyncio.wait(self._tasks[:1], timeout=LAST_WORDS_S)
-        self._on_end(code)
 
 
 class Supervisor:
@@ -188,8 +117,10 @@ class Supervisor:
         host: str,
         on_progress: OnProgress,
         source: Source | None,
+        found: Handover | None = None,
     ) -> None:
-        """`sockets`: of each router, listening; `host`: where routers and controller listen."""
+        """`sockets`: of each router, listening; `host`: where routers and controller listen;
+        `found`: from the program that this process was before."""
         self._config = config
         self._access = access
         self._sockets = sockets
@@ -198,6 +129,15 @@ class Supervisor:
         self._host = host
         self._on_progress = on_progress
         self._source = source
+        self._found = found
+        command, python_path = own_command(), os.environ.get(PYTHON_PATH, "")
+        self._installed = installed(command, python_path, source.text() if source else None)
+        # What a restart starts; a rollback has started something else.
+        self._command = found.command if found else command
+        self._python_path = found.python_path if found else python_path
+        self._restart = RestartStatus(version=own_version())
+        if found is not None:
+            self._restart.number, self._restart.is_rollback = found.number, found.is_rollback
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -207,8 +147,11 @@ class Supervisor:
         self._serving: set[NodeId] = set()
         self._controller: Child | None = None
         self._routers: dict[NodeId, Child] = {}
+        self._epochs: dict[NodeId, int] = {}  # that these have
         self._started: dict[NodeId, RouterStarted] = {}
-        self._restarting: asyncio.Future[str] | None = None
+        self._restarting: asyncio.Future[str] | None = None  # workers, by the controller
+        self._is_restarting = False
+        self._is_leaving = False  # to become another program
         self._is_ending = False
         self._failures = 0
         self._servers: Servers | None = None  # this one's part in a cluster with several
@@ -226,11 +169,17 @@ class Supervisor:
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
         self._spawn(self._watch())
+        if self._found is not None:
+            self._is_restarting = True
+            self._restart.state = "controller"
+            await self._resume_routers(self._found.routers)
+            self._spawn(self._finish_restart(self._restart_all()))
         if self._servers is None:
             await self._start_controller()
 
     def use_model(self, model: PreparedModel) -> None:
         self._model = model
+        self._life.use_weights(weights_of(model.path))
         self._to_controller(model)
         if self._servers is not None:  # without a model it could not lead
             self._servers.start()
@@ -253,10 +202,10 @@ class Supervisor:
         for router in routers:
             router.send(Stop(drain_s))
         finish_s = drain_s + SHUTDOWN_S + END_S
-        await asyncio.gather(*(_end(router, finish_s) for router in routers))
+        await asyncio.gather(*(end(router, finish_s) for router in routers))
         if self._controller is not None and self._controller.is_alive:
             self._controller.send(Stop())
-            await _end(self._controller, 2 * END_S)
+            await end(self._controller, 2 * END_S)
         if self._spare is not None:
             self._spare.kill()
         if self._servers is not None:  # workers go on for the others
@@ -270,42 +219,192 @@ class Supervisor:
             self.failed.cancel()
         self._life.end()
 
-    async def restart(self) -> None:
-        """Every worker, every router and the controller, one after the other. Logs how it went."""
-        if self._restarting is not None:
+    async def restart(self, *, is_rollback: bool = False) -> None:
+        """Become what the command line starts now, or what was good before; then every worker and
+        every router anew, one after the other. How it goes is in the log and the status."""
+        if self._is_restarting:
             log.warning("a restart is under way already")
             return
         if self._servers is not None and not self._leads:
             leader = self._servers.leader or "the leader"
             log.error("restart stopped: this server does not lead; ask %s", leader)
             return
-        if self._controller is None or not self._controller.is_alive:
-            log.error("restart stopped: the controller is away; try again when it is back")
+        if self._servers is not None and is_rollback:
+            log.error("rollback stopped: of several servers, start each with the earlier version")
             return
+        if self._model is None:
+            log.error("restart stopped: the server is not up yet")
+            return
+        self._is_restarting = True
+        self._restart.number += 1
+        self._restart.is_rollback = is_rollback
+        # Of several servers each is ended and started by itself, and the others serve meanwhile.
+        doing = self._replace(is_rollback) if self._servers is None else self._restart_all()
+        await self._finish_restart(doing)
+
+    async def _finish_restart(self, doing: Coroutine[Any, Any, None]) -> None:
+        try:
+            await doing
+            self._show("done")
+        except HandoverError as error:
+            self._show("stopped", str(error))
+        except Exception as error:
+            log.exception("restart")
+            self._show("stopped", f"{type(error).__name__}: {error}")
+        finally:
+            self._is_restarting = False
+
+    def _show(self, state: str, why: str = "") -> None:
+        self._restart = replace(self._restart, state=state, why=why)
+        self._to_controller(self._restart)
+        what = "rollback" if self._restart.is_rollback else "restart"
+        if why:
+            log.error("%s stopped: %s", what, why)
+        else:
+            log.info("%s: %s", what, state)
+
+    async def _replace(self, is_rollback: bool) -> None:
+        """Does not return where all goes well: this process is another program then. Raises
+        HandoverError."""
+        self._show("checking")
+        command, python_path, settings = self._command, self._python_path, None
+        if is_rollback:
+            command, python_path, settings = self._earlier()
+        draft = Handover(
+            life=self._life.path,
+            command=self._command,
+            python_path=self._python_path,
+            sockets={name: sock.fileno() for name, sock in self._sockets.items()},
+            settings=settings,
+            number=self._restart.number,
+            is_rollback=is_rollback,
+        )
+        verdict = await try_out(command, python_path, draft)
+        if self._is_ending:
+            raise HandoverError("the server ends")
+        log.info("%s, and takes over", verdict)
+        self._is_leaving = True
+        if self._controller is not None and self._controller.is_alive:
+            self._controller.kill()  # the next one adopts all; there is nothing to finish
+            await self._controller.ended(END_S)
+        left = await self._leave_routers()
+        if self._is_ending:
+            await self._resume_routers(left)
+            raise HandoverError("the server ends")
+        try:
+            become(command, python_path, with_fields(draft, routers=left))
+        except OSError as error:
+            self._is_leaving = False
+            await self._resume_routers(left)
+            await self._start_controller()
+            raise HandoverError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+    def _earlier(self) -> tuple[tuple[str, ...], str, Path | None]:
+        """What to go back to: command, PYTHONPATH, and settings where the file has others now."""
+        earlier = self._life.earlier(self._installed)
+        if earlier is None:
+            raise HandoverError("nothing else has served here: there is nothing to go back to")
+        settings = None
+        if earlier.settings is not None and earlier.settings != self._file_text():
+            settings = self._life.path / f"settings-{self._restart.number}"
+            try:
+                write_private(settings, earlier.settings.encode())
+            except OSError as error:
+                raise HandoverError(f"{settings} cannot be written: {error.strerror}") from error
+        if os.access(earlier.command[0], os.X_OK):
+            return earlier.command, earlier.python_path, settings
+        log.warning("%s is gone: only the settings go back", earlier.command[0])
+        return self._command, self._python_path, settings
+
+    def _file_text(self) -> str | None:
+        """What a restart would read. None: there is no such file."""
+        file = None if self._source is None else self._source.path
+        try:
+            return None if file is None else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    async def _leave_routers(self) -> tuple[RunningRouter, ...]:
+        """With their channels, to the program that this process becomes."""
+        left = []
+        for name, child in self._routers.items():
+            if not child.is_alive:
+                continue
+            try:
+                pid, number, unread = await child.detach()
+            except (TimeoutError, ChannelError) as error:
+                log.warning("%s is started anew: %s", name, error or "it reads nothing")
+                child.kill()
+                continue
+            started, serves = self._started.get(name), name in self._serving
+            epoch = self._epochs[name]
+            left.append(RunningRouter(name, epoch, pid, number, unread, started, serves))
+        return tuple(left)
+
+    async def _resume_routers(self, routers: Iterable[RunningRouter]) -> None:
+        for each in routers:
+            child, its = self._router(each.router, each.epoch), inherited(str(each.channel))
+            try:
+                await child.resume(each.pid, its, each.unread)
+            except OSError as error:  # it has ended meanwhile; the controller starts the next
+                log.warning("%s has ended: %s", each.router, error)
+                its.close()
+                continue
+            self._routers[each.router] = child
+            if each.started is not None:
+                self._started[each.router] = each.started
+            if each.serves:
+                self._serving.add(each.router)
+
+    def _router(self, name: NodeId, epoch: int) -> Child:
+        self._epochs[name] = epoch
+        on_end = partial(self._on_router_end, name, epoch)
+        return Child(name, self._on_router_message, on_end)
+
+    async def _restart_all(self) -> None:
+        """Workers first: where they do not come up, routers and their clients are as they were.
+        Raises HandoverError."""
+        start_timeout_s = self._config.cluster.start_timeout_s
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                await asyncio.shield(self.ready)
+        except TimeoutError:
+            text = f"not all workers are up after {start_timeout_s:g} s"
+            raise HandoverError(f"{text}; nothing else was started anew") from None
+        await self._restart_workers()
+        self._show("routers")
+        for name in list(self._routers):
+            log.info("restarting %s", name)
+            try:
+                await self._restart_router(name)
+            except TimeoutError:
+                text = f"{name} does not serve again in {start_timeout_s:g} s"
+                raise HandoverError(text) from None
+        self._life.is_good(self._installed)
+
+    async def _restart_workers(self, *, only_outdated: bool = False) -> None:
+        """Asks the controller, and waits. Raises HandoverError."""
+        self._show("workers")
         self._restarting = self._loop.create_future()
         try:
-            log.info("restarting workers")
-            self._controller.send(RestartWorkers())
-            why_not = await self._restarting
-            if why_not:
-                log.error("restart stopped: %s", why_not)
-                return
-            for name in list(self._routers):
-                log.info("restarting %s", name)
-                await self._restart_router(name)
-            log.info("restarting the controller")
-            self._controller.kill()  # the next one adopts all; there is nothing to finish
-            log.info("all have been restarted")
-        except TimeoutError:
-            log.error("restart stopped: a router does not serve again in time")
+            self._to_controller(RestartWorkers(only_outdated))
+            if why_not := await self._restarting:
+                raise HandoverError(why_not)
         finally:
             self._restarting = None
+
+    def _replace_outdated(self, num_outdated: int) -> None:
+        """Workers that this server has found, and another version or other settings started."""
+        if num_outdated and not self._is_restarting and self._restart.state != "stopped":
+            self._is_restarting = True
+            log.warning("%d workers are started anew, one by one", num_outdated)
+            self._spawn(self._finish_restart(self._restart_workers(only_outdated=True)))
 
     async def _restart_router(self, name: NodeId) -> None:
         old, drain_s = self._routers[name], self._config.cluster.drain_s
         self._serving.discard(name)
         old.send(Stop(drain_s, refuse=False))
-        await _end(old, drain_s + SHUTDOWN_S + END_S)
+        await end(old, drain_s + SHUTDOWN_S + END_S)
         async with asyncio.timeout(self._config.cluster.start_timeout_s):
             while name not in self._serving:
                 await asyncio.sleep(0.05)
@@ -346,6 +445,7 @@ class Supervisor:
             routers=tuple(self._sockets),
             running_routers=() if self._servers else tuple(self._started.values()),
             lease=None if self._servers is None else self._servers.order(),
+            restart=self._restart,
         )
         spare, self._spare = self._spare, None
         self._controller = child = spare or self._new_controller()
@@ -390,9 +490,10 @@ class Supervisor:
             case StartupProgress(part, state, is_up):
                 if not self.ready.done():
                     self._on_progress(part, state, is_up)
-            case AllUp(lines):
+            case AllUp(lines, num_outdated):
                 self._lines = lines
                 self._look_ready()
+                self._replace_outdated(num_outdated)
             case ControllerListens(controller):
                 if self._servers is not None and self._leads:
                     self._servers.listens(controller)
@@ -410,7 +511,7 @@ class Supervisor:
                 log.warning("the controller said %s", type(message).__name__)
 
     def _on_end(self, started_at: float, code: int) -> None:
-        if self._is_ending:
+        if self._is_ending or self._is_leaving:
             return
         if not self._leads:
             self._controller = None
@@ -444,7 +545,7 @@ class Supervisor:
         return self._servers is None or self._servers.leads
 
     async def _start_router(self, start: StartRouter) -> None:
-        if self._is_ending:
+        if self._is_ending or self._is_leaving:
             return
         name, config = start.router, self._config
         assert self._model is not None, "routers are started once there is a model"
@@ -463,14 +564,10 @@ class Supervisor:
             model=served,
             access=self._access,
             source=None if self._source is None else (self._source.path, self._source.overrides),
+            kept=None if self._source is None else self._source.kept,
         )
         fd = self._sockets[name].fileno()
-        child = Child(
-            name,
-            self._on_router_message,
-            lambda code: self._on_router_end(name, start.epoch, code),
-        )
-        self._routers[name] = child
+        child = self._routers[name] = self._router(name, start.epoch)
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
         except OSError as error:
@@ -500,6 +597,8 @@ class Supervisor:
                 self.asked_to_end.set()
             case ServiceRequest("restart"):
                 self._spawn(self.restart())
+            case ServiceRequest("rollback"):
+                self._spawn(self.restart(is_rollback=True))
             case _:
                 log.warning("a router said %s", type(message).__name__)
 
@@ -545,6 +644,8 @@ class Supervisor:
             shown = ", ".join(f"{name} at port {port}" for name, port in ports.items())
             log.info("the server is ready: %s, %s", model.served_name, shown)
             self.ready.set_result(Ready(ports, lines, model.served_name))
+            if self._found is None:
+                self._life.is_good(self._installed)
 
     async def _watch(self) -> None:
         """End what hangs. Time counts in looks: one that was stopped itself has heard nothing."""
@@ -566,14 +667,6 @@ class Supervisor:
     def _fail(self, error: ServeError) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
-
-
-async def _end(child: Child, timeout_s: float) -> None:
-    """Until it has ended by itself, or by force."""
-    if child.is_alive and not await child.ended(timeout_s):
-        log.warning("%s does not end and is ended by force", child.name)
-        child.kill()
-        await child.ended(END_S)
 
 
 def shown(code: int) -> str:

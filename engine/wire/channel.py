@@ -38,6 +38,7 @@ MAX_NOISE_BYTES = 64 << 10  # before the preamble: what a login shell prints
 MAX_QUEUED_BYTES = 1 << 20  # not read by the other end; what comes then is dropped
 READ_BYTES = 1 << 16
 BEAT_S = 1.0
+DETACH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,16 @@ def _known_part(value: Any, schema: msgspec.inspect.Type) -> Any:
 class Incoming:
     """Messages out of the bytes of one direction, however these are cut."""
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._has_begun = False
-        self.hello: Hello | None = None
+    def __init__(self, hello: Hello | None = None, unread: bytes = b"") -> None:
+        """`hello`: of a stream that goes on, of which `unread` has come and was not handed out."""
+        self._buffer = bytearray(unread)
+        self._has_begun = hello is not None
+        self.hello = hello
+
+    @property
+    def unread(self) -> bytes:
+        """The beginning of a message whose rest is still to come."""
+        return bytes(self._buffer)
 
     def feed(self, data: bytes) -> list[Any]:
         """The messages that are complete now. Raises ChannelError."""
@@ -282,15 +289,39 @@ class BlockingChannel:
 class Channel:
     """One end, on an event loop. Owns its socket."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        unread: bytes | None = None,
+    ) -> None:
+        """`unread`: of a channel that goes on (`detach`); None: this one begins."""
         self._reader, self._writer = reader, writer
-        self._incoming = Incoming()
         self._messages: deque[Any] = deque()
-        writer.write(greeting())
+        if unread is None:
+            self._incoming = Incoming()
+            writer.write(greeting())
+        else:
+            self._incoming = Incoming(Hello(PROTOCOL, own_version()), unread)
 
     @classmethod
-    async def over(cls, end: socket.socket) -> Channel:
-        return cls(*await asyncio.open_connection(sock=end))
+    async def over(cls, end: socket.socket, unread: bytes | None = None) -> Channel:
+        return cls(*await asyncio.open_connection(sock=end), unread)
+
+    async def detach(self) -> tuple[int, list[Any], bytes]:
+        """Leave the channel to whoever takes it over, in this process or in what it becomes: a
+        copy of its socket, the messages that have come, and what was not read of the next. Nobody
+        reads it any more. Raises TimeoutError where the other end takes nothing."""
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        transport.set_write_buffer_limits(0)
+        async with asyncio.timeout(DETACH_S):
+            await self._writer.drain()
+        self._reader.feed_eof()  # so that what has come is read, without waiting for more
+        messages = [*self._messages, *self._incoming.feed(await self._reader.read())]
+        copy = os.dup(self._writer.get_extra_info("socket").fileno())
+        return copy, messages, self._incoming.unread
 
     @property
     def is_open(self) -> bool:

@@ -134,14 +134,14 @@ class System:
     def restart(self, timeout_s: float) -> bool:
         """Every process anew, one after the other; whether that was over in time."""
         url, deadline = self.urls[0], time.monotonic() + timeout_s
-        before = get_json(url, "/status", KEY)["controller"]["epoch"]
+        before = get_json(url, "/status", KEY)["restart"].get("number", 0)
         headers = {"authorization": f"Bearer {KEY}"}
         httpx.post(f"{url}/restart", headers=headers, timeout=30.0).raise_for_status()
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):  # the router itself starts again
-                state = get_json(url, "/status", KEY)
-                if state["controller"].get("epoch", 0) > before:
-                    return True
+                told = get_json(url, "/status", KEY)["restart"]
+                if told.get("number", 0) > before and told["state"] in ("done", "stopped"):
+                    return bool(told["state"] == "done")
             time.sleep(0.5)
         return False
 

@@ -16,7 +16,9 @@ from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
 from kvrelay.cluster.processes import control_process, life, ray_access, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
-from kvrelay.cluster.processes.life import Life, LifeRecord, read_record
+from kvrelay.cluster.processes.handover import HandoverError
+from kvrelay.cluster.processes.life import Installed, Life, LifeRecord, read_record
+from kvrelay.cluster.processes.orders import AllUp, RestartWorkers, WorkersRestarted
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
 
@@ -72,6 +74,12 @@ class Child:
     def send(self, message: Any) -> None:
         Child.said.append(message)
 
+    def kill(self) -> None:
+        self.is_alive = False
+
+    async def ended(self, timeout_s: float) -> bool:
+        return not self.is_alive
+
 
 @pytest.fixture
 def supervised(running: Life, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -125,17 +133,109 @@ async def test_a_router_that_cannot_be_started_is_said_at_once(supervised: Any) 
     assert "Too many open files" in failed.reason
 
 
-async def test_an_order_to_restart_while_the_controller_is_away_is_refused(
-    supervised: Any, caplog: pytest.LogCaptureFixture
+class Model:
+    """Stands for what is served."""
+
+    path = Path("/no/model")
+    served_name, max_model_len = "m", 1
+
+
+def trial_says(monkeypatch: pytest.MonkeyPatch, outcome: str | HandoverError) -> None:
+    async def try_out(*_: object) -> str:
+        if isinstance(outcome, HandoverError):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(supervisor, "try_out", try_out)
+
+
+async def test_a_program_that_cannot_take_over_stops_the_restart_in_words(
+    supervised: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited for ever, and every later one was refused because of it."""
     found = supervised()
-    await asyncio.wait_for(found.restart(), 5)
-    assert "the controller is away" in caplog.text
+    found._model = Model()
     await found._start_controller()
-    found._controller.is_alive = False
+    trial_says(monkeypatch, HandoverError("k.toml: engine.num_blocks = -3: expected at least 0"))
     await asyncio.wait_for(found.restart(), 5)
-    assert found._restarting is None
+    assert (found._restart.number, found._restart.state) == (1, "stopped")
+    assert "num_blocks = -3" in Child.said[-1].why, "the controller shows it to operators"
+    assert found._controller.is_alive
+    await asyncio.wait_for(found.restart(), 5)
+    assert found._restart.number == 2, "a restart that was stopped is not under way"
+
+
+async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
+    supervised: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = supervised()
+    found._model = Model()
+    await found._start_controller()
+    first = found._controller
+    trial_says(monkeypatch, "kvrelay 2.0")
+
+    def become(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(supervisor, "become", become)
+    await asyncio.wait_for(found.restart(), 5)
+    assert not first.is_alive
+    assert found._controller.is_alive, "another controller adopts what runs"
+    assert "No such file or directory" in found._restart.why
+
+
+async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
+    supervised: Any, running: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = supervised()
+    found._model = Model()
+    await found._start_controller()
+    await asyncio.wait_for(found.restart(is_rollback=True), 5)
+    assert "nothing to go back to" in found._restart.why
+    tried: list[Any] = []
+
+    async def try_out(*args: Any) -> str:
+        tried.append(args)
+        raise HandoverError("enough")
+
+    monkeypatch.setattr(supervisor, "try_out", try_out)
+    (kvrelay := tmp_path / "kvrelay").touch(mode=0o755)
+    running.is_good(Installed("1.0", (str(kvrelay), "serve"), "/old", "[api]\nport = 1\n"))
+    await found.restart(is_rollback=True)
+    kvrelay.unlink()
+    await found.restart(is_rollback=True)
+    (command, python_path, handed), (other, *_) = tried
+    assert (command, python_path) == ((str(kvrelay), "serve"), "/old")
+    assert handed.command == other == found._command, (
+        "what the next restart starts, or what is there"
+    )
+    assert handed.settings.read_text() == "[api]\nport = 1\n"
+    assert handed.settings.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_controller_that_ends_in_the_middle_of_a_restart_stops_it(supervised: Any) -> None:
+    """An order that was lost with a controller was waited for without end."""
+    found = supervised()
+    await found._start_controller()
+    doing = asyncio.create_task(found._finish_restart(found._restart_workers()))
+    await asyncio.sleep(0)
+    assert Child.said[-1] == RestartWorkers()
+    found._on_end(0.0, -9)
+    await asyncio.wait_for(doing, 5)
+    assert (found._restart.state, found._restart.why) == ("stopped", "the controller has ended")
+
+
+async def test_workers_of_other_settings_are_replaced_and_others_are_left(supervised: Any) -> None:
+    found = supervised()
+    await found._start_controller()
+    found._on_controller_message(AllUp((), 0))
+    assert not any(isinstance(said, RestartWorkers) for said in Child.said)
+    found._on_controller_message(AllUp((), 2))
+    await asyncio.sleep(0.01)
+    assert RestartWorkers(only_outdated=True) in Child.said
+    found._on_controller_message(WorkersRestarted(""))
+    async with asyncio.timeout(5):
+        while found._restart.state != "done":
+            await asyncio.sleep(0.01)
 
 
 async def test_a_ray_that_cannot_be_started_is_started_by_the_next_controller(

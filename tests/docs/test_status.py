@@ -7,6 +7,7 @@ import re
 from kvrelay.cluster.status import (
     ClusterStatus,
     ControllerStatus,
+    RestartStatus,
     RouterProcessStatus,
     ScalingStatus,
     StoreStatus,
@@ -21,6 +22,7 @@ KINDS = {
     "The controller": ControllerStatus,
     "The autoscaler": ScalingStatus,
     "The store": StoreStatus,
+    "A restart": RestartStatus,
 }
 
 

@@ -88,6 +88,7 @@ CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
     "POST /workers/{worker}/role": ("Prefer a worker for another role", RoleRequest),
     "POST /drain": ("Take no new request, and end when all are answered", None),
     "POST /restart": ("Replace every process, one after the other", None),
+    "POST /rollback": ("Go back to the version and the settings before", None),
     "GET /requests": ("Requests that were answered lately", None),
     "GET /requests/{id}/explanation": ("Why it went where it went, in seconds", None),
     "GET /console": ("A page that shows the server live", None),

@@ -33,7 +33,7 @@ from kvrelay.engine.stats import (
     RouterDown,
     RouterUp,
 )
-from kvrelay.router.messages import WorkerDown, WorkerUp
+from kvrelay.router.messages import DrainReport, WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, PeersUpdated, WorkerStarted
 from tests.cluster.control.test_controller import ONE, info, of
 
@@ -173,12 +173,6 @@ def test_a_role_that_was_changed_is_kept(lives: Lives) -> None:
     assert Send("router-0", WorkerUp(both)) in lives.sent
 
 
-def test_a_worker_that_is_wanted_no_more_is_ended(lives: Lives) -> None:
-    lives.begin(RUNNING, replace(CONFIG, workers=CONFIG.workers[1:]))
-    assert of(StopWorker, lives.done) == [StopWorker("prefill-0", 1)]
-    assert lives.controller.all_up()
-
-
 def test_a_router_that_lost_messages_meets_the_worker_again_once_that_has_answered(
     lives: Lives,
 ) -> None:
@@ -227,3 +221,32 @@ def test_who_knows_no_hosts_goes_by_where_its_workers_listen() -> None:
     lives.say(MachinesChanged((Machine("b", "h", 8.0, 1.0),)))
     assert of(StartWorker, lives.done) == []
     assert lives.controller.workers["decode-0"].machine_id == "b"
+
+
+def test_workers_that_other_settings_have_started_are_adopted_and_known(lives: Lives) -> None:
+    """They were ended all at once."""
+    lives.begin(RUNNING, replace(CONFIG, built="2.0 abc"))
+    assert lives.controller.all_up()
+    assert of(StopWorker, lives.done) == []
+    assert lives.controller.worker_set.outdated() == ["prefill-0", "decode-0"]
+    lives.say(MachinesChanged(ONE))
+    lives.say(WorkerLost("decode-0", 1, "it was killed"))
+    lives.say(Woken("backoff 1 decode-0"))
+    lives.say(WorkerStarted(info("decode-0", 2), "h", 100, 7))
+    assert lives.controller.worker_set.outdated() == ["prefill-0"]
+    lives.begin(RUNNING, replace(CONFIG, built="2.0 abc"))
+    assert lives.controller.worker_set.outdated() == ["prefill-0"], "the next controller knows too"
+
+
+def test_a_worker_that_is_not_wanted_any_more_is_drained_before_it_ends(lives: Lives) -> None:
+    """It was ended at once, with its streams."""
+    lives.begin(RUNNING, replace(CONFIG, workers=(("prefill-0", Role.PREFILL),)))
+    worker = lives.controller.workers["decode-0"]
+    assert worker.state is ProcessState.DRAINING
+    assert of(StopWorker, lives.done) == []
+    for _ in range(3):
+        lives.say(ProgressReport("decode-0", 1, 5, Progress.MADE))
+        lives.say(DrainReport("router-0", "decode-0", 1, 0))
+        lives.say(Woken("drain 1 decode-0"))
+    assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1, gently=True)]
+    assert [*lives.controller.workers] == ["prefill-0"]

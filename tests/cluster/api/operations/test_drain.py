@@ -105,7 +105,7 @@ def test_without_a_controller_what_only_it_can_do_is_refused_for_now(server: Ser
     assert answer.headers["retry-after"] == "2"
 
 
-@pytest.mark.parametrize("path", ["/drain", "/restart", "/status"])
+@pytest.mark.parametrize("path", ["/drain", "/restart", "/rollback", "/status"])
 def test_a_page_of_another_site_operates_nothing(
     server: Served, operated: Operated, path: str
 ) -> None:

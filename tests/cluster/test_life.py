@@ -1,0 +1,113 @@
+"""What a server finds of the one before it, and what it may take over."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.processes import life
+from kvrelay.cluster.processes.life import (
+    Installed,
+    Life,
+    LifeRecord,
+    keep,
+    open_life,
+    weights_of,
+    workers_of,
+)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Clusters whose workers were ended."""
+    found: list[str] = []
+    monkeypatch.setattr(life, "kill_workers", found.append)
+    return found
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    tables: dict[str, Any] = {"sessions": {"state_dir": str(folder)}}
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        tables.setdefault(section, {})[key] = value
+    return msgspec.convert(tables, Config)
+
+
+def left_behind(found: Life) -> None:
+    """As a server that was killed leaves it."""
+    found.next_controller()
+
+
+def test_workers_go_on_under_other_settings(tmp_path: Path, ended: list[str]) -> None:
+    """They were ended, all at once, whatever setting had changed."""
+    first = open_life(config(tmp_path), 8000)
+    left_behind(first)
+    other = config(tmp_path, engine__num_blocks=77, cluster__decode=3, tiers__host_gib=0.5)
+    again = open_life(other, 8000)
+    assert (again.record.cluster, again.record.token) == (first.record.cluster, first.record.token)
+    assert ended == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__name": "other"},
+        {"model__quantization": "int8"},
+        {"engine__window": 512},
+        {"tls__frames": True},
+        {"cluster__routers": 2},
+    ],
+)
+def test_workers_that_cannot_follow_the_settings_end(
+    tmp_path: Path, ended: list[str], change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = open_life(config(tmp_path), 8000)
+    left_behind(first)
+    again = open_life(config(tmp_path, **change), 8000)
+    assert again.record.cluster != first.record.cluster
+    assert ended == [first.record.cluster]
+    assert next(iter(change)).replace("__", ".") in caplog.text
+
+
+def test_a_record_that_knows_of_no_fixed_settings_goes_by_all_of_them(
+    tmp_path: Path, ended: list[str]
+) -> None:
+    """The version before has written it, without them."""
+    path = open_life(config(tmp_path), 8000).path
+    record = LifeRecord("kvrelay-old", b"token", workers_of(config(tmp_path)), 3)
+    old = {k: v for k, v in msgspec.to_builtins(record).items() if k not in ("fixed", "weights")}
+    (path / "life").write_bytes(msgspec.msgpack.encode(old | {"token": b"token"}))
+    assert open_life(config(tmp_path), 8000).record.cluster == "kvrelay-old"
+    (path / "life").write_bytes(msgspec.msgpack.encode(old | {"token": b"token"}))
+    assert open_life(config(tmp_path, engine__num_blocks=5), 8000).record.cluster != "kvrelay-old"
+    assert ended == ["kvrelay-old"]
+
+
+def test_a_rollback_goes_to_what_served_well_before(tmp_path: Path) -> None:
+    found = Life(tmp_path, LifeRecord("c", b"t", "s"))
+    one, two, bad = (Installed(v, ("kvrelay",), "", v) for v in ("1", "2", "bad"))
+    assert found.earlier(one) is None
+    found.is_good(one)
+    assert found.earlier(one) is None
+    assert found.earlier(bad) == one, "whose workers did not come up"
+    found.is_good(two)
+    found.is_good(two)
+    assert found.earlier(two) == one
+    found.is_good(one)
+    assert found.earlier(one) == two, "and forth again"
+    assert keep(tmp_path / "good", one)
+    assert (tmp_path / "good").stat().st_mode & 0o777 == 0o600
+
+
+def test_weights_that_were_replaced_in_their_place_are_others(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    before = weights_of(tmp_path)
+    assert weights_of(tmp_path) == before
+    os.utime(file, (1, 1))
+    assert weights_of(tmp_path) != before
