@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BlockingChannel, inherited, register
 from kvrelay.worker.messages import ProcessEnds, StartFailed
 
@@ -90,10 +91,12 @@ def main() -> None:
     if os.fork():  # a daemon, as a worker's process is
         os._exit(0)
     os.setsid()
+    set_up_process()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     guardian = BlockingChannel(inherited(sys.argv[2]))
     spec: RankHostSpec = guardian.receive()
     guardian.send(ProcessEnds(serve(spec, guardian)))
+    logging.shutdown()
     os._exit(0)
 
 

@@ -126,9 +126,11 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
     from kvrelay.cluster.cli.progress import StartProgress
     from kvrelay.cluster.processes.launch import serve as serve_until
     from kvrelay.cluster.processes.reload import Source
+    from kvrelay.engine.stderr import set_up_process
 
     source = Source(path, overrides, asyncio.Event())
     config = source.read()
+    set_up_process()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     stop = asyncio.Event()
     clusters: list[str] = []

@@ -29,6 +29,7 @@ from kvrelay.cluster.processes.orders import (
     WorkersRestarted,
 )
 from kvrelay.engine.host import first_line
+from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BEAT_S, Beat, Channel, ChannelError, inherited
 
 log = logging.getLogger("kvrelay")
@@ -147,6 +148,7 @@ async def run_controller(parent: Parent) -> int:
 
 def main() -> None:
     kind, end = sys.argv[1], inherited(sys.argv[3])
+    set_up_process()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to stderr

@@ -14,6 +14,7 @@ import signal
 import sys
 
 from kvrelay.engine.host import NodeExit, first_line
+from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.core_dumps import CoreDumps
 from kvrelay.worker.messages import ProcessEnds, StartFailed, WorkerStarted
@@ -66,6 +67,7 @@ def main() -> None:
     if os.fork():  # a daemon: its parent does not wait for it
         os._exit(0)
     os.setsid()
+    set_up_process()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("kvrelay").setLevel(logging.INFO)
@@ -73,7 +75,7 @@ def main() -> None:
     guardian = BlockingChannel(inherited(sys.argv[2]))
     order: WorkerOrder = guardian.receive()
     code = serve(order.spec, order.listening, guardian)
-    sys.stderr.flush()
+    logging.shutdown()
     os._exit(code)
 
 
