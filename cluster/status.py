@@ -45,8 +45,20 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     known: bool
     epoch: int | None = None
     pid: int | None = None
-    has_ray: bool | None = None
-    age_s: float | None = None  # since it said what is shown
+    has_ray: bool | None = None  # whether Ray answers it
+    failed_writes: int | None = None  # attempts to keep what the next controller needs
+    unwritten_s: float | None = None  # for how long that has not been written; 0: it is
+    open_files: int | None = None
+    max_files: int | None = None
+    lines_dropped: int | None = None  # its log found no room for them
+    age_s: float | None = None  # since it said what is shown, or since the router waits for it
+
+
+class StateFolderStatus(Struct, omit_defaults=True, kw_only=True):
+    """The disk below `sessions.state_dir`. Empty: it was not looked at yet, or does not answer."""
+
+    free_bytes: int | None = None
+    free_files: int | None = None  # inodes; None: its file system does not count them
 
 
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):
@@ -100,6 +112,8 @@ class ClusterStatus(RouterStatus, kw_only=True):
     state: StoreStatus = field(default_factory=StoreStatus)
     wire: dict[str, float] = field(default_factory=dict)  # frames of this process, by their fate
     sessions: dict[str, int] = field(default_factory=dict)  # by state
+    state_folder: StateFolderStatus = field(default_factory=StateFolderStatus)
+    lines_dropped: int = 0  # the log of this process found no room for them
     restarted_tasks: dict[str, int] = field(default_factory=dict)  # that had failed, by name
 
 

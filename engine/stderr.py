@@ -7,6 +7,7 @@ room again. As many files as may be open, too: every process takes both in hand 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -33,12 +34,10 @@ class QueuedStderr(io.TextIOBase):
         self._is_idle = True
         self._writer: threading.Thread | None = None  # from the first line: threads do not fork
         self.num_dropped = 0
-        self._num_told = 0
+        self._num_reported = 0
         self._at_end = _AtEnd(self)
 
-    @property
-    def encoding(self) -> str:
-        return "utf-8"
+    encoding = "utf-8"
 
     def isatty(self) -> bool:
         return self._is_tty
@@ -58,8 +57,10 @@ class QueuedStderr(io.TextIOBase):
             self._size += len(text)
             self._is_idle = False
             if self._writer is None:
-                self._writer = threading.Thread(target=self._run, name="stderr", daemon=True)
-                self._writer.start()
+                writer = threading.Thread(target=self._run, name="stderr", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread to be had: with a later line
+                    writer.start()
+                    self._writer = writer
             self._changed.notify_all()
         return len(text)
 
@@ -85,11 +86,11 @@ class QueuedStderr(io.TextIOBase):
                     self._changed.wait()
                 text = self._queue.popleft()
                 self._size -= len(text)
-            if self.num_dropped > self._num_told:
-                lost = self.num_dropped - self._num_told
+            if self.num_dropped > self._num_reported:
+                lost = self.num_dropped - self._num_reported
                 text = f"{lost} lines of this log found no room and are lost\n{text}"
             if self._write_all(text):
-                self._num_told = self.num_dropped
+                self._num_reported = self.num_dropped
             else:
                 self.num_dropped += 1
 
@@ -118,7 +119,8 @@ class _AtEnd(logging.Handler):
 
 
 def set_up_process() -> None:
-    """Call before `logging.basicConfig`, and after a fork."""
+    """Queue what goes to stderr, and raise the limit of files. Call it before logging is set up,
+    and after a fork."""
     if not isinstance(sys.stderr, QueuedStderr):
         sys.stderr = QueuedStderr(2)
     raise_file_limit()
@@ -135,3 +137,11 @@ def raise_file_limit() -> None:
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def num_open_files() -> int | None:
+    """Counts what this process has open; None: no file is left to look with."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # but the one that it looks with
+    except OSError:
+        return None

@@ -42,7 +42,13 @@ PURE_PLACES += (
     "cluster/control/routers",
 )
 PURE_PLACES += ("cluster/control/workers", "cluster/control/watches", "cluster/scaling/")
-IMPURE_PLACES = ("engine/model/", "engine/wire/", "engine/host", "kvtransfer/agents/")
+IMPURE_PLACES = (
+    "engine/model/",
+    "engine/wire/",
+    "engine/host",
+    "engine/stderr",
+    "kvtransfer/agents/",
+)
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
 RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,13 +44,14 @@ from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.life import keep, read_record
+from kvrelay.cluster.processes.life import Keeper, read_record
 from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.cluster.status import ClusterView, ControllerStatus
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.stderr import lines_dropped, num_open_files
 from kvrelay.worker.kv_plan import kv_lines
 from kvrelay.worker.messages import (
     CONTROLLER,
@@ -108,7 +110,6 @@ class ScalingLog:
 
 log = logging.getLogger("kvrelay.control")
 
-KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written is tried again
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
@@ -135,8 +136,7 @@ class ControlProcess:
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
-        self._checkpoint: Checkpoint | None = None  # the last one
-        self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written
+        self._keeper = Keeper(spec.kept_file)
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
         self._is_publishing = False
         self._scaling_log = ScalingLog.of(spec.config, spec.kept_file.parent.name)
@@ -179,18 +179,10 @@ class ControlProcess:
         self._model.set_result(model)
         self.spawn(self._show())
 
-    def _keep(self) -> None:
-        """Write the last checkpoint, and try again until it is written."""
-        self._keeping = None
-        if self._checkpoint is not None and not keep(self.spec.kept_file, self._checkpoint):
-            self._keeping = self._loop.call_later(KEEP_RETRY_S, self._keep)
-
     def perform(self, effect: Effect) -> None:
         match effect:
             case Record(kept):
-                self._checkpoint = kept
-                if self._keeping is None:
-                    self._keep()
+                self._keeper.keep(kept)
                 self._publish_soon()
             case StartWorker():
                 self._start_worker(effect)
@@ -248,7 +240,7 @@ class ControlProcess:
 
     @property
     def has_ray(self) -> bool:
-        return self._workers is not None
+        return self._workers is not None and self._workers.is_answered
 
     def restart_workers(self, done: Callable[[str], None]) -> None:
         """One after the other; their requests go on at the others. `done` gets why it stopped; ""
@@ -315,13 +307,17 @@ class ControlProcess:
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
 
     async def _watch_machines(self, use_gpus: bool) -> None:
-        try:
-            await self._workers.watch_machines(use_gpus)
-        except Exception as error:
-            if self.spec.config.cluster.address:
-                raise  # Ray itself ends a process that does not reach it for a minute
-            # A Ray of one's own ends with this process, and the next one starts another.
-            self._end_now(f"Ray does not answer ({type(error).__name__})")
+        while True:
+            try:
+                await self._workers.watch_machines(use_gpus)
+            except Exception as error:
+                why = f"Ray does not answer ({type(error).__name__})"
+                if not self.spec.config.cluster.address:
+                    # A Ray of one's own ends with this process, and the next one starts another.
+                    self._end_now(why)
+                # Ray itself ends a process that does not reach it for a minute.
+                log.warning("%s: no worker is started until it does", why)
+                await asyncio.sleep(RAY_RETRY_S)
 
     async def _request_machines(self, num_machines: int) -> None:
         machines, text = self.controller.machines, self.spec.config.scaling.machine
@@ -373,7 +369,17 @@ class ControlProcess:
         spec, routers = self.spec, self.controller.routers.values()
         lives = {(router.node, router.epoch) for router in routers}
         self._loads = {life: load for life, load in self._loads.items() if life in lives}
-        me = ControllerStatus(known=True, epoch=spec.epoch, pid=os.getpid(), has_ray=self.has_ray)
+        me = ControllerStatus(
+            known=True,
+            epoch=spec.epoch,
+            pid=os.getpid(),
+            has_ray=self.has_ray,
+            failed_writes=self._keeper.failed_writes,
+            unwritten_s=round(self._keeper.late_s, 3),
+            open_files=num_open_files(),
+            max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            lines_dropped=lines_dropped(),
+        )
         host, scheme = spec.config.api.host, spec.config.tls.scheme
         view = cluster_view(self.controller, me, self._loads, host, scheme)
         view.restarted_tasks = dict(self.restarted)

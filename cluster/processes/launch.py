@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
 from kvrelay.cluster.state.opening import with_url
+from kvrelay.engine.host import in_thread
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.process import Listening
@@ -221,28 +221,6 @@ async def _supervise(
     return supervisor
 
 
-def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `call` on a daemon thread: unlike one of asyncio's, it does not hold up the exit when
-    the result is not wanted any more (a model may take minutes to download)."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not future.done():
-            set_outcome(outcome)
-
-    def run() -> None:
-        try:
-            outcome: tuple[Any, Any] = (future.set_result, call())
-        except BaseException as error:
-            outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
 def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
     """Opens a listening socket for each router: at the API's port and those after it."""
     sockets: dict[NodeId, socket.socket] = {}
@@ -282,6 +260,6 @@ async def _prepare(config: Config, on_progress: OnProgress, found: asyncio.Event
 
     on_progress("model", config.model.name, False)
     try:
-        return await _in_thread(prepare, "prepare-model")
+        return await in_thread(prepare, "prepare-model")
     finally:
         found.set()

@@ -13,7 +13,9 @@ import secrets
 import shutil
 import socket
 import tempfile
-from dataclasses import dataclass
+import threading
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,8 @@ from kvrelay.worker.processes import kill_workers
 log = logging.getLogger("kvrelay")
 
 TOKEN_BYTES = 32
+WRITE_S = 1.0  # for a write of some hundred bytes; after that the disk hangs
+RETRY_S = 5.0  # before a write that has failed is tried again
 
 T = TypeVar("T")
 
@@ -36,12 +40,81 @@ class LifeRecord(msgspec.Struct):
     controller_epoch: int = 0
 
 
+class Keeper:
+    """Writes the last record to a file, on a thread of its own, and tries again until it is there.
+
+    What the next controller or server has to know is written before this one goes on, if the disk
+    lets it. A disk that is full or does not answer ends nobody and holds nobody up: `keep` waits
+    for it no longer than `WRITE_S`, and not at all while it is late."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._changed = threading.Condition()
+        self._latest: bytes | None = None  # to be written; None: it is
+        self._is_late = False
+        self._late_since = 0.0
+        self.failed_writes = 0
+        threading.Thread(target=self._run, name="keeper", daemon=True).start()
+
+    def keep(self, record: Any) -> None:
+        data, deadline = msgspec.msgpack.encode(record), time.monotonic() + WRITE_S
+        with self._changed:
+            if self._latest is None:
+                self._late_since = time.monotonic()
+            self._latest = data
+            self._changed.notify_all()
+            while self._latest is not None and not self._is_late:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    self._is_late = True
+                    self.failed_writes += 1
+                    log.error("%s is not written within %g s: the disk hangs", self._file, WRITE_S)
+
+    @property
+    def late_s(self) -> float:
+        """For how long the last record has not been written."""
+        with self._changed:
+            return 0.0 if self._latest is None else time.monotonic() - self._late_since
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._latest is None:
+                    self._changed.wait()
+                data = self._latest
+            has_failed = not self._write(data)
+            with self._changed:
+                self._is_late = has_failed
+                if self._latest is data and not has_failed:
+                    self._latest = None
+                self._changed.notify_all()
+                if has_failed:
+                    self._changed.wait(RETRY_S)
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            write_private(self._file, data)
+        except OSError as error:
+            self.failed_writes += 1
+            log.error(
+                "%s cannot be written, and what starts next will not know of all workers: %s; make "
+                "room, or make the folder writable",
+                self._file,
+                error,
+            )
+            return False
+        return True
+
+
 @dataclass(slots=True)
 class Life:
     """One life of a cluster. Owned by the supervisor."""
 
     path: Path
     record: LifeRecord
+    _keeper: Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._keeper = Keeper(self.path / "life")
 
     @property
     def kept_file(self) -> Path:
@@ -51,7 +124,7 @@ class Life:
     def next_controller(self) -> int:
         """Begin another epoch, which counts also where it cannot be kept."""
         self.record.controller_epoch += 1
-        keep(self.path / "life", self.record)
+        self._keeper.keep(self.record)
         return self.record.controller_epoch
 
     def end(self) -> None:
@@ -106,22 +179,6 @@ def read_record(file: Path, kind: type[T]) -> T | None:
     except (OSError, msgspec.DecodeError) as error:
         log.warning("%s is of no use, and workers that run are not found: %s", file, error)
         return None
-
-
-def keep(file: Path, record: Any) -> bool:
-    """Write what the next controller or server has to know, and say whether that went well. This
-    one goes on in any case: a full disk must not end it."""
-    try:
-        write_private(file, msgspec.msgpack.encode(record))
-    except OSError as error:
-        log.error(
-            "%s cannot be written, and what starts next will not know of all workers: %s; make "
-            "room, or make the folder writable",
-            file,
-            error,
-        )
-        return False
-    return True
 
 
 def write_private(file: Path, data: bytes) -> None:

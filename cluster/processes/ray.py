@@ -42,7 +42,7 @@ from kvrelay.cluster.processes.ray_cluster import connect as connect
 from kvrelay.cluster.processes.ray_cluster import control_plane as control_plane
 from kvrelay.cluster.processes.ray_cluster import disconnect as disconnect
 from kvrelay.decode_worker.actor import DecodeWorker
-from kvrelay.engine.host import first_line
+from kvrelay.engine.host import first_line, in_thread
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.wire.channel import pack, unpack
@@ -87,6 +87,7 @@ class RayWorkers:
         self._running: dict[NodeId, _Running] = {}
         self._placed: dict[NodeId, tuple[int, str]] = {}  # epoch and placement group of each worker
         self._ending: set[asyncio.Future[Any]] = set()
+        self.is_answered = False  # by Ray, when it was asked last
 
     def start(self, spec: WorkerSpec) -> None:
         task = asyncio.create_task(self._start(spec))
@@ -138,8 +139,15 @@ class RayWorkers:
         if Ray does not answer."""
         known: tuple[Machine, ...] | None = None
         while True:
-            async with asyncio.timeout(REACH_TIMEOUT_S):
-                nodes = await asyncio.to_thread(alive_nodes)
+            try:
+                async with asyncio.timeout(REACH_TIMEOUT_S):
+                    nodes = await in_thread(alive_nodes, "ray-nodes")
+            except BaseException:
+                self.is_answered = False
+                raise
+            if not self.is_answered:
+                self.is_answered = True
+                known = None
             self._raylets = {
                 n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes
             }

@@ -37,10 +37,11 @@ from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
 from kvrelay.cluster.scaling.planner import router_config
 from kvrelay.cluster.state.opening import open_state
-from kvrelay.cluster.status import ClusterStatus, ClusterView, merge
-from kvrelay.engine.host import NodeHost, keep_running
+from kvrelay.cluster.status import ClusterStatus, ClusterView, StateFolderStatus, merge
+from kvrelay.engine.host import NodeHost, in_thread, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
+from kvrelay.engine.stderr import lines_dropped
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
@@ -50,6 +51,7 @@ from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import Listening, update_peers
 
 REPORT_S = 1.0
+LOOK_S, LOOK_TIMEOUT_S = 2.0, 2.0  # at the disk of the state folder
 AWAY_S = 5.0  # without a word of the controller it counts as gone
 
 
@@ -122,7 +124,8 @@ class RouterProcess:
         self.hangup = asyncio.Event()  # read tenants again
         self._order = order
         self._view: ClusterView | None = None
-        self._viewed_at = 0.0
+        self._viewed_at = self._loop.time()  # it came; or the wait for it began
+        self._state_folder = StateFolderStatus()
         self._audits = AuditService(spec.router, self._nodes_up, self._own_audit, self.wire.send)
         self._tasks: list[asyncio.Task[Any]] = []
         self._restarted: Counter[str] = Counter()  # of them, by name
@@ -138,6 +141,7 @@ class RouterProcess:
         serving.add_done_callback(self._on_served)
         self._tasks = [serving]
         self._keep("report", self._report)
+        self._keep("watch_state_folder", self._watch_state_folder)
         if spec.config.scaling.enabled:
             self._keep("report_traffic", self._report_traffic)
         if spec.source is not None:
@@ -226,9 +230,14 @@ class RouterProcess:
             wire=dict(self.wire.counters),
             sessions=self.router.sessions.counts(),
             restarted_tasks=dict(self._restarted),
+            state_folder=self._state_folder,
+            lines_dropped=lines_dropped(),
         )
+        age_s = now - self._viewed_at
         if self._view is not None:
-            merge(status, self._view, now - self._viewed_at)
+            merge(status, self._view, age_s)
+        else:
+            status.controller.age_s = round(age_s, 3)
         return status
 
     def set_role(self, worker: NodeId, role: Role) -> Role:
@@ -267,6 +276,19 @@ class RouterProcess:
         while True:
             self._tell_load()
             await asyncio.sleep(REPORT_S)
+
+    async def _watch_state_folder(self) -> None:
+        """How much room there is, by a thread: a disk that hangs answers nothing, and that is all
+        that is said of it."""
+        folder = self._spec.config.sessions.state_path
+        while True:
+            looking = in_thread(partial(free_room, folder), "state-folder")
+            done, _ = await asyncio.wait([looking], timeout=LOOK_TIMEOUT_S)
+            self._state_folder = StateFolderStatus()
+            if not done:
+                await asyncio.wait([looking])  # one thread stands there, not one for each look
+            self._state_folder = looking.result()
+            await asyncio.sleep(LOOK_S)
 
     async def _report_traffic(self) -> None:
         """To the autoscaler."""
@@ -328,6 +350,16 @@ class RouterProcess:
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
+
+
+def free_room(folder: Path) -> StateFolderStatus:
+    """Empty if there is no such folder."""
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return StateFolderStatus()
+    files = stat.f_favail if stat.f_files else None
+    return StateFolderStatus(free_bytes=stat.f_bavail * stat.f_frsize, free_files=files)
 
 
 def _router_config(config: Config) -> RouterConfig:

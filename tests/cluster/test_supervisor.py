@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,9 +15,9 @@ import pytest
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.processes import control_process, life, supervisor
+from kvrelay.cluster.processes import life, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
-from kvrelay.cluster.processes.life import Life, LifeRecord, read_record
+from kvrelay.cluster.processes.life import Keeper, Life, LifeRecord, read_record
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
 
@@ -122,10 +125,9 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     """The controller's process ended, and so did its successor."""
     process = object.__new__(ControlProcess)  # without its node, wire and guardians
     spec: Any = SimpleNamespace(kept_file=tmp_path / "controller")
-    process.spec, process._loop = spec, asyncio.get_running_loop()
-    process._checkpoint = process._keeping = None
+    monkeypatch.setattr(life, "RETRY_S", 0.02)
+    process.spec, process._keeper = spec, Keeper(spec.kept_file)
     monkeypatch.setattr(process, "_publish_soon", lambda: None)
-    monkeypatch.setattr(control_process, "KEEP_RETRY_S", 0.02)
     replace, full = Path.replace, [True] * 3
 
     def replace_or_fail(path: Path, target: Path) -> Path:
@@ -139,8 +141,89 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     async with asyncio.timeout(5):
         while read_record(tmp_path / "controller", Checkpoint) != last:
             await asyncio.sleep(0.01)
-    assert caplog.text.count("No space left on device") == 3
+    assert caplog.text.count("No space left on device") == 3 == process._keeper.failed_writes
     assert [path.name for path in tmp_path.iterdir()] == ["controller"], "no draft is left"
+
+
+def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controller stood at its checkpoint, was ended after 20 s, and so was the next one."""
+    answers = threading.Event()
+    write = life.write_private
+
+    def hang(file: Path, data: bytes) -> None:
+        answers.wait(20)
+        write(file, data)
+
+    monkeypatch.setattr(life, "write_private", hang)
+    monkeypatch.setattr(life, "WRITE_S", 0.2)
+    keeper, started = Keeper(tmp_path / "controller"), time.monotonic()
+    for number in range(50):
+        keeper.keep(Checkpoint(num_named=number))
+    assert time.monotonic() - started < 2
+    assert keeper.late_s > 0.1
+    assert caplog.text.count("the disk hangs") == 1 == keeper.failed_writes
+    answers.set()
+    while keeper.late_s:
+        assert time.monotonic() - started < 20
+        time.sleep(0.01)
+    keeper.keep(last := Checkpoint(num_named=50))
+    assert read_record(tmp_path / "controller", Checkpoint) == last, "it waits for the disk again"
+
+
+class FastLoop(asyncio.SelectorEventLoop):
+    """Its clock goes on to the next timer at once."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def skip(timeout: float | None) -> Any:
+            self.now += timeout or 0.0
+            return select(0)
+
+        self._selector.select = skip  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_a_controller_that_ends_at_once_a_thousand_times_is_started_again(
+    running: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the 1,024th the pause overflowed a float, and there was none ever after."""
+    starts: list[float] = []
+
+    class Dying(Child):
+        def __init__(self, name: str, on_message: Any, on_end: Any) -> None:
+            super().__init__(name, on_message, on_end)
+            self.on_end = on_end
+
+        async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
+            loop = asyncio.get_running_loop()
+            starts.append(loop.time())
+            is_stable = len(starts) > 1200
+            loop.call_later(supervisor.STABLE_S if is_stable else 0.5, self.on_end, -6)
+
+    async def run() -> None:
+        none: Any = None
+        found = Supervisor(Config(), none, {}, running, none, "h", lambda *_: None, None)
+        await found._start_controller()
+        while len(starts) < 1203:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(supervisor, "Child", Dying)
+    monkeypatch.setattr(life, "write_private", lambda *_: None)
+    with asyncio.Runner(loop_factory=FastLoop) as runner:
+        runner.run(run())
+    pauses = [b - a for a, b in pairwise(starts)]
+    assert pauses[0] == pytest.approx(0.6)
+    assert pauses[20:1199] == pytest.approx([0.5 + supervisor.RESTART.max_s] * 1179)
+    assert pauses[1201] == pytest.approx(supervisor.STABLE_S + supervisor.RESTART.base_s)
+    assert running.record.controller_epoch == len(starts)
 
 
 def test_a_log_of_decisions_goes_on_when_there_is_room_again(
