@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -41,7 +43,7 @@ from kvrelay.cluster.status import ClusterStatus, ClusterView, StateFolderStatus
 from kvrelay.engine.host import NodeHost, in_thread, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
-from kvrelay.engine.stderr import lines_dropped
+from kvrelay.engine.stderr import lines_dropped, num_open_files
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
@@ -50,8 +52,11 @@ from kvrelay.router.router import Router
 from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import Listening, update_peers
 
+log = logging.getLogger("kvrelay.router")
+
 REPORT_S = 1.0
 LOOK_S, LOOK_TIMEOUT_S = 2.0, 2.0  # at the disk of the state folder
+LEAST_FREE, LEAST_FREE_FILES, MAX_FILES_SHARE = 64 << 20, 1000, 0.8  # as the alerts have it
 AWAY_S = 5.0  # without a word of the controller it counts as gone
 
 
@@ -126,6 +131,7 @@ class RouterProcess:
         self._view: ClusterView | None = None
         self._viewed_at = self._loop.time()  # it came; or the wait for it began
         self._state_folder = StateFolderStatus()
+        self._runs_out: set[str] = set()  # of room and files, what has been logged
         self._audits = AuditService(spec.router, self._nodes_up, self._own_audit, self.wire.send)
         self._tasks: list[asyncio.Task[Any]] = []
         self._restarted: Counter[str] = Counter()  # of them, by name
@@ -288,7 +294,23 @@ class RouterProcess:
             if not done:
                 await asyncio.wait([looking])  # one thread stands there, not one for each look
             self._state_folder = looking.result()
+            self._say_what_runs_out(self._state_folder, folder)
             await asyncio.sleep(LOOK_S)
+
+    def _say_what_runs_out(self, room: StateFolderStatus, folder: Path) -> None:
+        """Once, when it begins."""
+        limit, num_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_open_files()
+        found = {}
+        if room.free_bytes is not None and room.free_bytes < LEAST_FREE:
+            found["room"] = f"{room.free_bytes >> 20} MiB are free at {folder}: make room"
+        if room.free_files is not None and room.free_files < LEAST_FREE_FILES:
+            found["inodes"] = f"{room.free_files} files are left at {folder}: make room"
+        if limit > 0 and (num_open or limit) > MAX_FILES_SHARE * limit:
+            found["files"] = f"{num_open} of {limit} files are open: raise the limit (ulimit -n)"
+        for what, text in found.items():
+            if what not in self._runs_out:
+                log.warning("%s", text)
+        self._runs_out = set(found)
 
     async def _report_traffic(self) -> None:
         """To the autoscaler."""

@@ -7,6 +7,9 @@ to clear, the next fault begins. Needs Prometheus (PATH, or PROMETHEUS_HOME); sk
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -14,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -23,11 +27,12 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from tests.operations.prometheus import FOLDER_VARIABLE, Prometheus, binary
 from tests.operations.served import free_port
-from tests.runbooks.book import Book, Broken, books
+from tests.runbooks.book import Book, Broken, Clue, books, clues
 from tests.runbooks.faults import FAULTS, SERVERS
 from tests.runbooks.world import World
 
 FIRES_WITHIN_S = 30.0
+DOCTOR_ATTEMPTS = 3
 QUIET_WITHIN_S = 150.0  # an alert that an earlier fault has set off
 CLEARS_WITHIN_S = 330.0  # the longest window of a rule is 5 minutes
 
@@ -45,6 +50,24 @@ class Result:
     began_at: float = 0.0
 
 
+def check_doctor(clue: Clue, book: Book, world: World) -> None:
+    """While the fault is there, `kvrelay doctor` names the page. Raises AssertionError."""
+    command = 'kvrelay doctor --json --config "$CONFIG" --url "$URL"'
+    for attempt in range(DOCTOR_ATTEMPTS):  # it may look a moment too early
+        done = subprocess.run(
+            ["bash", "-c", command], env=world.environment, capture_output=True, text=True
+        )
+        found = json.loads(done.stdout or "[]")
+        pages = {each["check"]: each.get("fix", "") for each in found}
+        if f"docs/runbooks/{book.name}.md" in pages.get(clue.check, ""):
+            return
+    raise AssertionError(f"doctor names no {book.name} under {clue.check}: {pages} {done.stderr}")
+
+
+def says(clue: Clue, world: World) -> bool:
+    return re.search(clue.line, Path(world.environment["LOG"]).read_text()) is not None
+
+
 def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
     result = Result(book.name, book.alert)
     try:
@@ -59,7 +82,14 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
             _, result.fired_after_s = prometheus.wait(
                 f"{book.alert} does not fire", is_firing, FIRES_WITHIN_S
             )
+            clue = clues().get(book.name)
+            if clue is not None:
+                check_doctor(clue, book, world)
             book.run(world.environment)
+            if clue is not None:
+                prometheus.wait(
+                    f"no line of the log has {clue.line}", partial(says, clue, world), 10
+                )
             result.mended_after_s = time.monotonic() - result.began_at
         world.wait_up()
     except (Broken, TimeoutError, AssertionError) as error:
