@@ -265,7 +265,13 @@ class ControlProcess:
     def spawn(self, coroutine: Any) -> None:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[Any]) -> None:
+        """What a task that failed would have done is done by the next controller."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end_now(f"{task.get_coro().__qualname__}: {type(error).__name__}: {error}")
 
     def say(self, message: Any) -> None:
         """To the controller, after what it does now."""
@@ -279,12 +285,14 @@ class ControlProcess:
         from kvrelay.cluster.processes.ray_access import RayRefused, start_ray
 
         config = self.spec.config
+        starting: asyncio.Future[Any] | None = None
         while True:
             try:
-                starting = self._loop.run_in_executor(
-                    self._ray_thread, start_ray, config, self._tell_ray
-                )
-                ray = await asyncio.wait_for(starting, RAY_START_S)
+                if starting is None:  # one that was late goes on
+                    starting = self._loop.run_in_executor(
+                        self._ray_thread, start_ray, config, self._tell_ray
+                    )
+                ray = await asyncio.wait_for(asyncio.shield(starting), RAY_START_S)
                 break
             except (RayRefused, TimeoutError) as error:
                 why = str(error) or f"Ray did not start within {RAY_START_S:g} s"
@@ -294,6 +302,8 @@ class ControlProcess:
                 if not config.cluster.address:
                     self._end_now(why)
                 log.warning("%s; again in %g s", why, RAY_RETRY_S)
+                if isinstance(error, RayRefused):
+                    starting = None
                 await asyncio.sleep(RAY_RETRY_S)
         self._tell(StartupProgress("ray", "up", True))
         await self._model

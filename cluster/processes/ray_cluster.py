@@ -10,7 +10,6 @@ import socket
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.engine.host import first_line
@@ -45,9 +44,11 @@ def connect(address: str, dashboard_port: int = 0) -> None:
         }
     # Ray prints the last words of dead processes; what matters of them, the controller logs.
     ray._private.worker._worker_logs_enabled = False
+    if ray.is_initialized():  # by an attempt that came through after all, or was then refused
+        ray.shutdown()
     try:
         ray.init(**options)
-    except (RayError, ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # it raises all kinds, and Exception itself for a timeout
         what = f"join the Ray cluster at {address}" if address else "start Ray"
         raise RayUnavailable(f"cannot {what}: {first_line(error)}") from error
 

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
 from kvrelay.engine.backoff import Backoff
+from kvrelay.engine.host import keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
 from kvrelay.worker.process import Listening
@@ -205,7 +207,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
-        self._spawn(self._watch())
+        self._spawn(keep_running("watch", self._watch, Counter()))
         await self._start_controller()
 
     def use_model(self, model: PreparedModel) -> None:
@@ -335,7 +337,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             try:
                 await self._start_controller()
-            except OSError as error:
+            except Exception as error:  # no file, process, thread, memory: each by its own kind
                 self._failures += 1
                 pause_s = RESTART.pause_s(self._failures)
                 log.error("the controller cannot be started: %s; again in %g s", error, pause_s)
@@ -372,7 +374,7 @@ class Supervisor:
         self._routers[name] = child
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
-        except OSError as error:  # the controller orders it again, later and later
+        except Exception as error:  # the controller orders it again, later and later
             self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
 
     def _on_router_message(self, message: Any) -> None:

@@ -24,6 +24,7 @@ from kvrelay.engine.backoff import Backoff
 pytestmark = pytest.mark.anyio
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 NO_FILES = OSError(errno.EMFILE, "Too many open files")
+NO_THREAD = RuntimeError("can't start new thread")
 
 
 def no_space(*_: object, **__: object) -> None:
@@ -39,6 +40,7 @@ class Child:
     """A process that is there once `failures` attempts to start one have failed."""
 
     failures = 0
+    error: Exception = NO_FILES
     said: ClassVar[list[Any]] = []
 
     def __init__(self, name: str, on_message: Any, on_end: Any) -> None:
@@ -47,7 +49,7 @@ class Child:
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
         if Child.failures:
             Child.failures -= 1
-            raise NO_FILES
+            raise Child.error
         self.is_alive = True
 
     def send(self, message: Any) -> None:
@@ -68,8 +70,12 @@ def supervised(running: Life, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-async def test_a_controller_is_started_again_until_it_runs(supervised: Any) -> None:
+@pytest.mark.parametrize("error", [NO_FILES, NO_THREAD, MemoryError()], ids=repr)
+async def test_a_controller_is_started_again_until_it_runs(
+    supervised: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """It was tried once: with no file to be had, there was no controller ever after."""
+    monkeypatch.setattr(Child, "error", error)
     found = supervised()
     await found._start_controller()
     Child.failures = 20
@@ -143,6 +149,50 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
             await asyncio.sleep(0.01)
     assert caplog.text.count("No space left on device") == 3 == process._keeper.failed_writes
     assert [path.name for path in tmp_path.iterdir()] == ["controller"], "no draft is left"
+
+
+async def test_a_task_of_the_controller_that_fails_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's start raised what was not expected: nobody ever joined it again."""
+    process = object.__new__(ControlProcess)
+    process._loop, process._tasks = asyncio.get_running_loop(), set()
+    ends: list[str] = []
+    monkeypatch.setattr(process, "_end_now", ends.append)
+
+    async def fail() -> None:
+        raise RuntimeError("Ray says no")
+
+    process.spawn(fail())
+    cancelled = process._loop.create_task(asyncio.sleep(60))
+    cancelled.add_done_callback(process._on_task_end)
+    cancelled.cancel()
+    async with asyncio.timeout(5):
+        while not cancelled.done() or process._tasks:
+            await asyncio.sleep(0)
+    (why,) = ends
+    assert "fail" in why
+    assert "RuntimeError: Ray says no" in why
+
+
+def test_whatever_ray_raises_at_its_start_is_a_reason_to_try_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It raises Exception itself for a node that is late, which ended the attempts for ever; and an
+    attempt that had come through made every later one fail."""
+    ray_cluster = pytest.importorskip("kvrelay.cluster.processes.ray_cluster")
+    is_there = [True]
+
+    def init(**_: object) -> None:
+        if is_there[0]:
+            raise RuntimeError("Maybe you called ray.init twice by accident?")
+        raise Exception("The current node timed out during startup.\nMore")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: is_there[0])
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: is_there.__setitem__(0, False))
+    with pytest.raises(ray_cluster.RayUnavailable, match=r"start Ray: The current node timed out"):
+        ray_cluster.connect("")
 
 
 def test_a_disk_that_hangs_holds_nobody_up(

@@ -53,7 +53,7 @@ class Result:
 def check_doctor(clue: Clue, book: Book, world: World) -> None:
     """While the fault is there, `kvrelay doctor` names the page. Raises AssertionError."""
     command = 'kvrelay doctor --json --config "$CONFIG" --url "$URL"'
-    for attempt in range(DOCTOR_ATTEMPTS):  # it may look a moment too early
+    for _ in range(DOCTOR_ATTEMPTS):  # it may look a moment too early
         done = subprocess.run(
             ["bash", "-c", command], env=world.environment, capture_output=True, text=True
         )

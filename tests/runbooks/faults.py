@@ -227,9 +227,24 @@ def router_dies_again_and_again(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def controller_hangs(world: World) -> Iterator[None]:
-    (controller,) = world.processes("child controller ")
-    controller.suspend()
-    yield
+    """It is ended after 20 s, and the next one hangs as well."""
+    hung: list[psutil.Process] = []
+    stop = threading.Event()
+
+    def hang() -> None:
+        while len(hung) < 2 and not stop.wait(0.2):
+            for process in world.processes("child controller "):
+                if process not in hung:
+                    process.suspend()
+                    hung.append(process)
+
+    thread = threading.Thread(target=hang, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 @contextlib.contextmanager
