@@ -263,7 +263,7 @@ class ControlProcess:
         done("")
 
     def spawn(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
+        task = self._loop.create_task(coroutine, name=coroutine.__qualname__)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_end)
 
@@ -271,7 +271,7 @@ class ControlProcess:
         """What a task that failed would have done is done by the next controller."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._end_now(f"{task.get_coro().__qualname__}: {type(error).__name__}: {error}")
+            self._end_now(f"{task.get_name()}: {type(error).__name__}: {error}")
 
     def say(self, message: Any) -> None:
         """To the controller, after what it does now."""
