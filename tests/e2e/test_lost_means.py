@@ -101,6 +101,14 @@ def is_replaced(before: Status, name: str) -> Callable[[Status], bool]:
     return lambda state: worker_of(state, name)["epoch"] > old and is_well(state)
 
 
+def wait_up(url: str, wanted: Callable[[Status], bool], why: str) -> None:
+    """Within half a minute; on a machine that others use, as much later as they make it."""
+    started, slack = time.monotonic(), max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    wait_for(url, wanted, slack * UP_WITHIN_S, why)
+    took_s = time.monotonic() - started
+    print(f"up again {took_s:.1f} s after the fault, at a load of {os.getloadavg()[0]:.1f}")
+
+
 def kill_worker(url: str, name: str = "decode-0") -> None:
     psutil.Process(worker_of(status(url), name)["pid"]).kill()
 
@@ -165,12 +173,12 @@ def test_a_full_log_disk_ends_nothing(tmp_path: Path) -> None:
             for name in ("decode-0", "prefill-0"):
                 before = status(url)
                 kill_worker(url, name)
-                wait_for(url, is_replaced(before, name), 60, f"{name} is not back")
+                wait_up(url, is_replaced(before, name), f"{name} is not back")
             assert metric(url, "kvrelay_log_lines_dropped_total")["controller",] > 0
             fill.unlink()
             before = status(url)
             kill_worker(url)
-            wait_for(url, is_replaced(before, "decode-0"), 60, "the worker is not back")
+            wait_up(url, is_replaced(before, "decode-0"), "the worker is not back")
             text = (disk / "server.log").read_text()
             assert "lines of this log found no room and are lost" in text
             assert "decode-0 (epoch 2) is gone" in text
@@ -193,7 +201,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
         before = status(served.url)
         psutil.Process(before["controller"]["pid"]).kill()
         kill_worker(served.url)
-        wait_for(served.url, is_replaced(before, "decode-0"), 60, "the worker is not back")
+        wait_up(served.url, is_replaced(before, "decode-0"), "the worker is not back")
     assert served.process.returncode == 0
     os.close(reading)
     os.close(writing)
@@ -221,7 +229,7 @@ def test_without_free_files_streams_go_on(server: Served) -> None:
             for each, limit in zip(found, limits, strict=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.rlimit(resource.RLIMIT_NOFILE, limit)
-        wait_for(url, is_replaced(before, "decode-0"), UP_WITHIN_S, "the worker is not back")
+        wait_up(url, is_replaced(before, "decode-0"), "the worker is not back")
 
 
 def test_a_ray_of_its_own_that_dies_is_started_again(server: Served) -> None:
@@ -234,16 +242,15 @@ def test_a_ray_of_its_own_that_dies_is_started_again(server: Served) -> None:
                 lives[each.pid] = each
         assert len(lives) == 1
         epoch = before["controller"]["epoch"]
-        wait_for(
+        wait_up(
             url,
-            lambda state: state["controller"]["epoch"] > epoch and is_well(state),
-            UP_WITHIN_S + 10,  # it is noticed after 5 s
+            lambda state: state["controller"].get("epoch", 0) > epoch and is_well(state),
             "there is no controller with Ray",
         )
         now = status(url)
         assert [w["pid"] for w in now["workers"]] == [w["pid"] for w in before["workers"]]
         kill_worker(url)
-        wait_for(url, is_replaced(now, "decode-0"), 60, "the new Ray starts no worker")
+        wait_up(url, is_replaced(now, "decode-0"), "the new Ray starts no worker")
 
 
 @contextlib.contextmanager
@@ -279,7 +286,7 @@ def test_a_ray_that_is_away_is_joined_again_when_it_is_back() -> None:
         assert state["controller"]["age_s"] < 5
         assert worker_of(state, "prefill-0")["pid"] == worker_of(before, "prefill-0")["pid"]
         stack.enter_context(head(port))
-        wait_for(url, is_replaced(before, "decode-0"), UP_WITHIN_S, "the worker is not back")
+        wait_up(url, is_replaced(before, "decode-0"), "the worker is not back")
         assert set(metric(url, "kvrelay_controller_has_ray").values()) == {1.0}
 
 
@@ -312,7 +319,7 @@ def test_a_clock_that_jumps_by_an_hour_is_noticed_by_no_stream(tmp_path: Path, j
             assert is_well(now)
             assert [w["epoch"] for w in now["workers"]] == [w["epoch"] for w in before["workers"]]
             kill_worker(url)
-            wait_for(url, is_replaced(now, "decode-0"), UP_WITHIN_S, "the worker is not back")
+            wait_up(url, is_replaced(now, "decode-0"), "the worker is not back")
             at.write_text("+0\n")
             wait_for(url, lambda _: off_s(url) < 2, 20, "the clock is not back")
             time.sleep(5)
