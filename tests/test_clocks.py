@@ -41,9 +41,9 @@ TIME_OF_DAY = {
 def reads_time_of_day(tree: ast.Module) -> bool:
     """`time.time`, called or handed on, under either name; and `datetime.now`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "time":
-            if any(alias.name in ("time", "time_ns") for alias in node.names):
-                return True
+        names = [a.name for a in node.names] if isinstance(node, ast.ImportFrom) else []
+        if names and node.module == "time" and {"time", "time_ns"} & {*names}:
+            return True
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id == "time" and node.attr in ("time", "time_ns"):
                 return True

@@ -10,14 +10,17 @@ The autoscaler's log: all that it saw and decided, one line of JSON each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any, BinaryIO
 
 from kvrelay.cluster.config import Config
@@ -66,6 +69,7 @@ from kvrelay.worker.process import update_peers
 from kvrelay.worker.processes import kill_workers, name_of, worker_processes
 
 MIB = 1 << 20
+MAX_LINES = 1000  # of the autoscaler's log, that wait to be written
 
 
 def log_path(config: Config, name: str) -> Path:
@@ -74,7 +78,8 @@ def log_path(config: Config, name: str) -> Path:
 
 
 class ScalingLog:
-    """Appends. That something cannot be written is said once; scaling goes on without."""
+    """Appends, on a thread of its own. That something cannot be written is said once; scaling goes
+    on without, also where the disk hangs."""
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:
         """`path`: None writes nothing."""
@@ -82,6 +87,9 @@ class ScalingLog:
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
         self._is_failing = False
+        self._lines: Queue[Line] = Queue(MAX_LINES)
+        if path is not None:
+            threading.Thread(target=self._run, name="scaling-log", daemon=True).start()
 
     @classmethod
     def of(cls, config: Config, name: str) -> ScalingLog:
@@ -89,22 +97,31 @@ class ScalingLog:
         return cls(log_path(config, name) if max_bytes else None, max_bytes)
 
     def write(self, line: Line) -> None:
-        if self._path is None:
-            return
+        if self._path is not None:
+            with contextlib.suppress(Full):
+                self._lines.put_nowait(line)
+
+    def _run(self) -> None:
+        assert self._path is not None
+        while True:
+            self._append(self._path, self._lines.get())
+            self._lines.task_done()
+
+    def _append(self, path: Path, line: Line) -> None:
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("ab", buffering=0)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("ab", buffering=0)
             self._file.write(encode_line(line) + b"\n")
             if self._file.tell() >= self._max_bytes:
                 self._file.close()
                 self._file = None
-                self._path.replace(self._path.with_suffix(".old.jsonl"))
+                path.replace(path.with_suffix(".old.jsonl"))
             self._is_failing = False
         except OSError as error:
             self._file = None
             if not self._is_failing:
-                log.warning("decisions of the autoscaler are not logged: %s: %s", self._path, error)
+                log.warning("decisions of the autoscaler are not logged: %s: %s", path, error)
             self._is_failing = True
 
 

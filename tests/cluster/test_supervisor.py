@@ -15,7 +15,7 @@ import pytest
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.processes import life, supervisor
+from kvrelay.cluster.processes import control_process, life, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
 from kvrelay.cluster.processes.life import Keeper, Life, LifeRecord, read_record
 from kvrelay.cluster.processes.supervisor import Supervisor
@@ -285,6 +285,23 @@ def test_a_log_of_decisions_goes_on_when_there_is_room_again(
         patched.setattr(Path, "open", no_space)
         log.write(line)
         log.write(line)
+        log._lines.join()
     assert len(caplog.records) == 1
     log.write(line)
+    log._lines.join()
     assert (tmp_path / "log.jsonl").read_text().count("\n") == 1
+
+
+def test_a_log_of_decisions_on_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(ScalingLog, "_append", lambda *_: answers.wait(20))
+    log, started = ScalingLog(tmp_path / "log.jsonl", 1 << 20), time.monotonic()
+    line: Any = {"at": 1.0}
+    for _ in range(3000):
+        log.write(line)
+    assert time.monotonic() - started < 5
+    assert log._lines.qsize() <= control_process.MAX_LINES
+    answers.set()
+    log._lines.join()
