@@ -130,6 +130,7 @@ log = logging.getLogger("kvrelay.control")
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
+RAY_START_ATTEMPTS = 2  # the first time: Ray gives its raylet 30 s, which a busy machine may miss
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 
 
@@ -303,6 +304,7 @@ class ControlProcess:
 
         config = self.spec.config
         starting: asyncio.Future[Any] | None = None
+        attempts = 0
         while True:
             try:
                 if starting is None:  # one that was late goes on
@@ -313,10 +315,12 @@ class ControlProcess:
                 break
             except (RayRefused, TimeoutError) as error:
                 why = str(error) or f"Ray did not start within {RAY_START_S:g} s"
-                if not self.controller.has_been_up:
+                attempts += 1
+                is_final = config.cluster.address or attempts == RAY_START_ATTEMPTS
+                if not self.controller.has_been_up and is_final:
                     self._fail(why)
                     return
-                if not config.cluster.address:
+                if self.controller.has_been_up and not config.cluster.address:
                     self._end_now(why)
                 log.warning("%s; again in %g s", why, RAY_RETRY_S)
                 if isinstance(error, RayRefused):

@@ -6,16 +6,17 @@ import asyncio
 import errno
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.processes import control_process, life, supervisor
+from kvrelay.cluster.processes import control_process, life, ray_access, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
 from kvrelay.cluster.processes.life import Keeper, Life, LifeRecord, read_record
 from kvrelay.cluster.processes.supervisor import Supervisor
@@ -173,6 +174,33 @@ async def test_a_task_of_the_controller_that_fails_ends_it(
     (why,) = ends
     assert "fail" in why
     assert "RuntimeError: Ray says no" in why
+
+
+@pytest.mark.parametrize(("address", "attempts"), [("", 2), ("head:6379", 1)])
+async def test_a_ray_of_its_own_that_is_late_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, address: str, attempts: int
+) -> None:
+    """Its raylet has 30 s, which a busy machine missed: the server ended. Where there is no Ray to
+    join, a user knows at once."""
+    process = object.__new__(ControlProcess)
+    process._loop, process._ray_thread = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    process._tell_ray = lambda _: None  # type: ignore[method-assign]
+    process.spec = cast(
+        Any, SimpleNamespace(config=build_config({"cluster": {"address": address}}, ""))
+    )
+    process.controller = cast(Any, SimpleNamespace(has_been_up=False))
+    starts: list[Any] = []
+
+    def start(*args: Any) -> None:
+        starts.append(args)
+        raise ray_access.RayRefused("cannot start Ray: it is late")
+
+    failed: list[str] = []
+    monkeypatch.setattr(ray_access, "start_ray", start)
+    monkeypatch.setattr(control_process, "RAY_RETRY_S", 0.0)
+    monkeypatch.setattr(process, "_fail", failed.append)
+    await asyncio.wait_for(process._use_ray(), 10)
+    assert (len(starts), failed) == (attempts, ["cannot start Ray: it is late"])
 
 
 def test_whatever_ray_raises_at_its_start_is_a_reason_to_try_again(
