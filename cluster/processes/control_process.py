@@ -304,7 +304,7 @@ class ControlProcess:
 
         config = self.spec.config
         starting: asyncio.Future[Any] | None = None
-        attempts = 0
+        attempts, last_why = 0, ""
         while True:
             try:
                 if starting is None:  # one that was late goes on
@@ -317,12 +317,15 @@ class ControlProcess:
                 why = str(error) or f"Ray did not start within {RAY_START_S:g} s"
                 attempts += 1
                 is_final = config.cluster.address or attempts == RAY_START_ATTEMPTS
-                if not self.controller.has_been_up and is_final:
+                has_been_up = self.controller.has_been_up or bool(self.spec.running_routers)
+                if not has_been_up and is_final:
                     self._fail(why)
                     return
-                if self.controller.has_been_up and not config.cluster.address:
+                if has_been_up and not config.cluster.address:
                     self._end_now(why)
-                log.warning("%s; again in %g s", why, RAY_RETRY_S)
+                if why != last_why:  # not every time of the minutes that Ray may be away
+                    log.warning("%s; tried again every %g s", why, RAY_RETRY_S)
+                last_why = why
                 if isinstance(error, RayRefused):
                     starting = None
                 await asyncio.sleep(RAY_RETRY_S)

@@ -185,9 +185,8 @@ async def test_a_ray_of_its_own_that_is_late_is_started_once_more(
     process = object.__new__(ControlProcess)
     process._loop, process._ray_thread = asyncio.get_running_loop(), ThreadPoolExecutor(1)
     process._tell_ray = lambda _: None  # type: ignore[method-assign]
-    process.spec = cast(
-        Any, SimpleNamespace(config=build_config({"cluster": {"address": address}}, ""))
-    )
+    config = build_config({"cluster": {"address": address}}, "")
+    process.spec = cast(Any, SimpleNamespace(running_routers=(), config=config))
     process.controller = cast(Any, SimpleNamespace(has_been_up=False))
     starts: list[Any] = []
 
@@ -201,6 +200,33 @@ async def test_a_ray_of_its_own_that_is_late_is_started_once_more(
     monkeypatch.setattr(process, "_fail", failed.append)
     await asyncio.wait_for(process._use_ray(), 10)
     assert (len(starts), failed) == (attempts, ["cannot start Ray: it is late"])
+
+
+async def test_a_server_that_was_up_waits_for_a_ray_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With no worker to adopt, a controller that came after another one gave the server up."""
+    process = object.__new__(ControlProcess)
+    process._loop, process._ray_thread = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    config = build_config({"cluster": {"address": "head:6379"}}, "")
+    process.spec = cast(Any, SimpleNamespace(running_routers=(None,), config=config))
+    process.controller = cast(Any, SimpleNamespace(has_been_up=False))
+    starts: list[Any] = []
+
+    def start(*args: Any) -> None:
+        starts.append(args)
+        raise ray_access.RayRefused("cannot reach a Ray cluster at head:6379")
+
+    monkeypatch.setattr(process, "_tell_ray", lambda _: None)
+    monkeypatch.setattr(ray_access, "start_ray", start)
+    monkeypatch.setattr(control_process, "RAY_RETRY_S", 0.0)
+    joining = asyncio.create_task(process._use_ray())
+    async with asyncio.timeout(10):
+        while len(starts) < 10:
+            await asyncio.sleep(0.01)
+    assert not joining.done()
+    joining.cancel()
+    assert caplog.text.count("cannot reach a Ray cluster") == 1, "once, not each time"
 
 
 def test_whatever_ray_raises_at_its_start_is_a_reason_to_try_again(
