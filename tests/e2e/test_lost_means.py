@@ -23,7 +23,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.serving.served import OwnedServer, Served, toml_text
+from benchmarks.serving.served import READY_TIMEOUT_S, OwnedServer, Served, toml_text
 from tests.e2e.serving import KVRELAY, Status, all_up, status, stream, wait_for, worker_of
 from tests.e2e.test_two_nodes import RAY_ENV, RayNode
 from tests.operations.served import free_port
@@ -133,7 +133,7 @@ class SilentServer(OwnedServer):
         self.process = subprocess.Popen(command, stderr=stderr)
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + READY_TIMEOUT_S
         while True:
             with contextlib.suppress(httpx.HTTPError, KeyError):
                 if is_well(status(self.url)):
@@ -210,7 +210,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with Served({}) as served:
-        wait_for(served.url, is_well, 60, "it is not up")
+        wait_for(served.url, is_well, READY_TIMEOUT_S, "it is not up")
         yield served
 
 
@@ -259,7 +259,7 @@ def head(port: int) -> Iterator[RayNode]:
         where = ("--head", f"--port={port}", "--include-dashboard=0")
         node = RayNode(Path(log.name), *where, num_cpus=2)
         try:
-            node.wait_for("Ray runtime started")
+            node.wait_for("Ray runtime started", READY_TIMEOUT_S)
             yield node
         finally:
             node.kill()
@@ -272,7 +272,7 @@ def test_a_ray_that_is_away_is_joined_again_when_it_is_back() -> None:
         ray = stack.enter_context(head(port))
         served = stack.enter_context(Served({}, "--address", f"127.0.0.1:{port}", env=RAY_ENV))
         url = served.url
-        wait_for(url, is_well, 60, "it is not up")
+        wait_for(url, is_well, READY_TIMEOUT_S, "it is not up")
         stack.enter_context(Streams(url))
         before = status(url)
         ray.kill()
@@ -309,7 +309,7 @@ def test_a_clock_that_jumps_by_an_hour_is_noticed_by_no_stream(tmp_path: Path, j
     }
     with Served({}, env=env) as served:
         url = served.url
-        wait_for(url, is_well, 60, "it is not up")
+        wait_for(url, is_well, READY_TIMEOUT_S, "it is not up")
         with Streams(url):
             before = status(url)
             at.write_text(f"{jump}\n")

@@ -76,6 +76,7 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
             lambda: book.alert not in prometheus.firing(),
             QUIET_WITHIN_S,
         )
+        world.doctor_has_looked.clear()
         with FAULTS[book.name][1](world):
             result.began_at = time.monotonic()
             is_firing = lambda: book.alert in prometheus.firing()  # noqa: E731
@@ -85,6 +86,7 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
             clue = clues().get(book.name)
             if clue is not None:
                 check_doctor(clue, book, world)
+            world.doctor_has_looked.set()
             book.run(world.environment)
             if clue is not None:
                 prometheus.wait(

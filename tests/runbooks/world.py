@@ -86,6 +86,7 @@ class World:
         self._numbers = count()
         self._seen: set[psutil.Process] = set()
         port, self.collector_port, self.ray_port = free_port(), free_port(), free_port()
+        self.doctor_has_looked = threading.Event()  # at the fault that is there now
         self.state_dir = folder / "state"
         self.state_dir.mkdir()
         self.url, self.target = f"http://127.0.0.1:{port}", f"127.0.0.1:{port}"
