@@ -212,39 +212,34 @@ def more_is_wanted_than_may_be(world: World) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def router_dies_again_and_again(world: World) -> Iterator[None]:
+def router_dies_again_and_again(world: World) -> AbstractContextManager[None]:
     """Once would not be noticed: it is back after 2 s. Waits between starts grow."""
-    num_deaths, deadline = 0, time.monotonic() + 60
-    while num_deaths < 6 and time.monotonic() < deadline:
-        for process in world.processes("router-1"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-                num_deaths += 1
-        time.sleep(0.2)
-    yield
+    return until_doctor_has_looked(world, "router-1", "kill")
 
 
 @contextlib.contextmanager
-def controller_hangs(world: World) -> Iterator[None]:
-    """It is ended after 20 s, and the next one hangs as well, until doctor has looked."""
-    hung: list[psutil.Process] = []
-    stop = threading.Event()
+def until_doctor_has_looked(world: World, name: str, fault: str) -> Iterator[None]:
+    """Each process of this name, again and again: `fault` is psutil's `suspend` or `kill`."""
+    is_over = threading.Event()
 
-    def hang() -> None:
-        while not (world.doctor_has_looked.is_set() or stop.wait(0.2)):
-            for process in world.processes("child controller "):
-                if process not in hung:
-                    process.suspend()
-                    hung.append(process)
+    def repeat() -> None:
+        while not (world.doctor_has_looked.is_set() or is_over.wait(0.2)):
+            for process in world.processes(name):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    getattr(process, fault)()
 
-    thread = threading.Thread(target=hang, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        stop.set()
+        is_over.set()
         thread.join()
+
+
+def controller_hangs(world: World) -> AbstractContextManager[None]:
+    """It is ended after 20 s, and the next one hangs as well."""
+    return until_doctor_has_looked(world, "child controller ", "suspend")
 
 
 @contextlib.contextmanager
