@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -50,8 +51,16 @@ class Result:
     began_at: float = 0.0
 
 
-def check_doctor(clue: Clue, book: Book, world: World) -> None:
+def check_doctor(clue: Clue | None, book: Book, world: World) -> None:
     """While the fault is there, `kvrelay doctor` names the page. Raises AssertionError."""
+    try:
+        if clue is not None:
+            _ask_doctor(clue, book, world)
+    finally:
+        world.doctor_has_looked.set()
+
+
+def _ask_doctor(clue: Clue, book: Book, world: World) -> None:
     command = 'kvrelay doctor --json --config "$CONFIG" --url "$URL"'
     for _ in range(DOCTOR_ATTEMPTS):  # it may look a moment too early
         done = subprocess.run(
@@ -84,10 +93,10 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
                 f"{book.alert} does not fire", is_firing, FIRES_WITHIN_S
             )
             clue = clues().get(book.name)
-            if clue is not None:
-                check_doctor(clue, book, world)
-            world.doctor_has_looked.set()
-            book.run(world.environment)
+            with ThreadPoolExecutor(1) as beside:  # what mends itself does not wait for doctor
+                looking = beside.submit(check_doctor, clue, book, world)
+                book.run(world.environment)
+                looking.result()
             if clue is not None:
                 prometheus.wait(
                     f"no line of the log has {clue.line}", partial(says, clue, world), 10
