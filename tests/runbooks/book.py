@@ -86,12 +86,12 @@ def read(path: Path) -> Book:
 class Clue:
     """What else names the fault of a runbook: a row of the table of README.md."""
 
-    line: str  # of the server's log; a regular expression
-    check: str  # of `kvrelay doctor`
+    line: str  # a regular expression for the server's log
+    check: str  # as `kvrelay doctor` calls it
 
 
 def clues() -> dict[str, Clue]:
-    """By the name of the runbook."""
+    """Reads that table, by the name of the runbook."""
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [^|]+ \| `([^`|]+)` \| `([\w-]+)` \| ([^|]+) \|$", text, re.MULTILINE)
     return {
