@@ -69,7 +69,7 @@ from kvrelay.worker.process import update_peers
 from kvrelay.worker.processes import kill_workers, name_of, worker_processes
 
 MIB = 1 << 20
-MAX_LINES = 1000  # of the autoscaler's log, that wait to be written
+MAX_LINES = 1000  # that wait to be written to the autoscaler's log
 
 
 def log_path(config: Config, name: str) -> Path:

@@ -131,7 +131,7 @@ class RouterProcess:
         self._view: ClusterView | None = None
         self._viewed_at = self._loop.time()  # it came; or the wait for it began
         self._state_folder = StateFolderStatus()
-        self._runs_out: set[str] = set()  # of room and files, what has been logged
+        self._runs_out: set[str] = set()  # room or files, once they were logged
         self._audits = AuditService(spec.router, self._nodes_up, self._own_audit, self.wire.send)
         self._tasks: list[asyncio.Task[Any]] = []
         self._restarted: Counter[str] = Counter()  # of them, by name
@@ -298,7 +298,7 @@ class RouterProcess:
             await asyncio.sleep(LOOK_S)
 
     def _say_what_runs_out(self, room: StateFolderStatus, folder: Path) -> None:
-        """Once, when it begins."""
+        """Logs it once, when it begins to run out."""
         limit, num_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_open_files()
         found = {}
         if room.free_bytes is not None and room.free_bytes < LEAST_FREE:
