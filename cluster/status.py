@@ -46,9 +46,14 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     known: bool
     epoch: int | None = None
     pid: int | None = None
-    has_ray: bool | None = None
+    has_ray: bool | None = None  # whether Ray answers it
+    failed_writes: int | None = None  # attempts to keep what the next controller needs
+    unwritten_s: float | None = None  # for how long that has not been written; 0: it is
+    open_files: int | None = None
+    max_files: int | None = None
+    lines_dropped: int | None = None  # its log found no room for them
     server: str | None = None  # which of several servers leads; None: there is one
-    age_s: float | None = None  # since it said what is shown
+    age_s: float | None = None  # since it said what is shown, or since the router waits for it
     version: str | None = None  # the package's
 
 
@@ -60,6 +65,13 @@ class RestartStatus(Struct, omit_defaults=True, kw_only=True):
     why: str = ""  # it was stopped
     is_rollback: bool = False
     version: str = ""  # kvrelay's, that the supervisor has
+
+
+class StateFolderStatus(Struct, omit_defaults=True, kw_only=True):
+    """The disk below `sessions.state_dir`. Empty: it was not looked at yet, or does not answer."""
+
+    free_bytes: int | None = None
+    free_files: int | None = None  # inodes; None: its file system does not count them
 
 
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):
@@ -114,6 +126,8 @@ class ClusterStatus(RouterStatus, kw_only=True):
     state: StoreStatus = field(default_factory=StoreStatus)
     wire: dict[str, float] = field(default_factory=dict)  # frames of this process, by their fate
     sessions: dict[str, int] = field(default_factory=dict)  # by state
+    state_folder: StateFolderStatus = field(default_factory=StateFolderStatus)
+    lines_dropped: int = 0  # the log of this process found no room for them
     restarted_tasks: dict[str, int] = field(default_factory=dict)  # that had failed, by name
     certificates: dict[str, float] = field(default_factory=dict)  # seconds since 1970 of their ends
     restart: RestartStatus = field(default_factory=RestartStatus)

@@ -9,6 +9,7 @@ never blocks the loop and reports back with `deliver_soon`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -156,6 +157,28 @@ async def keep_running(
             log.exception("%s failed; again in %g s", name, pause_s)
         restarts[name] += 1
         await asyncio.sleep(pause_s)
+
+
+def in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run `call` on a daemon thread: unlike one of asyncio's, it does not hold up the exit when
+    the result is not wanted any more (a model may take minutes to download, a disk may hang)."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Any, Any] = (future.set_result, call())
+        except BaseException as error:
+            outcome = (future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class LoopThread:

@@ -48,6 +48,7 @@ IMPURE_PLACES = (
     "engine/wire/",
     "engine/host",
     "engine/logs",
+    "engine/stderr",
     "kvtransfer/agents/",
 )
 HTTP = ("fastapi", "starlette", "uvicorn")

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.logs import LogSection, set_up, tell_ranks
 from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BlockingChannel, inherited, own_version, register
 from kvrelay.engine.wire.pending import PendingConnections
 from kvrelay.worker.messages import ProcessEnds, StartFailed
@@ -142,6 +143,7 @@ def main() -> None:
     if os.fork():  # a daemon, as a worker's process is
         os._exit(0)
     os.setsid()
+    set_up_process()
     guardian = BlockingChannel(inherited(sys.argv[2]))
     spec: RankHostSpec = guardian.receive()
     set_up(spec.log, f"{spec.worker}-ranks", takes_stderr=True)

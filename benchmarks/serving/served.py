@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0  # more than it takes to drain
 
 

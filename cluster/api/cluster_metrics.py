@@ -151,6 +151,24 @@ def _lost_shares(status: ClusterStatus) -> Samples:
         yield (link.source, link.reader, "fetch" if link.fetches else "handoff"), link.lost_share
 
 
+def _restarts(status: ClusterStatus) -> Samples:
+    """By process, so that one that goes for good takes nothing from a sum."""
+    if status.controller.epoch is not None:
+        yield ("controller", "controller"), float(status.controller.epoch - 1)
+    for router in status.routers:
+        if router.restarts is not None:
+            yield ("router", router.router), float(router.restarts)
+    for worker in status.workers:
+        if worker.restarts is not None:
+            yield ("worker", worker.worker), float(worker.restarts)
+
+
+def _lines_dropped(status: ClusterStatus) -> Samples:
+    yield ("router",), float(status.lines_dropped)
+    if status.controller.lines_dropped is not None:
+        yield ("controller",), float(status.controller.lines_dropped)
+
+
 def _total(name: str) -> Family:
     """A total is a number, or numbers by a label."""
     text = f"Total of '{name}' since the router started."
@@ -227,6 +245,23 @@ _SCALING_GAUGES = {
     "coming": ("coming_workers", "Workers that are ordered and not up yet."),
     "draining": ("draining_workers", "Workers that are to go when nothing needs them."),
 }
+_CONTROLLER_GAUGES = {
+    "age_s": (
+        "age_seconds",
+        "Time since the controller has said something to this router, or this one waits for it.",
+    ),
+    "has_ray": ("has_ray", "1 if Ray answers the controller: without, no worker is started."),
+    "open_files": ("open_files", "Files that the controller's process has open."),
+    "max_files": ("max_files", "Files that it may have open."),
+}
+_FOLDER_GAUGES = {
+    "state_folder.free_bytes": ("free_bytes", "Room on the disk of sessions.state_dir."),
+    "state_folder.free_files": ("free_files", "Files that can still be made there."),
+    "controller.unwritten_s": (
+        "unwritten_seconds",
+        "Time for which what the next controller has to know could not be written there.",
+    ),
+}
 _STATE_GAUGES = {
     "up": "1 if the store of shared state can be reached; without it routers go on from memory.",
     "writes_index": "1 if this router keeps the prefix index in the store.",
@@ -272,6 +307,35 @@ FAMILIES = (
         "1 if the router process serves.",
         ("router", "state"),
         lambda status: [((r.router, r.state), float(r.state == "up")) for r in status.routers],
+    ),
+    *(
+        Family(f"kvrelay_controller_{name}", GAUGE, text, (), _one(attrgetter(f"controller.{key}")))
+        for key, (name, text) in _CONTROLLER_GAUGES.items()
+    ),
+    Family(
+        "kvrelay_process_restarts",
+        COUNTER,
+        "How often a process was started again. kind: controller, router or worker.",
+        ("kind", "process"),
+        _restarts,
+    ),
+    *(
+        Family(f"kvrelay_state_folder_{name}", GAUGE, text, (), _one(attrgetter(key)))
+        for key, (name, text) in _FOLDER_GAUGES.items()
+    ),
+    Family(
+        "kvrelay_state_folder_failed_writes",
+        COUNTER,
+        "Failed attempts to write what the next controller has to know.",
+        (),
+        _one(attrgetter("controller.failed_writes")),
+    ),
+    Family(
+        "kvrelay_log_lines_dropped",
+        COUNTER,
+        "Lines of a log that found no room: a full disk, or a pipe that is not read.",
+        ("process",),
+        _lines_dropped,
     ),
     Family(
         "kvrelay_wire_events",

@@ -134,10 +134,12 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
     from kvrelay.cluster.processes.launch import serve as serve_until
     from kvrelay.cluster.processes.reload import Source
     from kvrelay.engine import logs
+    from kvrelay.engine.stderr import set_up_process
 
     found = taken_over()
     source = Source(path, overrides, asyncio.Event(), found.settings if found else None)
     config = source.read()
+    set_up_process()
     log = config.log.resolved(config.sessions.state_dir, config.api.port)
     config = replace(config, log=log)
     logs.set_up(log, "supervisor")

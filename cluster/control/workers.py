@@ -90,7 +90,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.by_name = {node: self.desired(node, role) for node, role in config.first_workers}
         self.suspects = Suspects(controller, config.silent_grace_s)
         self.drains = Drains(controller)
-        self.has_been_up = False  # any worker, ever
+        # Any worker, ever; routers that outlived an earlier controller have had some.
+        self.has_been_up = bool(config.running_routers)
         self._failures = 0  # that removed workers had in a row, since one came up
         self._removed: list[tuple[NodeId, str]] = []
 

@@ -62,6 +62,13 @@ def server_checks(status: Mapping[str, Any], metrics: str, now: float) -> dict[s
     """Checks of a running server. `now`: seconds since 1970, when `metrics` came."""
     return {
         "workers": lambda: server.check_workers(status),
+        "hangs": lambda: server.check_hangs(status),
+        "routers": lambda: server.check_routers(status),
+        "controller": lambda: server.check_controller(status),
+        "restarts": lambda: server.check_restarts(metrics),
+        "server's state folder": lambda: server.check_server_room(metrics),
+        "server's open files": lambda: server.check_server_files(metrics),
+        "server's log": lambda: server.check_server_log(metrics),
         "KV layout": lambda: server.check_layouts(status),
         "server's clock": lambda: server.check_server_clock(metrics, now),
     }

@@ -33,6 +33,7 @@ from kvrelay.cluster.processes.orders import (
 from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.host import first_line
 from kvrelay.engine.logs import set_up
+from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BEAT_S, Beat, Channel, ChannelError, inherited
 
 log = logging.getLogger("kvrelay")
@@ -163,6 +164,7 @@ async def run_controller(parent: Parent) -> int:
 
 def main() -> None:
     kind, end = sys.argv[1], inherited(sys.argv[3])
+    set_up_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to stderr
     run = {"router": run_router, "controller": run_controller}[kind]

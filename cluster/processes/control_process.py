@@ -10,8 +10,11 @@ The autoscaler's log: all that it saw and decided, one line of JSON each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any, BinaryIO
 
 from kvrelay.cluster.config import Config
@@ -50,7 +54,7 @@ from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
-from kvrelay.cluster.processes.life import Deadline, keep, read_record, workers_of
+from kvrelay.cluster.processes.life import Deadline, Keeper, read_record, workers_of
 from kvrelay.cluster.processes.orders import (
     AllUp,
     ControllerListens,
@@ -63,6 +67,7 @@ from kvrelay.cluster.status import ClusterView, ControllerStatus, RestartStatus
 from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.stderr import lines_dropped, num_open_files
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.worker.kv_plan import kv_lines
@@ -79,6 +84,7 @@ from kvrelay.worker.process import update_peers
 from kvrelay.worker.processes import kill_workers, name_of, worker_processes
 
 MIB = 1 << 20
+MAX_LINES = 1000  # that wait to be written to the autoscaler's log
 
 
 def log_path(config: Config, name: str) -> Path:
@@ -87,7 +93,8 @@ def log_path(config: Config, name: str) -> Path:
 
 
 class ScalingLog:
-    """Appends. That something cannot be written is said once; scaling goes on without."""
+    """Appends, on a thread of its own. That something cannot be written is said once; scaling goes
+    on without, also where the disk hangs."""
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:
         """`path`: None writes nothing."""
@@ -95,6 +102,9 @@ class ScalingLog:
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
         self._is_failing = False
+        self._lines: Queue[Line] = Queue(MAX_LINES)
+        if path is not None:
+            threading.Thread(target=self._run, name="scaling-log", daemon=True).start()
 
     @classmethod
     def of(cls, config: Config, name: str) -> ScalingLog:
@@ -102,33 +112,43 @@ class ScalingLog:
         return cls(log_path(config, name) if max_bytes else None, max_bytes)
 
     def write(self, line: Line) -> None:
-        if self._path is None:
-            return
+        if self._path is not None:
+            with contextlib.suppress(Full):
+                self._lines.put_nowait(line)
+
+    def _run(self) -> None:
+        assert self._path is not None
+        while True:
+            self._append(self._path, self._lines.get())
+            self._lines.task_done()
+
+    def _append(self, path: Path, line: Line) -> None:
         try:
             if self._file is None:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._file = self._path.open("ab", buffering=0)
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._file = path.open("ab", buffering=0)
             self._file.write(encode_line(line) + b"\n")
             if self._file.tell() >= self._max_bytes:
                 self._file.close()
                 self._file = None
-                self._path.replace(self._path.with_suffix(".old.jsonl"))
+                path.replace(path.with_suffix(".old.jsonl"))
             self._is_failing = False
         except OSError as error:
             self._file = None
             if not self._is_failing:
-                log.warning("decisions of the autoscaler are not logged: %s: %s", self._path, error)
+                log.warning("decisions of the autoscaler are not logged: %s: %s", path, error)
             self._is_failing = True
 
 
 log = logging.getLogger("kvrelay.control")
 
-KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written is tried again
+KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written to the store is tried again
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
 MAX_FAILURES = 2  # a worker that fails so often leaves the others as they are
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 LEASE_WATCH_S = 0.2
+RAY_START_ATTEMPTS = 2  # the first time: Ray gives its raylet 30 s, which a busy machine may miss
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 
 
@@ -204,8 +224,9 @@ class ControlProcess:
         self._me = Peer.here(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
         self._leads = None if spec.lease is None else Leadership(spec.lease, self._end_now)
-        self._checkpoint: Checkpoint | None = None  # the last one
-        self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written
+        self._keeper = Keeper(spec.kept_file)  # of what the next controller has to know
+        self._checkpoint: Checkpoint | None = None  # the last one, for the store of several servers
+        self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written there
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
         self._restart = spec.restart
         self._is_publishing = False
@@ -243,7 +264,7 @@ class ControlProcess:
     def lease_renewed(self, is_kept: bool) -> None:
         """`is_kept`: the store has the checkpoint."""
         if not is_kept and self._keeping is None:
-            self._keep()
+            self._keep_in_store()
 
     def _watch_lease(self) -> None:
         assert self._leads is not None
@@ -288,17 +309,21 @@ class ControlProcess:
         self._model.set_result(model)
         self.spawn(self._show())
 
-    def _keep(self) -> None:
-        """Write the last checkpoint, and try again until it is written."""
-        self._keeping = None
-        if self._checkpoint is None:
-            return
+    def _keep(self, kept: Checkpoint) -> None:
         if self._leads is None:
-            is_kept = keep(self.spec.kept_file, self._checkpoint)
-        else:
-            is_kept = self._leads.keep(self._checkpoint)
-        if not is_kept:
-            self._keeping = self._loop.call_later(KEEP_RETRY_S, self._keep)
+            self._keeper.keep(kept)
+            return
+        self._checkpoint = kept
+        if self._keeping is None:
+            self._keep_in_store()
+
+    def _keep_in_store(self) -> None:
+        """Write the last checkpoint there, and try again until it is written."""
+        self._keeping = None
+        if self._leads is None or self._checkpoint is None:
+            return
+        if not self._leads.keep(self._checkpoint):
+            self._keeping = self._loop.call_later(KEEP_RETRY_S, self._keep_in_store)
 
     def _read_kept(self) -> Checkpoint:
         if self._leads is not None:
@@ -312,9 +337,7 @@ class ControlProcess:
             return
         match effect:
             case Record(kept):
-                self._checkpoint = kept
-                if self._keeping is None:
-                    self._keep()
+                self._keep(kept)
                 self._publish_soon()
             case StartWorker():
                 self._start_worker(effect)
@@ -389,7 +412,7 @@ class ControlProcess:
 
     @property
     def has_ray(self) -> bool:
-        return self._workers is not None
+        return self._workers is not None and self._workers.is_answered
 
     def restart_workers(self, only_outdated: bool, done: Callable[[str], None]) -> None:
         """One after the other; their requests go on at the others. `done` gets why it stopped; ""
@@ -436,9 +459,15 @@ class ControlProcess:
         self._publish_soon()
 
     def spawn(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
+        task = self._loop.create_task(coroutine, name=coroutine.__qualname__)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[Any]) -> None:
+        """What a task that failed would have done is done by the next controller."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end_now(f"{task.get_name()}: {type(error).__name__}: {error}")
 
     def say(self, message: Any) -> None:
         """To the controller, after what it does now."""
@@ -454,22 +483,32 @@ class ControlProcess:
         from kvrelay.cluster.processes.ray_access import start_ray
 
         config = self.spec.config
+        starting: asyncio.Future[Any] | None = None
+        attempts, last_why = 0, ""
         while True:
             try:
-                starting = self._loop.run_in_executor(
-                    self._ray_thread, start_ray, config, self._tell_ray
-                )
-                ray = await asyncio.wait_for(starting, RAY_START_S)
+                if starting is None:  # one that was late goes on
+                    starting = self._loop.run_in_executor(
+                        self._ray_thread, start_ray, config, self._tell_ray
+                    )
+                ray = await asyncio.wait_for(asyncio.shield(starting), RAY_START_S)
                 break
             except Exception as error:  # whatever Ray raises: it may start the next time
                 why = str(error) and first_line(error)
                 why = why or f"Ray did not start within {RAY_START_S:g} s"
-                if not self.controller.has_been_up:
+                attempts += 1
+                is_final = config.cluster.address or attempts == RAY_START_ATTEMPTS
+                has_been_up = self.controller.has_been_up or bool(self.spec.running_routers)
+                if not has_been_up and is_final:
                     self._fail(why)
                     return
-                if not config.cluster.address:
+                if has_been_up and not config.cluster.address:
                     self._end_now(why)
-                log.warning("%s; again in %g s", why, RAY_RETRY_S)
+                if why != last_why:  # not every time of the minutes that Ray may be away
+                    log.warning("%s; tried again every %g s", why, RAY_RETRY_S)
+                last_why = why
+                if starting is not None and starting.done():
+                    starting = None
                 await asyncio.sleep(RAY_RETRY_S)
         self._tell(StartupProgress("ray", "up", True))
         how = f"joined at {config.cluster.address}" if config.cluster.address else "started"
@@ -487,13 +526,17 @@ class ControlProcess:
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
 
     async def _watch_machines(self, use_gpus: bool) -> None:
-        try:
-            await self._workers.watch_machines(use_gpus)
-        except Exception as error:
-            if self.spec.config.cluster.address:
-                raise  # Ray itself ends a process that does not reach it for a minute
-            # A Ray of one's own ends with this process, and the next one starts another.
-            self._end_now(f"Ray does not answer ({type(error).__name__})")
+        while True:
+            try:
+                await self._workers.watch_machines(use_gpus)
+            except Exception as error:
+                why = f"Ray does not answer ({type(error).__name__})"
+                if not self.spec.config.cluster.address:
+                    # A Ray of one's own ends with this process, and the next one starts another.
+                    self._end_now(why)
+                # Ray itself ends a process that does not reach it for a minute.
+                log.warning("%s: no worker is started until it does", why)
+                await asyncio.sleep(RAY_RETRY_S)
 
     async def _request_machines(self, num_machines: int) -> None:
         machines, text = self.controller.machines, self.spec.config.scaling.machine
@@ -562,6 +605,11 @@ class ControlProcess:
             has_ray=self.has_ray,
             version=own_version(),
             server=spec.routers[0].partition("@")[2] or None,
+            failed_writes=self._keeper.failed_writes,
+            unwritten_s=round(self._keeper.late_s, 3),
+            open_files=num_open_files(),
+            max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            lines_dropped=lines_dropped(),
         )
         host, scheme = spec.config.api.host, spec.config.tls.scheme
         view = cluster_view(self.controller, me, self._loads, host, scheme)

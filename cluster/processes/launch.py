@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +44,7 @@ from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
 from kvrelay.cluster.state.opening import with_cluster_token, with_url
-from kvrelay.engine.host import keep_running
+from kvrelay.engine.host import in_thread, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import inherited
 from kvrelay.worker.kv_plan import BuildError
@@ -274,28 +273,6 @@ async def _supervise(
     return supervisor
 
 
-def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `call` on a daemon thread: unlike one of asyncio's, it does not hold up the exit when
-    the result is not wanted any more (a model may take minutes to download)."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not future.done():
-            set_outcome(outcome)
-
-    def run() -> None:
-        try:
-            outcome: tuple[Any, Any] = (future.set_result, call())
-        except BaseException as error:
-            outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
 def _bind_all(config: Config, found: Handover | None) -> dict[NodeId, socket.socket]:
     """Opens a listening socket for each router: at the API's port and those after it."""
     if found is not None:
@@ -339,6 +316,6 @@ async def _prepare(
 
     on_progress("model", config.model.name, False)
     try:
-        return await _in_thread(prepare, "prepare-model")
+        return await in_thread(prepare, "prepare-model")
     finally:
         found.set()

@@ -15,6 +15,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ log = logging.getLogger("kvrelay")
 
 TOKEN_BYTES = 32
 VERSION = 1  # all files here have it: raised where an older reader would get one wrong
+WRITE_S = 1.0  # for a write of some hundred bytes; after that the disk hangs
+RETRY_S = 5.0  # before a write that has failed is tried again
 
 T = TypeVar("T")
 
@@ -52,12 +55,85 @@ class Installed(msgspec.Struct, frozen=True):
     settings: str | None  # text of the settings' file; None: there is none
 
 
+class Keeper:
+    """Writes the last record to a file, on a thread of its own, and tries again until it is there.
+
+    What the next controller or server has to know is written before this one goes on, if the disk
+    lets it. A disk that is full or does not answer ends nobody and holds nobody up: `keep` waits
+    for it no longer than `WRITE_S`, and not at all while it is late."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._changed = threading.Condition()
+        self._latest: bytes | None = None  # to be written; None: it is
+        self._is_late = False
+        self._late_since = 0.0
+        self.failed_writes = 0
+        threading.Thread(target=self._run, name="keeper", daemon=True).start()
+
+    def keep(self, record: Any) -> None:
+        fields = msgspec.to_builtins(record, builtin_types=(bytes,))
+        data = msgspec.msgpack.encode({"version": VERSION} | fields)
+        deadline = time.monotonic() + WRITE_S
+        with self._changed:
+            if self._latest is None:
+                self._late_since = time.monotonic()
+            self._latest = data
+            self._changed.notify_all()
+            while self._latest is not None and not self._is_late:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    self._is_late = True
+                    self.failed_writes += 1
+                    log.error("%s is not written within %g s: the disk hangs", self._file, WRITE_S)
+
+    @property
+    def late_s(self) -> float:
+        """For how long the last record has not been written."""
+        with self._changed:
+            return 0.0 if self._latest is None else time.monotonic() - self._late_since
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._latest is None:
+                    self._changed.wait()
+                data = self._latest
+            has_failed = not self._write(data)
+            with self._changed:
+                self._is_late = has_failed
+                if self._latest is data and not has_failed:
+                    self._latest = None
+                self._changed.notify_all()
+                if has_failed:
+                    self._changed.wait(RETRY_S)
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            write_private(self._file, data)
+        except OSError as error:
+            self.failed_writes += 1
+            log.error(
+                "%s cannot be written, and what starts next will not know of all workers: %s; make "
+                "room, or make the folder writable",
+                self._file,
+                error,
+            )
+            return False
+        return True
+
+
 @dataclass(slots=True)
 class Life:
     """One life of a cluster. Owned by the supervisor."""
 
     path: Path
     record: LifeRecord
+    _keepers: dict[str, Keeper] = field(default_factory=dict, init=False)  # by file
+
+    def _keep(self, name: str, record: Any) -> None:
+        if name not in self._keepers:
+            self._keepers[name] = Keeper(self.path / name)
+        self._keepers[name].keep(record)
 
     @property
     def kept_file(self) -> Path:
@@ -67,14 +143,14 @@ class Life:
     def next_controller(self) -> int:
         """Begin another epoch, which counts also where it cannot be kept."""
         self.record.controller_epoch += 1
-        keep(self.path / "life", self.record)
+        self._keep("life", self.record)
         return self.record.controller_epoch
 
     def use_weights(self, weights: str) -> None:
         """The model is known now."""
         if weights != self.record.weights:
             self.record.weights = weights
-            keep(self.path / "life", self.record)
+            self._keep("life", self.record)
 
     def earlier(self, running: Installed) -> Installed | None:
         """What to go back to: the last that all processes were up with, if that is not what runs;
@@ -89,8 +165,8 @@ class Life:
         good = read_record(self.path / "good", Installed)
         if good != running:
             if good is not None:
-                keep(self.path / "previous", good)
-            keep(self.path / "good", running)
+                self._keep("previous", good)
+            self._keep("good", running)
 
     def end(self) -> None:
         """Nothing of it runs any more."""
@@ -215,23 +291,6 @@ def _version(file: Path) -> int:
         return msgspec.msgpack.decode(file.read_bytes(), type=_Versioned).version
     except (FileNotFoundError, msgspec.DecodeError):
         return 0
-
-
-def keep(file: Path, record: Any) -> bool:
-    """Write what the next controller or server has to know, and say whether that went well. This
-    one goes on in any case: a full disk must not end it."""
-    try:
-        fields = msgspec.to_builtins(record, builtin_types=(bytes,))
-        write_private(file, msgspec.msgpack.encode({"version": VERSION} | fields))
-    except OSError as error:
-        log.error(
-            "%s cannot be written, and what starts next will not know of all workers: %s; make "
-            "room, or make the folder writable",
-            file,
-            error,
-        )
-        return False
-    return True
 
 
 def write_private(file: Path, data: bytes) -> None:

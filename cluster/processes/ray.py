@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -43,7 +44,7 @@ from kvrelay.cluster.processes.ray_cluster import control_plane as control_plane
 from kvrelay.cluster.processes.ray_cluster import disconnect as disconnect
 from kvrelay.cluster.processes.ray_cluster import logs_folder as logs_folder
 from kvrelay.decode_worker.actor import DecodeWorker
-from kvrelay.engine.host import first_line
+from kvrelay.engine.host import first_line, in_thread
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.wire.channel import pack, unpack
@@ -88,6 +89,7 @@ class RayWorkers:
         self._running: dict[NodeId, _Running] = {}
         self._placed: dict[NodeId, tuple[int, str]] = {}  # epoch and placement group of each worker
         self._ending: set[asyncio.Future[Any]] = set()
+        self.is_answered = False  # by Ray, when it was asked last
 
     def start(self, spec: WorkerSpec) -> None:
         task = asyncio.create_task(self._start(spec))
@@ -139,8 +141,15 @@ class RayWorkers:
         if Ray does not answer."""
         known: tuple[Machine, ...] | None = None
         while True:
-            async with asyncio.timeout(REACH_TIMEOUT_S):
-                nodes = await asyncio.to_thread(alive_nodes)
+            try:
+                async with asyncio.timeout(REACH_TIMEOUT_S):
+                    nodes = await in_thread(alive_nodes, "ray-nodes")
+            except BaseException:
+                self.is_answered = False
+                raise
+            if not self.is_answered:
+                self.is_answered = True
+                known = None
             self._raylets = {
                 n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes
             }
@@ -193,7 +202,7 @@ class RayWorkers:
                 if isinstance(place, StartFailed):
                     return None, place
             spec = replace(spec, host=listening.host, rank_hosts=tuple(places))
-        running.guardian = self._guardian(spec, group, 0)
+        running.guardian = await self._guardian(spec, group, 0)
         order = pack(WorkerOrder(spec, listening))
         return running.guardian, unpack(await _result(running.guardian.start.remote(order)))
 
@@ -206,13 +215,15 @@ class RayWorkers:
             bundles.append(bundle | ({"GPU": float(spec.num_gpus)} if spec.num_gpus else {}))
         name = name_of(spec.cluster, spec.worker, spec.epoch)
         self._placed[spec.worker] = spec.epoch, name
-        group = placement_group(
+        ask = partial(
+            placement_group,
             bundles,
             strategy="STRICT_SPREAD" if spec.further else "STRICT_PACK",
             name=name,
             lifetime="detached",
             bundle_label_selector=[{"ray.io/node-id": machine} for machine in machines],
         )
+        group = await _apart(ask)
         return group if await asyncio.to_thread(group.wait, PLACE_TIMEOUT_S) else None
 
     async def _start_ranks(
@@ -231,7 +242,7 @@ class RayWorkers:
                 spec.log,
                 spec.num_gpus,
             )
-            guardian = self._guardian(spec, group, number)
+            guardian = await self._guardian(spec, group, number)
             running.of_ranks.append(guardian)
             answers.append(_result(guardian.start_ranks.remote(pack(of_ranks))))
         return [unpack(answer) for answer in await asyncio.gather(*answers)]
@@ -243,7 +254,7 @@ class RayWorkers:
         own = machine == own_machine()
         return ray.util.get_node_ip_address() if own else self._raylets[machine][0]
 
-    def _guardian(self, spec: WorkerSpec, group: PlacementGroup, number: int) -> Any:
+    async def _guardian(self, spec: WorkerSpec, group: PlacementGroup, number: int) -> Any:
         """`number` says which of the worker's machines it is on."""
         who = f"ranks of {spec.worker}" if number else spec.worker
         name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
@@ -260,7 +271,7 @@ class RayWorkers:
             max_concurrency=4,  # start, wait and end may overlap
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
         )
-        return actor.remote(who)
+        return await _apart(partial(actor.remote, who))
 
     async def _watch(self, worker: NodeId, epoch: int, guardian: Any) -> None:
         try:
@@ -319,7 +330,14 @@ async def _end(guardian: Any) -> None:
     except RayError:
         return  # it ends with that
     finally:
-        ray.kill(guardian, no_restart=True)
+        await _apart(partial(ray.kill, guardian, no_restart=True))
+
+
+async def _apart(call: Callable[[], Any]) -> Any:
+    """Await what waits for Ray's control plane: without that it stands for a minute, and the
+    controller must not. Raises TimeoutError."""
+    async with asyncio.timeout(PLACE_TIMEOUT_S):
+        return await in_thread(call, "ray-call")
 
 
 async def _result(reference: Any) -> Any:

@@ -48,6 +48,8 @@ def connect(address: str, dashboard_port: int = 0) -> None:
         options["num_gpus"] = len(visible.split(","))
     # Ray prints the last words of dead processes; what matters of them, the controller logs.
     ray._private.worker._worker_logs_enabled = False
+    if ray.is_initialized():  # by an attempt that came through after all, or was then refused
+        ray.shutdown()
     try:
         ray.init(**options)
     except Exception as error:  # it raises all kinds, and Exception itself for a timeout

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -39,10 +41,11 @@ from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
 from kvrelay.cluster.scaling.planner import router_config
 from kvrelay.cluster.state.opening import open_state
-from kvrelay.cluster.status import ClusterStatus, ClusterView, merge
-from kvrelay.engine.host import NodeHost, keep_running
+from kvrelay.cluster.status import ClusterStatus, ClusterView, StateFolderStatus, merge
+from kvrelay.engine.host import NodeHost, in_thread, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
+from kvrelay.engine.stderr import lines_dropped, num_open_files
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
@@ -55,7 +58,11 @@ from kvrelay.worker.process import Listening, update_peers
 if TYPE_CHECKING:
     from kvrelay.cluster.api.server import ServerCertificate
 
+log = logging.getLogger("kvrelay.router")
+
 REPORT_S = 1.0
+LOOK_S, LOOK_TIMEOUT_S = 2.0, 2.0  # at the disk of the state folder
+LEAST_FREE, LEAST_FREE_FILES, MAX_FILES_SHARE = 64 << 20, 1000, 0.8  # as the alerts have it
 AWAY_S = 5.0  # without a word of the controller it counts as gone
 
 
@@ -134,7 +141,9 @@ class RouterProcess:
         self._order = order
         self._started: RouterStarted | None = None  # what the controller has to hear from here
         self._view: ClusterView | None = None
-        self._viewed_at = 0.0
+        self._viewed_at = self._loop.time()  # it came; or the wait for it began
+        self._state_folder = StateFolderStatus()
+        self._runs_out: set[str] = set()  # room or files, once they were logged
         self._audits = AuditService(spec.router, self._nodes_up, self._own_audit, self.wire.send)
         self._tasks: list[asyncio.Task[Any]] = []
         self._restarted: Counter[str] = Counter()  # of them, by name
@@ -150,6 +159,7 @@ class RouterProcess:
         serving.add_done_callback(self._on_served)
         self._tasks = [serving]
         self._keep("report", self._report)
+        self._keep("watch_state_folder", self._watch_state_folder)
         if spec.config.scaling.enabled:
             self._keep("report_traffic", self._report_traffic)
         if spec.config.tls.is_on:
@@ -262,9 +272,14 @@ class RouterProcess:
             sessions=self.router.sessions.counts(),
             restarted_tasks=dict(self._restarted),
             certificates=self._ends,
+            state_folder=self._state_folder,
+            lines_dropped=lines_dropped(),
         )
+        age_s = now - self._viewed_at
         if self._view is not None:
-            merge(status, self._view, now - self._viewed_at)
+            merge(status, self._view, age_s)
+        else:
+            status.controller.age_s = round(age_s, 3)
         return status
 
     def set_role(self, worker: NodeId, role: Role) -> Role:
@@ -303,6 +318,35 @@ class RouterProcess:
         while True:
             self._tell_load()
             await asyncio.sleep(REPORT_S)
+
+    async def _watch_state_folder(self) -> None:
+        """How much room there is, by a thread: a disk that hangs answers nothing, and that is all
+        that is said of it."""
+        folder = self._spec.config.sessions.state_path
+        while True:
+            looking = in_thread(partial(free_room, folder), "state-folder")
+            done, _ = await asyncio.wait([looking], timeout=LOOK_TIMEOUT_S)
+            self._state_folder = StateFolderStatus()
+            if not done:
+                await asyncio.wait([looking])  # one thread stands there, not one for each look
+            self._state_folder = looking.result()
+            self._say_what_runs_out(self._state_folder, folder)
+            await asyncio.sleep(LOOK_S)
+
+    def _say_what_runs_out(self, room: StateFolderStatus, folder: Path) -> None:
+        """Logs it once, when it begins to run out."""
+        limit, num_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_open_files()
+        found = {}
+        if room.free_bytes is not None and room.free_bytes < LEAST_FREE:
+            found["room"] = f"{room.free_bytes >> 20} MiB are free at {folder}: make room"
+        if room.free_files is not None and room.free_files < LEAST_FREE_FILES:
+            found["inodes"] = f"{room.free_files} files are left at {folder}: make room"
+        if limit > 0 and (num_open or limit) > MAX_FILES_SHARE * limit:
+            found["files"] = f"{num_open} of {limit} files are open: raise the limit (ulimit -n)"
+        for what, text in found.items():
+            if what not in self._runs_out:
+                log.warning("%s", text)
+        self._runs_out = set(found)
 
     async def _report_traffic(self) -> None:
         """To the autoscaler."""
@@ -367,6 +411,16 @@ class RouterProcess:
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
+
+
+def free_room(folder: Path) -> StateFolderStatus:
+    """Empty if there is no such folder."""
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return StateFolderStatus()
+    files = stat.f_favail if stat.f_files else None
+    return StateFolderStatus(free_bytes=stat.f_bavail * stat.f_frsize, free_files=files)
 
 
 def _router_config(config: Config) -> RouterConfig:

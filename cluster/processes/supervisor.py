@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
@@ -70,6 +71,7 @@ from kvrelay.cluster.processes.servers import Servers
 from kvrelay.cluster.processes.supervised import END_S, Child, end
 from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.backoff import Backoff
+from kvrelay.engine.host import keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import ChannelError, inherited, own_version
 from kvrelay.worker.messages import Peer
@@ -168,7 +170,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
-        self._spawn(self._watch())
+        self._spawn(keep_running("watch", self._watch, Counter()))
         if self._found is not None:
             self._is_restarting = True
             self._restart.state = "controller"
@@ -532,7 +534,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             try:
                 await self._start_controller()
-            except OSError as error:
+            except Exception as error:  # no file, process, thread, memory: each by its own kind
                 self._failures += 1
                 pause_s = RESTART.pause_s(self._failures)
                 log.error("the controller cannot be started: %s; again in %g s", error, pause_s)
@@ -570,7 +572,7 @@ class Supervisor:
         child = self._routers[name] = self._router(name, start.epoch)
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
-        except OSError as error:
+        except Exception as error:
             if self._servers is None:  # the controller orders it again, later and later
                 self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
             else:

@@ -15,6 +15,7 @@ import sys
 
 from kvrelay.engine import logs
 from kvrelay.engine.host import NodeExit, first_line
+from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.core_dumps import CoreDumps
 from kvrelay.worker.messages import ProcessEnds, StartFailed, WorkerStarted
@@ -67,6 +68,7 @@ def main() -> None:
     if os.fork():  # a daemon: its parent does not wait for it
         os._exit(0)
     os.setsid()
+    set_up_process()
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to the log
     guardian = BlockingChannel(inherited(sys.argv[2]))
     order: WorkerOrder = guardian.receive()

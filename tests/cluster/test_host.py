@@ -7,11 +7,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrelay.cluster.processes.router_process import RouterProcess
+from kvrelay.cluster.processes.router_process import RouterProcess, free_room
+from kvrelay.cluster.status import StateFolderStatus
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.host import NodeExit, NodeHost, keep_running
 from kvrelay.engine.messages import Abort
@@ -288,6 +290,26 @@ async def test_a_router_that_fails_to_report_once_reports_again(
     await asyncio.wait_for(reported.wait(), 10)
     process._tasks[0].cancel()
     assert process._restarted == {"report": 1}
+
+
+def test_a_router_says_once_what_runs_out_and_again_when_it_does_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = object.__new__(RouterProcess)  # without its node and its API
+    router._runs_out = set()
+    little = StateFolderStatus(free_bytes=3 << 20, free_files=5)
+    for room in (little, little, free_room(tmp_path), little):
+        router._say_what_runs_out(room, tmp_path)
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        said
+        == [
+            f"3 MiB are free at {tmp_path}: make room",
+            f"5 files are left at {tmp_path}: make room",
+        ]
+        * 2
+    )
+    assert free_room(tmp_path / "nowhere") == StateFolderStatus()
 
 
 def test_a_node_that_asks_for_the_end_of_its_process_gets_no_more_messages() -> None:

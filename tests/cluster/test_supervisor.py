@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
@@ -17,7 +20,7 @@ from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, S
 from kvrelay.cluster.processes import control_process, life, ray_access, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
 from kvrelay.cluster.processes.handover import HandoverError
-from kvrelay.cluster.processes.life import Installed, Life, LifeRecord, read_record
+from kvrelay.cluster.processes.life import Installed, Keeper, Life, LifeRecord, read_record
 from kvrelay.cluster.processes.orders import AllUp, RestartWorkers, WorkersRestarted
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
@@ -25,6 +28,7 @@ from kvrelay.engine.backoff import Backoff
 pytestmark = pytest.mark.anyio
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 NO_FILES = OSError(errno.EMFILE, "Too many open files")
+NO_THREAD = RuntimeError("can't start new thread")
 
 
 def no_space(*_: object, **__: object) -> None:
@@ -60,6 +64,7 @@ class Child:
     """A process that is there once `failures` attempts to start one have failed."""
 
     failures = 0
+    error: Exception = NO_FILES
     said: ClassVar[list[Any]] = []
 
     def __init__(self, name: str, on_message: Any, on_end: Any) -> None:
@@ -68,7 +73,7 @@ class Child:
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
         if Child.failures:
             Child.failures -= 1
-            raise NO_FILES
+            raise Child.error
         self.is_alive = True
 
     def send(self, message: Any) -> None:
@@ -95,8 +100,12 @@ def supervised(running: Life, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-async def test_a_controller_is_started_again_until_it_runs(supervised: Any) -> None:
+@pytest.mark.parametrize("error", [NO_FILES, NO_THREAD, MemoryError()], ids=repr)
+async def test_a_controller_is_started_again_until_it_runs(
+    supervised: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """It was tried once: with no file to be had, there was no controller ever after."""
+    monkeypatch.setattr(Child, "error", error)
     found = supervised()
     await found._start_controller()
     Child.failures = 20
@@ -267,10 +276,10 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     """The controller's process ended, and so did its successor."""
     process = object.__new__(ControlProcess)  # without its node, wire and guardians
     spec: Any = SimpleNamespace(kept_file=tmp_path / "controller")
-    process.spec, process._loop = spec, asyncio.get_running_loop()
-    process._checkpoint = process._keeping = process._leads = None
+    monkeypatch.setattr(life, "RETRY_S", 0.02)
+    process.spec, process._keeper = spec, Keeper(spec.kept_file)
+    process._leads = None
     monkeypatch.setattr(process, "_publish_soon", lambda: None)
-    monkeypatch.setattr(control_process, "KEEP_RETRY_S", 0.02)
     replace, full = Path.replace, [True] * 3
 
     def replace_or_fail(path: Path, target: Path) -> Path:
@@ -284,8 +293,186 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     async with asyncio.timeout(5):
         while read_record(tmp_path / "controller", Checkpoint) != last:
             await asyncio.sleep(0.01)
-    assert caplog.text.count("No space left on device") == 3
+    assert caplog.text.count("No space left on device") == 3 == process._keeper.failed_writes
     assert [path.name for path in tmp_path.iterdir()] == ["controller"], "no draft is left"
+
+
+async def test_a_task_of_the_controller_that_fails_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's start raised what was not expected: nobody ever joined it again."""
+    process = object.__new__(ControlProcess)
+    process._loop, process._tasks = asyncio.get_running_loop(), set()
+    ends: list[str] = []
+    monkeypatch.setattr(process, "_end_now", ends.append)
+
+    async def fail() -> None:
+        raise RuntimeError("Ray says no")
+
+    process.spawn(fail())
+    cancelled = process._loop.create_task(asyncio.sleep(60))
+    cancelled.add_done_callback(process._on_task_end)
+    cancelled.cancel()
+    async with asyncio.timeout(5):
+        while not cancelled.done() or process._tasks:
+            await asyncio.sleep(0)
+    (why,) = ends
+    assert "fail" in why
+    assert "RuntimeError: Ray says no" in why
+
+
+@pytest.mark.parametrize(("address", "attempts"), [("", 2), ("head:6379", 1)])
+async def test_a_ray_of_its_own_that_is_late_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, address: str, attempts: int
+) -> None:
+    """Its raylet has 30 s, which a busy machine missed: the server ended. Where there is no Ray to
+    join, a user knows at once."""
+    process = object.__new__(ControlProcess)
+    process._loop, process._ray_thread = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    process._tell_ray = lambda _: None  # type: ignore[method-assign]
+    config = build_config({"cluster": {"address": address}}, "")
+    process.spec = cast(Any, SimpleNamespace(running_routers=(), config=config))
+    process.controller = cast(Any, SimpleNamespace(has_been_up=False))
+    starts: list[Any] = []
+
+    def start(*args: Any) -> None:
+        starts.append(args)
+        raise ray_access.RayRefused("cannot start Ray: it is late")
+
+    failed: list[str] = []
+    monkeypatch.setattr(ray_access, "start_ray", start)
+    monkeypatch.setattr(control_process, "RAY_RETRY_S", 0.0)
+    monkeypatch.setattr(process, "_fail", failed.append)
+    await asyncio.wait_for(process._use_ray(), 10)
+    assert (len(starts), failed) == (attempts, ["cannot start Ray: it is late"])
+
+
+async def test_a_server_that_was_up_waits_for_a_ray_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With no worker to adopt, a controller that came after another one gave the server up."""
+    process = object.__new__(ControlProcess)
+    process._loop, process._ray_thread = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    config = build_config({"cluster": {"address": "head:6379"}}, "")
+    process.spec = cast(Any, SimpleNamespace(running_routers=(None,), config=config))
+    process.controller = cast(Any, SimpleNamespace(has_been_up=False))
+    starts: list[Any] = []
+
+    def start(*args: Any) -> None:
+        starts.append(args)
+        raise ray_access.RayRefused("cannot reach a Ray cluster at head:6379")
+
+    monkeypatch.setattr(process, "_tell_ray", lambda _: None)
+    monkeypatch.setattr(ray_access, "start_ray", start)
+    monkeypatch.setattr(control_process, "RAY_RETRY_S", 0.0)
+    joining = asyncio.create_task(process._use_ray())
+    async with asyncio.timeout(10):
+        while len(starts) < 10:
+            await asyncio.sleep(0.01)
+    assert not joining.done()
+    joining.cancel()
+    assert caplog.text.count("cannot reach a Ray cluster") == 1, "once, not each time"
+
+
+def test_whatever_ray_raises_at_its_start_is_a_reason_to_try_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It raises Exception itself for a node that is late, which ended the attempts for ever; and an
+    attempt that had come through made every later one fail."""
+    ray_cluster = pytest.importorskip("kvrelay.cluster.processes.ray_cluster")
+    is_there = [True]
+
+    def init(**_: object) -> None:
+        if is_there[0]:
+            raise RuntimeError("Maybe you called ray.init twice by accident?")
+        raise Exception("The current node timed out during startup.\nMore")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: is_there[0])
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: is_there.__setitem__(0, False))
+    with pytest.raises(ray_cluster.RayUnavailable, match=r"start Ray: The current node timed out"):
+        ray_cluster.connect("")
+
+
+def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controller stood at its checkpoint, was ended after 20 s, and so was the next one."""
+    answers = threading.Event()
+    write = life.write_private
+
+    def hang(file: Path, data: bytes) -> None:
+        answers.wait(20)
+        write(file, data)
+
+    monkeypatch.setattr(life, "write_private", hang)
+    monkeypatch.setattr(life, "WRITE_S", 0.2)
+    keeper, started = Keeper(tmp_path / "controller"), time.monotonic()
+    for number in range(50):
+        keeper.keep(Checkpoint(num_named=number))
+    assert time.monotonic() - started < 2
+    assert keeper.late_s > 0.1
+    assert caplog.text.count("the disk hangs") == 1 == keeper.failed_writes
+    answers.set()
+    while keeper.late_s:
+        assert time.monotonic() - started < 20
+        time.sleep(0.01)
+    keeper.keep(last := Checkpoint(num_named=50))
+    assert read_record(tmp_path / "controller", Checkpoint) == last, "it waits for the disk again"
+
+
+class FastLoop(asyncio.SelectorEventLoop):
+    """Its clock goes on to the next timer at once."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def skip(timeout: float | None) -> Any:
+            self.now += timeout or 0.0
+            return select(0)
+
+        self._selector.select = skip  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_a_controller_that_ends_at_once_a_thousand_times_is_started_again(
+    running: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the 1,024th the pause overflowed a float, and there was none ever after."""
+    starts: list[float] = []
+
+    class Dying(Child):
+        def __init__(self, name: str, on_message: Any, on_end: Any) -> None:
+            super().__init__(name, on_message, on_end)
+            self.on_end = on_end
+
+        async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
+            loop = asyncio.get_running_loop()
+            starts.append(loop.time())
+            is_stable = len(starts) > 1200
+            loop.call_later(supervisor.STABLE_S if is_stable else 0.5, self.on_end, -6)
+
+    async def run() -> None:
+        none: Any = None
+        found = Supervisor(Config(), none, {}, running, none, "h", lambda *_: None, None)
+        await found._start_controller()
+        while len(starts) < 1203:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(supervisor, "Child", Dying)
+    monkeypatch.setattr(life, "write_private", lambda *_: None)
+    with asyncio.Runner(loop_factory=FastLoop) as runner:
+        runner.run(run())
+    pauses = [b - a for a, b in pairwise(starts)]
+    assert pauses[0] == pytest.approx(0.6)
+    assert pauses[20:1199] == pytest.approx([0.5 + supervisor.RESTART.max_s] * 1179)
+    assert pauses[1201] == pytest.approx(supervisor.STABLE_S + supervisor.RESTART.base_s)
+    assert running.record.controller_epoch == len(starts)
 
 
 def test_a_log_of_decisions_goes_on_when_there_is_room_again(
@@ -297,6 +484,23 @@ def test_a_log_of_decisions_goes_on_when_there_is_room_again(
         patched.setattr(Path, "open", no_space)
         log.write(line)
         log.write(line)
+        log._lines.join()
     assert len(caplog.records) == 1
     log.write(line)
+    log._lines.join()
     assert (tmp_path / "log.jsonl").read_text().count("\n") == 1
+
+
+def test_a_log_of_decisions_on_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(ScalingLog, "_append", lambda *_: answers.wait(20))
+    log, started = ScalingLog(tmp_path / "log.jsonl", 1 << 20), time.monotonic()
+    line: Any = {"at": 1.0}
+    for _ in range(3000):
+        log.write(line)
+    assert time.monotonic() - started < 5
+    assert log._lines.qsize() <= control_process.MAX_LINES
+    answers.set()
+    log._lines.join()

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving.served import Served
+from tests.operations.__main__ import check_rules
 from tests.operations.expressions import Expression, alert_rules, expressions, missing, selectors
+from tests.operations.prometheus import binary
 from tests.operations.served import full_server, scrape, use
 from tests.structure import ROOT
 
@@ -34,6 +36,11 @@ def test_alerts_have_names_severities_and_runbooks() -> None:
 def test_expressions_are_promql(each: Expression) -> None:
     assert selectors(each.text)
     assert selectors(each.unfiltered)
+
+
+@pytest.mark.skipif(binary("promtool") is None, reason="needs Debian's package prometheus")
+def test_alerts_fire_and_clear_when_they_should() -> None:
+    assert check_rules()
 
 
 @pytest.fixture(scope="module")

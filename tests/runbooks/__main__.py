@@ -7,13 +7,18 @@ to clear, the next fault begins. Needs Prometheus (PATH, or PROMETHEUS_HOME); sk
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -23,11 +28,12 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from tests.operations.prometheus import FOLDER_VARIABLE, Prometheus, binary
 from tests.operations.served import free_port
-from tests.runbooks.book import Book, Broken, books
+from tests.runbooks.book import Book, Broken, Clue, books, clues
 from tests.runbooks.faults import FAULTS, SERVERS
 from tests.runbooks.world import World
 
 FIRES_WITHIN_S = 30.0
+DOCTOR_ATTEMPTS = 3
 QUIET_WITHIN_S = 150.0  # an alert that an earlier fault has set off
 CLEARS_WITHIN_S = 330.0  # the longest window of a rule is 5 minutes
 
@@ -45,6 +51,32 @@ class Result:
     began_at: float = 0.0
 
 
+def check_doctor(clue: Clue | None, book: Book, world: World) -> None:
+    """While the fault is there, `kvrelay doctor` names the page. Raises AssertionError."""
+    try:
+        if clue is not None:
+            _ask_doctor(clue, book, world)
+    finally:
+        world.doctor_has_looked.set()
+
+
+def _ask_doctor(clue: Clue, book: Book, world: World) -> None:
+    command = 'kvrelay doctor --json --config "$CONFIG" --url "$URL"'
+    for _ in range(DOCTOR_ATTEMPTS):  # it may look a moment too early
+        done = subprocess.run(
+            ["bash", "-c", command], env=world.environment, capture_output=True, text=True
+        )
+        found = json.loads(done.stdout or "[]")
+        pages = {each["check"]: each.get("fix", "") for each in found}
+        if f"docs/runbooks/{book.name}.md" in pages.get(clue.check, ""):
+            return
+    raise AssertionError(f"doctor names no {book.name} under {clue.check}: {pages} {done.stderr}")
+
+
+def says(clue: Clue, world: World) -> bool:
+    return re.search(clue.line, Path(world.environment["LOG"]).read_text()) is not None
+
+
 def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
     result = Result(book.name, book.alert)
     try:
@@ -53,13 +85,22 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
             lambda: book.alert not in prometheus.firing(),
             QUIET_WITHIN_S,
         )
+        world.doctor_has_looked.clear()
         with FAULTS[book.name][1](world):
             result.began_at = time.monotonic()
             is_firing = lambda: book.alert in prometheus.firing()  # noqa: E731
             _, result.fired_after_s = prometheus.wait(
                 f"{book.alert} does not fire", is_firing, FIRES_WITHIN_S
             )
-            book.run(world.environment)
+            clue = clues().get(book.name)
+            with ThreadPoolExecutor(1) as beside:  # what mends itself does not wait for doctor
+                looking = beside.submit(check_doctor, clue, book, world)
+                book.run(world.environment)
+                looking.result()
+            if clue is not None:
+                prometheus.wait(
+                    f"no line of the log has {clue.line}", partial(says, clue, world), 10
+                )
             result.mended_after_s = time.monotonic() - result.began_at
         world.wait_up()
     except (Broken, TimeoutError, AssertionError) as error:

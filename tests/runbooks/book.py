@@ -82,6 +82,24 @@ def read(path: Path) -> Book:
     return Book(path.stem, alert[1], blocks, not_run[1] if not_run else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Clue:
+    """What else names the fault of a runbook: a row of the table of README.md."""
+
+    line: str  # a regular expression for the server's log
+    check: str  # as `kvrelay doctor` calls it
+
+
+def clues() -> dict[str, Clue]:
+    """Reads that table, by the name of the runbook."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| `([^`|]+)` \| `([\w-]+)` \| ([^|]+) \|$", text, re.MULTILINE)
+    return {
+        page: Clue(re.escape(line).replace("N", r"\d+"), check.strip())
+        for line, page, check in rows
+    }
+
+
 def books() -> dict[str, Book]:
     """Reads those of alerts; other pages of the folder are read by people only."""
     paths = sorted(FOLDER.glob("*.md"))

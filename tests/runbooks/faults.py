@@ -59,12 +59,23 @@ def _scaling(_: World) -> Mapping[str, object]:
     }
 
 
+def _joined(world: World) -> Mapping[str, object]:
+    """A Ray that was started before the server, and is another's to start again."""
+    return {
+        **SMALL,
+        "engine.num_blocks": 256,
+        "cluster.address": f"127.0.0.1:{world.ray_port}",
+        "cluster.insecure_ray": True,
+    }
+
+
 RAY_IS_STUCK_S = 12.0
 
 SERVERS = {
     "main": _main,
     "scaling": _scaling,
     "routers": _handing_over,
+    "joined": _joined,
 }
 
 
@@ -201,16 +212,70 @@ def more_is_wanted_than_may_be(world: World) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def router_dies_again_and_again(world: World) -> Iterator[None]:
+def router_dies_again_and_again(world: World) -> AbstractContextManager[None]:
     """Once would not be noticed: it is back after 2 s. Waits between starts grow."""
+    return until_doctor_has_looked(world, "router-1", "kill")
+
+
+@contextlib.contextmanager
+def until_doctor_has_looked(world: World, name: str, fault: str) -> Iterator[None]:
+    """Each process of this name, again and again: `fault` is psutil's `suspend` or `kill`."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not (world.doctor_has_looked.is_set() or is_over.wait(0.2)):
+            for process in world.processes(name):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    getattr(process, fault)()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def controller_hangs(world: World) -> AbstractContextManager[None]:
+    """It is ended after 20 s, and the next one hangs as well."""
+    return until_doctor_has_looked(world, "child controller ", "suspend")
+
+
+@contextlib.contextmanager
+def controller_dies_again_and_again(world: World) -> Iterator[None]:
     num_deaths, deadline = 0, time.monotonic() + 60
-    while num_deaths < 6 and time.monotonic() < deadline:
-        for process in world.processes("router-1"):
+    while num_deaths < 4 and time.monotonic() < deadline:
+        for process in world.processes("child controller "):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
                 num_deaths += 1
-        time.sleep(0.2)
+        time.sleep(1)
+    yield
+
+
+@contextlib.contextmanager
+def state_disk_is_full(world: World) -> Iterator[None]:
+    """By an old log, which may be deleted."""
+    assert world.has_disk, "a small disk needs the right to mount one"
+    (world.state_dir / "scaling").mkdir(exist_ok=True)
+    old = world.state_dir / "scaling" / "endpoint.old.jsonl"
+    with old.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 65536):
+            pass
+    yield
+
+
+@contextlib.contextmanager
+def ray_is_gone(world: World) -> Iterator[None]:
+    """With its head and all on it, but for the workers, which belong to nobody."""
+    world.remember()
+    workers = set(world.workers().values())
+    head = world.ray()
+    for process in (*head.children(recursive=True), head):
+        if process.pid not in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     yield
 
 
@@ -226,6 +291,9 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "spans-lost": ("main", traces_go_nowhere),
     "state-store-down": ("main", redis_dies),
     "files-run-out": ("main", few_files),
+    "controller-away": ("main", controller_hangs),
+    "process-restarts": ("main", controller_dies_again_and_again),
+    "state-folder-full": ("main", state_disk_is_full),
     "disk-store-fails": ("main", disk_is_full),
     "worker-restarts": ("main", decode_worker_dies_again_and_again),
     "itl-high": ("main", workers_are_slow),
@@ -241,4 +309,5 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "scaling-limited": ("scaling", more_is_wanted_than_may_be),
     "router-process-down": ("routers", router_dies_again_and_again),
     "router-unreachable": ("routers", server_dies),
+    "ray-lost": ("joined", ray_is_gone),
 }

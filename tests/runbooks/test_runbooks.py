@@ -10,7 +10,7 @@ import os
 import pytest
 
 from tests.operations.expressions import alert_rules
-from tests.runbooks.book import FOLDER, books
+from tests.runbooks.book import FOLDER, books, clues
 from tests.runbooks.faults import FAULTS, SERVERS
 
 
@@ -24,6 +24,12 @@ def test_a_runbook_is_carried_out_or_says_why_not() -> None:
     assert {name for name, book in known.items() if not book.not_run} == {*FAULTS}
     assert len(FAULTS) >= 15
     assert {server for server, _ in FAULTS.values()} == {*SERVERS}
+
+
+def test_ten_faults_and_more_are_named_by_log_alert_runbook_and_doctor() -> None:
+    known = clues()
+    assert len(known) >= 10
+    assert {*known} <= {*FAULTS}
 
 
 @pytest.mark.parametrize("name", books())

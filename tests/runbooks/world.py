@@ -23,6 +23,7 @@ from benchmarks.serving.served import toml_text
 from tests.operations.served import MODEL, STORY, free_port
 from tests.structure import ROOT
 
+STATE_MIB = 200
 KEYS = {"quiet": "the-quiet-key", "noisy": "the-noisy-key"}
 _RESTART = """#!/bin/bash
 # Stop the server, if it runs, and start it; wait until it serves.
@@ -37,7 +38,7 @@ if [ -s "$PIDFILE" ]; then
     kill -9 "$pid" 2>/dev/null
 fi
 set -a; source "$ENVIRONMENT"; set +a
-nohup setsid "$PYTHON" -m cluster.cli.main serve --config "$CONFIG" --port "$PORT" \\
+nohup setsid "$PYTHON" -m kvrelay.cluster.cli.main serve --config "$CONFIG" --port "$PORT" \\
     >> "$LOG" 2>&1 < /dev/null &
 echo $! > "$PIDFILE"
 for _ in $(seq 240); do
@@ -62,6 +63,20 @@ echo $! >> "$HELPERS"
 """
 
 
+_RAY = """#!/bin/bash
+cd "$ROOT"
+nohup setsid "$RAY" start --head --port="$RAY_PORT" --num-cpus=2 --include-dashboard=0 \\
+    --object-store-memory=80000000 --block > "$LOG.ray" 2>&1 < /dev/null &
+echo $! >> "$HELPERS"
+for _ in $(seq 120); do
+    "$PYTHON" -c "import socket; socket.create_connection(('127.0.0.1', $RAY_PORT))" 2> /dev/null \\
+        && exit 0
+    sleep 0.5
+done
+exit 1
+"""
+
+
 class World:
     """Owned by the runner, from `with` to its end; all that runs in it is ended then."""
 
@@ -70,7 +85,10 @@ class World:
         folder.mkdir(parents=True)
         self._numbers = count()
         self._seen: set[psutil.Process] = set()
-        port, self.collector_port = free_port(), free_port()
+        port, self.collector_port, self.ray_port = free_port(), free_port(), free_port()
+        self.doctor_has_looked = threading.Event()  # at the fault that is there now
+        self.state_dir = folder / "state"
+        self.state_dir.mkdir()
         self.url, self.target = f"http://127.0.0.1:{port}", f"127.0.0.1:{port}"
         path = {name: str(folder / name) for name in ("log", "pid", "env", "helpers", "redis")}
         tenants = "".join(f'[[tenant]]\nname = "{n}"\nkeys = ["{k}"]\n' for n, k in KEYS.items())
@@ -78,19 +96,22 @@ class World:
         common = {
             "tenants.file": str(folder / "tenants.toml"),
             "tenants.salt_secret": "a secret of sixteen characters or more",
-            "sessions.state_dir": str(folder),
+            "sessions.state_dir": str(self.state_dir),
             "state.url": f"unix://{path['redis']}",
         }
-        config = toml_text({**common, **settings(self)})
+        settings_of_it = {**common, **settings(self)}
+        self.joins_ray = "cluster.address" in settings_of_it
+        config = toml_text(settings_of_it)
         (folder / "kvrelay.toml").write_text(config)
         (folder / "env").touch()
         scripts = {"restart": _RESTART, "redis-start": _REDIS, "collector-start": _COLLECTOR}
+        scripts["ray-start"] = _RAY
         for name, text in scripts.items():
             (folder / f"{name}.sh").write_text(text)
         self.environment = {
             **{k: v for k, v in os.environ.items() if k != "UCX_TLS"},
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}".strip(":"),
             "PYTHON": sys.executable,
             "ROOT": str(ROOT),
             "URL": self.url,
@@ -104,17 +125,26 @@ class World:
             "PIDFILE": path["pid"],
             "HELPERS": path["helpers"],
             "DISK_PATH": str(folder),
+            "STATE_DIR": str(self.state_dir),
             "REDIS_SOCKET": path["redis"],
             "REDIS_BINARY": str(get_binary_path()),
             "COLLECTOR_PORT": str(self.collector_port),
             "RESTART": f"bash {folder}/restart.sh",
             "REDIS_START": f"bash {folder}/redis-start.sh",
             "COLLECTOR_START": f"bash {folder}/collector-start.sh",
+            "RAY": str(Path(sys.executable).parent / "ray"),
+            "RAY_PORT": str(self.ray_port),
+            "RAY_START": f"bash {folder}/ray-start.sh",
         }
 
     def __enter__(self) -> Self:
+        """A disk of its own for the state, where that is allowed."""
+        command = ["mount", "-t", "tmpfs", "-o", f"size={STATE_MIB}m", "tmpfs", self.state_dir]
+        self.has_disk = not os.geteuid() and not subprocess.run(command, check=False).returncode
         try:
             self.do("$REDIS_START")
+            if self.joins_ray:
+                self.do("$RAY_START")
             self.do("$RESTART")
             self.wait_up()
         except BaseException:
@@ -128,6 +158,8 @@ class World:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(list(self._seen), timeout=10)
+        if self.has_disk:
+            subprocess.run(["umount", "--lazy", self.state_dir], check=True)
 
     def do(self, command: str) -> None:
         done = subprocess.run(["bash", "-c", command], env=self.environment, check=False)
@@ -145,6 +177,14 @@ class World:
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name
         return path.read_text().split() if path.exists() else []
+
+    def ray(self) -> psutil.Process:
+        """The head that was started last, with all that belongs to it below it."""
+        helpers = [
+            psutil.Process(int(p)) for p in self._lines("helpers") if psutil.pid_exists(int(p))
+        ]
+        (*_, found) = (each for each in helpers if "--head" in each.cmdline())
+        return found
 
     @property
     def server(self) -> psutil.Process:

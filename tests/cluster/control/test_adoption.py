@@ -12,6 +12,7 @@ from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Checkpoint,
+    GiveUp,
     Machine,
     MachinesChanged,
     Record,
@@ -34,7 +35,7 @@ from kvrelay.engine.stats import (
     RouterUp,
 )
 from kvrelay.router.messages import DrainReport, WorkerDown, WorkerUp
-from kvrelay.worker.messages import Peer, PeersUpdated, WorkerStarted
+from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.test_controller import ONE, info, of
 
 ROUTER = Peer("router-0", "h", 6, 3)
@@ -134,6 +135,19 @@ def test_a_worker_that_does_not_answer_is_started_again_and_its_router_is_told(
     assert (down.to, down.message.worker, down.message.epoch) == ("router-0", "decode-0", 1)
     lives.say(Woken("backoff 1 decode-0"))
     assert [(s.worker, s.epoch) for s in of(StartWorker, lives.done)] == [("decode-0", 2)]
+
+
+def test_a_server_that_was_up_is_not_given_up_for_workers_that_do_not_start() -> None:
+    """A controller that found none to adopt, as while all were lost or at rest, gave it up."""
+    lives = Lives()
+    lives.begin(RUNNING)
+    lives.say(MachinesChanged(ONE))
+    lives.say(StartFailed("decode-0", 2, "no memory", True))
+    assert of(GiveUp, lives.done) == []
+    lives = Lives()
+    lives.say(MachinesChanged(ONE))
+    lives.say(StartFailed("decode-0", 1, "no such model", True))
+    assert of(GiveUp, lives.done) == [GiveUp("no such model")]
 
 
 def test_one_whose_process_is_gone_is_not_waited_for(lives: Lives) -> None:

@@ -196,6 +196,7 @@ def test_a_server_is_asked_for_its_workers_and_clock() -> None:
     status: dict[str, Any] = {"workers": WORKERS}
     is_well(server.check_workers(status))
     down = WORKERS[0] | {"state": "backoff", "last_error": "no memory"}
+    is_fault(server.check_workers({"workers": [down]}), "is backoff", "no-workers.md")
     found = server.check_workers({"workers": [down, WORKERS[1]]})
     is_fault(found, "prefill-0 is backoff (no memory)", "worker-down.md")
     often = {"workers": [WORKERS[0] | {"restarts": 9}]}
@@ -206,6 +207,48 @@ def test_a_server_is_asked_for_its_workers_and_clock() -> None:
     is_well(server.check_server_clock(f"kvrelay_clock_seconds {now + 0.4}\n", now))
     off = server.check_server_clock(f"kvrelay_clock_seconds {now - 30}\n", now)
     is_fault(off, "-30.0 s", "timesyncd")
+
+
+def test_a_server_is_asked_for_its_controller_routers_and_ray() -> None:
+    away = {"known": True, "has_ray": True, "age_s": 31.0}
+    (found,) = server.check_controller({"controller": away})
+    is_fault(found, "said nothing for 31 s", "controller-away.md")
+    (found,) = server.check_controller({"controller": {"known": False, "age_s": 2.0}})
+    is_fault(found, "said nothing for 2 s", "controller-away.md")
+    there, ray = server.check_controller({"controller": away | {"age_s": 0.5, "has_ray": False}})
+    is_well(there)
+    is_fault(ray, "no worker can be started", "ray-lost.md")
+    is_well(*server.check_controller({"controller": away | {"age_s": 0.5}}))
+    routers = [{"router": "router-0", "state": "up"}]
+    is_well(server.check_routers({"routers": routers}))
+    routers.append({"router": "router-1", "state": "backoff", "last_error": "SIGSEGV"})
+    found = server.check_routers({"routers": routers})
+    is_fault(found, "router-1 is backoff (SIGSEGV)", "router-process-down.md")
+    is_well(server.check_hangs({"workers": WORKERS}))
+    hung = server.check_hangs({"workers": [WORKERS[0] | {"hangs": 2}]})
+    is_fault(hung, "prefill-0: 2", "worker-silent.md", Verdict.WARN)
+
+
+def test_a_server_is_asked_for_restarts_room_files_and_its_log() -> None:
+    restarts = 'kvrelay_process_restarts_total{kind="%s",process="%s"} %d\n'
+    is_well(server.check_restarts(restarts % ("worker", "decode-0", 9)))
+    often = server.check_restarts(restarts % ("controller", "controller", 4))
+    is_fault(often, "controller: 4 restarts", "process-restarts.md", Verdict.WARN)
+    room = "kvrelay_state_folder_free_bytes %g\n"
+    is_well(server.check_server_room(room % 9e9))
+    is_fault(server.check_server_room(room % 4e6), "4 MiB", "state-folder-full.md")
+    inodes = room % 9e9 + "kvrelay_state_folder_free_files 3\n"
+    is_fault(server.check_server_room(inodes), "and 3 files", "state-folder-full.md")
+    hangs = room % 9e9 + "kvrelay_state_folder_unwritten_seconds 17\n"
+    is_fault(server.check_server_room(hangs), "for 17 s", "state-folder-full.md")
+    is_fault(server.check_server_room(""), "does not answer", "state-folder-full.md")
+    files = "process_open_fds 10\nprocess_max_fds 100\nkvrelay_controller_max_files 100\n"
+    is_well(server.check_server_files(files + "kvrelay_controller_open_files 80\n"))
+    found = server.check_server_files(files + "kvrelay_controller_open_files 81\n")
+    is_fault(found, "router: 10 of 100, controller: 81 of 100", "files-run-out.md")
+    lost = 'kvrelay_log_lines_dropped_total{process="router"} %d\n'
+    is_well(server.check_server_log(lost % 0))
+    is_fault(server.check_server_log(lost % 3), "3 lines", "log-lost.md", Verdict.WARN)
 
 
 def test_the_state_store_answers_or_is_found(

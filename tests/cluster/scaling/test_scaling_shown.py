@@ -80,6 +80,7 @@ def logged(world: ControlledWorld, path: Path, max_bytes: int = 1 << 20) -> None
     log = ScalingLog(path, max_bytes)
     for effect in world.of(LogScaling):
         log.write(effect.line)
+        log._lines.join()  # it has a thread of its own
 
 
 def test_a_log_is_made_again(world: ControlledWorld, tmp_path: Path) -> None:

@@ -41,6 +41,38 @@ def test_without_workers_no_kv_is_used() -> None:
     assert value("vllm:kv_cache_usage_perc", model_name=MODEL) == 0
 
 
+def test_what_an_operator_has_to_know_of_the_controller_is_there() -> None:
+    told = {"known": True, "epoch": 4, "has_ray": False, "age_s": 2.5, "failed_writes": 3}
+    told |= {"unwritten_s": 7.5, "open_files": 80, "max_files": 100, "lines_dropped": 9}
+    router = {"router": "router-1", "epoch": 3, "state": "up", "http_port": 1, "url": "u"}
+    router |= {"num_live": 0, "num_queued": 0, "store_up": None, "restarts": 2}
+    status = {"controller": told, "routers": [router], "workers": [WORKER | {"restarts": 1}]}
+    status |= {"state_folder": {"free_bytes": 5, "free_files": 6}, "lines_dropped": 8}
+    value = scrape_of(status)
+    found = {
+        name: value(f"kvrelay_controller_{name}")
+        for name in ("age_seconds", "has_ray", "open_files", "max_files")
+    }
+    assert found == {"age_seconds": 2.5, "has_ray": 0, "open_files": 80, "max_files": 100}
+    restarts = "kvrelay_process_restarts_total"
+    assert value(restarts, kind="controller", process="controller") == 3
+    assert value(restarts, kind="router", process="router-1") == 2
+    assert value(restarts, kind="worker", process="w") == 1
+    assert value("kvrelay_state_folder_free_bytes") == 5
+    assert value("kvrelay_state_folder_free_files") == 6
+    assert value("kvrelay_state_folder_unwritten_seconds") == 7.5
+    assert value("kvrelay_state_folder_failed_writes_total") == 3
+    assert value("kvrelay_log_lines_dropped_total", process="controller") == 9
+    assert value("kvrelay_log_lines_dropped_total", process="router") == 8
+
+
+def test_a_controller_that_has_said_nothing_has_an_age_and_no_more() -> None:
+    value = scrape_of({"controller": {"known": False, "age_s": 40.0}, "workers": []})
+    assert value("kvrelay_controller_age_seconds") == 40
+    assert value("kvrelay_controller_has_ray") is None
+    assert value("kvrelay_state_folder_free_bytes") is None, "a disk that hangs answers nothing"
+
+
 def test_an_answer_is_counted_by_every_name(served: Served) -> None:
     before = samples(served)
     tokens = served.post({"model": MODEL, "messages": ASK}).json()["usage"]["completion_tokens"]
