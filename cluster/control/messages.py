@@ -63,6 +63,7 @@ class WorkerCheckpoint:
     is_draining: bool = False
     hangs: int = 0
     further: tuple[str, ...] = ()
+    settings: str = ""  # a digest of those that it was started with
 
 
 @dataclass(frozen=True, slots=True)

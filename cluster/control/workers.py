@@ -41,6 +41,7 @@ class DesiredWorker(DesiredProcess):
     num_ranks: int = 1  # its processes, each with a GPU where they are used; whatever its role
     machine_id: str | None = None
     further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
+    settings: str = ""  # see `WorkerCheckpoint`
     avoid: str | None = None  # where it failed to start
     info: WorkerInfo | None = None
     hangs: int = 0  # times that it was ended because it did not answer
@@ -67,6 +68,7 @@ class DesiredWorker(DesiredProcess):
             self.is_leaving,
             self.hangs,
             self.further,
+            self.settings,
         )
 
 
@@ -92,7 +94,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         """A worker that is to be started as `role`."""
         config = self.config
         num_ranks = config.prefill_ranks if role is Role.PREFILL else config.decode_ranks
-        return DesiredWorker(node, role=role, num_ranks=num_ranks)
+        return DesiredWorker(node, role=role, num_ranks=num_ranks, settings=config.settings)
 
     def up(self) -> dict[NodeId, WorkerInfo]:
         """Those that routers may use."""
@@ -104,12 +106,12 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def adopt(self, kept: WorkerCheckpoint) -> list[Effect]:
         """What an earlier controller has left: one that listened is asked whether it lives; one
-        that had not come so far is ended."""
+        that had not come so far, or has other settings than those of now, is ended."""
         worker = self.by_name.get(kept.worker)
         if worker is not None:
             worker.role, worker.epoch, worker.restarts = kept.role, kept.epoch, kept.restarts
             worker.is_leaving, worker.hangs = kept.is_draining, kept.hangs
-        if worker is None or kept.peer is None:
+        if worker is None or kept.peer is None or kept.settings != worker.settings:
             return [StopWorker(kept.worker, kept.epoch)]
         worker.on(ProcessEvent.ADOPT)
         worker.machine_id, worker.further = kept.machine_id, kept.further

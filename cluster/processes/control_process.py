@@ -43,7 +43,7 @@ from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.life import keep, read_record
+from kvrelay.cluster.processes.life import keep, read_record, workers_of
 from kvrelay.cluster.processes.orders import AllUp, ControlSpec, StartupProgress
 from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.cluster.status import ClusterView, ControllerStatus
@@ -153,6 +153,9 @@ class ControlProcess:
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
         spec, cluster = self.spec, self.spec.config.cluster
+        kept = read_record(spec.kept_file, Checkpoint) or Checkpoint()
+        # Those that are not to be adopted can be told to end, wherever they are.
+        update_peers(self.wire, [each.peer for each in kept.workers if each.peer is not None])
         roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
         self.controller = Controller(
             ControllerConfig(
@@ -160,8 +163,9 @@ class ControlProcess:
                 routers=(),
                 listeners=(self._me,),
                 further_routers=spec.routers,
-                kept=read_record(spec.kept_file, Checkpoint) or Checkpoint(),
+                kept=kept,
                 running_routers=spec.running_routers,
+                settings=workers_of(spec.config),
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
                 prefill_ranks=spec.config.ranks_of(Role.PREFILL),
                 decode_ranks=spec.config.ranks_of(Role.DECODE),
@@ -223,11 +227,18 @@ class ControlProcess:
     def close(self) -> None:
         """Nothing runs outside the loop; `end` ends the workers."""
 
-    async def end(self) -> None:
-        """End the workers, politely and then by force, and leave Ray."""
+    async def end(self, keep_workers: bool) -> None:
+        """End the workers, or leave them to the next controller, and leave Ray."""
         self.host.close()  # or the controller would have those that end started again
         for task in self._tasks:
             task.cancel()
+        if not keep_workers:
+            await self._end_workers()
+        await self.wire.close()
+        await self._leave_ray()
+
+    async def _end_workers(self) -> None:
+        """Politely, and then by force."""
         running = [w for w in self.controller.workers.values() if w.peer is not None]
         for worker in running:
             self.wire.send(worker.node, End(worker.epoch))
@@ -237,8 +248,6 @@ class ControlProcess:
         if self._workers is not None:
             await self._workers.close()
         kill_workers(self.spec.cluster)
-        await self.wire.close()
-        await self._leave_ray()
 
     async def _leave_ray(self) -> None:
         if self._workers is not None:
@@ -310,7 +319,7 @@ class ControlProcess:
         for adopted in self._adopted:
             self._workers.attach(cluster, adopted.worker, adopted.epoch)
         kept = [name_of(cluster, each.worker, each.epoch) for each in self._adopted]
-        await asyncio.to_thread(ray.remove_groups, cluster, kept)
+        await ray.end_groups(cluster, kept)
         use_gpus = config.model.device != "cpu"
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
 

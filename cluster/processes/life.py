@@ -1,7 +1,8 @@
 """What outlives `kvrelay serve` itself, so that the next one finds the workers that still run.
 
 A directory for each port that was served at, for its owner only, since it holds the token of the
-cluster. It is removed by a server that ends properly, and so is found only where one has died.
+cluster. It is removed by a server that ends its workers, and so is found where one has died, or
+has kept them (`cluster.on_stop`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrelay.cluster.config import Config
-from kvrelay.worker.processes import kill_workers
 
 log = logging.getLogger("kvrelay")
 
 TOKEN_BYTES = 32
+NOT_OF_WORKERS = (
+    "prefill",
+    "decode",
+    "routers",
+    "ray_dashboard_port",
+    "insecure_ray",
+    "start_timeout_s",
+    "silent_grace_s",
+    "drain_s",
+    "on_stop",
+)
 
 T = TypeVar("T")
 
@@ -32,7 +43,6 @@ T = TypeVar("T")
 class LifeRecord(msgspec.Struct):
     cluster: str
     token: bytes
-    settings: str  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
 
 
@@ -60,40 +70,31 @@ class Life:
 
 
 def open_life(config: Config, port: int) -> Life:
-    """The life that the last server at `port` has left behind, if its workers are such as `config`
-    asks for; else a new one. Workers of another kind are ended. Raises OSError."""
+    """The life that the last server at `port` has left behind, or a new one. Which of its workers
+    are such as `config` asks for, the controller sees. Raises OSError."""
     base = config.sessions.state_path / "running"
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = workers_of(config)
     path = base / f"{socket.gethostname()}-{port}"
     found = read_record(path / "life", LifeRecord)
-    if found is not None and found.settings == settings:
-        log.warning("the last server at port %d did not end properly; its workers go on", port)
-        return Life(path, found)
     if found is not None:
-        log.warning("the last server at port %d did not end properly; its workers end", port)
-        kill_workers(found.cluster)
+        log.warning("the last server at port %d has left workers, which go on", port)
+        return Life(path, found)
     shutil.rmtree(path, ignore_errors=True)
     if config.api.port == 0:  # no later server would look there
         path = Path(tempfile.mkdtemp(dir=base))
     path.mkdir(mode=0o700, exist_ok=True)
-    record = LifeRecord(
-        f"kvrelay-{secrets.token_hex(4)}", secrets.token_bytes(TOKEN_BYTES), settings
-    )
+    record = LifeRecord(f"kvrelay-{secrets.token_hex(4)}", secrets.token_bytes(TOKEN_BYTES))
     return Life(path, record)
 
 
 def workers_of(config: Config) -> str:
-    """A digest of all settings that workers, and what they say to others, depend on."""
-    parts = (
-        config.model,
-        config.engine,
-        config.tiers,
-        config.tls,
-        config.cluster,
-        config.state,
-        config.scaling,
-    )
+    """A digest of all settings that a worker, and what it says to others, depends on: not of how
+    many there are, nor of what their controller alone does."""
+    cluster = msgspec.to_builtins(config.cluster)
+    for name in NOT_OF_WORKERS:
+        del cluster[name]
+    scaling = config.scaling.enabled
+    parts = (config.model, config.engine, config.tiers, config.tls, cluster, config.state, scaling)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 

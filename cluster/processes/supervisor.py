@@ -217,7 +217,10 @@ class Supervisor:
             router.send(Reload())
 
     async def end(self, drain_s: float) -> None:
-        """Take no new requests, finish what is there within `drain_s`, and end all."""
+        """Take no new requests, finish what is there within `drain_s`, and end all; or all but the
+        workers, where those are kept and no operator has asked for the end."""
+        on_stop = self._config.cluster.on_stop
+        keep_workers = on_stop == "keep-workers" and not self.asked_to_end.is_set()
         self._is_ending = True
         self._to_controller(Ending())
         routers = list(self._routers.values())
@@ -226,14 +229,15 @@ class Supervisor:
         finish_s = drain_s + SHUTDOWN_S + END_S
         await asyncio.gather(*(_end(router, finish_s) for router in routers))
         if self._controller is not None and self._controller.is_alive:
-            self._controller.send(Stop())
+            self._controller.send(Stop(keep_workers=keep_workers))
             await _end(self._controller, 2 * END_S)
-        kill_workers(self.cluster)  # where the controller could not, if they are here
+        if not keep_workers:
+            kill_workers(self.cluster)  # where the controller could not, if they are here
+            self._life.end()
         for task in self._tasks:
             task.cancel()
         if not self.failed.done():
             self.failed.cancel()
-        self._life.end()
 
     async def restart(self) -> None:
         """Every worker, every router and the controller, one after the other. Logs how it went."""

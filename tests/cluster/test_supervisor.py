@@ -8,13 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import ClusterSection, Config, EngineSection
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
 from kvrelay.cluster.processes import control_process, life, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
-from kvrelay.cluster.processes.life import Life, LifeRecord, read_record
+from kvrelay.cluster.processes.life import (
+    NOT_OF_WORKERS,
+    Life,
+    LifeRecord,
+    read_record,
+    workers_of,
+)
+from kvrelay.cluster.processes.orders import Stop
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
 
@@ -29,7 +37,7 @@ def no_space(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Life:
-    return Life(tmp_path, LifeRecord("kvrelay-test", b"token", "settings"))
+    return Life(tmp_path, LifeRecord("kvrelay-test", b"token"))
 
 
 class Child:
@@ -47,6 +55,9 @@ class Child:
             raise NO_FILES
         self.is_alive = True
 
+    async def ended(self, timeout_s: float) -> bool:
+        return True
+
     def send(self, message: Any) -> None:
         Child.said.append(message)
 
@@ -57,10 +68,10 @@ def supervised(running: Life, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(supervisor, "RESTART", Backoff(0.001, 0.01))
     Child.failures, Child.said = 0, []
 
-    def make() -> Supervisor:
+    def make(config: Config = Config()) -> Supervisor:
         sockets: Any = {"router-0": SimpleNamespace(fileno=lambda: 0)}
         none: Any = None
-        return Supervisor(Config(), none, sockets, running, none, "h", lambda *_: None, None)
+        return Supervisor(config, none, sockets, running, none, "h", lambda *_: None, None)
 
     return make
 
@@ -155,3 +166,34 @@ def test_a_log_of_decisions_goes_on_when_there_is_room_again(
     assert len(caplog.records) == 1
     log.write(line)
     assert (tmp_path / "log.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("on_stop", "is_drained"),
+    [("keep-workers", False), ("keep-workers", True), ("end-workers", False)],
+)
+async def test_workers_that_are_kept_can_be_found_but_not_after_a_drain(
+    supervised: Any, running: Life, monkeypatch: pytest.MonkeyPatch, on_stop: Any, is_drained: bool
+) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(supervisor, "kill_workers", killed.append)
+    found = supervised(Config(cluster=ClusterSection(on_stop=on_stop)))
+    await found._start_controller()
+    if is_drained:
+        found.asked_to_end.set()
+    await found.end(0.0)
+    keep_workers = on_stop == "keep-workers" and not is_drained
+    (stop,) = [each for each in Child.said if isinstance(each, Stop)]
+    assert stop.keep_workers is keep_workers
+    assert killed == ([] if keep_workers else ["kvrelay-test"])
+    assert (read_record(running.path / "life", LifeRecord) == running.record) is keep_workers
+
+
+def test_workers_go_on_where_only_their_controller_has_changed(tmp_path: Path) -> None:
+    """Any change of `[cluster]`, such as of its routers, ended all workers."""
+    config, engine = Config(), Config(engine=EngineSection(max_num_seqs=7))
+    more = ClusterSection(routers=3, decode=4, drain_s=90.0, on_stop="keep-workers")
+    assert workers_of(Config(cluster=more)) == workers_of(config) != workers_of(engine)
+    assert workers_of(Config(cluster=ClusterSection(orphan_s=90.0))) != workers_of(config)
+    cluster = {field.name for field in msgspec.structs.fields(ClusterSection)}
+    assert set(NOT_OF_WORKERS) < cluster

@@ -127,6 +127,27 @@ def test_a_worker_that_does_not_answer_is_started_again_and_its_router_is_told(
     assert [(s.worker, s.epoch) for s in of(StartWorker, lives.done)] == [("decode-0", 2)]
 
 
+def test_a_worker_with_other_settings_ends_and_is_started_with_those_of_now(lives: Lives) -> None:
+    config = replace(CONFIG, settings="of now")
+    lives.begin(RUNNING, config)
+    lives.say(MachinesChanged(ONE))
+    stopped, started = of(StopWorker, lives.done), of(StartWorker, lives.done)
+    assert {(s.worker, s.epoch) for s in stopped} == {("prefill-0", 1), ("decode-0", 1)}
+    assert {(s.worker, s.epoch) for s in started} == {("prefill-0", 2), ("decode-0", 2)}
+    for worker in ("prefill-0", "decode-0"):
+        lives.say(WorkerStarted(info(worker, 2), "h", 100, 8))
+    lives.begin(RUNNING, config)
+    assert lives.controller.all_up()
+    assert of(StopWorker, lives.done) == []
+
+
+def test_a_worker_too_many_ends_and_the_others_go_on(lives: Lives) -> None:
+    lives.begin(RUNNING, replace(CONFIG, workers=(("decode-0", Role.DECODE),)))
+    assert lives.controller.all_up()
+    assert of(StopWorker, lives.done) == [StopWorker("prefill-0", 1)]
+    assert of(StartWorker, lives.done) == []
+
+
 def test_one_whose_process_is_gone_is_not_waited_for(lives: Lives) -> None:
     lives.deaf.add("decode-0")
     lives.begin(RUNNING)
