@@ -1,4 +1,4 @@
-"""The stand-in does what Kubernetes would: shown on small pods, so that a story played with it counts."""
+"""The stand-in does what Kubernetes would: shown on small pods, so that what it plays counts."""
 
 from __future__ import annotations
 

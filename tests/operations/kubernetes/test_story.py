@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 NAME = "release"
-UP_S = 420.0  # five pods of Ray and the model start on two cores
+UP_S = 600.0  # five pods with Ray and the model, on two cores
 GROUP = {
     "name": "cpu",
     "replicas": 2,
