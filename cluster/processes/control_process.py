@@ -238,7 +238,7 @@ class ControlProcess:
         await self._leave_ray()
 
     async def _end_workers(self) -> None:
-        """Politely, and then by force."""
+        """Ask them to end, and end by force those that do not."""
         running = [w for w in self.controller.workers.values() if w.peer is not None]
         for worker in running:
             self.wire.send(worker.node, End(worker.epoch))

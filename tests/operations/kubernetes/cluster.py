@@ -39,7 +39,7 @@ class Cluster:
         self._network = f"10.{100 + os.getpid() % 100}"  # with services at its end
         self._numbers = count(2)
         self._names = count()
-        self._addresses: dict[str, str] = {}  # of services
+        self._addresses: dict[str, str] = {}  # by service
         self._workloads: dict[tuple[str, str], Spec] = {}
         self._services: dict[str, Spec] = {}
         self._budgets: list[Spec] = []
@@ -149,7 +149,7 @@ class Cluster:
         return self._addresses[service]
 
     def wait(self, holds: Callable[[], Any], timeout_s: float, why: str) -> float:
-        """Seconds that it took."""
+        """Returns the seconds that it took."""
         begun = time.monotonic()
         while not holds():
             assert not self.errors, self.errors

@@ -19,7 +19,7 @@ done
 
 
 def pod_template(cluster: Spec, group: Spec | None, namespace: str) -> Spec:
-    """Of a worker group, or (None) of the head."""
+    """What KubeRay makes of a worker group, or (None) of the head."""
     name, spec = cluster["metadata"]["name"], cluster["spec"]
     template: Spec = copy.deepcopy((group or spec["headGroupSpec"])["template"])
     params = dict((group or spec["headGroupSpec"])["rayStartParams"])
