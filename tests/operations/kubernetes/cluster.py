@@ -44,6 +44,7 @@ class Cluster:
         self._services: dict[str, Spec] = {}
         self._budgets: list[Spec] = []
         self._rules = ""
+        self._ends: set[Pod] = set()  # those that were ready when rules were last made
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._hosts = folder / "hosts"
@@ -161,7 +162,8 @@ class Cluster:
         """Every pod that is wanted is ready, and there is none else."""
         with self._lock:
             wanted = sum(len(names) for names in map(self._wanted, self._workloads.items()))
-            return len(self.pods) == wanted and all(pod.is_ready for pod in self.pods)
+            is_ready = all(pod.is_ready and pod in self._ends for pod in self.pods)
+            return len(self.pods) == wanted and is_ready
 
     def shown(self) -> str:
         events = [event for pod in (*self.gone, *self.pods) for event in pod.events]
@@ -312,11 +314,12 @@ class Cluster:
     def _publish(self) -> None:
         """Services' names and addresses, for the pods and for this machine."""
         lines, rules = ["127.0.0.1 localhost"], []
+        ready = {pod for pod in self.pods if pod.is_ready}
         for name, service in self._services.items():
             spec = service["spec"]
             selector, all_of_them = spec["selector"], spec.get("publishNotReadyAddresses")
             there = [p for p in self.pods if selector.items() <= p.labels.items() and p.ip]
-            ends = [p for p in there if p.is_ready or (all_of_them and not p.is_ending)]
+            ends = [p for p in there if p in ready or (all_of_them and not p.is_ending)]
             full = f"{name}.{self.objects.namespace}"
             names = f"{name} {full} {full}.svc {full}.svc.cluster.local"
             if spec.get("clusterIP") == "None":
@@ -346,6 +349,7 @@ class Cluster:
                 if pod.has_rules and not pod.is_gone:
                     with contextlib.suppress(subprocess.SubprocessError):
                         nft(table, pod.network_namespace)
+        self._ends = ready
 
 
 def nft(rules: str, namespace: str = "") -> None:
