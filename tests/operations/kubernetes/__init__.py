@@ -7,6 +7,6 @@ and pods as `pod` says. What it cannot play:
 * images: every container sees this machine's files and the tests' virtual environment;
 * limits of resources, seccomp, affinity, tolerations and node selectors; nodes are names;
 * NetworkPolicies, load balancers, ingress;
-* the API server: so KubeRay's autoscaler container does not run, and `scale_group` takes its part;
+* the API server: so KubeRay's autoscaler container does not run;
 * KubeRay's job that clears Redis when a RayCluster is deleted.
 """

@@ -107,24 +107,6 @@ class Cluster:
             self._workloads, self._services, self._budgets = workloads, services, budgets
             self.objects.service_env = dict(self._service_env())
 
-    def set_secret(self, name: str, data: dict[str, str]) -> None:
-        with self._lock:
-            self.objects.secrets[name] = data
-            self.objects.data_folder("secret", name)
-
-    def scale_group(self, group: str, replicas: int) -> None:
-        """As KubeRay's autoscaler does, within the group's bounds."""
-        with self._lock:
-            for (kind, _), document in self._workloads.items():
-                for each in document["spec"]["workerGroupSpecs"] if kind == "RayCluster" else ():
-                    if each["groupName"] == group:
-                        within = min(max(replicas, each["minReplicas"]), each["maxReplicas"])
-                        each["replicas"] = within
-
-    def scale(self, deployment: str, replicas: int) -> None:
-        with self._lock:
-            self._workloads["Deployment", deployment]["spec"]["replicas"] = replicas
-
     def drain(self, node: str, timeout_s: float) -> None:
         """Cordon it, and evict its pods as far as the budgets allow."""
         self.nodes[node] = False
@@ -137,10 +119,6 @@ class Cluster:
                         pod.tell("is evicted")
                         self._delete(pod)
             time.sleep(EVICT_AGAIN_S)
-
-    def delete_pod(self, pod: Pod) -> None:
-        with self._lock:
-            self._delete(pod)
 
     def of(self, component: str) -> list[Pod]:
         key = "app.kubernetes.io/component"
