@@ -201,6 +201,9 @@ class ClusterSection(Section, frozen=True):
     orphan_s: Annotated[float, Meta(ge=10.0, le=86_400.0)] = 120.0
     # requests that are served when the server is told to stop have so long to finish
     drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0
+    # what becomes of workers when the server is told to stop, by SIGTERM or SIGINT: with
+    # "keep-workers" the next one, started within orphan_s, finds them; `kvrelay drain` ends them
+    on_stop: Literal["end-workers", "keep-workers"] = "end-workers"
 
 
 _OTLP = matching(r"|https?://[^\s/]+\S*", "http://HOST:PORT of an OTLP/HTTP collector")

@@ -148,7 +148,7 @@ async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> 
 
     def on_signal() -> None:
         if stop.is_set():
-            _exit_now(clusters)
+            _exit_now(clusters if config.cluster.on_stop == "end-workers" else [])
         stop.set()
 
     def on_stop() -> None:
@@ -202,7 +202,7 @@ def _has_terminal() -> bool:
 
 
 def _exit_now(clusters: list[str]) -> None:
-    """End at once, with all that was started."""
+    """End at once, with all that was started, and the workers of `clusters`."""
     import psutil
 
     from kvrelay.worker.processes import kill_workers

@@ -65,6 +65,7 @@ class WorkerCheckpoint:
     further: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
     built: str = ""  # `ControllerConfig.built` when it was started
+    settings: str = ""  # a digest of those that it was started with
 
 
 @dataclass(frozen=True, slots=True)

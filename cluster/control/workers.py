@@ -43,6 +43,7 @@ class DesiredWorker(DesiredProcess):
     machine_id: str | None = None
     further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
     hosts: tuple[str, ...] = ()  # where they are: what stays when Ray names machines anew
+    settings: str = ""  # see `WorkerCheckpoint`
     avoid: str | None = None  # where it failed to start
     info: WorkerInfo | None = None
     started: WorkerStarted | None = None  # while it listens
@@ -73,6 +74,7 @@ class DesiredWorker(DesiredProcess):
             self.further,
             self.hosts,
             self.built,
+            self.settings,
         )
 
 
@@ -116,7 +118,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def adopt(self, kept: WorkerCheckpoint) -> list[Effect]:
         """What an earlier controller has left: one that listened is asked whether it lives; one
-        that had not come so far is ended."""
+        that had not come so far, or has other settings than those of now, is ended."""
         worker = self.by_name.get(kept.worker)
         if worker is None and kept.peer is not None:  # fewer are wanted: it is drained first
             worker = self.by_name[kept.worker] = self.desired(kept.worker, kept.role)
@@ -124,12 +126,14 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         if worker is not None:
             worker.role, worker.epoch, worker.restarts = kept.role, kept.epoch, kept.restarts
             worker.is_leaving, worker.hangs = kept.is_draining, kept.hangs
-        if worker is None or kept.peer is None:
+        is_other = kept.settings not in ("", self.config.settings)
+        if worker is None or kept.peer is None or is_other:
             return [StopWorker(kept.worker, kept.epoch)]
         worker.on(ProcessEvent.ADOPT)
         worker.machine_id, worker.further = kept.machine_id, kept.further
         worker.hosts = kept.hosts or (kept.peer.host,)
         worker.pid, worker.peer, worker.built = kept.pid, kept.peer, kept.built
+        worker.settings = self.config.settings
         self.has_been_up = True
         return [
             AdoptWorker(worker.node, worker.epoch, kept.peer, kept.machine_id, kept.pid),
@@ -182,7 +186,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             text = f"{worker.last_error} for {worker.node}"
             return [Note("warning", "no_machine", text)]
         bound = self.begin(worker)
-        worker.built = self.config.built
+        worker.built, worker.settings = self.config.built, self.config.settings
         worker.machine_id, *further = machines
         worker.further = tuple(further)
         host_of = {machine.machine_id: machine.host for machine in self.machines}

@@ -158,7 +158,7 @@ async def run_controller(parent: Parent) -> int:
         parent.send(GaveUp(process.failed.result()))
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if stop.done():
-        await process.end()
+        await process.end(stop.result().keep_workers)
     return 0
 
 

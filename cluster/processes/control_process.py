@@ -54,7 +54,13 @@ from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
-from kvrelay.cluster.processes.life import Deadline, Keeper, read_record, workers_of
+from kvrelay.cluster.processes.life import (
+    Deadline,
+    Keeper,
+    read_record,
+    settings_of_workers,
+    workers_of,
+)
 from kvrelay.cluster.processes.orders import (
     AllUp,
     ControllerListens,
@@ -277,6 +283,8 @@ class ControlProcess:
         """It is on this machine now. Begin."""
         spec, cluster = self.spec, self.spec.config.cluster
         kept = self._read_kept()
+        # Those that are not to be adopted can be told to end, wherever they are.
+        update_peers(self.wire, [each.peer for each in kept.workers if each.peer is not None])
         running = len(spec.running_routers)
         log.info(
             "controller begins (epoch %d); %d workers and %d routers run",
@@ -291,6 +299,7 @@ class ControlProcess:
                 further_routers=spec.routers if self._leads is None else (),
                 kept=kept,
                 running_routers=spec.running_routers,
+                settings=settings_of_workers(spec.config, model.path),
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
                 prefill_ranks=spec.config.ranks_of(Role.PREFILL),
                 decode_ranks=spec.config.ranks_of(Role.DECODE),
@@ -373,15 +382,18 @@ class ControlProcess:
     def close(self) -> None:
         """Nothing runs outside the loop; `end` ends the workers."""
 
-    async def end(self) -> None:
-        """End the workers, politely and then by force, and leave Ray."""
+    async def end(self, keep_workers: bool) -> None:
+        """End the workers, or leave them to the next controller, and leave Ray."""
         self.host.close()  # or the controller would have those that end started again
         for task in self._tasks:
             task.cancel()
-        if self._hands_over():
-            await self.wire.close()
-            await self._leave_ray()
-            return
+        if not keep_workers and not self._hands_over():
+            await self._end_workers()
+        await self.wire.close()
+        await self._leave_ray()
+
+    async def _end_workers(self) -> None:
+        """Ask them to end, and end by force those that do not."""
         running = [w for w in self.controller.workers.values() if w.peer is not None]
         for worker in running:
             self.wire.send(worker.node, End(worker.epoch))
@@ -394,8 +406,6 @@ class ControlProcess:
         if self._leads is not None and self._checkpoint is not None:
             ended = tuple(replace(each, peer=None) for each in self._checkpoint.workers)
             self._leads.keep(replace(self._checkpoint, workers=ended, joined=()))
-        await self.wire.close()
-        await self._leave_ray()
 
     def _hands_over(self) -> bool:
         """Whether workers go on, for another server or since it may not end them."""
@@ -521,7 +531,7 @@ class ControlProcess:
         kept = [name_of(cluster, each.worker, each.epoch) for each in self._adopted]
         if self._leads is not None and not self._leads.holds():
             return
-        await asyncio.to_thread(ray.remove_groups, cluster, kept)
+        await ray.end_groups(cluster, kept)
         use_gpus = config.model.device != "cpu"
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
 

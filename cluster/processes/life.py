@@ -1,7 +1,8 @@
 """What outlives `kvrelay serve` itself, so that the next one finds the workers that still run.
 
 A directory for each port that was served at, for its owner only, since it holds the token of the
-cluster. It is removed by a server that ends properly, and so is found only where one has died.
+cluster. It is removed by a server that ends its workers, and so is found where one has died, or
+has kept them (`cluster.on_stop`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ TOKEN_BYTES = 32
 VERSION = 1  # all files here have it: raised where an older reader would get one wrong
 WRITE_S = 1.0  # for a write of some hundred bytes; after that the disk hangs
 RETRY_S = 5.0  # before a write that has failed is tried again
+# Fixed settings of the server, with which workers have nothing to do.
+NOT_FIXED = ("api.host", "api.port", "cluster.routers", "sessions.state_dir", "state.url")
+NOT_OF_WORKERS = (
+    "prefill",
+    "decode",
+    "routers",
+    "ray_dashboard_port",
+    "insecure_ray",
+    "start_timeout_s",
+    "silent_grace_s",
+    "drain_s",
+    "on_stop",
+)
 
 T = TypeVar("T")
 
@@ -40,7 +54,7 @@ T = TypeVar("T")
 class LifeRecord(msgspec.Struct):
     cluster: str
     token: bytes
-    settings: str  # a digest of the workers' own: `workers_of`
+    settings: str = ""  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
     fixed: dict[str, str] = {}  # what no worker that runs can follow: `fixed_settings`
     weights: str = ""  # `weights_of`
@@ -174,26 +188,26 @@ class Life:
 
 
 def open_life(config: Config, port: int, path: Path | None = None) -> Life:
-    """The life that the last server at `port` has left behind, if its workers can go on under
-    `config`; else a new one. Workers that cannot are ended. `path`: of the life that goes on where
-    a server replaces itself. Raises OSError."""
+    """The life that the last server at `port` has left behind, or a new one. Which of its workers
+    can go on under `config`, the controller sees. `path`: of the life that goes on where a server
+    replaces itself. Raises OSError."""
     base = config.sessions.state_path / "running"
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     settings, fixed = workers_of(config), fixed_settings(config)
     is_same_server = path is not None
     path = path or base / f"{socket.gethostname()}-{port}"
     found = read_record(path / "life", LifeRecord)
+    if found is not None and not found.fixed:  # of a version whose workers say nothing of it
+        kill_workers(found.cluster)
+        found = None
     if found is not None:
-        changed = changed_settings(found, config)
+        changed = [name for name in changed_settings(found, config) if name not in NOT_FIXED]
         if not is_same_server:
             end = f"end: {', '.join(changed)} changed" if changed else "go on"
-            text = "the last server at port %d did not end properly; its workers %s"
-            log.warning(text, port, end)
-        if not changed:
-            found.settings, found.fixed = settings, fixed
-            return Life(path, found)
-        kill_workers(found.cluster)
-    is_newer = found is None and _version(path / "life") > VERSION
+            log.warning("the last server at port %d has left workers, which %s", port, end)
+        found.settings, found.fixed = settings, fixed
+        return Life(path, found)
+    is_newer = _version(path / "life") > VERSION
     if not is_newer:
         shutil.rmtree(path, ignore_errors=True)
     if config.api.port == 0 or is_newer:  # no later server would look there
@@ -232,8 +246,6 @@ def fixed_settings(config: Config) -> dict[str, str]:
 
 def changed_settings(record: LifeRecord, config: Config) -> list[str]:
     """Names the fixed settings that are others now."""
-    if not record.fixed:  # written by a version that knew of none
-        return [] if record.settings == workers_of(config) else ["settings of workers"]
     now = fixed_settings(config)
     return sorted(n for n in now if n in record.fixed and record.fixed[n] != now[n])
 
@@ -246,17 +258,21 @@ def weights_of(path: Path) -> str:
     return hashlib.sha256(msgspec.json.encode((str(path), stats))).hexdigest()[:16]
 
 
+def settings_of_workers(config: Config, model: Path) -> str:
+    """A digest of what a worker that runs cannot follow: the weights, the form of its KV, and how
+    it is reached. `model`: the checkpoint that is served."""
+    fixed = {name: each for name, each in fixed_settings(config).items() if name not in NOT_FIXED}
+    return hashlib.sha256(msgspec.json.encode((fixed, weights_of(model)))).hexdigest()[:32]
+
+
 def workers_of(config: Config) -> str:
-    """A digest of all settings that workers, and what they say to others, depend on."""
-    parts = (
-        config.model,
-        config.engine,
-        config.tiers,
-        config.tls,
-        config.cluster,
-        config.state,
-        config.scaling,
-    )
+    """A digest of all settings that a worker, and what it says to others, depends on: not of how
+    many there are, nor of what their controller alone does."""
+    cluster = msgspec.to_builtins(config.cluster)
+    for name in NOT_OF_WORKERS:
+        del cluster[name]
+    scaling = config.scaling.enabled
+    parts = (config.model, config.engine, config.tiers, config.tls, cluster, config.state, scaling)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 

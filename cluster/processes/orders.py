@@ -114,6 +114,7 @@ class Stop:
 
     drain_s: float = 0.0
     refuse: bool = True  # what is new is refused; else it waits for who listens there next
+    keep_workers: bool = False  # for the next controller; else they end too
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util import list_named_actors
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -302,16 +303,29 @@ class RayWorkers:
         return True
 
 
-def remove_groups(cluster: str, keep: Collection[str] = ()) -> None:
-    """The placement groups of `cluster`'s workers but those to keep. Blocks."""
+async def end_groups(cluster: str, keep: Collection[str] = ()) -> None:
+    """The placement groups of `cluster`'s workers but those to keep: with the workers, of which no
+    controller knows any more, on whichever machine they are."""
     try:
-        groups = placement_group_table().values()
+        table = await asyncio.to_thread(placement_group_table)
+        actors = await asyncio.to_thread(list_named_actors)
     except RayError as error:
         log.warning("placement groups of lost workers stay: %s", first_line(error))
         return
-    for group in groups:
-        if group["name"].startswith(f"{cluster}/") and group["name"] not in keep:
-            _remove_group(group["name"])
+    names = [group["name"] for group in table.values() if group["state"] != "REMOVED"]
+    for name in names:
+        if name.startswith(f"{cluster}/") and name not in keep:
+            of_it = [each for each in actors if each == name or each.startswith(f"{name}/")]
+            await asyncio.gather(*map(_end_named, of_it))
+            await asyncio.to_thread(_remove_group, name)
+
+
+async def _end_named(name: str) -> None:
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await _end(ray.get_actor(name, NAMESPACE))
+    except (ValueError, TimeoutError):
+        return  # it has ended, or its machine is gone
 
 
 def _remove_group(name: str) -> None:

@@ -194,7 +194,10 @@ class Supervisor:
             router.send(Reload())
 
     async def end(self, drain_s: float) -> None:
-        """Take no new requests, finish what is there within `drain_s`, and end all."""
+        """Take no new requests, finish what is there within `drain_s`, and end all; or all but the
+        workers, where those are kept and no operator has asked for the end."""
+        on_stop = self._config.cluster.on_stop
+        keep_workers = on_stop == "keep-workers" and not self.asked_to_end.is_set()
         self._is_ending = True
         if self._servers is not None and not self._leads:
             await self._servers.close()
@@ -206,20 +209,20 @@ class Supervisor:
         finish_s = drain_s + SHUTDOWN_S + END_S
         await asyncio.gather(*(end(router, finish_s) for router in routers))
         if self._controller is not None and self._controller.is_alive:
-            self._controller.send(Stop())
+            self._controller.send(Stop(keep_workers=keep_workers))
             await end(self._controller, 2 * END_S)
         if self._spare is not None:
             self._spare.kill()
         if self._servers is not None:  # workers go on for the others
             await self._servers.close()
-        else:
+        elif not keep_workers:
             kill_workers(self.cluster)  # where the controller could not, if they are here
+            self._life.end()
         log.info("the server has ended")
         for task in self._tasks:
             task.cancel()
         if not self.failed.done():
             self.failed.cancel()
-        self._life.end()
 
     async def restart(self, *, is_rollback: bool = False) -> None:
         """Become what the command line starts now, or what was good before; then every worker and

@@ -15,15 +15,24 @@ from typing import Any, ClassVar, cast
 import msgspec
 import pytest
 
-from kvrelay.cluster.config import Config, build_config
+from kvrelay.cluster.config import ClusterSection, Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
 from kvrelay.cluster.processes import control_process, life, ray_access, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
 from kvrelay.cluster.processes.handover import HandoverError
-from kvrelay.cluster.processes.life import Installed, Keeper, Life, LifeRecord, read_record
-from kvrelay.cluster.processes.orders import AllUp, RestartWorkers, WorkersRestarted
+from kvrelay.cluster.processes.life import (
+    NOT_OF_WORKERS,
+    Installed,
+    Keeper,
+    Life,
+    LifeRecord,
+    read_record,
+    workers_of,
+)
+from kvrelay.cluster.processes.orders import AllUp, RestartWorkers, Stop, WorkersRestarted
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
+from kvrelay.engine.config import EngineSection
 
 pytestmark = pytest.mark.anyio
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -37,7 +46,7 @@ def no_space(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Life:
-    return Life(tmp_path, LifeRecord("kvrelay-test", b"token", "settings"))
+    return Life(tmp_path, LifeRecord("kvrelay-test", b"token"))
 
 
 def test_what_a_newer_version_keeps_is_left_and_named(
@@ -92,10 +101,10 @@ def supervised(running: Life, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(supervisor, "RESTART", Backoff(0.001, 0.01))
     Child.failures, Child.said = 0, []
 
-    def make() -> Supervisor:
+    def make(config: Config = Config()) -> Supervisor:
         sockets: Any = {"router-0": SimpleNamespace(fileno=lambda: 0)}
         none: Any = None
-        return Supervisor(Config(), none, sockets, running, none, "h", lambda *_: None, None)
+        return Supervisor(config, none, sockets, running, none, "h", lambda *_: None, None)
 
     return make
 
@@ -504,3 +513,34 @@ def test_a_log_of_decisions_on_a_disk_that_hangs_holds_nobody_up(
     assert log._lines.qsize() <= control_process.MAX_LINES
     answers.set()
     log._lines.join()
+
+
+@pytest.mark.parametrize(
+    ("on_stop", "is_drained"),
+    [("keep-workers", False), ("keep-workers", True), ("end-workers", False)],
+)
+async def test_workers_that_are_kept_can_be_found_but_not_after_a_drain(
+    supervised: Any, running: Life, monkeypatch: pytest.MonkeyPatch, on_stop: Any, is_drained: bool
+) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(supervisor, "kill_workers", killed.append)
+    found = supervised(Config(cluster=ClusterSection(on_stop=on_stop)))
+    await found._start_controller()
+    if is_drained:
+        found.asked_to_end.set()
+    await found.end(0.0)
+    keep_workers = on_stop == "keep-workers" and not is_drained
+    (stop,) = [each for each in Child.said if isinstance(each, Stop)]
+    assert stop.keep_workers is keep_workers
+    assert killed == ([] if keep_workers else ["kvrelay-test"])
+    assert (read_record(running.path / "life", LifeRecord) == running.record) is keep_workers
+
+
+def test_workers_go_on_where_only_their_controller_has_changed(tmp_path: Path) -> None:
+    """Any change of `[cluster]`, such as of its routers, ended all workers."""
+    config, engine = Config(), Config(engine=EngineSection(max_num_seqs=7))
+    more = ClusterSection(routers=3, decode=4, drain_s=90.0, on_stop="keep-workers")
+    assert workers_of(Config(cluster=more)) == workers_of(config) != workers_of(engine)
+    assert workers_of(Config(cluster=ClusterSection(orphan_s=90.0))) != workers_of(config)
+    cluster = {field.name for field in msgspec.structs.fields(ClusterSection)}
+    assert set(NOT_OF_WORKERS) < cluster

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from tests.e2e.serving import KVRELAY, MODEL, all_up, status, stream, wait_for
+from tests.e2e.serving import KVRELAY, MODEL, all_up, status, stream, wait_for, wait_until
 from tests.operations.served import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -112,6 +113,39 @@ def test_a_server_that_was_killed_finds_its_workers_when_it_is_started_again(
         drain(again)
     assert gone
     assert not any(lives_on(pid) for pid, _ in before.values())
+
+
+def test_a_server_that_keeps_its_workers_finds_them_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    """As the API's pod is replaced; with other settings of workers, these end and start anew."""
+    settings = {
+        "sessions.state_dir": str(tmp_path),
+        "cluster.on_stop": "keep-workers",
+        "router.policy": "round_robin",
+    }
+    port = str(free_port())
+
+    def serve(**changed: object) -> Served:
+        return Served(settings | changed, "--port", port)
+
+    with serve() as served:
+        cached_of(served.url, LONG)
+        before = lives(served.url)
+        assert served.stop() == 0
+        assert all(lives_on(pid) for pid, _ in before.values())
+    with serve(**{"cluster.routers": 2}) as served:
+        assert lives(served.url) == before
+        assert cached_of(served.url, LONG) >= 0.95
+    with serve(**{"engine.max_num_seqs": 7}) as served:
+        after = lives(served.url)
+        assert {name: epoch for name, (_, epoch) in after.items()} == {
+            name: epoch + 1 for name, (_, epoch) in before.items()
+        }
+        wait_until(lambda: not any(lives_on(pid) for pid, _ in before.values()), 20)
+        drain(served)
+    assert not any(lives_on(pid) for pid, _ in after.values())
+    assert not list((tmp_path / "running").iterdir())
 
 
 def lives_on(pid: int) -> bool:

@@ -62,6 +62,7 @@ RDMA = {
     "extraEnv": [{"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"}],
 }
 TWO_GROUPS = [GROUP | RDMA, {**GROUP, "name": "cpu", "nodeSelector": {"a": "b"}}]
+ONE_GPU = GROUP | {"resources": {"limits": {"memory": "64Gi", "nvidia.com/gpu": "1"}}}
 FULL["ray"] = {"workerGroups": TWO_GROUPS}
 BARE = {
     "secrets": {"existing": "mine"},
@@ -278,6 +279,41 @@ def test_state_outlives_pods_and_the_release() -> None:
     claimed = volumes["state"]["persistentVolumeClaim"]["claimName"]
     assert claimed == claim["metadata"]["name"]
     assert not of_kind(render(BARE), "PersistentVolumeClaim")
+
+
+def test_the_next_api_pod_finds_the_workers() -> None:
+    """They ended with the pod, and loaded their weights anew after any change of `config`."""
+    found = settings({})["cluster"]
+    assert found["on_stop"] == "keep-workers"
+    assert found["orphan_s"] >= 600, "an image may have to be pulled"
+    own = {"config": {"cluster": {"orphan_s": 60.0}}}
+    assert settings(own)["cluster"]["orphan_s"] == 60
+    assert api_pod({})["spec"]["hostname"] == "release-api", "workers are kept by host and port"
+
+
+def test_no_two_pods_have_the_state_at_once() -> None:
+    """One that was evicted drains beside its successor: both would place workers."""
+    (claim,) = of_kind(render({}), "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
+    (claim,) = of_kind(render({"state": {"accessMode": "ReadWriteOnce"}}), "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+
+def test_workers_share_a_pod_and_its_gpus_by_default() -> None:
+    """With one GPU a pod, their KV went by TCP."""
+    cluster = VALUES["config"]["cluster"]
+    assert int(GROUP["resources"]["limits"]["nvidia.com/gpu"]) == sum(cluster.values())
+    assert GROUP["replicas"] == 1
+    notes = [notes_of({"ray": {"workerGroups": [group]}}) for group in (GROUP, ONE_GPU)]
+    assert ["KV goes by TCP" in each for each in notes] == [False, True]
+    assert "KV goes by TCP" not in notes_of({"ray": {"workerGroups": [ONE_GPU | RDMA]}})
+
+
+def notes_of(values: dict[str, Any]) -> str:
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(copy.deepcopy(values), name="release", namespace="models")
+    (text,) = [text for name, text in files.items() if name.endswith("NOTES.txt")]
+    return str(text)
 
 
 def test_ray_in_the_api_pod_is_started_again_and_ends_last() -> None:

@@ -96,7 +96,9 @@ imagePullSecrets:
 {{- if .Values.tls.existingSecret -}}
 {{- $_ := set $own "tls" (dict "api" true "cert" "/etc/kvrelay-tls/tls.crt" "key" "/etc/kvrelay-tls/tls.key") -}}
 {{- end -}}
-{{- mergeOverwrite $config $own | toYaml -}}
+{{- /* The next pod finds the workers, also where its image has to be pulled first. */ -}}
+{{- $kept := dict "cluster" (dict "on_stop" "keep-workers" "orphan_s" 900) -}}
+{{- mergeOverwrite $kept $config $own | toYaml -}}
 {{- end -}}
 
 {{- define "kvrelay.toml" -}}
@@ -132,4 +134,9 @@ http{{ if . }}-{{ . }}{{ end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{- /* In bytes: nothing of KVRelay goes through it. Ray's default is 30 % of the pod's memory. */ -}}
+{{- define "kvrelay.objectStore" -}}
+83886080
 {{- end -}}
