@@ -197,7 +197,8 @@ def open_life(config: Config, port: int, path: Path | None = None) -> Life:
     is_same_server = path is not None
     path = path or base / f"{socket.gethostname()}-{port}"
     found = read_record(path / "life", LifeRecord)
-    if found is not None and not found.fixed:  # of a version whose workers say nothing of it
+    if found is not None and not found.fixed and found.settings != settings:
+        # A version whose workers did not say what they cannot follow.
         kill_workers(found.cluster)
         found = None
     if found is not None:

@@ -104,6 +104,7 @@ def open_state(
             prefix=f"{section.key_prefix}:{model}",
             run=run,
             router=router,
+            routers=routers,
             shares=shares,
             timeout_s=section.timeout_s,
         )

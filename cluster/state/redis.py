@@ -66,6 +66,7 @@ class RedisOptions:
     prefix: str  # before all keys
     run: str  # this life of the cluster
     router: NodeId
+    routers: tuple[NodeId, ...] = ()  # that are known by name, also of a version before the set
     shares: bool = True  # there are other routers: keep the prefix index and the loads, too
     timeout_s: float = 2.0  # for each command
 
@@ -309,8 +310,10 @@ class RedisState:
             pipe.sadd(names, me)
             pipe.expire(names, LOADS_NAMES_TTL_S)
             pipe.smembers(names)
-            others = [key for key in pipe.execute()[-1] if key != me.encode()]
-        found: list[Any] = self._redis.mget(others) if others else []
+            others = {key.decode() for key in pipe.execute()[-1]}
+        others |= {self._load_key + name for name in self._options.routers}
+        others -= {me}
+        found: list[Any] = self._redis.mget(list(others)) if others else []
         gone = [key for key, loads in zip(others, found, strict=True) if loads is None]
         if gone:
             self._redis.srem(names, *gone)

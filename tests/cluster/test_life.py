@@ -15,8 +15,9 @@ from kvrelay.cluster.processes.life import (
     Installed,
     Life,
     LifeRecord,
-    keep,
+    changed_settings,
     open_life,
+    settings_of_workers,
     weights_of,
     workers_of,
 )
@@ -60,18 +61,26 @@ def test_workers_go_on_under_other_settings(tmp_path: Path, ended: list[str]) ->
         {"model__quantization": "int8"},
         {"engine__window": 512},
         {"tls__frames": True},
-        {"cluster__routers": 2},
     ],
 )
-def test_workers_that_cannot_follow_the_settings_end(
+def test_workers_that_cannot_follow_the_settings_are_left_to_the_controller_to_end(
     tmp_path: Path, ended: list[str], change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = open_life(config(tmp_path), 8000)
+    """Wherever they are: by the token and the names that they have."""
+    before, after = config(tmp_path), config(tmp_path, **change)
+    first = open_life(before, 8000)
     left_behind(first)
-    again = open_life(config(tmp_path, **change), 8000)
-    assert again.record.cluster != first.record.cluster
-    assert ended == [first.record.cluster]
-    assert next(iter(change)).replace("__", ".") in caplog.text
+    again = open_life(after, 8000)
+    assert again.record.cluster == first.record.cluster
+    assert ended == []
+    assert f"{next(iter(change)).replace('__', '.')} changed" in caplog.text
+    assert settings_of_workers(before, tmp_path) != settings_of_workers(after, tmp_path)
+
+
+def test_what_is_a_matter_of_routers_ends_no_workers(tmp_path: Path) -> None:
+    before, after = config(tmp_path), config(tmp_path, cluster__routers=2, state__url="")
+    assert settings_of_workers(before, tmp_path) == settings_of_workers(after, tmp_path)
+    assert changed_settings(open_life(before, 8000).record, after) == ["cluster.routers"]
 
 
 def test_a_record_that_knows_of_no_fixed_settings_goes_by_all_of_them(
@@ -100,7 +109,6 @@ def test_a_rollback_goes_to_what_served_well_before(tmp_path: Path) -> None:
     assert found.earlier(two) == one
     found.is_good(one)
     assert found.earlier(one) == two, "and forth again"
-    assert keep(tmp_path / "good", one)
     assert (tmp_path / "good").stat().st_mode & 0o777 == 0o600
 
 

@@ -96,7 +96,7 @@ async def make(config: Config, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         async def server(port: int, **model: str) -> Supervisor:
             own = replace(config, model=replace(config.model, **model))
             sockets: Any = {"router-0": SimpleNamespace(getsockname=lambda: ("h", port))}
-            life = await _open_life(own, sockets)
+            life = await _open_life(own, sockets, None)
             names = {f"router-0@{port}": SimpleNamespace(fileno=lambda: 0)}
             made = Supervisor(own, none, names, life, none, "h", lambda *_: None, None)  # type: ignore[arg-type]
             await made.start()

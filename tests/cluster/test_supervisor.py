@@ -64,7 +64,7 @@ def test_what_a_newer_version_keeps_is_left_and_named(
     assert second.path != first.path
     assert (first.path / "life").read_bytes() == newer
     assert read_record(first.path / "controller", Checkpoint) is None
-    assert life.keep(first.path / "controller", Checkpoint())
+    Keeper(first.path / "controller").keep(Checkpoint())
     assert (first.path / "controller.version-2").read_bytes() == newer
     assert "is of version 2, of a newer KVRelay, and this one reads up to 1" in caplog.text
 

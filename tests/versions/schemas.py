@@ -206,7 +206,7 @@ def _value(info: inspect.Type, name: str, *, sparse: bool = False) -> Any:
         case inspect.EnumType(cls):
             return list(cls)[-1]
         case inspect.LiteralType(values):
-            return values[-1]
+            return values[0]  # the last one may be new
         case inspect.CustomType(cls) if issubclass(cls, Path):
             return Path("/folder") / name
         case inspect.UnionType(types):

@@ -228,7 +228,7 @@ def test_what_the_last_release_has_shared_is_read(tmp_path: Path) -> None:
     restored(Redis.from_url(server.url), LAST["redis"])
     tellers: list[Any] = []
     try:
-        teller = opened(tellers, server, "router-0")
+        teller = opened(tellers, server, "router-0", routers=("router-0", "router-1"))
         teller.wait(lambda: any(m.tenants for m in teller.of(OthersLoads)))
         updates = teller.of(SessionsUpdated)
         (session,) = [each for update in updates for each in update.records]
