@@ -10,22 +10,17 @@ The autoscaler's log: all that it saw and decided, one line of JSON each.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from queue import Full, Queue
-from typing import Any, BinaryIO
+from typing import Any
 
-from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
@@ -55,7 +50,6 @@ from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.life import (
-    Deadline,
     Keeper,
     read_record,
     settings_of_workers,
@@ -65,10 +59,10 @@ from kvrelay.cluster.processes.orders import (
     AllUp,
     ControllerListens,
     ControlSpec,
-    LeaseOrder,
     StartupProgress,
 )
-from kvrelay.cluster.scaling.decisions import Line, encode_line
+from kvrelay.cluster.processes.scaling_log import ScalingLog
+from kvrelay.cluster.processes.servers import Leadership
 from kvrelay.cluster.status import ClusterView, ControllerStatus, RestartStatus
 from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
@@ -89,63 +83,6 @@ from kvrelay.worker.messages import (
 from kvrelay.worker.process import update_peers
 from kvrelay.worker.processes import kill_workers, name_of, worker_processes
 
-MIB = 1 << 20
-MAX_LINES = 1000  # that wait to be written to the autoscaler's log
-
-
-def log_path(config: Config, name: str) -> Path:
-    """Of the server called `name`. When it is full, it goes on anew beside what it had."""
-    return config.sessions.state_path / "scaling" / f"{name}.jsonl"
-
-
-class ScalingLog:
-    """Appends, on a thread of its own. That something cannot be written is said once; scaling goes
-    on without, also where the disk hangs."""
-
-    def __init__(self, path: Path | None, max_bytes: int) -> None:
-        """`path`: None writes nothing."""
-        self._path = path
-        self._max_bytes = max_bytes
-        self._file: BinaryIO | None = None
-        self._is_failing = False
-        self._lines: Queue[Line] = Queue(MAX_LINES)
-        if path is not None:
-            threading.Thread(target=self._run, name="scaling-log", daemon=True).start()
-
-    @classmethod
-    def of(cls, config: Config, name: str) -> ScalingLog:
-        max_bytes = int(config.scaling.log_mib * MIB)
-        return cls(log_path(config, name) if max_bytes else None, max_bytes)
-
-    def write(self, line: Line) -> None:
-        if self._path is not None:
-            with contextlib.suppress(Full):
-                self._lines.put_nowait(line)
-
-    def _run(self) -> None:
-        assert self._path is not None
-        while True:
-            self._append(self._path, self._lines.get())
-            self._lines.task_done()
-
-    def _append(self, path: Path, line: Line) -> None:
-        try:
-            if self._file is None:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._file = path.open("ab", buffering=0)
-            self._file.write(encode_line(line) + b"\n")
-            if self._file.tell() >= self._max_bytes:
-                self._file.close()
-                self._file = None
-                path.replace(path.with_suffix(".old.jsonl"))
-            self._is_failing = False
-        except OSError as error:
-            self._file = None
-            if not self._is_failing:
-                log.warning("decisions of the autoscaler are not logged: %s: %s", path, error)
-            self._is_failing = True
-
-
 log = logging.getLogger("kvrelay.control")
 
 KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written to the store is tried again
@@ -156,56 +93,6 @@ RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 LEASE_WATCH_S = 0.2
 RAY_START_ATTEMPTS = 2  # the first time: Ray gives its raylet 30 s, which a busy machine may miss
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
-
-
-class Leadership:
-    """Whether the controller of one of several servers may give orders. One that may not decides
-    nothing, and keeps its connections, so that workers are not without a controller while the store
-    is away for all; once the lease is its own again, the next controller begins from what was kept.
-
-    With it goes the checkpoint, for the next leader."""
-
-    def __init__(self, order: LeaseOrder, end: Callable[[str], None]) -> None:
-        """`end` ends this process, for this reason."""
-        from redis.exceptions import RedisError
-
-        from kvrelay.cluster.state.lease import KeptInRedis, NotLeader
-
-        self._errors = (RedisError, OSError)
-        self._not_leader = NotLeader
-        self._kept = KeptInRedis(order.key, order.term)
-        self._deadline = Deadline(order.fd)
-        self._end = end
-        self._is_over = False
-
-    def holds(self) -> bool:
-        if not self._is_over and self._deadline.is_over():
-            self._is_over = True
-            log.warning("the lease is not renewed: this controller decides nothing until it is")
-        return not self._is_over
-
-    def look(self) -> None:
-        """Once it may give no orders: whether it might again."""
-        if not self._deadline.is_over():
-            self._end("the lease was away, and is this server's again")
-
-    def read(self) -> Checkpoint:
-        try:
-            return self._kept.read() or Checkpoint()
-        except self._errors as error:
-            self._end(f"what the last leader has kept cannot be read: {error}")
-            raise
-
-    def keep(self, checkpoint: Checkpoint) -> bool:
-        """Whether it was written. Blocks for the store's deadline at most."""
-        try:
-            self._kept.write(checkpoint)
-        except self._not_leader:
-            self._end("another server leads")
-        except self._errors as error:
-            log.error("what the next leader has to know is not written, and tried again: %s", error)
-            return False
-        return True
 
 
 class ControlProcess:
@@ -230,7 +117,7 @@ class ControlProcess:
         self._me = Peer.here(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
         self._leads = None if spec.lease is None else Leadership(spec.lease, self._end_now)
-        self._keeper = Keeper(spec.kept_file)  # of what the next controller has to know
+        self._keeper = Keeper(spec.kept_file)  # writes what the next controller has to know
         self._checkpoint: Checkpoint | None = None  # the last one, for the store of several servers
         self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written there
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said

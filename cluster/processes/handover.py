@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,13 +25,17 @@ from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.messages import RouterStarted
 from kvrelay.cluster.processes.life import (
     Installed,
+    Life,
     LifeRecord,
     changed_settings,
     read_record,
     weights_of,
+    write_private,
 )
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
+
+log = logging.getLogger("kvrelay.serve")
 
 VARIABLE = "KVRELAY_HANDOVER"
 PYTHON_PATH = "PYTHONPATH"
@@ -158,6 +162,35 @@ async def try_out(command: Sequence[str], python_path: str, handover: Handover) 
         why = lines[-1].removeprefix("error: ") if lines else f"exit code {process.returncode}"
         raise HandoverError(f"what is installed cannot take over: {why}")
     return said.decode(errors="replace").strip()
+
+
+def go_back(life: Life, running: Installed, own: Handover, file: Path | None) -> Handover:
+    """What served well before: its command, unless that is gone (then that of `own`), and
+    `settings` where `file` has others now. Raises HandoverError."""
+    earlier = life.earlier(running)
+    if earlier is None:
+        raise HandoverError("nothing else has served here: there is nothing to go back to")
+    settings = None
+    if earlier.settings is not None and earlier.settings != _text(file):
+        settings = life.path / f"settings-{own.number}"
+        try:
+            write_private(settings, earlier.settings.encode())
+        except OSError as error:
+            raise HandoverError(f"{settings} cannot be written: {error.strerror}") from error
+    if os.access(earlier.command[0], os.X_OK):
+        return replace(
+            own, command=earlier.command, python_path=earlier.python_path, settings=settings
+        )
+    log.warning("%s is gone: only the settings go back", earlier.command[0])
+    return replace(own, settings=settings)
+
+
+def _text(file: Path | None) -> str | None:
+    """What a restart would read. None: there is no such file."""
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def become(command: Sequence[str], python_path: str, handover: Handover) -> NoReturn:

@@ -358,6 +358,9 @@ class SharedLife(Life):
     starts: int = 0  # so many controllers began in this term
     deadline: Deadline = field(default_factory=Deadline)
 
+    def _keep(self, name: str, record: Any) -> None:
+        """Nothing: the next server of the cluster may be on another machine."""
+
     def lead(self, term: int) -> None:
         self.term, self.starts = term, 0
 

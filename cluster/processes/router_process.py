@@ -224,7 +224,7 @@ class RouterProcess:
             sock.close()
 
     def use_tenants(self, tenants: Tenants) -> None:
-        """From now on."""
+        """Take these from now on."""
         self._spec.access.tenants.update(tenants)
 
     async def drain(self, timeout_s: float) -> int:

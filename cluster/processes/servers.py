@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import Change, Lease, LeaseKey
-from kvrelay.cluster.processes.life import SharedLife
+from kvrelay.cluster.control.messages import Checkpoint
+from kvrelay.cluster.processes.life import Deadline, SharedLife
 from kvrelay.cluster.processes.orders import LeaseOrder
 from kvrelay.worker.messages import Peer
 
@@ -82,3 +83,53 @@ class Servers:
                 life.server,
             )
         self._on_view(view)
+
+
+class Leadership:
+    """Whether the controller of one of several servers may give orders. One that may not decides
+    nothing, and keeps its connections, so that workers are not without a controller while the store
+    is away for all; once the lease is its own again, the next controller begins from what was kept.
+
+    With it goes the checkpoint, for the next leader."""
+
+    def __init__(self, order: LeaseOrder, end: Callable[[str], None]) -> None:
+        """`end` ends this process, for this reason."""
+        from redis.exceptions import RedisError
+
+        from kvrelay.cluster.state.lease import KeptInRedis, NotLeader
+
+        self._errors = (RedisError, OSError)
+        self._not_leader = NotLeader
+        self._kept = KeptInRedis(order.key, order.term)
+        self._deadline = Deadline(order.fd)
+        self._end = end
+        self._is_over = False
+
+    def holds(self) -> bool:
+        if not self._is_over and self._deadline.is_over():
+            self._is_over = True
+            log.warning("the lease is not renewed: this controller decides nothing until it is")
+        return not self._is_over
+
+    def look(self) -> None:
+        """Once it may give no orders: whether it might again."""
+        if not self._deadline.is_over():
+            self._end("the lease was away, and is this server's again")
+
+    def read(self) -> Checkpoint:
+        try:
+            return self._kept.read() or Checkpoint()
+        except self._errors as error:
+            self._end(f"what the last leader has kept cannot be read: {error}")
+            raise
+
+    def keep(self, checkpoint: Checkpoint) -> bool:
+        """Whether it was written. Blocks for the store's deadline at most."""
+        try:
+            self._kept.write(checkpoint)
+        except self._not_leader:
+            self._end("another server leads")
+        except self._errors as error:
+            log.error("what the next leader has to know is not written, and tried again: %s", error)
+            return False
+        return True

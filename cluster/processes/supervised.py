@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
@@ -17,6 +17,8 @@ from kvrelay.engine.wire.channel import Beat, Channel, ChannelError, command
 log = logging.getLogger("kvrelay.serve")
 
 MODULE = "kvrelay.cluster.processes.child"
+WATCH_S = 1.0
+SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
 LAST_WORDS_S = 1.0  # for what a process has said before its end
 END_S = 20.0  # for a process to end by itself once it was told to
 UNKNOWN_CODE = 255  # another part of this process has waited for it
@@ -88,15 +90,20 @@ class Child:
         self._process = Inherited(pid)
         self._begin(await Channel.over(end, unread))
 
-    async def detach(self) -> tuple[int, int, bytes]:
+    async def detach(self) -> tuple[int, int, bytes] | None:
         """Leave the process as it is to whoever resumes it: its id, its channel's socket by number
-        and what was not read there. Raises TimeoutError, and ChannelError."""
+        and what was not read there. None: it cannot be left, and ends."""
         assert self._process is not None
         assert self._channel is not None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        number, messages, unread = await self._channel.detach()
+        try:
+            number, messages, unread = await self._channel.detach()
+        except (TimeoutError, ChannelError) as error:
+            log.warning("%s is started anew: %s", self.name, error or "it reads nothing")
+            self.kill()
+            return None
         for message in messages:
             if not isinstance(message, Beat):
                 self._on_message(message)
@@ -161,3 +168,31 @@ async def end(child: Child, timeout_s: float) -> None:
         log.warning("%s does not end and is ended by force", child.name)
         child.kill()
         await child.ended(END_S)
+
+
+async def end_silent(children: Callable[[], Collection[Child]]) -> None:
+    """End what hangs. Time counts in looks: one that was stopped itself has heard nothing."""
+    loop = asyncio.get_running_loop()
+    last = loop.time()
+    while True:
+        await asyncio.sleep(WATCH_S)
+        now = loop.time()
+        was_away, last = now - last > 2 * WATCH_S, now
+        for child in children():
+            if not child.is_alive:
+                continue
+            if was_away:
+                child.heard_at = max(child.heard_at, now - SILENT_S / 2)
+            if now - child.heard_at > SILENT_S:
+                log.warning("%s says nothing for %g s and is ended", child.name, SILENT_S)
+                child.heard_at = now
+                child.kill()
+
+
+def shown(code: int) -> str:
+    """Says an exit code as people know it."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"

@@ -14,14 +14,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -37,43 +35,19 @@ from kvrelay.cluster.control.messages import (
     StopRouter,
 )
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes.handover import (
-    PYTHON_PATH,
-    Handover,
-    HandoverError,
-    RunningRouter,
-    become,
-    installed,
-    own_command,
-    try_out,
-)
-from kvrelay.cluster.processes.life import Life, SharedLife, weights_of, write_private
-from kvrelay.cluster.processes.orders import (
-    AllUp,
-    ControllerListens,
-    ControlSpec,
-    Ending,
-    Follow,
-    GaveUp,
-    Leads,
-    Reload,
-    RestartWorkers,
-    Serves,
-    ServiceRequest,
-    StartupProgress,
-    Stop,
-    WorkersRestarted,
-)
+from kvrelay.cluster.processes import handover, orders
+from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
+from kvrelay.cluster.processes.life import Life, SharedLife, weights_of
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
 from kvrelay.cluster.processes.servers import Servers
-from kvrelay.cluster.processes.supervised import END_S, Child, end
+from kvrelay.cluster.processes.supervised import END_S, WATCH_S, Child, end, end_silent, shown
 from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.host import keep_running
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.wire.channel import ChannelError, inherited, own_version
+from kvrelay.engine.wire.channel import inherited, own_version
 from kvrelay.worker.messages import Peer
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
@@ -85,8 +59,6 @@ log = logging.getLogger("kvrelay.serve")
 
 OnProgress = Callable[[str, str, bool], None]  # part, state, whether it is up
 
-WATCH_S = 1.0
-SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
 RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
 STABLE_S = 60.0  # one that ran for so long is started again at once
 
@@ -132,8 +104,9 @@ class Supervisor:
         self._on_progress = on_progress
         self._source = source
         self._found = found
-        command, python_path = own_command(), os.environ.get(PYTHON_PATH, "")
-        self._installed = installed(command, python_path, source.text() if source else None)
+        command, python_path = handover.own_command(), os.environ.get(handover.PYTHON_PATH, "")
+        text = source.text() if source else None
+        self._installed = handover.installed(command, python_path, text)
         # What a restart starts; a rollback has started something else.
         self._command = found.command if found else command
         self._python_path = found.python_path if found else python_path
@@ -170,7 +143,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
-        self._spawn(keep_running("watch", self._watch, Counter()))
+        self._spawn(keep_running("watch", partial(end_silent, self._children), Counter()))
         if self._found is not None:
             self._is_restarting = True
             self._restart.state = "controller"
@@ -191,7 +164,7 @@ class Supervisor:
 
     def reload(self) -> None:
         for router in self._routers.values():
-            router.send(Reload())
+            router.send(orders.Reload())
 
     async def end(self, drain_s: float) -> None:
         """Take no new requests, finish what is there within `drain_s`, and end all; or all but the
@@ -202,14 +175,14 @@ class Supervisor:
         if self._servers is not None and not self._leads:
             await self._servers.close()
         log.info("the server ends; requests have up to %g s to finish", drain_s)
-        self._to_controller(Ending())
+        self._to_controller(orders.Ending())
         routers = list(self._routers.values())
         for router in routers:
-            router.send(Stop(drain_s))
+            router.send(orders.Stop(drain_s))
         finish_s = drain_s + SHUTDOWN_S + END_S
         await asyncio.gather(*(end(router, finish_s) for router in routers))
         if self._controller is not None and self._controller.is_alive:
-            self._controller.send(Stop(keep_workers=keep_workers))
+            self._controller.send(orders.Stop(keep_workers=keep_workers))
             await end(self._controller, 2 * END_S)
         if self._spare is not None:
             self._spare.kill()
@@ -243,7 +216,7 @@ class Supervisor:
         self._is_restarting = True
         self._restart.number += 1
         self._restart.is_rollback = is_rollback
-        # Of several servers each is ended and started by itself, and the others serve meanwhile.
+        # Where there are several servers, each is started by itself: the others serve meanwhile.
         doing = self._replace(is_rollback) if self._servers is None else self._restart_all()
         await self._finish_restart(doing)
 
@@ -274,7 +247,10 @@ class Supervisor:
         self._show("checking")
         command, python_path, settings = self._command, self._python_path, None
         if is_rollback:
-            command, python_path, settings = self._earlier()
+            file = None if self._source is None else self._source.path
+            own = Handover(self._life.path, command, python_path, number=self._restart.number)
+            back = handover.go_back(self._life, self._installed, own, file)
+            command, python_path, settings = back.command, back.python_path, back.settings
         draft = Handover(
             life=self._life.path,
             command=self._command,
@@ -284,67 +260,31 @@ class Supervisor:
             number=self._restart.number,
             is_rollback=is_rollback,
         )
-        verdict = await try_out(command, python_path, draft)
+        log.info("%s, and takes over", await handover.try_out(command, python_path, draft))
         if self._is_ending:
             raise HandoverError("the server ends")
-        log.info("%s, and takes over", verdict)
         self._is_leaving = True
         if self._controller is not None and self._controller.is_alive:
             self._controller.kill()  # the next one adopts all; there is nothing to finish
             await self._controller.ended(END_S)
-        left = await self._leave_routers()
+        left = tuple([each async for each in self._left_routers()])
         if self._is_ending:
             await self._resume_routers(left)
             raise HandoverError("the server ends")
         try:
-            become(command, python_path, with_fields(draft, routers=left))
+            handover.become(command, python_path, with_fields(draft, routers=left))
         except OSError as error:
             self._is_leaving = False
             await self._resume_routers(left)
             await self._start_controller()
             raise HandoverError(f"{command[0]} cannot be started: {error.strerror}") from error
 
-    def _earlier(self) -> tuple[tuple[str, ...], str, Path | None]:
-        """What to go back to: command, PYTHONPATH, and settings where the file has others now."""
-        earlier = self._life.earlier(self._installed)
-        if earlier is None:
-            raise HandoverError("nothing else has served here: there is nothing to go back to")
-        settings = None
-        if earlier.settings is not None and earlier.settings != self._file_text():
-            settings = self._life.path / f"settings-{self._restart.number}"
-            try:
-                write_private(settings, earlier.settings.encode())
-            except OSError as error:
-                raise HandoverError(f"{settings} cannot be written: {error.strerror}") from error
-        if os.access(earlier.command[0], os.X_OK):
-            return earlier.command, earlier.python_path, settings
-        log.warning("%s is gone: only the settings go back", earlier.command[0])
-        return self._command, self._python_path, settings
-
-    def _file_text(self) -> str | None:
-        """What a restart would read. None: there is no such file."""
-        file = None if self._source is None else self._source.path
-        try:
-            return None if file is None else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return None
-
-    async def _leave_routers(self) -> tuple[RunningRouter, ...]:
+    async def _left_routers(self) -> AsyncIterator[RunningRouter]:
         """With their channels, to the program that this process becomes."""
-        left = []
         for name, child in self._routers.items():
-            if not child.is_alive:
-                continue
-            try:
-                pid, number, unread = await child.detach()
-            except (TimeoutError, ChannelError) as error:
-                log.warning("%s is started anew: %s", name, error or "it reads nothing")
-                child.kill()
-                continue
-            started, serves = self._started.get(name), name in self._serving
-            epoch = self._epochs[name]
-            left.append(RunningRouter(name, epoch, pid, number, unread, started, serves))
-        return tuple(left)
+            if child.is_alive and (left := await child.detach()) is not None:
+                started, serves = self._started.get(name), name in self._serving
+                yield RunningRouter(name, self._epochs[name], *left, started, serves)
 
     async def _resume_routers(self, routers: Iterable[RunningRouter]) -> None:
         for each in routers:
@@ -392,7 +332,7 @@ class Supervisor:
         self._show("workers")
         self._restarting = self._loop.create_future()
         try:
-            self._to_controller(RestartWorkers(only_outdated))
+            self._to_controller(orders.RestartWorkers(only_outdated))
             if why_not := await self._restarting:
                 raise HandoverError(why_not)
         finally:
@@ -408,7 +348,7 @@ class Supervisor:
     async def _restart_router(self, name: NodeId) -> None:
         old, drain_s = self._routers[name], self._config.cluster.drain_s
         self._serving.discard(name)
-        old.send(Stop(drain_s, refuse=False))
+        old.send(orders.Stop(drain_s, refuse=False))
         await end(old, drain_s + SHUTDOWN_S + END_S)
         async with asyncio.timeout(self._config.cluster.start_timeout_s):
             while name not in self._serving:
@@ -429,7 +369,7 @@ class Supervisor:
         elif view.change is Change.LOST and self._controller is not None:
             self._controller.kill()
         elif view.term:
-            self._to_controller(Leads(view.is_kept))
+            self._to_controller(orders.Leads(view.is_kept))
         self._use_leader(view.leader.controller)
         self._look_ready()
 
@@ -437,10 +377,10 @@ class Supervisor:
         if controller is not None and controller != self._leader:
             self._leader = controller
             for router in self._routers.values():
-                router.send(Follow(controller))
+                router.send(orders.Follow(controller))
 
     async def _start_controller(self) -> None:
-        spec = ControlSpec(
+        spec = orders.ControlSpec(
             cluster=self._life.record.cluster,
             epoch=self._life.next_controller(),
             config=self._config,
@@ -492,14 +432,14 @@ class Supervisor:
 
     def _on_controller_message(self, message: Any) -> None:
         match message:
-            case StartupProgress(part, state, is_up):
+            case orders.StartupProgress(part, state, is_up):
                 if not self.ready.done():
                     self._on_progress(part, state, is_up)
-            case AllUp(lines, num_outdated):
+            case orders.AllUp(lines, num_outdated):
                 self._lines = lines
                 self._look_ready()
                 self._replace_outdated(num_outdated)
-            case ControllerListens(controller):
+            case orders.ControllerListens(controller):
                 if self._servers is not None and self._leads:
                     self._servers.listens(controller)
                     self._use_leader(controller)
@@ -507,10 +447,10 @@ class Supervisor:
                 self._spawn(self._start_router(message))
             case StopRouter(router, epoch):
                 self._stop_router(router, epoch)
-            case WorkersRestarted(why_not):
+            case orders.WorkersRestarted(why_not):
                 if self._restarting is not None and not self._restarting.done():
                     self._restarting.set_result(why_not)
-            case GaveUp(reason):
+            case orders.GaveUp(reason):
                 self._fail(ServeError(reason))
             case _:
                 log.warning("the controller said %s", type(message).__name__)
@@ -581,7 +521,7 @@ class Supervisor:
             else:
                 self._start_router_again(name, start.epoch, str(error))
         if self._leader is not None:
-            child.send(Follow(self._leader))
+            child.send(orders.Follow(self._leader))
 
     def _on_router_message(self, message: Any) -> None:
         match message:
@@ -593,16 +533,16 @@ class Supervisor:
                     self._fail(ServeError(reason))
             case RouterFailed() | RouterLost():
                 self._to_controller(message)
-            case Serves(router):
+            case orders.Serves(router):
                 self._serving.add(router)
                 self._router_failures.pop(router, None)
                 self._look_ready()
-            case ServiceRequest("drain"):
+            case orders.ServiceRequest("drain"):
                 log.info("an operator asks the server to drain and end")
                 self.asked_to_end.set()
-            case ServiceRequest("restart"):
+            case orders.ServiceRequest("restart"):
                 self._spawn(self.restart())
-            case ServiceRequest("rollback"):
+            case orders.ServiceRequest("rollback"):
                 self._spawn(self.restart(is_rollback=True))
             case _:
                 log.warning("a router said %s", type(message).__name__)
@@ -652,32 +592,9 @@ class Supervisor:
             if self._found is None:
                 self._life.is_good(self._installed)
 
-    async def _watch(self) -> None:
-        """End what hangs. Time counts in looks: one that was stopped itself has heard nothing."""
-        last = self._loop.time()
-        while True:
-            await asyncio.sleep(WATCH_S)
-            now = self._loop.time()
-            was_away, last = now - last > 2 * WATCH_S, now
-            for child in (*self._routers.values(), self._controller):
-                if child is None or not child.is_alive:
-                    continue
-                if was_away:
-                    child.heard_at = max(child.heard_at, now - SILENT_S / 2)
-                if now - child.heard_at > SILENT_S:
-                    log.warning("%s says nothing for %g s and is ended", child.name, SILENT_S)
-                    child.heard_at = now
-                    child.kill()
+    def _children(self) -> list[Child]:
+        return [*self._routers.values(), *filter(None, [self._controller])]
 
     def _fail(self, error: ServeError) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
-
-
-def shown(code: int) -> str:
-    """Says an exit code as people know it."""
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"

@@ -26,7 +26,7 @@ import msgspec
 from kvrelay.kvtransfer.store.folder import BLOCKS, INDEX, LOCK
 
 MANIFEST = "manifest.json"
-VERSION = 1  # of the folder's layout
+VERSION = 1  # the layout of the folder
 _DATABASES = (".db", ".sqlite")
 _LEFT_OUT = ("running", "scaling")
 _CHUNK = 16 << 20
@@ -43,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True):
     kvrelay: str  # its version
     host: str
     created_at: float  # seconds since 1970
-    files: dict[str, str]  # of `state/`: SHA-256
+    files: dict[str, str]  # SHA-256 of what `state/` has
     has_kv: bool = False
 
 

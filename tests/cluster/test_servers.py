@@ -16,7 +16,7 @@ from kvrelay.cluster.config import ClusterSection, Config, ConfigError, StateSec
 from kvrelay.cluster.control.lease import LeaseKey, epoch_of
 from kvrelay.cluster.control.messages import Checkpoint, StartRouter
 from kvrelay.cluster.processes import supervisor
-from kvrelay.cluster.processes.control_process import ControlProcess, Leadership
+from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.launch import _open_life
 from kvrelay.cluster.processes.life import Deadline, now_s
 from kvrelay.cluster.processes.orders import (
@@ -28,6 +28,7 @@ from kvrelay.cluster.processes.orders import (
     ServiceRequest,
 )
 from kvrelay.cluster.processes.router_process import RouterOrder
+from kvrelay.cluster.processes.servers import Leadership
 from kvrelay.cluster.processes.supervisor import ServeError, Supervisor
 from kvrelay.cluster.state.opening import with_cluster_token
 from kvrelay.worker.messages import Peer

@@ -17,8 +17,8 @@ import pytest
 
 from kvrelay.cluster.config import ClusterSection, Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.processes import control_process, life, ray_access, supervisor
-from kvrelay.cluster.processes.control_process import ControlProcess, ScalingLog
+from kvrelay.cluster.processes import control_process, handover, life, ray_access, supervisor
+from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.life import (
     NOT_OF_WORKERS,
@@ -30,6 +30,7 @@ from kvrelay.cluster.processes.life import (
     workers_of,
 )
 from kvrelay.cluster.processes.orders import AllUp, RestartWorkers, Stop, WorkersRestarted
+from kvrelay.cluster.processes.scaling_log import MAX_LINES, ScalingLog
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import EngineSection
@@ -164,7 +165,7 @@ def trial_says(monkeypatch: pytest.MonkeyPatch, outcome: str | HandoverError) ->
             raise outcome
         return outcome
 
-    monkeypatch.setattr(supervisor, "try_out", try_out)
+    monkeypatch.setattr(handover, "try_out", try_out)
 
 
 async def test_a_program_that_cannot_take_over_stops_the_restart_in_words(
@@ -194,7 +195,7 @@ async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
     def become(*_: object) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(supervisor, "become", become)
+    monkeypatch.setattr(handover, "become", become)
     await asyncio.wait_for(found.restart(), 5)
     assert not first.is_alive
     assert found._controller.is_alive, "another controller adopts what runs"
@@ -215,7 +216,7 @@ async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
         tried.append(args)
         raise HandoverError("enough")
 
-    monkeypatch.setattr(supervisor, "try_out", try_out)
+    monkeypatch.setattr(handover, "try_out", try_out)
     (kvrelay := tmp_path / "kvrelay").touch(mode=0o755)
     running.is_good(Installed("1.0", (str(kvrelay), "serve"), "/old", "[api]\nport = 1\n"))
     await found.restart(is_rollback=True)
@@ -510,7 +511,7 @@ def test_a_log_of_decisions_on_a_disk_that_hangs_holds_nobody_up(
     for _ in range(3000):
         log.write(line)
     assert time.monotonic() - started < 5
-    assert log._lines.qsize() <= control_process.MAX_LINES
+    assert log._lines.qsize() <= MAX_LINES
     answers.set()
     log._lines.join()
 

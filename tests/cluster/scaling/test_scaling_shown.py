@@ -14,7 +14,7 @@ from rich.console import Console
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.cli.client import status_table
 from kvrelay.cluster.cli.operate import scaling, scaling_view
-from kvrelay.cluster.processes.control_process import ScalingLog
+from kvrelay.cluster.processes.scaling_log import ScalingLog
 from kvrelay.cluster.scaling.decisions import Reason, encode_line
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import cluster_status
