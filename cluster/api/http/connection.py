@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.engine.wire.pending import PendingConnections
 
+_LAST_S = 1.0  # for a request that is under way when the server is to stop
 _SAY_S = 2.0  # for the answer to a connection that is refused to be read
 
 
@@ -74,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _is_refused = False
     _in_body = False  # a head is complete, its body is not
     _is_too_large = False  # the head that is being parsed
+    _is_last = False  # the server is to stop: the next answer ends the connection
     _num_hosts = 0  # headers of that name
     _why = ""  # what came is not a request, where the parser does not say so
     _head_bytes = 0  # that came since the last part of a body, or the last request's end
@@ -135,6 +137,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.waiting.remove(self)
         self._await_more(self.limits.body_timeout_s)
         super().on_headers_complete()
+        if self._is_last and self.cycle is not None:
+            self.cycle.keep_alive = False
         if is_old and self.cycle is not None:
             self.cycle.__class__ = _UnchunkedCycle  # its task has not begun
 
@@ -169,10 +173,19 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait()
 
     def shutdown(self) -> None:
-        """The server is to stop. An answer without an end of its own has to see it."""
+        """The server is to stop. An answer without an end of its own has to see it. A client that
+        keeps its connection may be sending on it at this moment: it gets its answer, and hears
+        that the connection ends."""
         if self._is_answering:
             self.cycle.scope["state"]["stopping"] = True
-        super().shutdown()
+            super().shutdown()
+            return
+        self._is_last = True
+        self.loop.call_later(_LAST_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        if not (self._is_answering or self._in_body or self._head_bytes):
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """What came is not a request, or is too much of one."""

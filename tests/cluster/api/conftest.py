@@ -131,6 +131,7 @@ class Served:
     health: list[Any]  # [is_healthy, detail], may be changed
     audits: list[Any]  # what `/audit` answers next; when it is used up, AUDIT
     http: httpx.Client
+    stop: Callable[[], None]  # returns at once
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
@@ -214,7 +215,9 @@ def serve(
     thread.start()
     assert ready.wait(20)
     http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
-    served = Served(f"http://127.0.0.1:{port}", port, router, client, ctx, health, audits, http)
+    served = Served(
+        f"http://127.0.0.1:{port}", port, router, client, ctx, health, audits, http, stop[0]
+    )
     try:
         yield served
     finally:

@@ -204,6 +204,26 @@ def test_one_connection_too_many_is_told_so(short: Served, tokenizer: Tokenizer)
     wait_until(is_served)
 
 
+def test_a_request_that_is_under_way_when_the_server_stops_is_answered(
+    tokenizer: Tokenizer,
+) -> None:
+    """On a connection that was kept: it was closed at once, and the request was lost."""
+    with serve(tokenizer, ApiSettings()) as served, connected(served) as kept:
+        kept.sendall(GET)
+        assert answer_of(kept)[0] == 200
+        with connected(served) as half:
+            half.sendall(GET[:10])
+            time.sleep(0.1)
+            served.stop()
+            time.sleep(0.3)
+            kept.sendall(GET)
+            half.sendall(GET[10:])
+            for sock in (kept, half):
+                received = b"".join(iter(lambda sock=sock: sock.recv(65536), b"")).lower()
+                assert b" 200 ok" in received
+                assert b"connection: close" in received
+
+
 def test_a_stream_outlasts_all_timers(short: Served, tokenizer: Tokenizer) -> None:
     short.router.answer = lambda submit: tokenizer.encode("word " * 40)
     short.router.delay_s = 0.05
