@@ -26,6 +26,7 @@ TIME_OF_DAY = {
     "cluster/api/console/routes": "the axis of its charts",
     "cluster/cli/backup": KEPT,
     "cluster/cli/doctor": THERE,
+    "cluster/cli/logs": "lines since then, as they are stamped",
     "cluster/doctor/server": THERE,
     "cluster/processes/certificates": "certificates are valid from then to then",
     "cluster/processes/control_process": SCHEDULE,
@@ -33,8 +34,10 @@ TIME_OF_DAY = {
     "cluster/state/redis": KEPT,
     "cluster/state/session_keys": KEPT,
     "cluster/state/session_store": KEPT,
+    "engine/logs": "stamps of lines, and the age of files by their own stamps",
     "kvtransfer/store/disk": KEPT,
     "worker/core_dumps": "the age of files, by their own stamps",
+    "worker/process": "how long ago this process began, which the kernel stamps",
 }
 
 

@@ -34,6 +34,7 @@ PAUSE = (
     "import signal as s;[s.signal(n,s.SIG_IGN) for n in (s.SIGCHLD,s.SIGTERM)];"
     "[s.pause() for _ in iter(int,1)]"
 )
+CHECKOUT = {Path(__file__).resolve().parents[3], Path(sys.prefix)}
 LOOK_S = 0.1
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 10.0, 300.0
 DEFAULTS = {"initialDelaySeconds": 0, "periodSeconds": 10, "timeoutSeconds": 1}
@@ -201,6 +202,8 @@ class Container:
     def _mounts(self) -> Iterator[str]:
         mounts = [(m["name"], m["mountPath"]) for m in self.spec.get("volumeMounts", [])]
         brought = [(source, target) for target, source in self.pod.image.folders.items()]
+        # A checkout below /tmp would be behind the pod's own.
+        brought += [(path, str(path)) for path in CHECKOUT if path.is_relative_to("/tmp")]
         for source, target in (
             *brought,
             *self.pod.files,
