@@ -214,10 +214,9 @@ def serve(
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     assert ready.wait(20)
-    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
-    served = Served(
-        f"http://127.0.0.1:{port}", port, router, client, ctx, health, audits, http, stop[0]
-    )
+    url = f"http://127.0.0.1:{port}"
+    http = httpx.Client(base_url=url, timeout=20)
+    served = Served(url, port, router, client, ctx, health, audits, http, stop[0])
     try:
         yield served
     finally:
@@ -225,8 +224,7 @@ def serve(
         thread.join(20)
         http.close()
         assert not thread.is_alive()
-        assert client.num_live == 0
-        assert router.num_live == 0
+        assert (client.num_live, router.num_live) == (0, 0)
 
 
 @pytest.fixture(scope="session")
