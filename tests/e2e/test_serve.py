@@ -198,12 +198,12 @@ def test_what_has_happened_is_logged_and_no_more_and_no_prompt(
         "router-0 is up (epoch 1) at port",
         "Ray: started; its own logs are in",
         "prefill-0 is up (epoch 1, prefill, 127.0.0.1, cpu, started in",
-        f"log: {state_dir}/logs/0/prefill-0.log",
-        "decode-0 (epoch 1) is gone: its process has ended",
+        "decode-0 (epoch 1) is gone: ",  # whoever notices it first gives the reason
         "decode-0 is up (epoch 2, decode",
         "the server is ready: smollm2-135m, router-0 at port",
     ):
         assert text.count(words) == 1, words
+    assert f"log: {state_dir}/logs/0/prefill-0.log" in text
     files = list((state_dir / "logs/0").iterdir())
     names = {"supervisor", "controller", "router-0", "prefill-0", "decode-0"}
     assert {path.stem for path in files} == names
