@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.engine.wire.pending import PendingConnections
 
-_LAST_S = 1.0  # for a request that is under way when the server is to stop
+_LAST_S = 0.5  # for a request that is under way when the server is to stop
 _SAY_S = 2.0  # for the answer to a connection that is refused to be read
 
 
@@ -171,17 +171,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._abort_later(self.limits.write_timeout_s)
         elif not self._is_answering:
             self._wait()
+            if self._is_last:
+                self.loop.call_later(_LAST_S, self._close_idle)
 
     def shutdown(self) -> None:
         """The server is to stop. An answer without an end of its own has to see it. A client that
-        keeps its connection may be sending on it at this moment: it gets its answer, and hears
-        that the connection ends."""
+        keeps its connection may be sending on it at this moment, or as soon as its answer is whole:
+        that is answered too, and says that the connection ends."""
+        self._is_last = True
         if self._is_answering:
             self.cycle.scope["state"]["stopping"] = True
-            super().shutdown()
-            return
-        self._is_last = True
-        self.loop.call_later(_LAST_S, self._close_idle)
+        else:
+            self.loop.call_later(_LAST_S, self._close_idle)
 
     def _close_idle(self) -> None:
         if not (self._is_answering or self._in_body or self._head_bytes):

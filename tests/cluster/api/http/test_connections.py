@@ -224,6 +224,25 @@ def test_a_request_that_is_under_way_when_the_server_stops_is_answered(
                 assert b"connection: close" in received
 
 
+def test_a_request_that_follows_an_answer_while_the_server_stops_is_answered(
+    tokenizer: Tokenizer,
+) -> None:
+    """Its client has kept the connection: nothing of the answer said that it would end."""
+    asked = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 20}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    with serve(tokenizer, ApiSettings()) as served, connected(served) as sock:
+        served.router.answer = lambda submit: tokenizer.encode("word " * 20)
+        served.router.delay_s = 0.03
+        sock.sendall(head % len(asked) + asked)
+        time.sleep(0.2)
+        served.stop()
+        assert answer_of(sock)[0] == 200
+        sock.sendall(GET)
+        received = b"".join(iter(lambda: sock.recv(65536), b"")).lower()
+        assert b" 200 ok" in received
+        assert b"connection: close" in received
+
+
 def test_a_stream_outlasts_all_timers(short: Served, tokenizer: Tokenizer) -> None:
     short.router.answer = lambda submit: tokenizer.encode("word " * 40)
     short.router.delay_s = 0.05
