@@ -167,9 +167,11 @@ def test_a_full_log_disk_ends_nothing(tmp_path: Path) -> None:
         log = (disk / "server.log").open("ab", buffering=0)
         with log, SilentServer(log.fileno(), tmp_path) as served, Streams(served.url):
             url, fill = served.url, disk / "fill"
-            with fill.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                while file.write(b"x"):
-                    pass
+            with fill.open("wb", buffering=0) as file:
+                for full in (file, log):  # also what is left of the log's last page
+                    with contextlib.suppress(OSError):
+                        while full.write(b"\n"):
+                            pass
             for name in ("decode-0", "prefill-0"):
                 before = status(url)
                 kill_worker(url, name)

@@ -21,7 +21,7 @@ from tests.cluster.state.stores import Server
 from tests.e2e.serving import MODEL, Status, status, wait_for, wait_until, worker_of
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(600)]
-TAKEOVER_S = 20.0  # a lease, a look, and what a loaded machine adds
+TAKEOVER_S = 10.0  # a lease, and a look
 FROZEN_S = 8.0  # after another one has taken over
 WORKERS = ("prefill-0", "decode-0")
 
