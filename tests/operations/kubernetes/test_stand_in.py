@@ -154,6 +154,7 @@ def test_a_pod_from_its_start_to_its_end(cluster: Cluster) -> None:
         say(cluster)
 
 
+@pytest.mark.long
 def test_a_rolling_update_refuses_nobody_and_a_budget_holds_a_drain(cluster: Cluster) -> None:
     cluster.apply(documents(replicas=2, strategy="RollingUpdate"))
     settle(cluster)
