@@ -132,9 +132,9 @@ class ControlProcess:
         spec = self.spec
         host, port = await self.wire.listen(spec.host)
         self._me = Peer.here(CONTROLLER, host, port, spec.epoch)
-        self._tell(ControllerListens(self._me))
         self.spawn(self._use_ray())
-        if self._leads is not None:
+        if self._leads is not None:  # a supervisor that knows no leases does not know this either
+            self._tell(ControllerListens(self._me))
             self._watch_lease()
         if (tls := spec.config.tls).frames:
             follow = partial(follow_certificates, tls, self._show_certificate)

@@ -60,6 +60,17 @@ PICKLES = {
 }
 
 
+# By whom and when it is sent. What one version starts is of that version, or of a later one where
+# an older supervisor stays; so processes may find an older supervisor, never an older child.
+NEW_IN_CHANNELS = {
+    "Leads": "by a supervisor",
+    "Follow": "by a supervisor",
+    "RestartStatus": "by a supervisor",
+    "Handover": "by a supervisor to the one that it becomes, after a trial that reads one",
+    "ControllerListens": "by a controller with a lease, which its supervisor has given it",
+}
+
+
 def unpacked(text: str) -> bytes:
     return base64.b64decode(text)
 
@@ -108,6 +119,12 @@ def test_a_message_that_the_last_release_does_not_know_is_not_sent_to_it() -> No
     new = NOW["codec"].keys() - LAST["codec"].keys()
     to_all = [name for name in new if codec.since(NOW["codec"][name]) <= spoken]
     assert to_all == [], f"register these with since={spoken + 1}"
+
+
+def test_a_new_message_of_a_channel_is_not_sent_to_the_last_release() -> None:
+    """Which ends the channel, and the process at its other end, again and again."""
+    new = NOW["channel"].keys() - LAST["channel"].keys()
+    assert new == set(NEW_IN_CHANNELS), "say in NEW_IN_CHANNELS why the last release gets none"
 
 
 def test_fields_of_the_last_release_are_still_sent() -> None:
