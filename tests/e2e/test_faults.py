@@ -98,7 +98,9 @@ def test_a_worker_whose_connections_break_goes_on_with_its_stream(
 
     assert stream(url, options, disturb) == undisturbed
     assert len(num_cut) == 3
-    assert all(num >= 2 for num in num_cut)
+    # Of all its connections first; then of those that are there again some milliseconds later.
+    assert num_cut[0] >= 2
+    assert sum(num_cut) > num_cut[0]
     after = worker_of(status(url), "decode-0")
     assert [after[name] for name in ("pid", "epoch", "restarts")] == [
         before[name] for name in ("pid", "epoch", "restarts")
