@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import (
@@ -30,7 +29,6 @@ from kvrelay.cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
-from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
 from kvrelay.router.messages import RoleChanged, WorkerDown, WorkerUp
@@ -270,38 +268,3 @@ def api_url(host: str, port: int, scheme: str = "http") -> str:
     """Where an API that listens at `host` is found from its own machine; "" without a port."""
     shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{port}" if port else ""
-
-
-def router_entry(
-    router: NodeId,
-    epoch: int,
-    state: ProcessState,
-    host: str,
-    http_port: int,
-    load: RouterLoad | None,
-    scheme: str = "http",
-) -> dict[str, Any]:
-    """For `/status`. `host`, `http_port`: of its API; `load`: None if it does not say."""
-    return {
-        "router": router,
-        "epoch": epoch,
-        "state": str(state),
-        "http_port": http_port,
-        "url": api_url(host, http_port, scheme),
-        "num_live": None if load is None else load.num_live,
-        "num_queued": None if load is None else load.num_queued,
-        "store_up": None if load is None else load.store_up,
-    }
-
-
-def status_of(
-    router: DesiredRouter, host: str, load: RouterLoad | None, scheme: str = "http"
-) -> dict[str, Any]:
-    """As `router_entry`, with what the controller knows of it besides."""
-    port = router.http_port
-    entry = router_entry(router.node, router.epoch, router.state, host, port, load, scheme)
-    return entry | {
-        "pid": router.pid,
-        "restarts": router.restarts,
-        "last_error": router.last_error,
-    }
