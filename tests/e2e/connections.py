@@ -34,6 +34,13 @@ def connections_of(pid: int) -> list[socket.socket]:
     return found
 
 
+def num_connections(pid: int) -> int:
+    connections = connections_of(pid)
+    for sock in connections:
+        sock.close()
+    return len(connections)
+
+
 def cut(pid: int) -> int:
     """Shut down every connection of a process; how many there were."""
     connections = connections_of(pid)
