@@ -3,13 +3,12 @@ configured with: plain data."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal
 
 from msgspec import Meta, structs
 
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
-from kvrelay.engine.kv.window import Window
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.settings import Count, Positive, Seconds, Section, Timeout, matching
 from kvrelay.engine.stats import Role, WorkerInfo
@@ -117,6 +116,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     bytes_per_block: int
     fingerprint: bytes
     agent_metadata: bytes = b""
+    group_windows: tuple[int, ...] = ()  # of each group of layers; (): one group, of `window`
     compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
     num_host_blocks: int = 0  # KV blocks in host memory, below the device's
     num_disk_blocks: int = 0
@@ -129,15 +129,19 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     max_snapshot_blocks: int = 1 << 15  # in one message to a router; 18 bytes each
 
     @property
-    def kv_window(self) -> Window:
+    def kv_windows(self) -> Windows:
         """The blocks that sequences keep. A prompt has blocks for the tokens of a step ahead if the
         pool has room for that, and at least one."""
-        window = Window(self.block_size, self.window, self.sinks)
+        sizes = self.group_windows or (self.window,)
+        bounds = [each.num_blocks for each in Windows.of(self.block_size, sizes, self.sinks).groups]
         per_step = -(-self.max_num_batched_tokens // self.block_size)
-        chunk = min(per_step, self.num_blocks // 4, self.num_blocks - window.num_blocks)
-        return dataclasses.replace(window, chunk_blocks=max(1, chunk))
+        num_sized = sum(map(bool, sizes)) or 1
+        room = min(self.num_blocks // 4, self.num_blocks - sum(bounds)) // num_sized
+        chunk = max(1, min(per_step, room))
+        return Windows.of(self.block_size, sizes, self.sinks, chunk)
 
     def info(self) -> WorkerInfo:
+        windows = self.kv_windows
         return WorkerInfo(
             worker=self.node_id,
             role=self.role,
@@ -152,5 +156,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
-            max_seq_blocks=self.kv_window.max_blocks(self.max_model_len) if self.window else 0,
+            max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
+            group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
+            sinks=self.sinks,
         )

@@ -42,7 +42,7 @@ class EngineCore:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_window)
+        self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_windows)
         self.scheduler = Scheduler(config, self.kv)
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.publisher = KVPublisher(config, self.kv.pool)
@@ -71,7 +71,7 @@ class EngineCore:
             )
         last = work.num_prompt_tokens + work.sampling.max_tokens if role_needs_growth else 0
         most_tokens = min(max(last, len(work.tokens)), config.max_model_len)
-        needed = self.kv.window.max_blocks(most_tokens)
+        needed = self.kv.windows.max_blocks(most_tokens)
         if needed > config.num_blocks:
             return self.refusal(
                 work.request_id,
@@ -98,7 +98,9 @@ class EngineCore:
             deadline=now + work.timeout_s,
             arrived_at=now,
             phase_since=now,
-            chain=BlockChain(config.fingerprint, work.scope, config.block_size),
+            chain=BlockChain(
+                config.fingerprint, work.scope, config.block_size, self.kv.windows.count
+            ),
             retention=work.retention or config.retention,
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
@@ -154,11 +156,12 @@ class EngineCore:
             self.watch.begin(self.now, timing.expected_s(step))
         if step is None or step.repeats > 1 or step.is_health_check:  # these fill no block
             return step
-        size = self.config.block_size
+        size, windows = self.config.block_size, self.kv.windows
         for seq, share in zip(self.scheduler.in_flight[-1].seqs, step.seqs, strict=True):
-            step.checksum_blocks += share.block_ids[share.start // size : share.end // size]
+            end = windows.full(share.end)
             if share.sample and not seq.reserve_growth and share.end % size:
-                step.checksum_blocks.append(share.block_ids[share.end // size])
+                end = windows.entries(share.end)
+            step.checksum_blocks += share.block_ids[windows.full(share.start) : end]
         return step
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
@@ -298,7 +301,7 @@ class EngineCore:
             prompt_slowdown=self.timing.present_slowdown(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),
             num_wanted_blocks=sum(
-                self.kv.window.max_blocks(len(s.tokens)) for s in scheduler.waiting
+                self.kv.windows.max_blocks(len(s.tokens)) for s in scheduler.waiting
             ),
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),

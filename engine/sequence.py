@@ -26,9 +26,10 @@ class SeqState(StrEnum):
 class Sequence:
     """One attempt at one request. Owned by one worker's scheduler.
 
-    Invariant: `block_ids` covers `tokens` (with a window, the next ones of them) unless WAITING or
+    Invariant: `block_ids` covers `tokens` (with windows, the next ones of them) unless WAITING or
     DEAD; entries [0, num_sealed) are full, computed blocks whose hashes are
-    `block_hashes[:num_sealed]`, or -1 outside the window; `num_computed <= len(tokens)`.
+    `block_hashes[:num_sealed]`, or -1 outside the windows; `num_computed <= len(tokens)`. What
+    counts entries of the table is a multiple of the number of groups (`engine.kv.window`).
     """
 
     request_id: str
@@ -46,7 +47,8 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_hits: int = 0  # blocks that were cache hits at admission
     num_sealed: int = 0
-    window_start: int = 0  # blocks before it, except sinks, have been freed
+    num_covered: int = 0  # entries, from the first, that have the blocks which are needed
+    slid_at: int = 0  # positions that were computed when blocks outside windows were last freed
     num_computed: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # cached tokens, by source
     num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from lower tiers
@@ -127,8 +129,8 @@ class Sequence:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Hashes of all full blocks of `tokens`."""
-        return self.chain.extend(self.tokens)
+        """Hashes of all full blocks of `tokens`, of every group."""
+        return self.chain.extend_groups(self.tokens)
 
     def end_phase(self, name: str, now: float) -> None:
         """Phases follow each other without a gap, from the arrival to the first token sampled

@@ -44,6 +44,9 @@ class WorkerInfo:
     max_seq_blocks: int = 0  # that a sequence holds at once; 0: no bound below its tokens
     max_num_seqs: int = 64
     cores: str = ""  # the machine on whose cores it computes, beside others; "": it has its own
+    # Windows of the groups of layers, where any has one (`engine.kv.window`); 0: all is read.
+    group_windows: tuple[int, ...] = ()
+    sinks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

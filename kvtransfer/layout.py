@@ -123,6 +123,8 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
         f"{version} {spec.num_layers} {spec.num_kv_heads} {spec.head_dim} {spec.block_size}"
         f" {spec.dtype} {spec.num_planes}\n"
     )
+    if spec.num_groups > 1:
+        shape = f"{shape}groups {spec.windows}\n"
     data = shape.encode() + model
     return blake2b(data, digest_size=FINGERPRINT_BYTES, person=b"kvrelay-layout").digest()
 
@@ -134,4 +136,5 @@ def compatibility(model: bytes, spec: KVSpec) -> tuple[tuple[str, str], ...]:
         ("model", model.hex()[:12]),
         ("layout", str(LAYOUT_VERSION)),
         *((name, str(getattr(spec, name))) for name in fields),
+        ("windows", str(spec.windows)),
     )

@@ -62,7 +62,7 @@ class KVReady:
     producer: NodeId
     epoch: int
     first: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # -1: the consumer does not need it (where layers are in groups)
     checksums: tuple[int, ...]
     num_tokens: int  # positions covered by blocks [0, first + len)
     final: bool  # True: all of the prompt is covered, and `next_token` was sampled

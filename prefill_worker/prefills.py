@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvrelay.engine.node import Effect
 from kvrelay.engine.request import FinishReason
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import NO_BLOCK, Sequence
 from kvrelay.kvtransfer.peer.arrival import Mode, Settled
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
@@ -51,7 +51,7 @@ class Prefills(RoleHandler):
             finish = seq.finish_reason(config.max_model_len)
             if seq.num_reported < len(seq.tokens):
                 return self._on_first_token(handoff, finish)
-        return self._announce(handoff, seq.num_computed // config.block_size)
+        return self._announce(handoff, self.core.kv.windows.full(seq.num_computed))
 
     def _on_first_token(self, handoff: Handoff, finish: FinishReason | None) -> list[Effect]:
         seq, now = handoff.seq, self.core.now
@@ -73,19 +73,23 @@ class Prefills(RoleHandler):
         if end <= first and not final:
             return []
         handoff.announced_end = end
-        runs = kv.window.runs(first, end, handoff.num_tokens)
+        windows, num_tokens = kv.windows, handoff.num_tokens
+        runs = windows.runs(first, end, num_tokens)
         if final and not runs:
             runs = [range(end, end)]
         sampled_at = len(seq.tokens) - 1
         effects: list[Effect] = []
         for run in runs:
             is_last = final and run is runs[-1]
-            blocks = tuple(seq.block_ids[run.start : run.stop])
+            blocks = tuple(
+                seq.block_ids[index] if windows.keeps(index, num_tokens) else NO_BLOCK
+                for index in run
+            )
             announced = self.producer.announce(
                 handoff,
                 run.start,
                 blocks,
-                tuple(kv.checksums[block] for block in blocks),
+                tuple(kv.checksums[block] if block != NO_BLOCK else 0 for block in blocks),
                 num_tokens=seq.num_computed,
                 final=is_last,
                 next_token=seq.tokens[sampled_at] if is_last else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.kv.spec import KVSpec
-from kvrelay.engine.kv.window import Window
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
@@ -34,7 +34,7 @@ class KVPlan:
     spec: KVSpec
     num_blocks: int  # 0: on a GPU, as many as its memory has room for
     weights_bytes: int
-    window: Window
+    windows: Windows
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     num_ranks: int = 1  # processes of a worker
@@ -90,8 +90,8 @@ def plan_kv(
         )
     weights = weights_bytes(model, dtype, quantization)
     weights += extra_weights_bytes(model, dtype, ranks)
-    window = Window(engine.block_size, model.max_window, model.num_sinks)
-    return KVPlan(spec, num_blocks, weights, window, num_ranks=ranks, num_copies=copies)
+    windows = Windows.of(engine.block_size, spec.windows, model.num_sinks)
+    return KVPlan(spec, num_blocks, weights, windows, num_ranks=ranks, num_copies=copies)
 
 
 def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
@@ -191,21 +191,16 @@ def _blocks_text(info: WorkerInfo, num_blocks: int) -> str:
 def resolve_max_model_len(model: ModelConfig, engine: EngineSection, plan: KVPlan) -> int:
     """What is set, else the model's context as far as the KV blocks of a worker hold it: a request
     that does not say how much it wants must not ask for more than there is. Raises BuildError."""
-    longest, window = model.max_position_embeddings, plan.window
-    if window.size + window.num_sinks > longest:
+    longest, widest = model.max_position_embeddings, model.max_window
+    if widest + model.num_sinks > longest:
         raise BuildError(
-            f"engine.window = {window.size} with engine.sinks = {window.num_sinks}: the model has"
+            f"engine.window = {widest} with engine.sinks = {model.num_sinks}: the model has"
             f" {longest} positions"
         )
-    # With a window, no two positions that meet are further apart than the model knows.
-    if engine.max_model_len > longest and not window.size:
+    # With windows, no two positions that meet are further apart than the model knows.
+    if engine.max_model_len > longest and not widest:
         raise BuildError(
             f"engine.max_model_len = {engine.max_model_len}: the model has {longest} positions"
         )
-    is_flat = window.size and window.num_blocks < plan.num_blocks
-    most = (
-        longest
-        if is_flat or not plan.num_blocks
-        else min(longest, plan.num_blocks * plan.spec.block_size)
-    )
-    return engine.max_model_len or most
+    held = plan.windows.most_tokens(plan.num_blocks) if plan.num_blocks else None
+    return engine.max_model_len or (longest if held is None else min(longest, held))

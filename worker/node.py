@@ -150,10 +150,11 @@ class KVExchange:
             seq.end_phase("lost", now)
             core.scheduler.readmit(seq)
             return
-        size = core.config.block_size
+        windows = core.kv.windows
+        settled_at = windows.tokens(settled.end)
         num_tokens = 0  # not computed because of the next block that has come
         for index in range(arrival.first, settled.end):
-            num_tokens += size
+            num_tokens += 0 if index % windows.count else windows.block_size
             if seq.block_ids[index] == NO_BLOCK:
                 continue
             core.kv.checksums[seq.block_ids[index]] = arrival.checksum(index)
@@ -165,7 +166,7 @@ class KVExchange:
         if settled.complete:
             seq.num_computed, seq.has_own_kv = len(seq.tokens), True
         elif settled.end > arrival.first:
-            seq.num_computed = settled.end * size
+            seq.num_computed = settled_at
         self._end_phases(now, settled)
         core.kv.seal_computed(seq)
         core.scheduler.compute_here(seq)

@@ -171,8 +171,8 @@ def worker_config(
     decided = {
         "num_blocks": plan.num_blocks,
         "max_model_len": max_model_len,
-        "window": plan.window.size,
-        "sinks": plan.window.num_sinks,
+        "window": plan.windows.groups[0].size,
+        "sinks": max(window.num_sinks for window in plan.windows.groups),
     }
     return WorkerConfig(
         **structs.asdict(spec.engine) | decided,
@@ -180,6 +180,7 @@ def worker_config(
         role=spec.role,
         epoch=spec.epoch,
         bytes_per_block=plan.spec.bytes_per_block,
+        group_windows=plan.spec.windows if plan.spec.num_groups > 1 else (),
         fingerprint=fingerprint(model_digest, plan.spec),
         agent_metadata=metadata,
         compatibility=compatibility(model_digest, plan.spec),

@@ -5,6 +5,9 @@ the root of (fingerprint, tenant salt). Equal hashes mean equal model, layout, t
 to the end of the block. Where a prompt begins with a public region, its blocks have the root
 without a salt, and the tenant's salt goes into the chain behind them.
 
+Where layers are in groups (`engine.kv.window`), such a hash names the block of the first group; the
+block of another group that holds KV of these tokens is named by a hash of it and the group.
+
 Many hashes are kept packed: 16 bytes each, one after the other. They are computed in C
 (`c/block_chain.c`); without a C compiler, by hashlib, at a sixth of the speed.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -50,6 +53,21 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(array("I", tokens).tobytes(), digest_size=HASH_BYTES, key=parent).digest()
 
 
+def group_hash(first: bytes, group: int) -> bytes:
+    """Names the block of `group` whose tokens are those of `first`, a block of the first group."""
+    number = group.to_bytes(2, "little")
+    return blake2b(number, digest_size=HASH_BYTES, key=first, person=b"kvrelay-group").digest()
+
+
+def of_groups(block_hashes: Iterable[bytes], num_groups: int) -> list[bytes]:
+    """Names of the blocks of all groups, row by row, given those of the first."""
+    names: list[bytes] = []
+    for each in block_hashes:
+        names.append(each)
+        names += [group_hash(each, group) for group in range(1, num_groups)]
+    return names
+
+
 def unpack(packed: bytes | bytearray | memoryview) -> list[bytes]:
     """The hashes in `packed`, in order."""
     whole = bytes(packed)
@@ -58,14 +76,28 @@ def unpack(packed: bytes | bytearray | memoryview) -> list[bytes]:
 
 class BlockChain:
     """Hashes of the full blocks of a sequence that grows. Invariant: `block_hashes` are of tokens
-    that it was last extended with, whose beginning never changes; `_packed` is their beginning."""
+    that it was last extended with, whose beginning never changes; `_packed` is their beginning, and
+    `_all` names the blocks of all groups of a beginning."""
 
-    __slots__ = ("_num_public", "_packed", "_salt", "block_hashes", "block_size", "fingerprint")
+    __slots__ = (
+        "_all",
+        "_num_groups",
+        "_num_public",
+        "_packed",
+        "_salt",
+        "block_hashes",
+        "block_size",
+        "fingerprint",
+    )
 
-    def __init__(self, fingerprint: bytes, scope: CacheScope, block_size: int) -> None:
+    def __init__(
+        self, fingerprint: bytes, scope: CacheScope, block_size: int, num_groups: int = 1
+    ) -> None:
         self.fingerprint = fingerprint
         self.block_size = block_size
         self.block_hashes: list[bytes] = []
+        self._all: list[bytes] = []
+        self._num_groups = num_groups
         self._packed = bytearray()
         self._salt = scope.salt
         self._num_public = scope.num_public_tokens // block_size
@@ -103,6 +135,15 @@ class BlockChain:
                 parent, new = root_hash(self._parent(self._num_public), self._salt), new[at:]
             block_hashes += _chain(parent, new, step)
         return block_hashes
+
+    def extend_groups(self, tokens: Sequence[int]) -> list[bytes]:
+        """As `extend`, of every group: row by row. Not to be changed."""
+        block_hashes = self.extend(tokens)
+        if self._num_groups == 1:
+            return block_hashes
+        done = len(self._all) // self._num_groups
+        self._all += of_groups(block_hashes[done:], self._num_groups)
+        return self._all
 
     def _parent(self, index: int) -> bytes:
         """Returns the hash before block `index`, or the root."""

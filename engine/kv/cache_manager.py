@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.tier import Retention
-from kvrelay.engine.kv.window import Window
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.sequence import NO_BLOCK, Sequence
 
 
@@ -15,93 +15,99 @@ class KVCacheManager:
     `_tables`; `block_ids` of a sequence is its own copy of its table. Every checksum belongs to a
     block whose bytes have not changed since it was taken.
 
-    With a window, a sequence holds at most `max_blocks`: blocks that are not read again are freed
-    (`slide`), and a long prompt has blocks for its next chunks only. Blocks freed so are evicted
-    first, and never copied to the lower tiers: what is worth keeping there is known at the end.
+    Where layers attend to a window, their blocks that are not read again are freed (`slide`), and a
+    long prompt has them for its next chunks only. Blocks freed so are evicted first, and never
+    copied to the lower tiers: what is worth keeping there is known at the end.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: Window | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: Windows | None = None) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self.window = window or Window(block_size)
+        self.windows = windows or Windows.of(block_size)
         self.checksums: dict[int, int] = {}  # block id -> checksum of its bytes
         self.collect_sealed = False  # True: the tiers take `newly_sealed` after every message
         self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
         self._tables: dict[Sequence, list[int]] = {}
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def usable_hashes(self, seq: Sequence) -> list[bytes]:
         """Hashes of the blocks that a prefix hit may cover: the last token is always computed,
         because its logits are needed, as is all of a prompt that still has to give outputs."""
         end = len(seq.tokens) - 1 if seq.outputs_from is None else seq.outputs_from
-        return seq.block_hashes[: end // self.block_size]
+        return seq.block_hashes[: self.windows.full(end)]
 
     def num_cached(self, seq: Sequence) -> int:
-        """How many blocks, from the first, need not be computed; with a window, some of them may
-        be missing."""
+        """How many blocks, from the first, need not be computed; with windows, some of them may be
+        missing."""
         block_hashes = self.usable_hashes(seq)
-        if not self.window.size:
+        if not self.windows.any:
             return len(self.pool.lookup(block_hashes))
-        return self.window.reach(
+        return self.windows.reach(
             len(block_hashes), lambda index: self.pool.is_cached(block_hashes[index])
         )
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
-        """Allocate blocks for all tokens of `seq`, the cached prefix among them, or with a window
-        for its first chunks. False, and nothing changed, if fewer than `headroom` free blocks would
-        remain."""
+        """Allocate blocks for all tokens of `seq`, the cached prefix among them; of groups with a
+        window, for its first chunks. False, and nothing changed, if fewer than `headroom` free
+        blocks would remain."""
         assert not seq.block_ids
         if self.pool.num_free <= headroom:
             return False  # the block of its last token is never a cache hit
         table = self._cached(seq)
         hits = [block for block in table if block != NO_BLOCK]
         self.pool.acquire(hits)
-        num_computed, window = len(table) * self.block_size, self.window
+        num_computed, windows = self.windows.tokens(len(table)), self.windows
         goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
-        end = window.end(goal, len(seq.tokens))
-        keeps = [True] * (end - len(table))
-        if window.size:
-            keeps = [window.keeps(index, goal) for index in range(len(table), end)]
-        count = sum(keeps)
+        end = windows.end(goal, len(seq.tokens))
+        if windows.any:
+            needs = windows.needs(goal, len(seq.tokens))[len(table) :]
+        else:
+            needs = [True] * (end - len(table))
+        count = sum(needs)
         fresh = self.allocate(count) if count + headroom <= self.pool.num_free else None
         if fresh is None:
             self.pool.release(hits)
             return False
         seq.num_hits = seq.num_sealed = len(table)
         seq.num_computed = num_computed
-        seq.window_start = window.start(goal)
+        seq.slid_at, seq.num_covered = goal, max(end, len(table))
         fresh.reverse()
-        self._set_table(seq, table + [fresh.pop() if kept else NO_BLOCK for kept in keeps])
+        self._set_table(seq, table + [fresh.pop() if needed else NO_BLOCK for needed in needs])
         return True
 
     def grow(self, seq: Sequence, num_unknown: int = 0) -> bool:
-        """Allocate blocks up to the end of `seq.tokens` and of `num_unknown` more, or with a window
+        """Allocate blocks up to the end of `seq.tokens` and of `num_unknown` more, or with windows
         for the next ones. False if the pool has no block left."""
-        num_held, num_tokens = len(self._tables[seq]), len(seq.tokens) + num_unknown
-        if num_tokens <= num_held * self.block_size and not self.window.size:
+        num_tokens, covered = len(seq.tokens) + num_unknown, seq.num_covered
+        if num_tokens <= self.windows.tokens(covered):
             return True
-        count = self.window.end(seq.num_computed, num_tokens) - num_held
-        if count <= 0:
+        end = self.windows.end(seq.num_computed, num_tokens)
+        if end <= covered:
             return True
-        fresh = self.allocate(count)
+        table = self._tables[seq]
+        missing = [i for i in range(covered, min(end, len(table))) if table[i] == NO_BLOCK]
+        num_more = max(0, end - len(table))
+        fresh = self.allocate(len(missing) + num_more)
         if fresh is None:
             return False
-        seq.block_ids += fresh
-        self._tables[seq] += fresh
+        for index, block in zip(missing, fresh, strict=False):
+            table[index] = seq.block_ids[index] = block
+        more = fresh[len(missing) :]
+        seq.block_ids += more
+        table += more
+        seq.num_covered = end
         return True
 
     def slide(self, seq: Sequence) -> None:
         """Free the blocks that no later position of `seq` reads, and allocate as many for the next
         tokens of a prompt: otherwise other sequences would be admitted in their place, and be
         preempted for it."""
-        start = self.window.start(seq.num_computed) if self.window.size else 0
-        if start <= seq.window_start:
+        if not self.windows.any:
             return
-        table, gone = self._tables[seq], range(seq.window_start, start)
-        seq.window_start = start
-        places = [i for i in gone if i >= self.window.num_sink_blocks and table[i] != NO_BLOCK]
+        table, gone = self._tables[seq], self.windows.freed(seq.slid_at, seq.num_computed)
+        if not gone:
+            return
+        seq.slid_at = seq.num_computed
+        places = [index for index in gone if table[index] != NO_BLOCK]
         self.pool.release([table[i] for i in places if i < seq.num_hits])
         self.pool.release([table[i] for i in places if i >= seq.num_hits], evict_first=True)
         for index in places:
@@ -111,53 +117,55 @@ class KVCacheManager:
 
     def num_covered(self, seq: Sequence) -> int:
         """Positions, from the first, that the block table covers."""
-        return len(self._tables[seq]) * self.block_size
+        return self.windows.tokens(seq.num_covered)
 
     def expect(self, seq: Sequence, end: int) -> bool:
         """Lay out the table of `seq`, which has just been admitted, so that blocks before `end` can
         be loaded and `seq` continue there. False, and nothing changed, if there are too few blocks.
-        Needed with a window only: without one the table has these entries already."""
-        num_computed = end * self.block_size
-        old, num_entries = self._tables[seq], self.window.end(num_computed, len(seq.tokens))
-        keeps = [self.window.keeps(index, num_computed) for index in range(num_entries)]
-        spare = old[seq.num_sealed :]
-        count = sum(keeps[seq.num_sealed :])
+        Needed with windows only: without one the table has these entries already."""
+        num_computed = self.windows.tokens(end)
+        old, needs = self._tables[seq], self.windows.needs(num_computed, len(seq.tokens))
+        spare = [block for block in old[seq.num_sealed :] if block != NO_BLOCK]
+        count = sum(needs[seq.num_sealed :])
         more = self.allocate(max(0, count - len(spare)))
         if more is None:
             return False
         spare += more
         table = old[: seq.num_sealed]
-        dropped = [block for block, kept in zip(table, keeps, strict=False) if not kept]
-        table = [b if kept else NO_BLOCK for b, kept in zip(table, keeps, strict=False)]
-        table += [spare.pop() if kept else NO_BLOCK for kept in keeps[seq.num_sealed :]]
+        dropped = [block for block, needed in zip(table, needs, strict=False) if not needed]
+        table = [b if needed else NO_BLOCK for b, needed in zip(table, needs, strict=False)]
+        table += [spare.pop() if needed else NO_BLOCK for needed in needs[seq.num_sealed :]]
         self.pool.release(spare)
         self.pool.release([block for block in dropped if block != NO_BLOCK])
-        seq.window_start = self.window.start(num_computed)
+        seq.slid_at = num_computed
+        seq.num_covered = self.windows.end(num_computed, len(seq.tokens))
         self._set_table(seq, table)
         return True
 
     def can_go_on(self, seq: Sequence, end: int) -> bool:
         """Whether `seq` has all blocks that are read by positions from block `end` on."""
-        kept = self.window.kept(end * self.block_size)
-        return NO_BLOCK not in seq.block_ids[end:] and all(
+        kept = self.windows.kept(self.windows.tokens(end))
+        return NO_BLOCK not in seq.block_ids[end : seq.num_covered] and all(
             seq.block_ids[index] != NO_BLOCK for index in kept
         )
 
     def seal_computed(self, seq: Sequence) -> None:
         """Seal the blocks that are full up to `num_computed`."""
-        block_hashes, table = seq.block_hashes, self._tables[seq]
-        collect = self.collect_sealed and seq.retention.keep_s > 0 and not self.window.size
-        while (seq.num_sealed + 1) * self.block_size <= seq.num_computed:
-            block, block_hash = table[seq.num_sealed], block_hashes[seq.num_sealed]
-            if block != NO_BLOCK and self.pool.seal(block, block_hash) and collect:
+        block_hashes, table, end = seq.block_hashes, self._tables[seq], seq.num_computed
+        keep = self.collect_sealed and seq.retention.keep_s > 0
+        collect = [keep and not window.size for window in self.windows.groups]
+        for index in range(seq.num_sealed, self.windows.full(end)):
+            block, block_hash = table[index], block_hashes[index]
+            is_new = block != NO_BLOCK and self.pool.seal(block, block_hash)
+            if is_new and collect[index % len(collect)]:
                 self.newly_sealed.append((block, block_hash, seq.retention))
-            seq.num_sealed += 1
+            seq.num_sealed = index + 1
 
     def release(self, seq: Sequence) -> None:
         """Free all blocks; nothing writes to them any more. Sealed ones stay cached, to be evicted
         first if the request's retention is 0."""
         table = self._tables.pop(seq, [])
-        if self.window.size and self.collect_sealed and seq.retention.keep_s > 0:
+        if self.windows.any and self.collect_sealed and seq.retention.keep_s > 0:
             self._collect_kept(seq, table)
         new = [block for block in table[seq.num_hits :] if block != NO_BLOCK]
         hits = [block for block in table[: seq.num_hits] if block != NO_BLOCK]
@@ -169,7 +177,7 @@ class KVCacheManager:
         seq.block_ids = []
         seq.num_sealed = 0
         seq.num_computed = 0
-        seq.window_start = 0
+        seq.slid_at = seq.num_covered = 0
 
     def allocate(self, count: int) -> list[int] | None:
         """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
@@ -182,27 +190,26 @@ class KVCacheManager:
         """Why computing `count` tokens of `seq` from position `start` on would write or read blocks
         that it must not; None if its block table is valid. Without `thorough`, only the blocks to
         be written are checked."""
-        held, table, size = self._tables[seq], seq.block_ids, self.block_size
-        if count == 1 and not self.window.size and (not thorough or table == held):
-            at = start // size  # a decode, as most are
+        held, table, windows = self._tables[seq], seq.block_ids, self.windows
+        if count == 1 and not windows.any and (not thorough or table == held):
+            at = start // self.block_size  # a decode, as most are
             if at < len(held) and table[at] == held[at] and self.pool.is_private(held[at]):
                 return None
-        end = self.num_blocks_for(start + count)
-        written = range(start // size, end)
+        first, end = windows.full(start), windows.entries(start + count)
         if len(table) < end or len(held) < end:
             return f"the block table has {len(table)} entries, {end} are needed"
-        for index in range(end) if thorough and table != held else written:
+        for index in range(end) if thorough and table != held else range(first, end):
             if table[index] != held[index]:
                 return (
                     f"block table entry {index} is {table[index]}, the sequence holds {held[index]}"
                 )
-        for block in held[written.start : end]:
+        for block in held[first:end]:
             if block == NO_BLOCK or not self.pool.is_private(block):
                 return f"block {block}, to be written, is not its own: it is sealed or shared"
-        if thorough and NO_BLOCK in held:
-            first = self.window.start(start)
-            if NO_BLOCK in held[first:end] or NO_BLOCK in held[: self.window.num_sink_blocks]:
-                return f"a block in [{first}, {end}) or of the sinks, to be read, is missing"
+        if thorough and NO_BLOCK in held[:first]:
+            for index in range(first):
+                if held[index] == NO_BLOCK and windows.keeps(index, start):
+                    return f"block table entry {index}, which position {start} reads, is missing"
         return None
 
     def check_integrity(self, others: int = 0) -> None:
@@ -219,24 +226,29 @@ class KVCacheManager:
 
     def _cached(self, seq: Sequence) -> list[int]:
         """The beginning of a table: cached blocks, NO_BLOCK where none is needed."""
-        block_hashes, pool, window = self.usable_hashes(seq), self.pool, self.window
-        if not window.size:
+        block_hashes, pool, windows = self.usable_hashes(seq), self.pool, self.windows
+        if not windows.any:
             return pool.lookup(block_hashes)
-        end = self.num_cached(seq)
-        kept = window.kept(end * self.block_size)
         if seq.is_remote:  # it is continued at its end only
-            kept = [index for index in window.kept(len(seq.tokens)) if index < len(block_hashes)]
+            kept = windows.kept_of(0, len(block_hashes), len(seq.tokens))
             found = len(pool.lookup([block_hashes[index] for index in kept]))
             end = len(block_hashes) if found == len(kept) else kept[found]
-            kept = kept[:found]
+            end -= end % windows.count
+            kept = [index for index in kept if index < end]
+        else:
+            end = self.num_cached(seq)
+            kept = windows.kept(windows.tokens(end))
         table = [NO_BLOCK] * end
         for index, block in zip(kept, pool.lookup([block_hashes[i] for i in kept]), strict=True):
             table[index] = block
         return table
 
     def _collect_kept(self, seq: Sequence, table: list[int]) -> None:
-        """Blocks that a later request can continue from are worth copying to the lower tiers."""
-        block_hashes = seq.block_hashes
-        for index in self.window.kept(seq.num_sealed * self.block_size):
-            if table[index] != NO_BLOCK and self.pool.has_hash(table[index], block_hashes[index]):
+        """Blocks that a later request can continue from are worth copying to the lower tiers; those
+        of groups without a window are copied already."""
+        block_hashes, windows = seq.block_hashes, self.windows
+        for index in windows.kept(windows.tokens(seq.num_sealed)):
+            if not windows.groups[index % windows.count].size or table[index] == NO_BLOCK:
+                continue
+            if self.pool.has_hash(table[index], block_hashes[index]):
                 self.newly_sealed.append((table[index], block_hashes[index], seq.retention))

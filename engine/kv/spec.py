@@ -11,18 +11,29 @@ SCALE_BYTES = {"float8_e4m3": 1}  # for each token of each head of each plane; o
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """Shape of the KV cache: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size,
-    head_dim]`.
+    head_dim]`. With several groups of layers, a block holds the layers of one of them.
 
     In float8_e4m3 what a head holds of a block, `[block_size, head_dim]` numbers, is followed by
     its scales, `[block_size]` bytes: a number's value is `number * 2**(scale - 127)` (E8M0, as in
     the OCP microscaling formats). So scales are transferred and stored with their block."""
 
-    num_layers: int
+    num_layers: int  # in a block
     num_kv_heads: int
     head_dim: int
     block_size: int  # tokens
     dtype: str  # a key of DTYPE_BYTES
     num_planes: int = 2  # keys and values; 1: one latent for both
+    windows: tuple[int, ...] = (0,)  # positions that each group's layers attend to; 0: all
+
+    @property
+    def num_groups(self) -> int:
+        """Blocks that `block_size` tokens have, all of the same bytes."""
+        return len(self.windows)
+
+    @property
+    def num_whole_groups(self) -> int:
+        """Blocks that `block_size` tokens keep, however long the sequence is."""
+        return sum(not window for window in self.windows)
 
     @property
     def bytes_per_head(self) -> int:
@@ -36,4 +47,4 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.bytes_per_block // self.block_size
+        return self.bytes_per_block * self.num_groups // self.block_size

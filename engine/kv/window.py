@@ -1,19 +1,26 @@
-"""Which blocks of a sequence are read again, where every layer attends to a window of positions.
+"""Which blocks of a sequence are read again, where layers attend to a window of positions.
 
 A query at position p reads (p - window, p], and the attention sinks [0, num_sinks). So blocks
-between the sinks and the window of the next position are never read again: they are freed, their
-entries in the block table become -1, and the blocks of a sequence are bounded at any length.
+between the sinks and the window of the next position are never read again: they are freed, and
+their entries in the block table become -1. Where every layer has a window, the blocks of a sequence
+are bounded at any length.
+
+Layers that attend to different windows are different groups. A block holds the KV of `block_size`
+tokens in the layers of one group, so these tokens have one block of each group: a row. Blocks of
+all groups have the same bytes and come from one pool, which the groups share as requests need them
+(docs/adr/0045). A block table has its rows one after the other: entry `i` is of row `i // count`
+and of group `i % count`. With one group, as most models have, entries and rows are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Arithmetic over the indices of a block table. Without a size everything is read again."""
+    """Arithmetic over the rows of one group. Without a size everything is read again."""
 
     block_size: int
     size: int = 0  # positions that a query reads, its own among them; 0: all
@@ -35,7 +42,7 @@ class Window:
         return min(count, self.num_blocks + self.chunk_blocks) if self.size else count
 
     def end(self, num_computed: int, num_tokens: int) -> int:
-        """Entries that a block table needs: of a prompt, up to its next chunks."""
+        """Rows that a block table needs: of a prompt, up to its next chunks."""
         count = -(-num_tokens // self.block_size)
         if not self.size:
             return count
@@ -43,7 +50,7 @@ class Window:
         return min(count, self.start(num_computed) + ahead)
 
     def start(self, num_computed: int) -> int:
-        """The first block, except sinks, that is read again after `num_computed` positions.
+        """The first row, except sinks, that is read again after `num_computed` positions.
 
         Counted from the last full block, so that a later request can continue at its end, too."""
         if not self.size:
@@ -53,35 +60,152 @@ class Window:
         )
 
     def keeps(self, index: int, num_computed: int) -> bool:
-        """Whether block `index` is read again after `num_computed` positions."""
+        """Whether row `index` is read again after `num_computed` positions."""
         return index < self.num_sink_blocks or index >= self.start(num_computed)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Arithmetic over the entries of a block table: the windows of all groups."""
+
+    block_size: int
+    groups: tuple[Window, ...]
+
+    @staticmethod
+    def of(
+        block_size: int, sizes: Sequence[int] = (0,), num_sinks: int = 0, chunk_blocks: int = 1
+    ) -> Windows:
+        """`sizes`, one for each group, and the others as in `Window`."""
+        each = (Window(block_size, size, num_sinks if size else 0, chunk_blocks) for size in sizes)
+        return Windows(block_size, tuple(each))
+
+    @property
+    def count(self) -> int:
+        return len(self.groups)
+
+    @property
+    def any(self) -> bool:
+        """Whether any layer attends to a window."""
+        return any(window.size for window in self.groups)
+
+    def entries(self, num_tokens: int) -> int:
+        """Entries of `num_tokens` positions."""
+        return -(-num_tokens // self.block_size) * len(self.groups)
+
+    def full(self, num_tokens: int) -> int:
+        """Entries of the full blocks of `num_tokens` positions."""
+        return num_tokens // self.block_size * len(self.groups)
+
+    def tokens(self, num_entries: int) -> int:
+        """Positions that this many entries cover in all groups."""
+        return num_entries // len(self.groups) * self.block_size
+
+    def row(self, position: int) -> slice:
+        """The entries of the blocks that `position` is in."""
+        first = self.full(position)
+        return slice(first, first + len(self.groups))
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most, at any time."""
+        return sum(window.max_blocks(num_tokens) for window in self.groups)
+
+    def most_tokens(self, num_blocks: int) -> int | None:
+        """Length of the longest sequence that `num_blocks` hold; None: any."""
+        bounds = [window.num_blocks for window in self.groups if window.size]
+        num_whole = len(self.groups) - len(bounds)
+        if sum(bounds) >= num_blocks:
+            return num_blocks // len(self.groups) * self.block_size
+        if not num_whole:
+            return None
+        return (num_blocks - sum(bounds)) // num_whole * self.block_size
+
+    def end(self, num_computed: int, num_tokens: int) -> int:
+        """Entries up to which a block table needs blocks: of a prompt, up to its next chunks."""
+        rows = min(window.end(num_computed, num_tokens) for window in self.groups)
+        return rows * len(self.groups)
+
+    def length(self, num_computed: int, num_tokens: int) -> int:
+        """Entries of a block table. From `end` on, those of groups with a window have no block."""
+        rows = max(window.end(num_computed, num_tokens) for window in self.groups)
+        return rows * len(self.groups)
+
+    def keeps(self, index: int, num_computed: int) -> bool:
+        """Whether block `index` is read again after `num_computed` positions."""
+        row, group = divmod(index, len(self.groups))
+        return self.groups[group].keeps(row, num_computed)
+
+    def needs(self, num_computed: int, num_tokens: int) -> list[bool]:
+        """For each entry of a table: whether it has a block that is read after `num_computed`
+        positions, or is written by the next chunks."""
+        end, length = self.end(num_computed, num_tokens), self.length(num_computed, num_tokens)
+        starts = [(window.num_sink_blocks, window.start(num_computed)) for window in self.groups]
+        rows = range(end // len(starts))
+        needs = [row < sinks or row >= start for row in rows for sinks, start in starts]
+        ahead = [not window.size for window in self.groups]
+        return needs + ahead * ((length - end) // len(starts))
 
     def kept(self, num_computed: int) -> list[int]:
         """The full blocks that are read again after `num_computed` positions."""
-        start = self.start(num_computed)
-        sinks = range(min(self.num_sink_blocks, start))
-        return [*sinks, *range(start, num_computed // self.block_size)]
+        return self.kept_of(0, self.full(num_computed), num_computed)
+
+    def kept_of(self, first: int, end: int, num_computed: int) -> list[int]:
+        """Those of entries `[first, end)` that are read again after `num_computed` positions."""
+        if not self.any:
+            return list(range(first, end))
+        return [index for index in range(first, end) if self.keeps(index, num_computed)]
+
+    def freed(self, before: int, after: int) -> list[int]:
+        """Entries that were read after `before` computed positions, and are not after `after`."""
+        count = len(self.groups)
+        return [
+            row * count + group
+            for group, window in enumerate(self.groups)
+            if window.size
+            for row in range(max(window.num_sink_blocks, window.start(before)), window.start(after))
+        ]
+
+    def first_read(self, num_computed: int) -> int:
+        """The first entry, sinks aside, that may not be read again after these positions."""
+        return min(window.start(num_computed) for window in self.groups) * len(self.groups)
 
     def runs(self, first: int, end: int, num_computed: int) -> list[range]:
-        """Those of blocks `[first, end)` that are read again after `num_computed` positions: none,
-        one or two runs."""
-        start = self.start(num_computed)
-        parts = [range(first, min(end, self.num_sink_blocks)), range(max(first, start), end)]
-        if start <= self.num_sink_blocks:
-            parts = [range(first, end)]
-        return [part for part in parts if part]
+        """Where those of entries `[first, end)` lie that are read again after `num_computed`
+        positions: with one group in one or two runs or none, with several among others."""
+        kept = self.kept_of(first, end, num_computed)
+        if not kept:
+            return []
+        if len(self.groups) > 1:
+            return [range(kept[0], kept[-1] + 1)]
+        gaps = [i for i in range(1, len(kept)) if kept[i] != kept[i - 1] + 1]
+        bounds = zip([0, *gaps], [*gaps, len(kept)], strict=True)
+        return [range(kept[a], kept[b - 1] + 1) for a, b in bounds]
 
-    def reach(self, num_blocks: int, has: Callable[[int], bool]) -> int:
-        """Length in blocks of the longest prefix of `num_blocks` blocks that can be continued: all
-        of its blocks are there, except that those between sinks and window may be missing."""
-        for index in range(min(self.num_sink_blocks, num_blocks) if self.size else num_blocks):
-            if not has(index):
-                return index
-        if not self.size:
-            return num_blocks
-        end = index = num_blocks
-        while index > self.start(end * self.block_size):
-            index -= 1
-            if index >= self.num_sink_blocks and not has(index):
-                end = index  # no longer prefix has this block outside of its window
+    def reach(self, num_entries: int, has: Callable[[int], bool]) -> int:
+        """Length in entries of the longest prefix of `num_entries` entries that can be continued:
+        all of its blocks are there, but for those that no later query reads."""
+        count = len(self.groups)
+        rows = num_entries // count
+        for group, window in enumerate(self.groups):
+            whole = min(window.num_sink_blocks, rows) if window.size else rows
+            for row in range(whole):
+                if not has(row * count + group):
+                    rows = row
+                    break
+        checked: dict[int, int] = {}  # group -> rows of which its window was found complete
+        while True:
+            before = rows
+            for group, window in enumerate(self.groups):
+                if window.size and checked.get(group) != rows:
+                    rows = self._window_reach(group, rows, has)
+                    checked[group] = rows
+            if rows == before:
+                return rows * count
+
+    def _window_reach(self, group: int, num_rows: int, has: Callable[[int], bool]) -> int:
+        window, count = self.groups[group], len(self.groups)
+        end = row = num_rows
+        while row > window.start(end * self.block_size):
+            row -= 1
+            if row >= window.num_sink_blocks and not has(row * count + group):
+                end = row  # no longer prefix has this block outside of its window
         return end

@@ -30,17 +30,33 @@ class Limits:
     block_size: int
     max_model_len: int
     vocab_size: int
-    window: int = 0  # the widest of the layers, if each has one; older blocks are not checked
+    window: int = 0  # the widest of the layers, if each has one; penalties count what is in it
     num_sinks: int = 0
     guard: bool = True  # before each step, block tables are also compared with each other
+    group_windows: tuple[int, ...] = ()  # of each group of layers; (): one group, of `window`
 
     @property
-    def num_sink_blocks(self) -> int:
-        return -(-self.num_sinks // self.block_size) if self.window else 0
+    def num_groups(self) -> int:
+        return len(self.group_windows) or 1
 
-    def first_read(self, position: int) -> int:
-        """The first block, except sinks, that a token at `position` reads."""
-        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+    def entries(self, num_tokens: int) -> int:
+        """Entries of a block table that has this many positions."""
+        return -(-num_tokens // self.block_size) * self.num_groups
+
+    def written_from(self, position: int) -> int:
+        """The first entry of the block table that a token at `position` writes."""
+        return position // self.block_size * self.num_groups
+
+    def is_read(self, position: int, num_entries: int) -> np.ndarray | None:
+        """For each entry of a block table, whether tokens from `position` on read it. None: all."""
+        sizes = self.group_windows or (self.window,)
+        if not any(sizes):
+            return None
+        rows = np.arange(-(-num_entries // len(sizes)))[:, np.newaxis]
+        sinks = [-(-self.num_sinks // self.block_size) if size else 0 for size in sizes]
+        firsts = [max(0, position - size + 1) // self.block_size if size else 0 for size in sizes]
+        read: np.ndarray = (rows >= np.array(firsts)) | (rows < np.array(sinks))
+        return read.reshape(-1)[:num_entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +73,21 @@ class Batch:
     block_tables: torch.Tensor
     sample_rows: torch.Tensor  # [R] int64, ascending
     spans: tuple[tuple[int, int, int], ...]  # (query_start, query_len, context_len), on the host
+    # `slots` [G, N] and `block_tables` [G, S, widest] of the layers in the G groups after the first
+    more_slots: torch.Tensor | None = None
+    more_tables: torch.Tensor | None = None
+
+    def slots_of(self, group: int) -> torch.Tensor:
+        if group == 0:
+            return self.slots
+        assert self.more_slots is not None
+        return self.more_slots[group - 1]
+
+    def tables_of(self, group: int) -> torch.Tensor:
+        if group == 0:
+            return self.block_tables
+        assert self.more_tables is not None
+        return self.more_tables[group - 1]
 
     @staticmethod
     def from_step(
@@ -72,15 +103,18 @@ class Batch:
             checked = [checked_blocks(seq, limits) for seq in seqs]
             for seq in seqs:
                 check_tokens(seq, limits)
-        tables = np.zeros((len(seqs), max(map(len, checked), default=0)), np.int32)
-        for row, blocks in zip(tables, checked, strict=True):
-            row[: len(blocks)] = blocks
+        groups = limits.num_groups
+        widest = max(map(len, checked), default=0) // groups
+        tables = np.zeros((groups, len(seqs), widest), np.int32)
+        for row, table in enumerate(checked):
+            tables[:, row, : len(table) // groups] = table.reshape(-1, groups).T
         counts = np.array([len(seq.tokens) for seq in seqs], np.int64)
         starts = np.array([seq.start for seq in seqs], np.int64)
         firsts, ends = counts.cumsum() - counts, starts + counts
         rows = np.arange(len(seqs)).repeat(counts)  # [num_tokens]
         positions = np.arange(len(rows)) + (starts - firsts)[rows]
-        slots = tables[rows, positions // size].astype(np.int64) * size + positions % size
+        blocks = np.ascontiguousarray(tables[:, rows, positions // size], np.int64)  # [groups, N]
+        slots = blocks * size + positions % size
         tokens = np.fromiter(chain.from_iterable(seq.tokens for seq in seqs), np.int64, len(rows))
         offsets = (firsts - starts).tolist()
         read = [
@@ -92,13 +126,15 @@ class Batch:
         return Batch(
             tokens=torch.from_numpy(tokens).to(device),
             positions=torch.from_numpy(positions).to(device),
-            slots=torch.from_numpy(slots).to(device),
+            slots=torch.from_numpy(slots[0]).to(device),
             query_start=torch.from_numpy(firsts.astype(np.int32)).to(device),
             query_len=torch.from_numpy(counts.astype(np.int32)).to(device),
             context_len=torch.from_numpy(ends.astype(np.int32)).to(device),
-            block_tables=torch.from_numpy(tables).to(device),
+            block_tables=torch.from_numpy(tables[0]).to(device),
             sample_rows=torch.tensor(read, dtype=torch.int64).to(device),
             spans=tuple(spans),
+            more_slots=torch.from_numpy(slots[1:]).to(device) if groups > 1 else None,
+            more_tables=torch.from_numpy(tables[1:]).to(device) if groups > 1 else None,
         )
 
     def sampled(self) -> Batch:
@@ -107,6 +143,9 @@ class Batch:
         seqs = torch.bucketize(self.sample_rows, last)
         rows = torch.arange(len(seqs), dtype=torch.int32)
         context = (self.positions[self.sample_rows] + 1).int()
+        more_slots, more_tables = self.more_slots, self.more_tables
+        if more_slots is not None and more_tables is not None:
+            more_slots, more_tables = more_slots[:, self.sample_rows], more_tables[:, seqs]
         return Batch(
             tokens=self.tokens[self.sample_rows],
             positions=self.positions[self.sample_rows],
@@ -117,6 +156,8 @@ class Batch:
             block_tables=self.block_tables[seqs],
             sample_rows=rows.long(),
             spans=tuple((row, 1, length) for row, length in enumerate(context.tolist())),
+            more_slots=more_slots,
+            more_tables=more_tables,
         )
 
 
@@ -137,7 +178,7 @@ def check_size(seq: ScheduledSeq, limits: Limits) -> int:
             f"request {seq.request_id}: positions [{seq.start}, {end}) are empty or exceed "
             f"the model's length of {limits.max_model_len}"
         )
-    needed = -(-end // limits.block_size)
+    needed = limits.entries(end)
     if len(seq.block_ids) < needed:
         raise ValueError(
             f"request {seq.request_id}: {len(seq.block_ids)} blocks for {end} positions, "
@@ -158,9 +199,8 @@ def check_blocks(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
 
 
 def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
-    first = limits.first_read(seq.start)
-    missing = np.flatnonzero(blocks < 0)
-    missing = missing[(missing >= first) | (missing < limits.num_sink_blocks)]
+    read = limits.is_read(seq.start, len(blocks))
+    missing = np.flatnonzero(blocks < 0 if read is None else (blocks < 0) & read)
     if len(missing):
         raise ValueError(
             f"request {seq.request_id}: entry {missing[0]} of its block table is "
@@ -194,7 +234,7 @@ class Table:
 
     entries: list[int]  # a copy
     blocks: np.ndarray  # block ids, int64
-    first: int  # from this block on, and among the sinks, none is missing or duplicated
+    position: int  # of what tokens from there on read, no block is missing or duplicated
 
 
 class Guard:
@@ -233,11 +273,11 @@ class Guard:
         limits = self._limits
         needed = check_size(seq, limits)
         check_tokens(seq, limits)
-        known, first = self._known.get(seq.request_id), limits.first_read(seq.start)
+        known = self._known.get(seq.request_id)
         size = 0 if known is None else len(known.entries)
         if known is None or size > needed or known.entries != seq.block_ids[:size]:
             known, size = None, 0
-        if known is not None and size == needed and known.first <= first:
+        if known is not None and size == needed and known.position <= seq.start:
             return known
         blocks = np.array(seq.block_ids[size:needed], np.int64)
         if known is not None:
@@ -246,7 +286,7 @@ class Guard:
         if limits.guard and not self._is_distinct(_visible(seq, blocks, limits)):
             block = _twice(_visible(seq, blocks, limits).tolist())
             raise ValueError(f"request {seq.request_id}: block {block} is in its table twice")
-        return Table(seq.block_ids[:needed], blocks, first)
+        return Table(seq.block_ids[:needed], blocks, seq.start)
 
     def _is_distinct(self, blocks: np.ndarray) -> bool:
         places = np.arange(len(blocks))
@@ -258,12 +298,14 @@ class Guard:
         if not tables:
             return False
         shares = [(step.seqs[index], table.blocks) for index, table in tables.items()]
-        size = self._limits.block_size
-        written = np.concatenate([blocks[seq.start // size :] for seq, blocks in shares])
+        limits = self._limits
+        written = np.concatenate(
+            [blocks[limits.written_from(seq.start) :] for seq, blocks in shares]
+        )
         if not self._is_distinct(written):
             return True
         self._is_written[written] = True
-        read = np.concatenate([_visible(seq, blocks, self._limits) for seq, blocks in shares])
+        read = np.concatenate([_visible(seq, blocks, limits) for seq, blocks in shares])
         count = int(np.count_nonzero(self._is_written[read]))
         self._is_written[written] = False
         return count != len(written)
@@ -271,10 +313,8 @@ class Guard:
 
 def _visible(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> np.ndarray:
     """The entries that the step reads or writes; those that it writes come last."""
-    first = limits.first_read(seq.start)
-    if not first:
-        return blocks
-    return np.concatenate((blocks[: min(limits.num_sink_blocks, first)], blocks[first:]))
+    read = limits.is_read(seq.start, len(blocks))
+    return blocks if read is None else blocks[read]
 
 
 def _twice(blocks: list[int]) -> int:
@@ -289,10 +329,10 @@ def _find_shared(step: Step, limits: Limits, faults: dict[int, str], left_out: s
     for index, seq in enumerate(step.seqs):
         if index in faults or index in left_out:
             continue
-        end = -(-seq.end // limits.block_size)
+        end = limits.entries(seq.end)
         blocks = np.array(seq.block_ids[:end], np.int64)
         visible[index] = _visible(seq, blocks, limits).tolist()
-        for block in seq.block_ids[seq.start // limits.block_size : end]:
+        for block in seq.block_ids[limits.written_from(seq.start) : end]:
             other = writers.setdefault(block, index)
             if other != index:
                 _blame(step, block, (other, index), faults)

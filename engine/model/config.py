@@ -107,6 +107,9 @@ class Experts:
     has_biases: bool = False  # the router, and both projections of each expert
 
 
+GROUP_COST = 0.01  # of a block more per `block_size` tokens, in shares of all KV
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything the decoder needs to know. Checked: a value of this type can be computed."""
@@ -179,13 +182,47 @@ class ModelConfig:
 
     @property
     def max_window(self) -> int:
-        """The widest window, if every layer has one: KV of older positions is never read again.
-        0: some layer attends to all."""
+        """The widest window, if every layer has one: tokens before it have no effect any more. 0:
+        some layer attends to all."""
         return max(self.windows) if self.windows and all(self.windows) else 0
 
+    def kv_groups(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Layers whose KV shares a block, with the window that they all have, in groups of one
+        size; the last of each window may have fewer layers. First those that attend to most."""
+        by_window: dict[int, list[int]] = {}
+        for layer in range(self.num_layers):
+            by_window.setdefault(self.window(layer), []).append(layer)
+        counts = [len(layers) for layers in by_window.values()]
+        # Room that is left empty, where it weighs most, and what a further block costs to handle.
+        size = min(
+            range(1, max(counts) + 1),
+            key=lambda size: (
+                max(-(-count // size) * size / count for count in counts)
+                + GROUP_COST * sum(-(-count // size) for count in counts)
+            ),
+        )
+        return tuple(
+            (window, tuple(by_window[window][at : at + size]))
+            for window in sorted(by_window, key=lambda window: (window > 0, -window))
+            for at in range(0, len(by_window[window]), size)
+        )
+
+    def kv_places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer its group, and where it is in the group's blocks."""
+        groups = self.kv_groups()
+        places = {
+            layer: (group, index)
+            for group, (_, layers) in enumerate(groups)
+            for index, layer in enumerate(layers)
+        }
+        return tuple(places[layer] for layer in range(self.num_layers))
+
     def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
+        groups = self.kv_groups()
         planes = 2 if self.latent is None else 1
-        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype, planes)
+        layers, windows = len(groups[0][1]), tuple(window for window, _ in groups)
+        shape = (layers, self.num_kv_heads, self.head_dim, block_size)
+        return KVSpec(*shape, dtype, planes, windows)
 
     def digest(
         self, path: Path, max_model_len: int | None = None, quantization: str = "none"

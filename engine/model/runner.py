@@ -19,6 +19,7 @@ import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
@@ -111,8 +112,9 @@ class ModelRunner:
 
     def _limits_of(self, engine: EngineSection) -> Limits:
         config, sizes = self.config, (engine.num_blocks, engine.block_size, self.max_model_len)
-        window = config.max_window, config.num_sinks
-        return Limits(*sizes, config.vocab_size, *window, engine.guard)
+        window, windows = (config.max_window, config.num_sinks), self.kv_spec.windows
+        groups = windows if len(windows) > 1 else ()
+        return Limits(*sizes, config.vocab_size, *window, engine.guard, groups)
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:
@@ -271,8 +273,10 @@ class ModelRunner:
             )
         self.kv_pool = self._pool(num_blocks, None)
         ops.use_pool(self.kv_pool)
-        longest = num_blocks * self.kv_spec.block_size
-        if not self.config.max_window:
+        spec = self.kv_spec
+        windows = Windows.of(spec.block_size, spec.windows, self.config.num_sinks)
+        longest = windows.most_tokens(num_blocks)
+        if longest is not None:
             self.max_model_len = min(self.max_model_len, longest)
         self._limits = replace(
             self._limits, num_blocks=num_blocks, max_model_len=self.max_model_len

@@ -50,6 +50,7 @@ class TorchOps(TensorOps):
         [num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head] in float8_e4m3."""
         super().__init__(config, dtype, max_positions, pool.device)
         self._is_fp8 = pool.dtype == torch.uint8
+        self._num_groups = 1 + max(group for group, _ in self._places)
         self.use_pool(pool)
         self._quantization = quantization
         self._sinks: torch.Tensor | None = None  # the layer's learned ones, while it attends
@@ -76,7 +77,8 @@ class TorchOps(TensorOps):
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._block, self._offset = batch.slots // self._size, batch.slots % self._size
+        slots = [batch.slots_of(group) for group in range(self._num_groups)]
+        self._slots = [(each // self._size, each % self._size) for each in slots]
         self._to_sinks: torch.Tensor | None = None
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -162,11 +164,13 @@ class TorchOps(TensorOps):
 
     def _write(self, layer: int, plane: int, heads: torch.Tensor) -> None:
         """Takes heads: [N, num_kv_heads, head_dim]."""
-        numbers, scales = self._numbers[:, layer, plane], self._scales[:, layer, plane]
+        group, index = self._places[layer]
+        block, offset = self._slots[group]
+        numbers, scales = self._numbers[:, index, plane], self._scales[:, index, plane]
         if numbers.dtype == torch.uint8:
             heads, scale = fp8.encode(heads)
-            scales[self._block, :, self._offset] = scale
-        numbers[self._block, :, self._offset] = heads.to(numbers.dtype)
+            scales[block, :, offset] = scale
+        numbers[block, :, offset] = heads.to(numbers.dtype)
 
     def attention(
         self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
@@ -201,7 +205,7 @@ class TorchOps(TensorOps):
                 queries[rows].unflatten(0, (count, -1)),
                 None if to_sinks is None else to_sinks[rows].unflatten(0, (count, -1)),
                 batch.positions[rows].unflatten(0, (count, -1)),
-                batch.block_tables[seqs],
+                batch.tables_of(self._places[layer][0])[seqs],
                 tuple(span[2] for span in batch.spans[seqs]),
             )
             out[rows] = self._attend(group, layer, width).flatten(0, 1)
@@ -286,13 +290,14 @@ class TorchOps(TensorOps):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at positions `columns` [S, K]: each [S, num_kv_heads, K, head_dim]. With
         latents both are the same."""
+        index = self._places[layer][1]
         blocks = tables.long().gather(1, columns // self._size)
         offsets = columns % self._size
         planes = []
         for plane in range(self._numbers.shape[2]):
-            found = self._numbers[:, layer, plane][blocks, :, offsets]  # [S, K, heads, head_dim]
+            found = self._numbers[:, index, plane][blocks, :, offsets]  # [S, K, heads, head_dim]
             if found.dtype == torch.uint8:
-                scales = self._scales[:, layer, plane][blocks, :, offsets]
+                scales = self._scales[:, index, plane][blocks, :, offsets]
                 found = fp8.decode(found, scales, self._dtype)
             planes.append(found.to(self._dtype).transpose(1, 2))
         return planes[0], planes[-1]

@@ -29,7 +29,7 @@ from kvrelay.engine.scheduling.selection import (
     victim,
     waited_s,
 )
-from kvrelay.engine.sequence import SeqState, Sequence
+from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
 from kvrelay.engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
 MAX_TRIED = 8  # prompts that do not fit, after one message: each costs a lookup
@@ -79,8 +79,9 @@ class Scheduler:
         busy = self.num_admitted
         if busy >= self.config.max_num_seqs:
             return False
-        # One block per busy sequence stays free, or the next few steps would preempt.
-        if not self.kv.admit(seq, headroom=busy if seq.reserve_growth else 0):
+        # The blocks of a busy sequence's next tokens stay free, or the next steps would preempt.
+        headroom = busy * self.kv.windows.count if seq.reserve_growth else 0
+        if not self.kv.admit(seq, headroom):
             return False
         if seq.admitted_at is None:
             seq.admitted_at = now
@@ -244,9 +245,10 @@ class Scheduler:
         None: there is no such block, or nobody to judge any more."""
         if culprit.state is SeqState.DEAD:
             return None
-        if self.kv.pool.num_free == 0 and culprit.state is SeqState.RUNNING:
+        num_groups = self.kv.windows.count
+        if self.kv.pool.num_free < num_groups and culprit.state is SeqState.RUNNING:
             self._preempt(culprit)
-        blocks = self.kv.allocate(1)
+        blocks = self.kv.allocate(num_groups)
         if blocks is None:
             return None
         share = ScheduledSeq(
@@ -294,7 +296,7 @@ class Scheduler:
         if not found:
             return None
         next_step = Step(self._next_step_id, [self._share(seq, 1, index) for seq, index in found])
-        if self.kv.window.size:  # a table is read while `step` ends, by which its entries change
+        if self.kv.windows.any:  # a table is read while `step` ends, by which its entries change
             for share in next_step.seqs:
                 share.block_ids = list(share.block_ids)
         next_step.may_be_followed = True
@@ -322,7 +324,7 @@ class Scheduler:
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None:
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
-        size = self.config.block_size
+        windows = self.kv.windows
         for index, (seq, share) in enumerate(zip(seqs, step.seqs, strict=True)):
             seq.num_steps -= 1
             if seq.state is SeqState.DEAD:
@@ -348,9 +350,9 @@ class Scheduler:
                     self._drafter.on_verified(seq, (sampled.token, *sampled.more))
                     seq.forced = sampled.forced
                     if len(sampled.more) < len(share.draft_tokens):  # it did not fill its block
-                        block = share.block_ids[share.start // size]
-                        self.kv.checksums.pop(block, None)
-                if (seq.num_sealed + 1) * size <= seq.num_computed:
+                        for block in share.block_ids[windows.row(share.start)]:
+                            self.kv.checksums.pop(block, None)
+                if seq.num_sealed < windows.full(seq.num_computed):
                     self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
@@ -407,7 +409,7 @@ class Scheduler:
         """A block for the newest token of every running sequence; preempts others for it."""
         for seq in list(self.running):
             while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
-                self._preempt(victim(self.running, self.config.block_size))
+                self._preempt(victim(self.running, self.kv.windows))
 
     def _give_way(self, stream: Sequence) -> bool:
         """Preempt one that streams nothing yet, if with them all gone `stream` could be admitted:
@@ -415,10 +417,12 @@ class Scheduler:
         if not stream.is_stream or self.in_flight:
             return False
         silent = [seq for seq in self.running if not seq.is_stream]
-        num_free = self.kv.pool.num_free + sum(len(seq.block_ids) for seq in silent)
-        if not silent or num_free < self.kv.window.max_blocks(len(stream.tokens)):
+        num_free = self.kv.pool.num_free + sum(
+            len(seq.block_ids) - seq.block_ids.count(NO_BLOCK) for seq in silent
+        )
+        if not silent or num_free < self.kv.windows.max_blocks(len(stream.tokens)):
             return False
-        self._preempt(victim(self.running, self.config.block_size))
+        self._preempt(victim(self.running, self.kv.windows))
         return True
 
     def _preempt(self, seq: Sequence) -> None:

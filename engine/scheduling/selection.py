@@ -27,6 +27,7 @@ from collections.abc import Sequence as Seq
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import SEQS_UNIT, TOKENS_UNIT, FittedCost, fitted_s, order_of, row_features
 from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.step import Step
 
@@ -201,13 +202,13 @@ def _is_drawn_on_device(seq: Sequence, num_unknown: int) -> bool:
     return not sampling.is_masked and sampling.is_plain(seq.num_output_tokens + num_unknown)
 
 
-def victim(running: Seq[Sequence], block_size: int) -> Sequence:
+def victim(running: Seq[Sequence], windows: Windows) -> Sequence:
     """Who is preempted where decodes need a block. Of those that stream nothing yet the one that
     has least work to lose, else the latest arrival: a stream would be silent until others end."""
     silent = [seq for seq in running if not seq.is_stream]
     return min(
         reversed(silent or running[-1:]),
-        key=lambda seq: seq.num_computed - seq.num_hits * block_size,
+        key=lambda seq: seq.num_computed - windows.tokens(seq.num_hits),
     )
 
 

@@ -89,7 +89,8 @@ class Arrival:
         self.epoch, self.lease = ready.epoch, ready.lease
         blocks = zip(ready.block_ids, ready.checksums, strict=True)
         for index, (block, checksum) in enumerate(blocks, start=ready.first):
-            self.offers.setdefault(index, Offer(ready.tier, block, checksum))
+            if block != NO_BLOCK:
+                self.offers.setdefault(index, Offer(ready.tier, block, checksum))
         seq = self.seq
         if seq.awaits_producer:
             seq.is_offered = True
@@ -209,7 +210,7 @@ def choose_loads(
     block, by tier; `compute_s`: to compute one."""
     if seq.compute_all:
         return []
-    if kv.window.size:
+    if kv.windows.any:
         return _choose_window(seq, kv, tiers, load_s, compute_s)
     sources = tiers.find(kv.usable_hashes(seq)[seq.num_sealed :])
     count = blocks_worth_loading((load_s(source.tier) for source in sources), compute_s)
@@ -234,10 +235,11 @@ def _choose_window(
         found.update((index, source) for source in tiers.find(block_hashes[index : index + 1]))
         return index in found
 
-    end = 0 if seq.is_remote else kv.window.reach(len(block_hashes), has)
-    needed = [index for index in kv.window.kept(end * kv.block_size) if index >= first]
+    windows = kv.windows
+    end = 0 if seq.is_remote else windows.reach(len(block_hashes), has)
+    needed = [index for index in windows.kept(windows.tokens(end)) if index >= first]
     cost_s = sum(load_s(found[index].tier) for index in needed)
-    if cost_s >= (end - first) * compute_s or not kv.expect(seq, end):
+    if cost_s >= (end - first) / windows.count * compute_s or not kv.expect(seq, end):
         return []
     chosen = {index: found[index] for index in needed}
     return [chosen.get(index) for index in range(first, end)]

@@ -475,9 +475,10 @@ class Connector:
 
     def _fetch_prefix(self, arrival: Arrival) -> list[Effect]:
         assert arrival.producer is not None
-        seq = arrival.seq
-        end = min(len(seq.block_ids), (len(seq.tokens) - 1) // self.config.block_size)
-        hashes = tuple(seq.block_hashes[arrival.own_end : end])
+        seq, windows = arrival.seq, self.config.kv_windows
+        end = min(len(seq.block_ids), windows.full(len(seq.tokens) - 1))
+        # Which blocks of other groups are needed depends on how far those of the first reach.
+        hashes = tuple(seq.block_hashes[arrival.own_end : end]) if windows.count == 1 else ()
         fetch = KVFetch(*arrival.key, self.config.node_id, arrival.own_end, hashes)
         return [Send(arrival.producer, fetch)]
 

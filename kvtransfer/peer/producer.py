@@ -158,9 +158,10 @@ class Producer:
         next_token: int | None = None,
         next_logprobs: TokenLogprobs | None = None,
     ) -> Send:
-        """Tell the consumer that blocks `[first, first + len(blocks))` can be read in `tier`.
+        """Tell the consumer that blocks `[first, first + len(blocks))`, but for those that are -1,
+        can be read in `tier`.
         `num_tokens`: positions that are covered so far, unless all blocks are full."""
-        full = (first + len(blocks)) * self._config.block_size
+        full = self._kv.windows.tokens(first + len(blocks))
         ready = KVReady(
             request_id=lease.key[0],
             attempt=lease.key[1],

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.block_hash import of_groups
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.node import Effect, Note, Send
@@ -88,13 +89,14 @@ class Tiers:
     def use(self, now: float, block_hashes: Sequence[bytes], retention: Retention) -> None:
         """A request that covers these blocks, in order, begins or ends. Blocks that were sealed for
         a request without retention, or missed their copy, are on the device only: they are copied
-        down now, or the tiers would have what follows them without the beginning. With a window,
-        the end of a request says which blocks those are."""
+        down now, or the tiers would have what follows them without the beginning. Where layers
+        attend to a window, the end of a request says which of their blocks those are."""
         if not self._pools:
             return
         self._take_sealed(now)
-        blocks, offers = self._blocks, not self._kv.window.size
-        for block_hash in reversed(block_hashes):  # the beginning is forgotten last
+        blocks, groups = self._blocks, self._kv.windows.groups
+        for index in range(len(block_hashes) - 1, -1, -1):  # the beginning is forgotten last
+            block_hash, offers = block_hashes[index], not groups[index % len(groups)].size
             if block_hash in blocks.usages:
                 blocks.use(now, block_hash, retention)
             elif offers and self._kv.pool.is_cached(block_hash):
@@ -147,7 +149,8 @@ class Tiers:
         block_hashes = tuple(dict.fromkeys(order.block_hashes))
         self._blocks.count(f"cache_orders_{order.action}")
         left = self._read_again(order, block_hashes)
-        live = LiveOrder(order, now + ORDER_TIMEOUT_S, deque(left), len(block_hashes) - len(left))
+        num_all = len(block_hashes) * self._kv.windows.count
+        live = LiveOrder(order, now + ORDER_TIMEOUT_S, deque(left), num_all - len(left))
         if not self._pools:
             return [self._answer(live)]
         if len(self._orders) >= MAX_ORDERS:
@@ -162,17 +165,21 @@ class Tiers:
         return self._step_orders(now)
 
     def _read_again(self, order: CacheOrder, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of a session's blocks that an order is carried out for: with a window, its next
-        turn reads no others; to park them is to let them go."""
-        window = self._kv.window
-        if not window.size or order.action in (CacheAction.UNPIN, CacheAction.DROP):
+        """Those of a session's blocks, of all groups, that an order is carried out for: where
+        layers attend to a window, its next turn reads no others; to park them is to let them go."""
+        windows = self._kv.windows
+        if not windows.any:
             return block_hashes
-        sinks = window.num_sink_blocks
+        num_tokens = len(block_hashes) * windows.block_size
+        block_hashes = of_groups(block_hashes, windows.count)
+        if order.action in (CacheAction.UNPIN, CacheAction.DROP):
+            return block_hashes
         # The KV of the last token may not be computed: then the turn goes on one block earlier.
-        start = max(sinks, window.start(len(block_hashes) * window.block_size) - 1)
+        before = max(0, num_tokens - windows.block_size)
+        kept = {*windows.kept(num_tokens), *windows.kept(before)}
         if order.action is CacheAction.PARK:
-            self._kv.pool.evict(block_hashes[sinks:start])
-        return [*block_hashes[:sinks], *block_hashes[start:]]
+            self._kv.pool.evict(each for i, each in enumerate(block_hashes) if i not in kept)
+        return [each for i, each in enumerate(block_hashes) if i in kept]
 
     def take_changes(self) -> tuple[TierHashes, ...]:
         """Net changes since the last call, of blocks that can be read."""
@@ -344,5 +351,6 @@ class Tiers:
             self._moves.to_load.pop(block_hash, None)
 
     def _answer(self, live: LiveOrder) -> Send:
-        done = CacheOrderDone(self._config.node_id, live.order.order_id, live.num_done)
+        num_done = live.num_done // self._kv.windows.count  # the router counts the first group's
+        done = CacheOrderDone(self._config.node_id, live.order.order_id, num_done)
         return Send(live.order.router, done)

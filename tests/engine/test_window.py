@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.window import Window
+from kvrelay.engine.kv.window import Window, Windows
 from kvrelay.engine.stats import Role
 from tests.engine.configs import worker_config
 
-WINDOWS = st.builds(Window, st.integers(1, 6), size=st.integers(1, 20), num_sinks=st.integers(0, 9))
+
+def _windows(block_size: int, sizes: list[int], num_sinks: int) -> Windows:
+    return Windows.of(block_size, sizes, num_sinks)
+
+
+SIZES = st.integers(1, 20)
+WINDOWS = st.builds(Window, st.integers(1, 6), size=SIZES, num_sinks=st.integers(0, 9))
+GROUPS = st.builds(
+    _windows,
+    st.integers(1, 6),
+    st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    st.integers(0, 9),
+)
 
 
 def read_from(window: Window, position: int) -> set[int]:
-    """Blocks that a query at `position`, or at any later one of the next few, reads."""
+    """Rows that a query at `position`, or at any later one of the next few, reads."""
     read: set[int] = set()
     for query in range(position, position + 3 * window.block_size):
-        seen = {p for p in range(query) if p < window.num_sinks or p > query - window.size}
+        seen = {
+            p
+            for p in range(query)
+            if not window.size or p < window.num_sinks or p > query - window.size
+        }
         read |= {p // window.block_size for p in seen if p < position}
     return read
 
 
-@given(WINDOWS, st.integers(0, 80))
-def test_nothing_that_is_read_later_is_given_back(window: Window, position: int) -> None:
-    whole = position // window.block_size * window.block_size
-    for start in {whole, position}:  # a later request may go on from the last full block
-        assert all(window.keeps(block, position) for block in read_from(window, start))
-    assert set(window.kept(position)) >= read_from(window, whole)
+@given(GROUPS, st.integers(0, 80))
+def test_nothing_that_is_read_later_is_given_back(windows: Windows, position: int) -> None:
+    whole = position // windows.block_size * windows.block_size
+    for group, window in enumerate(windows.groups):
+        for start in {whole, position}:  # a later request may go on from the last full block
+            read = {row * windows.count + group for row in read_from(window, start)}
+            assert all(windows.keeps(index, position) for index in read)
+        again = {row * windows.count + group for row in read_from(window, whole)}
+        assert set(windows.kept(position)) >= again
 
 
 @given(WINDOWS, st.integers(0, 200))
@@ -39,35 +60,66 @@ def test_what_is_kept_is_bounded_by_the_window(window: Window, position: int) ->
     assert window.num_blocks <= -(-window.size // size) + -(-window.num_sinks // size) + 1
 
 
-@given(WINDOWS, st.integers(0, 12), st.integers(0, 12), st.integers(0, 60))
-def test_runs_are_what_is_kept(window: Window, first: int, count: int, position: int) -> None:
-    runs = window.runs(first, first + count, position)
-    blocks = [block for run in runs for block in run]
-    assert blocks == [b for b in range(first, first + count) if window.keeps(b, position)]
-    assert len(runs) <= 2
+@given(GROUPS, st.integers(0, 12), st.integers(0, 12), st.integers(0, 60))
+def test_runs_are_what_is_kept(windows: Windows, first: int, count: int, position: int) -> None:
+    runs = windows.runs(first, first + count, position)
+    blocks = [index for run in runs for index in run if windows.keeps(index, position)]
+    kept = [i for i in range(first, first + count) if windows.keeps(i, position)]
+    assert blocks == kept == windows.kept_of(first, first + count, position)
+    if windows.count == 1:
+        assert sum(map(len, runs)) == len(kept)
+        assert len(runs) <= 2
 
 
-@given(WINDOWS, st.lists(st.booleans(), max_size=30))
-def test_reach_is_the_longest_prefix_that_can_be_continued(
-    window: Window, there: list[bool]
+@given(GROUPS, st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
+def test_what_is_freed_was_kept_and_is_no_more(
+    windows: Windows, before: int, more: int, length: int
 ) -> None:
-    def has(index: int) -> bool:
-        return there[index]
+    entries, after = windows.entries(before + more + length), before + more
+    expected = [i for i in range(entries) if windows.keeps(i, before)]
+    expected = [i for i in expected if not windows.keeps(i, after)]
+    assert sorted(windows.freed(before, after)) == expected
 
-    sinks = window.num_sink_blocks
+
+@given(GROUPS, st.integers(1, 4), st.integers(0, 60), st.integers(1, 60))
+def test_a_table_has_blocks_for_what_is_read_and_written_next(
+    windows: Windows, chunk: int, num_computed: int, more: int
+) -> None:
+    groups = tuple(replace(each, chunk_blocks=chunk) for each in windows.groups)
+    windows, num_tokens = replace(windows, groups=groups), num_computed + more
+    needs, end = windows.needs(num_computed, num_tokens), windows.end(num_computed, num_tokens)
+    assert len(needs) == windows.length(num_computed, num_tokens)
+    assert sum(needs) <= windows.max_blocks(num_tokens)
+    assert windows.tokens(end) > num_computed
+    for index, needed in enumerate(needs):
+        whole = not windows.groups[index % windows.count].size
+        assert needed == (windows.keeps(index, num_computed) and (whole or index < end))
+
+
+@given(GROUPS, st.integers(1, 60))
+def test_the_longest_sequence_that_fits_is_told(windows: Windows, num_blocks: int) -> None:
+    longest = windows.most_tokens(num_blocks)
+    if longest is None:
+        assert windows.max_blocks(10_000) - windows.count <= num_blocks
+    elif longest:
+        chunks = sum(bool(window.size) for window in windows.groups)
+        assert windows.max_blocks(longest) - chunks <= num_blocks
+
+
+@given(GROUPS, st.lists(st.booleans(), max_size=30))
+def test_reach_is_the_longest_prefix_that_can_be_continued(
+    windows: Windows, there: list[bool]
+) -> None:
+    count = windows.count
+    there = there[: len(there) // count * count]
 
     def can_go_on(end: int) -> bool:
-        kept = window.kept(end * window.block_size)
-        return all(there[index] for index in {*range(min(sinks, end)), *kept})
+        read = [i for i in range(end) if windows.keeps(i, windows.tokens(end))]
+        return all(there[index] for index in read)
 
-    expected = max(end for end in range(len(there) + 1) if can_go_on(end))
-    assert window.reach(len(there), has) == expected
-
-
-@given(st.lists(st.booleans(), max_size=30))
-def test_without_a_window_a_prefix_has_no_gap(there: list[bool]) -> None:
-    expected = there.index(False) if False in there else len(there)
-    assert Window(4).reach(len(there), there.__getitem__) == expected
+    ends = range(0, len(there) + 1, count)
+    expected = max(end for end in ends if can_go_on(end))
+    assert windows.reach(len(there), there.__getitem__) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,5 +142,5 @@ def test_a_prompt_takes_a_step_ahead_of_its_window_where_the_pool_has_room(
         sinks=4,
         max_num_batched_tokens=512,
     )
-    assert config.kv_window.max_blocks(20_000) == config.info().max_seq_blocks == most
-    assert config.kv_window.max_blocks(100) == 7
+    assert config.kv_windows.max_blocks(20_000) == config.info().max_seq_blocks == most
+    assert config.kv_windows.max_blocks(100) == 7

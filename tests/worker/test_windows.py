@@ -73,7 +73,7 @@ class Windowed(World):
         self.look_at(core)
 
     def look_at(self, core: EngineCore) -> None:
-        limit = core.kv.window.num_blocks + core.kv.window.chunk_blocks
+        limit = core.kv.windows.max_blocks(core.config.max_model_len)
         for seq in core.seqs.values():
             held = sum(block >= 0 for block in seq.block_ids)
             assert held <= limit, seq.request_id

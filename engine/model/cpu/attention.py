@@ -1,8 +1,8 @@
 """Attention on a CPU: what the kernels know of the model, the pool and each batch.
 
 Life: made with the pool; `begin` plans a batch's work once for each window that layers have; then
-every layer writes its keys and values and attends. Layers that differ in window or rope have their
-own description of the call, everything else is shared.
+every layer writes its keys and values and attends. Layers that differ in window, rope or the group
+of their KV have their own description of the call, everything else is shared.
 """
 
 from __future__ import annotations
@@ -82,23 +82,25 @@ class CpuAttention:
             "threads": num_threads,
         }
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
-        self._ropes: dict[int, Any] = {}
-        self._attentions: dict[tuple[int, int], Any] = {}
-        self._layers: list[tuple[int, tuple[int, int]]] = []  # which of them each layer has
-        for layer in range(c.num_layers):
+        self._ropes: dict[tuple[int, int], Any] = {}  # by group and rope
+        self._attentions: dict[tuple[int, int, int], Any] = {}  # by group, window and rope
+        # Which of them each layer has, and where it is in a block.
+        self._layers: list[tuple[tuple[int, int], tuple[int, int, int], int]] = []
+        for layer, (group_of_layer, place) in enumerate(c.kv_places()):
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window(layer)
             turn = self._rotation(c, index)
             if pool.dtype == torch.uint8 and latent is None:
                 turn["mixed_half"] = c.rotated_half(layer)
             self._ropes.setdefault(
-                index,
+                (group_of_layer, index),
                 _Rope(num_kv_heads=c.num_kv_heads, eps=c.rms_norm_eps, **turn, **shared),
             )
+            key = (group_of_layer, window, index)
             self._attentions.setdefault(
-                (window, index),
+                key,
                 _Attention(window=window, num_sinks=c.num_sinks, **turn, **attention, **shared),
             )
-            self._layers.append((index, (window, index)))
+            self._layers.append((key[::2], key, place))
         self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
         self._alive: Batch | None = None
 
@@ -112,20 +114,21 @@ class CpuAttention:
     def begin(self, batch: Batch) -> None:
         """Plan the work on `batch`, which the following calls belong to."""
         pointers = {
-            "tables": batch.block_tables.data_ptr(),
             "query_start": batch.query_start.data_ptr(),
             "query_len": batch.query_len.data_ptr(),
             "context_len": batch.context_len.data_ptr(),
             "table_stride": batch.block_tables.shape[1],
         }
         plans: dict[int, dict[str, int]] = {}
-        for (window, _), each in self._attentions.items():
+        for (group, window, _), each in self._attentions.items():
             if window not in plans:
                 plans[window] = self._plan(batch, window, each.num_sinks)
+            each.tables = batch.tables_of(group).data_ptr()
             for name, value in (pointers | plans[window]).items():
                 setattr(each, name, value)
-        for rope in self._ropes.values():
-            rope.positions, rope.slots = batch.positions.data_ptr(), batch.slots.data_ptr()
+        for (group, _), rope in self._ropes.items():
+            rope.positions = batch.positions.data_ptr()
+            rope.slots = batch.slots_of(group).data_ptr()
         self._alive = batch
 
     def _plan(self, batch: Batch, window: int, sinks: int) -> dict[str, int]:
@@ -176,8 +179,9 @@ class CpuAttention:
 
     def hold(self, rows: dict[str, np.ndarray], capacity: int, splits: int) -> list[int]:
         """Prepares decodes of at most `capacity` rows: `rows` are arrays that stay, named as in
-        `Batch`, and what they meet has no more than `splits` altogether. The kernels plan each
-        pass. Returns addresses of the descriptions that they do so in."""
+        `Batch`, those of groups one after the other, and what they meet has no more than `splits`
+        altogether. The kernels plan each pass. Returns addresses of the descriptions that they do
+        so in."""
         at = {name: array.ctypes.data for name, array in rows.items()}
         width, per_row = self._items_per_seq, self._group * (self._value_dim + 2)
         partial = torch.empty(splits * width * per_row)
@@ -186,23 +190,24 @@ class CpuAttention:
             merges = torch.empty(capacity * width * 6, dtype=torch.int32)
             self._plans[key] = (items, merges, partial)
             each.items, each.merges = items.data_ptr(), merges.data_ptr()
-            each.partial, each.tables = partial.data_ptr(), at["block_tables"]
-            each.table_stride = rows["block_tables"].shape[1]
+            each.partial = partial.data_ptr()
+            each.tables = rows["block_tables"][key[0]].ctypes.data
+            each.table_stride = rows["block_tables"].shape[2]
             for name in ("query_start", "query_len", "context_len"):
                 setattr(each, name, at[name])
-        for rope in self._ropes.values():
-            rope.positions, rope.slots = at["positions"], at["slots"]
+        for (group, _), rope in self._ropes.items():
+            rope.positions, rope.slots = at["positions"], rows["slots"][group].ctypes.data
         return [ctypes.addressof(each) for each in self._attentions.values()]
 
     def described(self, layer: int) -> tuple[int, int, int]:
         """Addresses of a layer's `Rope`, `Attention` and first element in block 0: good for as long
         as this lives, and true of a batch once it has begun."""
-        rope, attention = self._layers[layer]
+        rope, attention, _ = self._layers[layer]
         at = ctypes.addressof(self._ropes[rope]), ctypes.addressof(self._attentions[attention])
         return (*at, self._pool_at(layer))
 
     def _pool_at(self, layer: int) -> int:
-        return self._at + layer * self._layer_bytes
+        return self._at + self._layers[layer][2] * self._layer_bytes
 
     def write(
         self,

@@ -264,6 +264,7 @@ class CpuDecode:
             norm=weights.norm.data_ptr(),
             num_layers=len(layers),
             block_size=limits.block_size,
+            num_groups=limits.num_groups,
             tile=attention.tile,
             head=described_matrix(weights.head),
             step=step,
@@ -331,7 +332,9 @@ class CpuDecode:
         for index, (blocks, sampling) in enumerate(self._held):
             old = held[index] if index < len(held) else (None, None)
             if old[0] is not blocks:
-                rows["block_tables"][index, : len(blocks)] = blocks
+                groups = request.num_groups
+                of_groups = blocks.reshape(-1, groups).T
+                rows["block_tables"][:, index, : len(blocks) // groups] = of_groups
             is_new = is_new or old[1] is not sampling
         if is_new:
             rows["draws"][:count] = [draw_of(seq) for seq in seqs for _ in seq.input_tokens]
@@ -351,15 +354,16 @@ class CpuDecode:
             self._splits = max(2 * self._splits, splits)
         count = self._capacity
         limits, request = self._limits, self._request
+        request.capacity = count
         request.table_stride = -(-limits.max_model_len // limits.block_size)
         self._rows = {
             "tokens": np.zeros(count, np.int64),
             "positions": np.zeros(count, np.int64),
-            "slots": np.zeros(count, np.int64),
+            "slots": np.zeros((request.num_groups, count), np.int64),
             "context_len": np.zeros(count, np.int32),
             "query_start": np.zeros(count, np.int32),
             "query_len": np.zeros(count, np.int32),
-            "block_tables": np.zeros((count, request.table_stride), np.int32),
+            "block_tables": np.zeros((request.num_groups, count, request.table_stride), np.int32),
             "draws": np.zeros(count, DRAW),
             "drawn": np.zeros(limits.block_size * count, np.int64),
             "stop_ends": np.zeros(count, np.int64),

@@ -75,7 +75,8 @@ class DecodePasses:
                 "top_k": (rows, np.int32),
                 "temperature": (rows, np.float32),
                 "min_p": (rows, np.float32),
-                "block_tables": ((max_num_seqs, width), np.int32),
+                "more_slots": ((limits.num_groups - 1, max_num_seqs), np.int64),
+                "block_tables": ((max_num_seqs, limits.num_groups, width), np.int32),
             },
             device,
             SLOTS,
@@ -132,6 +133,7 @@ class DecodePasses:
             for seq in seqs:
                 check_tokens(seq, self._limits)
         slot, block_size = (self._last + 1) % SLOTS, self._limits.block_size
+        groups = self._limits.num_groups
         host, held, last_params = self._inputs.hosts[slot], self._held[slot], self._params[slot]
         count = 0
         changed: list[int] = []  # rows whose parameters are others than in the last step
@@ -139,7 +141,8 @@ class DecodePasses:
         for seq, blocks in zip(seqs, tables, strict=True):
             for row in range(count, count + len(seq.input_tokens)):
                 if held[row] is not blocks:  # identical as long as nothing changes in it
-                    host["block_tables"][row, : len(blocks)] = blocks
+                    of_groups = blocks.reshape(-1, groups).T
+                    host["block_tables"][row, :, : len(blocks) // groups] = of_groups
                     held[row] = blocks
                 if last_params[row] is not seq.sampling:
                     changed.append(row)
@@ -155,11 +158,12 @@ class DecodePasses:
             inputs = chain.from_iterable(seq.input_tokens for seq in seqs)
             tokens = np.fromiter(inputs, np.int64, count)
         rows, rest = slice(0, count), slice(count, size)
-        blocks = host["block_tables"][np.arange(count), starts // block_size].astype(np.int64)
+        blocks = host["block_tables"][np.arange(count), :, starts // block_size].astype(np.int64)
+        slots = blocks * block_size + (starts % block_size)[:, np.newaxis]  # [count, groups]
         host["tokens"][rows], host["tokens"][rest] = tokens, 0
         host["positions"][rows], host["positions"][rest] = starts, 0
-        host["slots"][rows] = blocks * block_size + starts % block_size
-        host["slots"][rest] = NO_SLOT
+        host["slots"][rows], host["more_slots"][:, rows] = slots[:, 0], slots[:, 1:].T
+        host["slots"][rest], host["more_slots"][:, rest] = NO_SLOT, NO_SLOT
         host["context_len"][rows], host["context_len"][rest] = starts + 1, 1
         host["follows"][:size] = OWN
         if follows is not None:
@@ -172,7 +176,7 @@ class DecodePasses:
                 host[name][changed] = each
         for name in PARAMETERS:
             host[name][rest] = 0
-        host["block_tables"][rest, 0] = 0
+        host["block_tables"][rest, :, 0] = 0
         for row in range(count, size):
             held[row] = last_params[row] = None
         self._inputs.send(slot, size)
@@ -202,7 +206,8 @@ class DecodePasses:
         """Make a graph for every size, largest first, in memory that they share. Raises
         RuntimeError if a pass cannot be captured."""
         host = self._inputs.hosts[self._last]
-        host["slots"][:], host["context_len"][:], host["follows"][:] = NO_SLOT, 1, OWN
+        host["slots"][:], host["more_slots"][:] = NO_SLOT, NO_SLOT
+        host["context_len"][:], host["follows"][:] = 1, OWN
         self._inputs.send(self._last, self.sizes[-1])
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes)):
@@ -232,7 +237,10 @@ class DecodePasses:
 
     def _pass(self, size: int) -> None:
         """Logits, and a token per row."""
-        there = {name: each[:size] for name, each in self._inputs.device.items()}
+        inputs = self._inputs.device
+        there = {name: each[:size] for name, each in inputs.items()}
+        tables = there["block_tables"]
+        has_groups = self._limits.num_groups > 1
         longest = self._limits.max_model_len  # a bound: contexts are known on the device only
         batch = Batch(
             tokens=there["tokens"],
@@ -241,9 +249,11 @@ class DecodePasses:
             query_start=there["query_start"],
             query_len=there["query_len"],
             context_len=there["context_len"],
-            block_tables=there["block_tables"],
+            block_tables=tables[:, 0],
             sample_rows=self._rows[:size],
             spans=tuple((row, 1, longest) for row in range(size)),
+            more_slots=inputs["more_slots"][:, :size] if has_groups else None,
+            more_tables=tables[:, 1:].transpose(0, 1) if has_groups else None,
         )
         drawn = self._drawn[:size]
         _take[(triton.cdiv(size, ROWS),)](

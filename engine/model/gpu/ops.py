@@ -141,9 +141,9 @@ class TritonOps(TensorOps):
         rope_write(
             qkv,
             self._pool,
-            layer,
+            self._places[layer][1],
             batch.positions,
-            batch.slots,
+            batch.slots_of(self._places[layer][0]),
             tables,
             num_heads=c.num_heads,
             norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
@@ -184,7 +184,9 @@ class TritonOps(TensorOps):
         batch, tables = self._batch, self._rope_of(layer)
         assert batch is not None
         assert tables is not None
-        latent_write(q_rope, latent, self._pool, layer, batch.positions, batch.slots, tables)
+        group, place = self._places[layer]
+        slots = batch.slots_of(group)
+        latent_write(q_rope, latent, self._pool, place, batch.positions, slots, tables)
 
     def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         c = self._config
@@ -227,12 +229,13 @@ class TritonOps(TensorOps):
         """Sequences of one token and those of more, each by their kernel, into rows of `out`."""
         batch = self._batch
         assert batch is not None
-        where = (batch.query_start, batch.query_len, batch.context_len, batch.block_tables)
+        group, place = self._places[layer]
+        where = (batch.query_start, batch.query_len, batch.context_len, batch.tables_of(group))
         if self._num_splits:
             splits = self._num_splits
-            decode(out, queries, self._pool, layer, *where, num_splits=splits, **settings)
+            decode(out, queries, self._pool, place, *where, num_splits=splits, **settings)
         if self._tiles is not None:
-            prefill(out, queries, self._pool, layer, self._tiles, *where, **settings)
+            prefill(out, queries, self._pool, place, self._tiles, *where, **settings)
 
     def _has_sinks(self, layer: int) -> bool:
         return self._config.num_sinks > 0 and self._config.window(layer) > 0

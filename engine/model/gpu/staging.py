@@ -28,11 +28,8 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def stage(batch: Batch, device: torch.device) -> Batch:
     """`batch`, made on the host, on `device`."""
-    arrays: dict[str, np.ndarray] = {
-        field.name: getattr(batch, field.name).numpy()
-        for field in fields(batch)
-        if field.name != "spans"
-    }
+    named = ((field.name, getattr(batch, field.name)) for field in fields(batch))
+    arrays = {name: each.numpy() for name, each in named if isinstance(each, torch.Tensor)}
     return Batch(spans=batch.spans, **stage_arrays(arrays, device))
 
 

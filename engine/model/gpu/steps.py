@@ -287,19 +287,23 @@ def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.devic
     lengths = [min(length, limits.max_model_len) for length in lengths]
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.int32)
     counts = np.array(lengths, np.int32)
-    widest = -(-max(lengths) // limits.block_size)
+    widest, more = -(-max(lengths) // limits.block_size), limits.num_groups - 1
+    no_slots = torch.full((more + 1, sum(lengths)), NO_SLOT, dtype=torch.int64)
+    tables = torch.zeros((more + 1, len(lengths), widest), dtype=torch.int32)
     batch = Batch(
         tokens=torch.zeros(sum(lengths), dtype=torch.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),
-        slots=torch.full((sum(lengths),), NO_SLOT, dtype=torch.int64),
+        slots=no_slots[0],
         query_start=torch.from_numpy(starts),
         query_len=torch.from_numpy(counts),
         context_len=torch.from_numpy(counts.copy()),
-        block_tables=torch.zeros((len(lengths), widest), dtype=torch.int32),
+        block_tables=tables[0],
         sample_rows=torch.from_numpy((starts + counts - 1).astype(np.int64)),
         spans=tuple(
             (int(start), length, length) for start, length in zip(starts, lengths, strict=True)
         ),
+        more_slots=no_slots[1:] if more else None,
+        more_tables=tables[1:] if more else None,
     )
     return stage(batch, device)
 

@@ -13,6 +13,7 @@ from tests.engine.model.tiny import scheduled
 SIZE, NUM_BLOCKS = 4, 24
 PLAIN = Limits(NUM_BLOCKS, SIZE, 400, 50)
 WINDOWED = Limits(NUM_BLOCKS, SIZE, 400, 50, window=10, num_sinks=2)
+GROUPED = Limits(2 * NUM_BLOCKS, SIZE, 400, 50, num_sinks=2, group_windows=(0, 10))
 PROMPT = [1] * 17
 
 
@@ -110,13 +111,22 @@ def test_in_a_window_a_lost_entry_counts_when_it_is_read():
 def naive(step, limits):
     """Which sequences must not run, from the definition: by themselves, and beside the others."""
     size, faulty, visible, written = limits.block_size, set(), {}, {}
+    windows = limits.group_windows or (limits.window,)
+    count = len(windows)
     for index, seq in enumerate(step.seqs):
-        end = -(-(seq.start + len(seq.tokens)) // size)
-        first = limits.first_read(seq.start)
-        read = [i for i in range(end) if i >= first or i < limits.num_sink_blocks]
+        end = -(-(seq.start + len(seq.tokens)) // size) * count
+        seen = [
+            {
+                p // size
+                for p in range(seq.end)
+                if not w or p < limits.num_sinks or p > seq.start - w
+            }
+            for w in windows
+        ]
+        read = [i for i in range(end) if i // count in seen[i % count]]
         table = seq.block_ids
         visible[index] = [table[i] for i in read] if end <= len(table) else [-1]
-        written[index] = table[seq.start // size : end]
+        written[index] = table[seq.start // size * count : end]
         rest = [block for block in table[:end] if block != -1]
         is_outside = any(not 0 <= block < limits.num_blocks for block in rest)
         is_twice = len(set(visible[index])) < len(visible[index])
@@ -131,17 +141,18 @@ def naive(step, limits):
     return faulty, meeting
 
 
-@pytest.mark.parametrize("limits", [PLAIN, WINDOWED], ids=["plain", "window"])
+@pytest.mark.parametrize("limits", [PLAIN, WINDOWED, GROUPED], ids=["plain", "window", "groups"])
 def test_over_many_steps_it_finds_what_the_definition_does(limits):
     rng = random.Random(3)
-    guard = Guard(limits)
-    pools = [list(range(start, start + 6)) for start in (0, 6, 12, 18)]
+    guard, groups = Guard(limits), limits.num_groups
+    length, num_blocks = 6 * groups, limits.num_blocks
+    pools = [list(range(start, start + length)) for start in range(0, num_blocks, length)]
     tables, starts = [list(pool) for pool in pools], [0] * len(pools)
     num_faulty = 0
     for number in range(600):
         for index, pool in enumerate(pools):  # most tables stay as they are
             if rng.random() < 0.1:
-                tables[index][rng.randrange(6)] = rng.randrange(-2, NUM_BLOCKS + 1)
+                tables[index][rng.randrange(length)] = rng.randrange(-2, num_blocks + 1)
             elif rng.random() < 0.2:
                 tables[index] = list(pool)
             starts[index] = max(0, min(23, starts[index] + rng.choice([-1, 0, 1, 1, 1]))) * (
@@ -162,13 +173,14 @@ def test_over_many_steps_it_finds_what_the_definition_does(limits):
         good = [seq for index, seq in enumerate(seqs) if index not in faults]
         assert naive(Step(number, good), limits) == (set(), set())
         for seq, table in zip(good, found, strict=True):
-            end = -(-(seq.start + len(seq.tokens)) // SIZE)
+            end = -(-(seq.start + len(seq.tokens)) // SIZE) * groups
             assert table.tolist() == seq.block_ids[:end]
         batch = Batch.from_step(Step(number, good), limits, torch.device("cpu"), found)
         alone = Batch.from_step(Step(number, good), limits, torch.device("cpu"))
         assert torch.equal(batch.slots, alone.slots)
         fed = [(seq, seq.start + i) for seq in good for i in range(len(seq.tokens))]
         assert batch.positions.tolist() == [position for _, position in fed]
-        own = [seq.block_ids[at // SIZE] * SIZE + at % SIZE for seq, at in fed]
-        assert batch.slots.tolist() == own
+        for group in range(groups):
+            own = [seq.block_ids[at // SIZE * groups + group] * SIZE + at % SIZE for seq, at in fed]
+            assert batch.slots_of(group).tolist() == own
     assert 50 < num_faulty < 550

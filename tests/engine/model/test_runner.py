@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.runner import ModelRunner
@@ -104,29 +105,34 @@ def fed(runner, tokens, blocks, chunks):
 )
 def test_kv_that_is_computed_again_is_the_same_bit_for_bit(family, dtype, checkpoint_of):
     """Alone token by token, with its prompt in any chunks, by any number of threads."""
-    runner = model_runner(checkpoint_of(family), num_blocks=12, dtype=dtype, threads=2)
-    generated = generate(runner, PROMPT, [0, 1, 2, 3, 4], 33, temperature=1.0, seed=5)
+    groups = len(read_config(checkpoint_of(family)).kv_groups())
+    num_blocks, whole = 12 * groups, 4 * groups
+    runner = model_runner(checkpoint_of(family), num_blocks=num_blocks, dtype=dtype, threads=2)
+    first, second = list(range(5 * groups)), list(range(5 * groups, 10 * groups))
+    generated = generate(runner, PROMPT, first, 33, temperature=1.0, seed=5)
     tokens = PROMPT + generated[:-1]
-    expected = runner.kv_pool[:4].clone()
+    expected = runner.kv_pool[:whole].clone()
     assert len(tokens) >= 4 * runner.kv_spec.block_size
     for chunks in ((), (1, 50), (41, 9, 2, 1)):
-        runner.kv_pool[5:].zero_()
-        fed(runner, tokens, [5, 6, 7, 8, 9], chunks)
-        assert torch.equal(runner.kv_pool[5:9], expected), chunks
+        runner.kv_pool[second[0] :].zero_()
+        fed(runner, tokens, second, chunks)
+        assert torch.equal(runner.kv_pool[second[:whole]], expected), chunks
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
 def test_many_tokens_at_once_leave_the_kv_that_few_at_a_time_do(family, dtype, checkpoint_of):
     """Many rows are cut into bands: more than there are threads, fewer, uneven ones."""
-    tokens, blocks = tokens_of(411, seed=8), list(range(26))
+    path = checkpoint_of(family)
+    groups = len(read_config(path).kv_groups())
+    tokens, blocks, whole = tokens_of(411, seed=8), list(range(26 * groups)), 25 * groups
     expected = None
     for threads, chunks in ((1, [25] * 17), (1, []), (2, []), (3, []), (2, [130])):
-        runner = model_runner(checkpoint_of(family), num_blocks=26, dtype=dtype, threads=threads)
+        runner = model_runner(path, num_blocks=len(blocks), dtype=dtype, threads=threads)
         fed(runner, tokens, blocks, chunks)
         if expected is None:
-            expected = runner.kv_pool[:25].clone()
-        assert torch.equal(runner.kv_pool[:25], expected), (threads, chunks)
+            expected = runner.kv_pool[:whole].clone()
+        assert torch.equal(runner.kv_pool[:whole], expected), (threads, chunks)
 
 
 def test_only_what_was_asked_for_is_sampled(runner):

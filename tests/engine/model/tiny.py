@@ -259,8 +259,8 @@ def low_precision_kind(name: str) -> int:
 
 def make_pool(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
     """Not zeroed: what a sequence has not written must not matter."""
-    planes = config.kv_spec(BLOCK_SIZE, "float32").num_planes
-    heads = (NUM_BLOCKS, config.num_layers, planes, config.num_kv_heads)
+    spec = config.kv_spec(BLOCK_SIZE, "float32")
+    heads = (NUM_BLOCKS, spec.num_layers, spec.num_planes, config.num_kv_heads)
     if dtype == torch.uint8:
         return torch.randint(0, 120, (*heads, BLOCK_SIZE * (config.head_dim + 1))).to(dtype)
     return torch.randn(*heads, BLOCK_SIZE, config.head_dim).to(dtype)
@@ -306,21 +306,27 @@ class Driver:
         self._free = torch.randperm(NUM_BLOCKS, generator=order).tolist()
         self._blocks: dict[str, list[int]] = {}
         self._start: dict[str, int] = {}
+        self._windows = self.config.kv_spec(BLOCK_SIZE, "float32").windows
 
     def feed(self, *parts: tuple[str, list[int]], mute: tuple[str, ...] = ()) -> torch.Tensor:
         """One step over (name, next tokens) pairs: logits after each that is not in `mute`,
         [R, VOCAB]."""
-        seqs = []
+        seqs, groups = [], len(self._windows)
         for name, tokens in parts:
             blocks = self._blocks.setdefault(name, [])
             start = self._start.get(name, 0)
-            while len(blocks) * BLOCK_SIZE < start + len(tokens):
-                blocks.append(self._free.pop())
+            while len(blocks) // groups * BLOCK_SIZE < start + len(tokens):
+                blocks += [self._free.pop() for _ in range(groups)]
             self._start[name] = start + len(tokens)
             seqs.append(scheduled(tokens, start, blocks, sample=name not in mute))
-        window, sinks = self.config.max_window, self.config.num_sinks
         limits = Limits(
-            NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, self.config.vocab_size, window=window, num_sinks=sinks
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            MAX_LEN,
+            self.config.vocab_size,
+            window=self.config.max_window,
+            num_sinks=self.config.num_sinks,
+            group_windows=self._windows,
         )
         batch = Batch.from_step(Step(0, seqs), limits, torch.device("cpu"))
         with torch.inference_mode():

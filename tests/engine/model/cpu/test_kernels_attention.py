@@ -58,16 +58,17 @@ class Bench:
         dims = config.head_dim | (config.latent.rank if config.latent else 0)
         whole = dims % (2 * library.kvr_vector_width()) == 0
         self.low_precision = low_precision if whole else "none"
-        counts = [-(-(length + start) // block_size) for length, start in SEQUENCES]
+        spec = config.kv_spec(block_size, "float32")
+        groups, self.places = spec.num_groups, config.kv_places()
+        counts = [groups * -(-(length + start) // block_size) for length, start in SEQUENCES]
         order = iter(torch.randperm(sum(counts)).tolist())
         seqs = [
             scheduled([1] * length, start, [next(order) for _ in range(count)])
             for (length, start), count in zip(SEQUENCES, counts, strict=True)
         ]
-        limits = Limits(sum(counts), block_size, LENGTH, 50)
+        limits = Limits(sum(counts), block_size, LENGTH, 50, group_windows=spec.windows)
         self.batch = Batch.from_step(Step(0, seqs), limits, torch.device("cpu"))
-        planes = 1 if config.latent else 2
-        heads = (sum(counts), config.num_layers, planes, config.num_kv_heads)
+        heads = (sum(counts), spec.num_layers, spec.num_planes, config.num_kv_heads)
         kv = torch.randn(*heads, block_size, config.head_dim)
         self.pool = kv.to(kv_dtype)
         if kv_dtype == torch.uint8:
@@ -86,13 +87,16 @@ class Bench:
         )
         self.ops.begin(self.batch)
 
-    def give_back(self, window: int, sinks: int) -> None:
+    def give_back(self) -> None:
         """Blocks that no query reads any more leave the tables, and hold what must not be met."""
-        for row, (_, count, context) in enumerate(self.batch.spans):
-            first, size = context - count - window + 1, self.block_size
-            for block in range(-(-sinks // size), max(first, 0) // size):
-                self.pool[self.batch.block_tables[row, block]] = 0xFF if self.is_fp8 else torch.nan
-                self.batch.block_tables[row, block] = -1
+        size, sinks = self.block_size, self.config.num_sinks
+        for group, window in enumerate(self.config.kv_spec(size, "float32").windows):
+            tables = self.batch.tables_of(group)
+            for row, (_, count, context) in enumerate(self.batch.spans):
+                first = context - count - window + 1 if window else 0
+                for block in range(-(-sinks // size), max(first, 0) // size):
+                    self.pool[tables[row, block]] = 0xFF if self.is_fp8 else torch.nan
+                    tables[row, block] = -1
 
     @property
     def is_fp8(self) -> bool:
@@ -100,8 +104,9 @@ class Bench:
 
     def kv(self, row: int, layer: int) -> torch.Tensor:
         """[num_planes, num_kv_heads, context, head_dim] of a sequence; zeros where given back."""
-        table = self.batch.block_tables[row].long()
-        blocks = self.pool[table.clamp(min=0), layer]
+        group, place = self.places[layer]
+        table = self.batch.tables_of(group)[row].long()
+        blocks = self.pool[table.clamp(min=0), place]
         if self.is_fp8:
             wide = fp8.decode(*fp8.parts(blocks, self.config.head_dim), torch.float32)
         else:
@@ -145,6 +150,7 @@ class Bench:
     def only(self, row: int, first: int, count: int) -> Batch:
         """The batch of `count` of a sequence's tokens from its `first` on."""
         start, fed, context = self.batch.spans[row]
+        more_slots, more_tables = self.batch.more_slots, self.batch.more_tables
         span, ends = slice(start + first, start + first + count), context - fed + first + count
         return replace(
             self.batch,
@@ -156,6 +162,8 @@ class Bench:
             context_len=torch.full((1,), ends, dtype=torch.int32),
             block_tables=self.batch.block_tables[row : row + 1],
             spans=((0, count, ends),),
+            more_slots=None if more_slots is None else more_slots[:, span].contiguous(),
+            more_tables=None if more_tables is None else more_tables[:, row : row + 1].contiguous(),
         )
 
     def attended(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
@@ -233,8 +241,7 @@ def test_attention_reads_what_its_layer_may_see(case, kv_dtype, low_precision):
     bench = Bench(config, kv_dtype, block_size, low_precision)
     heads = config.num_heads + 2 * config.num_kv_heads
     fed = torch.randn(len(bench.batch.tokens), heads, config.head_dim)
-    if config.max_window:
-        bench.give_back(config.max_window, config.num_sinks)
+    bench.give_back()
     for layer in range(config.num_layers):
         qkv = fed.flatten(1).clone()
         bench.ops.rope_write(qkv, layer, None, None)

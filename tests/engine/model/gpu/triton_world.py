@@ -81,7 +81,10 @@ class World:
         else:
             tail = (BLOCK_SIZE, spec.head_dim)
             self.pool = torch.zeros((*shape, *tail), dtype=number, device=DEVICE)
-        self.limits = Limits(NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, config.vocab_size)
+        groups = spec.windows if spec.num_groups > 1 else ()
+        self.limits = Limits(
+            NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, config.vocab_size, group_windows=groups
+        )
         with torch.inference_mode():
             if name == "torch":
                 made = REFERENCES[weights](config, self.pool, number, MAX_LEN, weights or "none")

@@ -55,17 +55,18 @@ typedef struct {
     const void *table;            /* embeddings [head.rows, step.width] */
     const float *norm;            /* before the head */
     Attention *const *attentions; /* of all layers: they point to the arrays below */
-    const int32_t *block_tables;  /* [num_seqs, table_stride] */
+    const int32_t *block_tables;  /* [num_groups, capacity, table_stride]: num_seqs are used */
     const int32_t *query_len;     /* [num_seqs]: rows of each, one after the other */
     int32_t *context_len;         /* [num_seqs] */
     int64_t *tokens, *positions;  /* [rows]: inputs of the next pass */
-    int64_t *slots;               /* [rows], as of `Rope` */
+    int64_t *slots;               /* [num_groups, capacity]: `rows` are used, as of `Rope` */
     Draw *draws;                  /* [rows] */
     const int64_t *stops;         /* stop tokens, sequence after sequence */
     const int64_t *stop_ends;     /* [num_seqs]: where those of a sequence end */
     float *logits;                /* [rows, head.rows], of a pass */
     int64_t *drawn;               /* [max_passes, rows] */
     int64_t num_layers, num_attentions, table_stride, block_size;
+    int64_t num_groups, capacity; /* of layers' KV; rows that there is room for */
     int64_t num_seqs, tile;       /* tile: queries of one (kvr_attention_tile) */
     int64_t max_passes;           /* if above 1, every sequence has one row */
     Matrix head;

@@ -14,10 +14,13 @@ static double now(void) {
 /* Where each row's token goes, and who does what. */
 static void plan(const Decode *d) {
     for (int64_t s = 0, r = 0; s < d->num_seqs; s++) {
-        const int32_t *table = d->block_tables + s * d->table_stride;
+        const int32_t *tables = d->block_tables + s * d->table_stride;
         for (int64_t end = r + d->query_len[s]; r < end; r++) {
-            int64_t at = d->positions[r];
-            d->slots[r] = table[at / d->block_size] * d->block_size + at % d->block_size;
+            int64_t at = d->positions[r], row = at / d->block_size;
+            for (int64_t g = 0; g < d->num_groups; g++) {
+                int64_t block = tables[g * d->capacity * d->table_stride + row];
+                d->slots[g * d->capacity + r] = block * d->block_size + at % d->block_size;
+            }
             d->context_len[s] = (int32_t)at + 1;
             d->draws[r].position = (uint64_t)at + 1;
         }
