@@ -24,12 +24,13 @@ static const int64_t none;
 static const volatile int64_t *offset = &none;
 
 __attribute__((constructor)) static void begin(void) {
+    static const char ray[] = "-packages/ray/";
     char line[1 << 16];
     int file = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
     ssize_t size = read(file, line, sizeof line);
     close(file);
     const char *path = getenv("CLOCK_OFFSET_FILE");
-    if (!path || size < 0 || memmem(line, (size_t)size, "/ray/", 5)) return;
+    if (!path || size < 0 || memmem(line, (size_t)size, ray, sizeof ray - 1)) return;
     file = open(path, O_RDONLY | O_CLOEXEC);
     void *at = mmap(NULL, sizeof *offset, PROT_READ, MAP_SHARED, file, 0);
     close(file);
