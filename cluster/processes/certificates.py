@@ -228,15 +228,15 @@ def _signed(
     itself."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     issuer, issuer_key = (ca[0].subject, ca[1]) if ca else (name, key)
-    now = datetime.now(UTC)
+    begin = datetime.now(UTC) - timedelta(days=1)  # clocks may be behind, or be set back
     builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_before(begin)
+        .not_valid_after(begin + timedelta(days=days))
     )
     for each in (
         *extensions,

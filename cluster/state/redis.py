@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from kvrelay.cluster.state.index_keys import IndexKeys
-from kvrelay.cluster.state.session_keys import SessionKeys, Stamped
+from kvrelay.cluster.state.session_keys import Change, SessionKeys, Stamped
 from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents
@@ -101,7 +101,7 @@ class RedisState:
         self._load_key = f"{options.prefix}:load:{options.run}:"
         self._deliver: Callable[[Any], None] = lambda message: None
         self._changed = threading.Condition()
-        self._sessions: dict[tuple[str, str], Stamped] = {}
+        self._sessions: dict[tuple[str, str], tuple[Change, float]] = {}  # and since when
         self._views: dict[NodeId, IndexView | None] = {}  # None: to be forgotten
         self._events: list[KVEvents] = []
         self._num_names = 0  # that the events have
@@ -170,11 +170,11 @@ class RedisState:
                 read_s=self._read_s,
             )
 
-    def _keep(self, key: tuple[str, str], change: SaveSession | DeleteSession) -> None:
+    def _keep(self, key: tuple[str, str], change: Change) -> None:
         if key not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
             self.num_dropped += 1
             return
-        self._sessions[key] = Stamped(change, time.time())
+        self._sessions[key] = change, time.monotonic()
 
     def _append(self, events: KVEvents) -> None:
         names = [events.stored, events.removed]
@@ -254,7 +254,7 @@ class RedisState:
             has_gap, self._has_gap = self._has_gap, False
             self._in_flight = len(sessions) + len(views) + len(events)
         try:
-            self._session_keys.save(self._redis, list(sessions.values()))
+            self._session_keys.save(self._redis, _stamped(sessions.values()))
         except BaseException:
             with self._changed:
                 self._sessions = sessions | self._sessions
@@ -318,6 +318,12 @@ class RedisState:
         if gone:
             self._redis.srem(names, *gone)
         self._deliver(OthersLoads(total_loads(filter(None, map(_read_loads, found)))))
+
+
+def _stamped(changes: Iterable[tuple[Change, float]]) -> list[Stamped]:
+    """By the wall clock as it is now, which may have been set since they were made."""
+    since_1970 = time.time() - time.monotonic()
+    return [Stamped(change, since_1970 + at) for change, at in changes]
 
 
 def _read_loads(data: bytes | None) -> dict[str, TenantLoad] | None:

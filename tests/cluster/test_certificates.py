@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
+from cryptography import x509
 
 from kvrelay.cluster.api.server import ServerCertificate, serve_app
 from kvrelay.cluster.cli.client import status
@@ -253,6 +254,15 @@ def test_a_new_certificate_is_shown_without_a_restart(
         wait_for(url, second)
         assert httpx.get(url, verify=trusting).status_code == 200
         assert old.get(url).status_code == 200  # on the connection that it has
+
+
+def test_a_new_certificate_is_valid_where_clocks_are_behind(tmp_path: Path) -> None:
+    """Or where this one is set back after it was made."""
+    certificates.make_certificate(tmp_path, certificates.own_names(""))
+    for name in ("ca.pem", "cert.pem"):
+        made = x509.load_pem_x509_certificate((tmp_path / name).read_bytes())
+        assert time.time() - made.not_valid_before_utc.timestamp() > 23 * 3600
+    assert (made.not_valid_after_utc - made.not_valid_before_utc).days == certificates.CERT_DAYS
 
 
 def test_an_ended_or_foreign_certificate_is_refused_in_words(

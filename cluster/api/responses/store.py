@@ -35,11 +35,12 @@ _GET = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
 _PUT = """
 INSERT OR REPLACE INTO responses (tenant, id, created_at, record) VALUES (?, ?, ?, ?)
 """
+# Whatever is put has the highest rowid, and is the youngest, even where the clock was set back.
 _PRUNE = """
 DELETE FROM responses WHERE created_at < ? OR rowid IN
-    (SELECT rowid FROM (SELECT rowid, created_at,
-        ROW_NUMBER() OVER (PARTITION BY tenant ORDER BY created_at DESC, rowid DESC) AS number,
-        SUM(LENGTH(record)) OVER (PARTITION BY tenant ORDER BY created_at DESC, rowid DESC) AS total
+    (SELECT rowid FROM (SELECT rowid,
+        ROW_NUMBER() OVER (PARTITION BY tenant ORDER BY rowid DESC) AS number,
+        SUM(LENGTH(record)) OVER (PARTITION BY tenant ORDER BY rowid DESC) AS total
         FROM responses) WHERE number > ? OR total > ?)
 """
 _TOTALS = "SELECT COUNT(*), COALESCE(SUM(LENGTH(record)), 0), COUNT(DISTINCT tenant) FROM responses"
@@ -113,7 +114,7 @@ class ResponseStore:
         next only while they have fewer than `max_bytes` together."""
         query = (
             "SELECT record FROM responses WHERE tenant = ? AND id >= ? AND id < ?"
-            " ORDER BY created_at DESC, rowid DESC LIMIT ?"
+            " ORDER BY rowid DESC LIMIT ?"
         )
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         with self._lock:

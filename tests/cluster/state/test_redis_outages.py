@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from kvrelay.cluster.state import redis
+from kvrelay.engine.kv.tier import Retention
 from kvrelay.router.sessions.session import SaveSession, SessionsUpdated
 from kvrelay.router.state import IndexLoaded, IndexWriter, SaveView, StateUp
 from tests.cluster.state.stores import Server, Teller, events, opened, record, until, view, writer
@@ -72,6 +74,25 @@ def test_without_a_server_there_is_one_warning_and_it_is_used_when_it_comes(
         teller.wait(lambda: teller.of(StateUp))
         teller.wait(lambda: teller.store.status().unwritten == 0)
         assert sum("is away" in line for line in caplog.messages) == 1
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_a_clock_that_is_set_meanwhile_takes_nothing_from_a_session(
+    tmp_path: Path, tellers: list[Teller], monkeypatch: pytest.MonkeyPatch, jump_s: int
+) -> None:
+    server, now = Server(tmp_path), time.time
+    teller = Teller(server.url)
+    tellers.append(teller)
+    teller.store.perform(SaveSession(record(retention=Retention(120.0), idle_s=20.0)))
+    monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+    server.start()
+    try:
+        teller.wait(lambda: teller.store.status().unwritten == 0)
+        assert 80 <= Redis.from_url(server.url).ttl("test:model:session:tenant/s") <= 100
+        (found,) = opened(tellers, server, "router-1").of(SessionsUpdated)[0].records
+        assert 20 <= found.idle_s < 40
     finally:
         server.kill()
 

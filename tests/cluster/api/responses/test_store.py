@@ -131,6 +131,26 @@ def test_the_oldest_are_forgotten_when_there_are_too_many(
         store.close()
 
 
+def test_the_youngest_stay_where_the_clock_was_set_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.time()]
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    monkeypatch.setattr(module, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(module, "PRUNE_EVERY", 1)
+    store = ResponseStore(path)
+    for name in "abcde":
+        store.put("", name, name.encode())
+        now[0] -= 3600
+    assert names(store) == "cde"
+    assert store.latest("", "c", 9, 999) == [b"c"]
+    store.put("", "cc", b"younger")
+    assert store.latest("", "c", 9, 999) == [b"younger"]
+    store.put("", "ca", b"youngest")
+    assert store.latest("", "c", 9, 999) == [b"youngest", b"younger"]
+    store.close()
+
+
 def test_old_ones_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [time.time()]
     monkeypatch.setattr(module.time, "time", lambda: now[0])
