@@ -158,5 +158,4 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             cores=self.cores,
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
-            sinks=self.sinks,
         )

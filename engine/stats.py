@@ -46,7 +46,41 @@ class WorkerInfo:
     cores: str = ""  # the machine on whose cores it computes, beside others; "": it has its own
     # Windows of the groups of layers, where any has one (`engine.kv.window`); 0: all is read.
     group_windows: tuple[int, ...] = ()
-    sinks: int = 0
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks that `block_size` tokens more need in a long sequence, or where all layers attend
+        to windows, in a short one."""
+        return self.group_windows.count(0) or len(self.group_windows) or 1
+
+    @property
+    def windowed_groups(self) -> int:
+        """Groups that need `window_blocks` together in a long sequence, beside `row_blocks`."""
+        whole = self.group_windows.count(0)
+        return len(self.group_windows) - whole if whole else 0
+
+    @property
+    def window_blocks(self) -> int:
+        if not self.windowed_groups:
+            return 0
+        longest = -(-self.max_model_len // self.block_size)
+        return max(0, self.max_seq_blocks - self.row_blocks * longest)
+
+    @property
+    def mark_group(self) -> int:
+        """The group whose block at a prefix's end says that its windows are there; 0: none does."""
+        return len(self.group_windows) - 1 if self.windowed_groups else 0
+
+    @property
+    def pool_tokens(self) -> int:
+        """What its pool holds of long sequences, about."""
+        return self.num_blocks // self.row_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at once."""
+        rows = -(-num_tokens // self.block_size)
+        windows = min(self.windowed_groups * rows, self.window_blocks)
+        return min(self.row_blocks * rows + windows, self.max_seq_blocks or self.num_blocks + 1)
 
 
 @dataclass(frozen=True, slots=True)

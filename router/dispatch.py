@@ -30,15 +30,9 @@ from kvrelay.router.placement.work import HashedPrompt, RoutingDecision, Work
 from kvrelay.router.record import Attempt, Rejection, RequestRecord
 
 
-def blocks_needed(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
-
-
 def fits(info: WorkerInfo, num_tokens: int) -> bool:
     """Could an empty worker hold a sequence that ends at `num_tokens` tokens?"""
-    needed = blocks_needed(num_tokens, info.block_size)
-    needed = min(needed, info.max_seq_blocks or needed)
-    return num_tokens <= info.max_model_len and needed <= info.num_blocks
+    return num_tokens <= info.max_model_len and info.blocks_for(num_tokens) <= info.num_blocks
 
 
 def clamp_max_tokens(
@@ -59,8 +53,8 @@ def clamp_max_tokens(
     for info in workers:
         if fits(info, num_prompt + max_tokens):
             return max_tokens
-    largest = max(workers, key=lambda info: info.num_blocks * info.block_size)
-    needed = blocks_needed(num_prompt + max_tokens, largest.block_size)
+    largest = max(workers, key=lambda info: info.pool_tokens)
+    needed = largest.blocks_for(num_prompt + max_tokens)
     return Rejection(
         Refusal.NEVER_FITS,
         f"{num_prompt} prompt + {max_tokens} output tokens need {needed} KV blocks of "
@@ -275,7 +269,7 @@ class Dispatcher:
         attempt.num_held = len(record.tokens) - intake.computed
         if patient and seconds.memory > 0:
             missing = work.num_tokens - best.held.device
-            choice.decode.held_blocks = blocks_needed(missing, choice.decode.info.block_size)
+            choice.decode.held_blocks = choice.decode.info.blocks_for(missing)
             self._waits = attempt
         others_decode = choice.decode.num_decoding > 0
         self._book(now, record, best, work, decodes=True, computes=first is None)
@@ -382,7 +376,11 @@ class Dispatcher:
         whole = record.sampling.reads_prompt
         prompts = [
             HashedPrompt(
-                model_number(f), size, size, bytearray() if whole else record.packed_hashes(info)
+                model_number(f),
+                size,
+                size,
+                bytearray() if whole else record.packed_hashes(info),
+                info.mark_group,
             )
             for (f, size), info in self._kinds.items()
         ]
@@ -430,8 +428,7 @@ class Dispatcher:
         """`computes`: the prompt is computed there."""
         endpoint, info, device = option.endpoint, option.endpoint.info, option.held.device
         output = work.output_tokens if decodes else 0.0
-        num_blocks = blocks_needed(work.num_tokens - device + int(output), info.block_size)
-        num_blocks = min(num_blocks, info.max_seq_blocks or num_blocks)
+        num_blocks = info.blocks_for(work.num_tokens - device + int(output))
         if computes and option.seconds.prefill > 0:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:

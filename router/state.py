@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.block_hash import HASH_BYTES, group_hash
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Send, Wake
@@ -275,8 +275,10 @@ class ReplicaSync:
         if not self.routers:
             return []
         held = self._index.lookup(now, block_hashes).held(worker.worker).said
-        new = block_hashes[held * HASH_BYTES : (held + MAX_ANNOUNCED) * HASH_BYTES]
-        routed = PromptRouted(worker.worker, worker.epoch, bytes(new))
+        new = bytes(block_hashes[held * HASH_BYTES : (held + MAX_ANNOUNCED) * HASH_BYTES])
+        if new and worker.mark_group:
+            new += group_hash(bytes(block_hashes[-HASH_BYTES:]), worker.mark_group)
+        routed = PromptRouted(worker.worker, worker.epoch, new)
         return [Send(router, routed) for router in self.routers] if new else []
 
 

@@ -301,7 +301,7 @@ def worker_seen(at_s: float, info: WorkerInfo, stats: WorkerStats) -> WorkerSeen
         decode_weights=stats.decode_weights,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
-        pool_tokens=info.num_blocks * info.block_size,
+        pool_tokens=info.pool_tokens,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         num_decoding=stats.num_decoding,

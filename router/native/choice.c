@@ -53,6 +53,8 @@ void kvr_look_up(chooser *x, question *q) {
         hashed_prompt *p = &asked->prompts[i];
         uint32_t *ends = x->ends + (uint64_t)i * num_slots * NUM_RUNS;
         kvr_index_lookup(x->index, asked->now, p->block_hashes, num_looked_up(asked, p), ends);
+        if (p->mark_group)
+            index_end_at_marks(x->index, p->block_hashes, p->mark_group, num_slots, ends);
         p->ends = ends;
         p->num_slots = num_slots;
     }
@@ -224,5 +226,5 @@ void kvr_expect(chooser *x, const question *q, const cost_model *c, fleet *f, wo
         kvr_fleet_update(f, w, c, now);
     if (p != NULL && w->slot >= 0)
         index_expect_looked_up(x->index, w->slot, p->block_hashes, num_looked_up(&q->asked, p),
-                               from, now, until);
+                               from, p->mark_group, now, until);
 }

@@ -198,7 +198,7 @@ placement first_at(const cost_model *c, const worker *w, const work *asked) {
 double memory_s(const cost_model *c, const worker *w, const work *asked) {
     int64_t missing = asked->num_tokens - held_by(asked, w).device;
     double free_blocks = num_free(w) + (asked->resumes ? w->held_blocks : 0);
-    double lacking = missing / (double)w->block_size + 1 - free_blocks;
+    double lacking = blocks_of(w, missing / (double)w->block_size + 1) - free_blocks;
     if (lacking <= 0)
         return 0.0;
     double in_use = fmax(1, w->num_blocks - fmax(0, free_blocks)); /* others' waiting is not */
@@ -207,7 +207,8 @@ double memory_s(const cost_model *c, const worker *w, const work *asked) {
 
 /* Everything that is to be done on a decode worker, the same wherever the prompt is computed. */
 static void add_decode(const cost_model *c, const worker *w, const work *asked, placement *p) {
-    double output = asked->output_tokens, pool_tokens = w->num_blocks * w->block_size;
+    double output = asked->output_tokens;
+    double pool_tokens = (double)w->num_blocks / w->row_blocks * w->block_size;
     double used = w->decoding_tokens / pool_tokens;
     double growth = (asked->num_tokens + output / 2) / pool_tokens;
     double before_s = step_s(c, w, num_decoding(w), used);

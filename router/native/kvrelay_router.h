@@ -118,6 +118,7 @@ typedef struct worker {
     uint64_t model; /* equal for workers that can use each other's KV */
     uint64_t cores; /* equal for workers that share the cores of a machine; 0: it has its own */
     int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
+    int64_t row_blocks, windowed_groups, window_blocks; /* as in engine.stats.WorkerInfo */
     double bytes_per_token;
     int64_t slot; /* in the prefix index; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
@@ -169,6 +170,7 @@ bool kvr_fleet_has_room(const fleet *f, double now, int64_t max_inflight);
 typedef struct {
     uint64_t model;
     int64_t block_size, unit; /* unit: tokens that one hash stands for */
+    uint32_t mark_group; /* whose block at a prefix's end says that it can be continued; 0: none */
     const uint8_t *block_hashes;
     int64_t num_hashes;
     const uint32_t *ends; /* [num_slots][NUM_RUNS] */

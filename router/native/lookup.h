@@ -26,6 +26,9 @@ typedef struct {
     runs scratch[MAX_DEPTH + 2];
 } search;
 
+/* Facts of 16 slots -> which of the runs their block is part of. */
+uint64_t answers(uint64_t facts);
+
 uint32_t stride_for(uint32_t count, uint32_t stride);
 
 /* The first block from `position` on that is looked up where no holder is lost; `count`: none. */

@@ -80,12 +80,17 @@ void kvr_index_expect(prefix_index *x, uint32_t number, const uint8_t *block_has
 }
 
 void index_expect_looked_up(prefix_index *x, uint32_t number, const uint8_t *block_hashes,
-                            uint32_t count, uint32_t from, double now, double until) {
+                            uint32_t count, uint32_t from, uint32_t mark_group, double now,
+                            double until) {
     uint32_t stride = stride_for(count, x->stride);
     kvr_index_tidy(x, now, TIDY_MIN + 2 * MOST_EXPECTED);
     for (uint32_t i = next_asked(from, count, stride); i < count && i < from + MOST_EXPECTED;
          i = next_asked(i + 1, count, stride))
         expect_block(&x->all, &x->coming, number, hash_at(block_hashes, i), until);
+    if (mark_group && from < count) {
+        block_hash last = hash_at(block_hashes, count - 1);
+        expect_block(&x->all, &x->coming, number, hash_of_group(last, mark_group), until);
+    }
 }
 
 void kvr_index_lookup(prefix_index *x, double now, const uint8_t *block_hashes, uint32_t count,
@@ -111,6 +116,39 @@ void kvr_index_lookup(prefix_index *x, double now, const uint8_t *block_hashes, 
     for (uint32_t i = next_asked(longest, count, stride); i < count && i < longest + MOST_EXPECTED;
          i = next_asked(i + 1, count, stride))
         prefetch_tag(&x->all.blocks, tag_of(hash_at(block_hashes, i)));
+}
+
+/* The bits of NUM_RUNS runs that slot `number` is part of with this block. */
+static uint32_t runs_at(holders h, uint32_t number) {
+    uint64_t room[MAX_INLINE];
+    uint16_t room_indexes[MAX_INLINE];
+    const uint64_t *words;
+    const uint16_t *at;
+    uint32_t n = words_of(h, room, room_indexes, &words, &at);
+    for (uint32_t w = 0; w < n; w++)
+        if (at[w] == number / SLOTS_PER_WORD)
+            return answers(words[w]) >> (4 * (number % SLOTS_PER_WORD)) & 15;
+    return 0;
+}
+
+void index_end_at_marks(prefix_index *x, const uint8_t *block_hashes, uint32_t group,
+                        uint32_t num_slots, uint32_t *ends) {
+    uint32_t longest = 0;
+    for (uint32_t i = 0; i < num_slots * NUM_RUNS; i++)
+        longest = ends[i] > longest ? ends[i] : longest;
+    for (uint32_t row = longest; row > 0; row--) {
+        block_hash mark = hash_of_group(hash_at(block_hashes, row - 1), group);
+        holders h = find_holders(&x->all.blocks, mark);
+        for (uint32_t i = 0; i < num_slots; i++) {
+            uint32_t *own = ends + i * NUM_RUNS, bits = 16;
+            for (uint32_t run = 0; run < NUM_RUNS; run++) {
+                if (own[run] != row)
+                    continue;
+                bits = bits == 16 ? runs_at(h, i) : bits;
+                own[run] -= !(bits >> run & 1);
+            }
+        }
+    }
 }
 
 uint32_t kvr_index_best(prefix_index *x, const uint32_t *ends, uint32_t num_slots, uint32_t group,

@@ -14,6 +14,14 @@ static inline int64_t num_free(const worker *w) {
     return w->reported_free_blocks - w->uncounted_blocks;
 }
 
+/* Blocks that a sequence of `rows` times `block_size` tokens holds at once. */
+static inline double blocks_of(const worker *w, double rows) {
+    double windows = w->windowed_groups * rows, needed;
+    if (windows > w->window_blocks) windows = w->window_blocks;
+    needed = w->row_blocks * rows + windows;
+    return w->max_seq_blocks && needed > w->max_seq_blocks ? w->max_seq_blocks : needed;
+}
+
 static inline double used_fraction(const worker *w) {
     return 1.0 - num_free(w) / (double)w->num_blocks;
 }

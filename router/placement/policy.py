@@ -205,8 +205,9 @@ class Chooser:
         if len(hashed) != len(prompts):
             hashed = self._hashed = ffi.new("hashed_prompt[]", len(prompts))
             asked.prompts, asked.num_prompts = hashed, len(prompts)
-        for number, (model, block_size, unit, block_hashes) in enumerate(prompts):
+        for number, (model, block_size, unit, block_hashes, mark_group) in enumerate(prompts):
             field = hashed[number]
+            field.mark_group = mark_group
             field.model, field.block_size, field.unit = model, block_size, unit
             field.block_hashes = ffi.from_buffer(_BYTES, block_hashes)
             field.num_hashes = len(block_hashes) // HASH_BYTES

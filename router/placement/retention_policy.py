@@ -217,6 +217,7 @@ def _room(fleet: Fleet) -> int:
     """Tokens of KV that the workers could cache beside what requests hold now."""
     return sum(
         (max(0, e.num_free_blocks) + e.info.num_host_blocks + e.info.num_disk_blocks)
+        // e.info.row_blocks
         * e.info.block_size
         for e in fleet
     )

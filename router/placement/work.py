@@ -57,6 +57,7 @@ class HashedPrompt(NamedTuple):
     block_size: int
     unit: int  # tokens that a hash stands for
     block_hashes: bytearray  # its full blocks', packed
+    mark_group: int = 0  # as in WorkerInfo
 
 
 class Work(NamedTuple):

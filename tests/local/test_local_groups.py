@@ -3,7 +3,6 @@ tiers and a restart give the same tokens, and hold what the windows show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Iterator[list[list[int]]]:
+def expected(model: Path) -> list[list[int]]:
     """From a runner that keeps every block of every group."""
     blocks = list(range(11 * len(read_config(model).kv_groups())))
     runner = model_runner(model, dtype="float32", device="cpu", num_blocks=len(blocks))
@@ -56,7 +55,7 @@ def expected(model: Path) -> Iterator[list[list[int]]]:
             start, tokens = len(tokens), [*tokens, sampled.token]
         answers.append(tokens[LENGTH:])
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
-    yield answers
+    return answers
 
 
 def ask(cluster: LocalCluster) -> list[list[int]]:
