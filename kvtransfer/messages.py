@@ -41,7 +41,8 @@ class KVConnected:
 @dataclass(frozen=True, slots=True)
 class KVFetch:
     """Consumer to a worker that holds the prefix: export the blocks of these hashes, in order.
-    Answered by `KVReady`s, the last of them `final`; together they may cover fewer blocks."""
+    Answered by `KVReady`s, the last of them `final`; together they may cover fewer blocks. Where
+    layers are in groups, they are those of the first group, and `first` is an entry of it."""
 
     request_id: str
     attempt: int
@@ -70,6 +71,9 @@ class KVReady:
     next_logprobs: TokenLogprobs | None = None
     lease: int = 0  # number of the producer's lease: the same request may be computed twice
     tier: Tier = Tier.DEVICE  # where the blocks are; device or host
+    # Of a prefix export, where layers attend to windows: the end of all blocks that will come. The
+    # consumer continues there, and reads what the windows show.
+    covers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

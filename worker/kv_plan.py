@@ -151,8 +151,9 @@ def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
     """For people: what a token of KV costs and how many tokens fit into a worker and its tiers."""
     if not infos:
         return []
-    info = infos[0]
-    per_token = info.bytes_per_block // info.block_size
+    info, groups = infos[0], model.kv_groups()
+    per_layer = info.bytes_per_block // info.block_size // max(len(each) for _, each in groups)
+    per_token = per_layer * model.num_layers
     planes = "2 (K, V)" if model.latent is None else "1 (latent)"
     num_heads = int(planes[0]) * model.num_layers * model.num_kv_heads
     value_bytes, scale_bytes = divmod(per_token // num_heads, model.head_dim)
@@ -163,6 +164,15 @@ def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
         f"KV cache: {per_token:,} bytes a token = {planes} x {model.num_layers} layers"
         f" x {model.num_kv_heads} KV heads x {per_head}",
     ]
+    if len(groups) > 1:
+        windows = Counter(model.window(layer) for layer in range(model.num_layers))
+        lines += [
+            f"          {count} of the layers keep the last {window:,} tokens"
+            for window, count in windows.items()
+            if window
+        ]
+        kept = windows[0] * per_layer
+        lines.append(f"          {kept:,} bytes for each token of a long sequence, beside these")
     pools: dict[str, int] = {}  # the smallest of each role: workers of other sizes have other pools
     for each in infos:
         pools[each.role] = min(each.num_blocks, pools.get(each.role, each.num_blocks))
@@ -181,9 +191,10 @@ def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
 
 
 def _blocks_text(info: WorkerInfo, num_blocks: int) -> str:
+    what = "tokens of long sequences" if info.windowed_groups else "tokens"
     return (
         f"{num_blocks:,} blocks of {info.block_size} tokens"
-        f" = {num_blocks * info.block_size:,} tokens"
+        f" = {num_blocks // info.row_blocks * info.block_size:,} {what}"
         f" = {num_blocks * info.bytes_per_block / GIB:.2f} GiB"
     )
 

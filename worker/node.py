@@ -64,7 +64,7 @@ class KVExchange:
         self._core = core
         self.tiers = Tiers(config, core.kv)
         self.orphans = Orphans(core.kv.pool, self.tiers)
-        self.connector = Connector(config, self.tiers, self.orphans)
+        self.connector = Connector(config, core.kv, self.tiers, self.orphans)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
         core.publisher.lower = self.tiers
         self.handlers: dict[type, Handler] = {

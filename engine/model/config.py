@@ -220,7 +220,8 @@ class ModelConfig:
     def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
         groups = self.kv_groups()
         planes = 2 if self.latent is None else 1
-        layers, windows = len(groups[0][1]), tuple(window for window, _ in groups)
+        layers = max(len(layers) for _, layers in groups)
+        windows = tuple(window for window, _ in groups)
         shape = (layers, self.num_kv_heads, self.head_dim, block_size)
         return KVSpec(*shape, dtype, planes, windows)
 

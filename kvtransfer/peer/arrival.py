@@ -68,6 +68,7 @@ class Arrival:
     epoch: int | None = None  # that in which the producer announced the blocks
     lease: int | None = None  # under which it holds them
     first: int = 0
+    covers: int = 0  # the end of what the producer exports, where it tells it
     own: list[Source | None] = field(default_factory=list)  # None: the table has no block there
     offers: dict[int, Offer] = field(default_factory=dict)
     posted: set[int] = field(default_factory=set)
@@ -114,6 +115,8 @@ class Arrival:
         if self.mode is Mode.HANDOFF:
             return len(self.seq.block_ids)
         end, limit = self.own_end, len(self.seq.block_ids)
+        if self.covers:
+            return min(self.covers, limit)
         while end in self.offers and end < limit:
             end += 1
         return end

@@ -26,6 +26,7 @@ from itertools import count, islice
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import Rate
 from kvrelay.engine.kv.block_pool import BlockPool
+from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.sequence import Sequence
@@ -265,8 +266,11 @@ class Connector:
     Invariant: an arrival is here until no transfer can write to its destination, or those that may
     are left to `orphans`; the sources that it loads from are pinned as long."""
 
-    def __init__(self, config: WorkerConfig, tiers: Tiers, orphans: Orphans) -> None:
+    def __init__(
+        self, config: WorkerConfig, kv: KVCacheManager, tiers: Tiers, orphans: Orphans
+    ) -> None:
         self.config = config
+        self._kv = kv
         self.tiers = tiers
         self.orphans = orphans
         self.rates = ReadRates(config, tiers)
@@ -339,6 +343,10 @@ class Connector:
         if arrival.epoch is not None and known != (ready.epoch, ready.lease):
             return self.fail(arrival, "producer_changed")
         arrival.deadline = now + self.config.handoff_timeout_s
+        if ready.covers > arrival.first and not arrival.covers:
+            if not self._kv.expect(arrival.seq, ready.covers):
+                return self.fail(arrival, "no_room")
+            arrival.covers = ready.covers
         arrival.take(now, ready)
         return self._advance(now, arrival)
 
@@ -475,10 +483,10 @@ class Connector:
 
     def _fetch_prefix(self, arrival: Arrival) -> list[Effect]:
         assert arrival.producer is not None
-        seq, windows = arrival.seq, self.config.kv_windows
-        end = min(len(seq.block_ids), windows.full(len(seq.tokens) - 1))
-        # Which blocks of other groups are needed depends on how far those of the first reach.
-        hashes = tuple(seq.block_hashes[arrival.own_end : end]) if windows.count == 1 else ()
+        seq, windows = arrival.seq, self._kv.windows
+        hashes = tuple(self._kv.usable_hashes(seq)[arrival.own_end :: windows.count])
+        if windows.any and arrival.own:  # its table is laid out for them
+            hashes = ()
         fetch = KVFetch(*arrival.key, self.config.node_id, arrival.own_end, hashes)
         return [Send(arrival.producer, fetch)]
 

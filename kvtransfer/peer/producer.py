@@ -12,15 +12,17 @@ those that only storage has are brought into host memory first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.block_hash import of_groups
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Send
 from kvrelay.engine.request import TokenLogprobs
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import NO_BLOCK, Sequence
 from kvrelay.kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady
 from kvrelay.kvtransfer.peer.handoff import Key, ProducerEvent, ProducerState, next_producer
 from kvrelay.kvtransfer.tiers.blocks import Source
@@ -34,13 +36,12 @@ STAGE_TIMEOUT_S = 5.0  # for blocks to come from storage; those that have not co
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """Blocks of the consumer's sequence before `announced_end` were announced under it."""
+    """What a consumer may read until it has confirmed it, or the time is over."""
 
     key: Key
     consumer: NodeId
     number: int  # tells it from another lease of the same request, on other blocks
     state: ProducerState = ProducerState.COMPUTING
-    announced_end: int = 0
     until: float = float("inf")  # its end; of an export before it is held: of the wait for storage
 
 
@@ -50,21 +51,27 @@ class Handoff(Lease):
 
     seq: Sequence
     num_tokens: int  # that the consumer asked for
+    announced_end: int = 0  # blocks before it were announced
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefixExport(Lease):
-    """Covers blocks `[first, announced_end)`, which are pinned here."""
+    """Covers the blocks of the consumer's sequence with the first `num_exported` of `indices`,
+    which were announced, and are pinned here."""
 
+    indices: Seq[int]
+    block_hashes: tuple[bytes, ...]  # of `indices`
     first: int
-    block_hashes: tuple[bytes, ...]  # from `first` on
+    covers: int  # as in KVReady
+    num_exported: int = 0
     staged: set[bytes] = field(default_factory=set)  # asked for from storage
     blocks: list[int] = field(default_factory=list)  # in the device pool
     sources: list[Source] = field(default_factory=list)  # in tiers that are memory
 
     @property
-    def num_exported(self) -> int:
-        return self.announced_end - self.first
+    def next_index(self) -> int:
+        done = self.num_exported
+        return self.indices[done - 1] + 1 if done else self.first
 
     @property
     def rest(self) -> tuple[bytes, ...]:
@@ -154,6 +161,7 @@ class Producer:
         *,
         tier: Tier = Tier.DEVICE,
         num_tokens: int | None = None,
+        covers: int = 0,
         final: bool = False,
         next_token: int | None = None,
         next_logprobs: TokenLogprobs | None = None,
@@ -176,6 +184,7 @@ class Producer:
             next_logprobs=next_logprobs,
             lease=lease.number,
             tier=tier,
+            covers=covers,
         )
         return Send(lease.consumer, ready)
 
@@ -199,14 +208,23 @@ class Producer:
         key = (fetch.request_id, fetch.attempt)
         if key in self.leases:
             return []  # a repeat
+        windows, names = self._kv.windows, fetch.block_hashes
+        indices: Seq[int] = range(fetch.first, fetch.first + len(names))
+        covers = 0
+        if windows.any:
+            names = tuple(of_groups(names, windows.count))
+            covers = self._reach(fetch.first, names)
+            indices = windows.kept_of(fetch.first, covers, windows.tokens(covers))
+            names = tuple(names[index - fetch.first] for index in indices)
         export = PrefixExport(
             key=key,
             consumer=fetch.consumer,
             number=next(self._export_numbers),
-            announced_end=fetch.first,
             until=now + min(STAGE_TIMEOUT_S, self._config.lease_s),
+            indices=indices,
+            block_hashes=names,
             first=fetch.first,
-            block_hashes=fetch.block_hashes,
+            covers=covers,
         )
         if len(self.exports) >= MAX_EXPORTS:
             self._count("prefix_exports_refused")
@@ -248,17 +266,45 @@ class Producer:
         effects: list[Effect] = []
         while (found := self._pin_run(export)) is not None:
             tier, blocks, sums = found
-            effects.append(self.announce(export, export.announced_end, blocks, sums, tier=tier))
-            export.announced_end += len(blocks)
+            effects.append(self._announce_run(export, tier, blocks, sums))
         rest = self._tiers.find(export.rest)
         if rest and is_storage(rest[0].tier) and rest[0].block_hash in export.staged:
             coming_to = self._tiers.memory_tier
             assert coming_to is not None
             if is_first and not effects:
-                empty = self.announce(export, export.announced_end, (), (), tier=coming_to)
-                effects.append(empty)
+                effects.append(self._announce_run(export, coming_to, (), ()))
             return effects
         return [*effects, self._finish(now, export)]
+
+    def _reach(self, first: int, names: Seq[bytes]) -> int:
+        """The end of the longest prefix that can be continued with what is here. The consumer has
+        what comes before `first`."""
+
+        def has(index: int) -> bool:
+            if index < first:
+                return True
+            name = names[index - first]
+            return self._kv.pool.is_cached(name) or bool(self._tiers.find([name]))
+
+        return self._kv.windows.reach(first + len(names), has)
+
+    def _announce_run(
+        self, export: PrefixExport, tier: Tier, blocks: Seq[int], sums: Seq[int]
+    ) -> Send:
+        """The next blocks of `export`, which are pinned; between them may be some of no use."""
+        indices = export.indices[export.num_exported : export.num_exported + len(blocks)]
+        first = indices[0] if indices else export.next_index
+        spread = {index: at for at, index in enumerate(indices)}
+        run = range(first, indices[-1] + 1 if indices else first)
+        export.num_exported += len(blocks)
+        return self.announce(
+            export,
+            first,
+            tuple(blocks[spread[index]] if index in spread else NO_BLOCK for index in run),
+            tuple(sums[spread[index]] if index in spread else 0 for index in run),
+            tier=tier,
+            covers=export.covers,
+        )
 
     def _pin_run(
         self, export: PrefixExport
@@ -285,7 +331,7 @@ class Producer:
             self.hold(now, export)
         else:
             self.end(export, ProducerEvent.RELEASE)
-        return self.announce(export, export.announced_end, (), (), final=True)
+        return self.announce(export, export.next_index, (), (), final=True)
 
     def _count(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + amount

@@ -195,7 +195,8 @@ def break_worker(worker: Worker, broken: Break) -> None:
         scheduler.add = add_to_be_passed  # type: ignore[method-assign]
     if broken not in _CONNECTORS:
         return
-    exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers, exchange.orphans)
+    owned = worker.config, worker.core.kv, exchange.tiers, exchange.orphans
+    exchange.connector = _CONNECTORS[broken](*owned)
 
 
 class _BrokenRouter(Router):

@@ -47,7 +47,7 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
     """Which refusals are honest: each has a condition that the run has to meet."""
     plan = scenario.faults
     lengths = [w.max_model_len for w in scenario.workers]
-    pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers]
+    pools = [BLOCK_SIZE * w.num_blocks // w.kv_windows.count for w in scenario.workers]
 
     def judge(order: ClientRequest, failed: Failed, now: float) -> str | None:
         job, reason = order.job, failed.reason
@@ -164,7 +164,8 @@ class Starvation:
 def has_room(worker: Worker, num_tokens: int) -> bool:
     """Whether a sequence that may come to `num_tokens` fits beside what the worker has."""
     core, config, busy = worker.core, worker.config, len(worker.core.seqs)
-    needed = -(-num_tokens // config.block_size) + busy + 1
+    windows = core.kv.windows
+    needed = windows.max_blocks(num_tokens) + (busy + 1) * windows.count
     return busy + 1 < config.max_num_seqs and core.kv.pool.num_free >= needed + MARGIN
 
 

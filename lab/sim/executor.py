@@ -57,10 +57,15 @@ class _Chain:
 
 
 class SimPool:
-    """`[num_blocks, block_size]` slots of 64 bits. Owned by one life of one worker."""
+    """`[num_blocks, block_size]` slots of 64 bits. Owned by one life of one worker. What a group of
+    layers holds is marked with its number, and comes out without: a slot of another group's block
+    is none that anybody has written."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, with_checksums: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, with_checksums: bool, num_groups: int = 1
+    ) -> None:
         self.block_size = block_size
+        self.num_groups = num_groups
         self.with_checksums = with_checksums
         self.blocks = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
 
@@ -68,18 +73,25 @@ class SimPool:
         """0 where the deployment runs without checksums: the handoff alone has to be enough."""
         return checksum(self.blocks[block], rank, num_ranks) if self.with_checksums else 0
 
-    def gather(self, block_ids: list[int], end: int) -> list[int]:
+    def gather(self, block_ids: list[int], end: int, group: int = 0) -> list[int]:
         """Slots of positions `[0, end)` of a block table; unwritten ones outside its windows."""
         slots: list[int] = []
-        for block in block_ids[: -(-end // self.block_size)]:
+        for block in block_ids[group : self.entries(end) : self.num_groups]:
             slots += self.blocks[block] if block >= 0 else [UNWRITTEN] * self.block_size
         del slots[end:]
-        return slots
+        return [slot ^ group for slot in slots] if group else slots
+
+    def gather_groups(self, block_ids: list[int], end: int) -> list[list[int]]:
+        return [self.gather(block_ids, end, group) for group in range(self.num_groups)]
 
     def write(self, block_ids: list[int], position: int, value: int) -> None:
-        block = block_ids[position // self.block_size]
-        assert block >= 0, "KV is written outside the windows"
-        self.blocks[block][position % self.block_size] = value
+        first = position // self.block_size * self.num_groups
+        for group, block in enumerate(block_ids[first : first + self.num_groups]):
+            assert block >= 0, "KV is written outside the windows"
+            self.blocks[block][position % self.block_size] = value ^ group
+
+    def entries(self, end: int) -> int:
+        return -(-end // self.block_size) * self.num_groups
 
 
 @dataclass(slots=True)
@@ -217,10 +229,9 @@ class SimExecutor:
                 break
             for seq, table, new in zip(step.seqs, tables, tokens, strict=True):
                 position = seq.start + 1 + repeat
-                slots = pool.gather(table, position)
-                slots.append(slot_value(slots[-1], new[-1], position))
-                pool.write(table, position, slots[-1])
-                attended = self._attention.attended(slots, position + 1)
+                before = pool.gather(table, position)[-1]
+                pool.write(table, position, slot_value(before, new[-1], position))
+                attended = self._attended(table, position + 1)
                 new.append(next_token(attended, seq.sampling, position + 1))
         return [Sampled(new[0], None, tuple(new[1:])) for new in tokens]
 
@@ -232,7 +243,7 @@ class SimExecutor:
             pool.write(table, position, UNWRITTEN if failed else previous)
         if failed or not seq.sample:
             return None
-        attended = self._attention.attended(pool.gather(table, end), end)
+        attended = self._attended(table, end)
         drawn = [next_token(attended, seq.sampling, end)]
         logprobs = seq.sampling.logprobs
         if logprobs is not None:
@@ -241,22 +252,26 @@ class SimExecutor:
         for position, token in enumerate(seq.draft_tokens, start=end):
             previous = slot_value(previous, token, position)
             pool.write(table, position, previous)
-            attended = self._attention.attended(pool.gather(table, position + 1), position + 1)
+            attended = self._attended(table, position + 1)
             drawn.append(next_token(attended, seq.sampling, position + 1))
         found = seq.verify(drawn)
         last = end + len(found.more)
         return replace(found, forced=forced_after(seq.sampling.grammar, last))
+
+    def _attended(self, table: list[int], end: int) -> int:
+        slots, *others = self.pool.gather_groups(table, end)
+        return self._attention.attended(slots, end, *others)
 
     def _prompt_outputs(self, seq: ScheduledSeq, table: list[int]) -> PromptOutputs:
         """What the tokens of this step give; the embedding is a sum until the prompt ends."""
         positions, sampling = seq.output_positions, seq.sampling
         if not positions:
             return PromptOutputs(embedding=seq.pooled)
-        slots = self.pool.gather(table, positions.stop)
+        slots, *others = self.pool.gather_groups(table, positions.stop)
         logprobs = []
         if sampling.prompt_logprobs is not None:
             for at in positions:
-                attended = self._attention.attended(slots, at + 1)
+                attended = self._attention.attended(slots, at + 1, *others)
                 if at + 1 < seq.num_prompt_tokens:
                     token = seq.context[at + 1]
                     logprobs.append(logprobs_of(attended, token, at + 1, sampling.prompt_logprobs))
@@ -272,10 +287,10 @@ class SimExecutor:
         size, start, end = self.pool.block_size, seq.start, seq.start + len(seq.tokens)
         assert seq.tokens
         assert seq.context[start:end] == seq.tokens
-        assert len(table) * size >= end
+        assert len(table) >= self.pool.entries(end)
         if seq.draft_tokens:
             assert start // size == (seq.end - 1) // size, "a draft leaves its block"
-        used = [block for block in table[: -(-end // size)] if block >= 0]
+        used = [block for block in table[: self.pool.entries(end)] if block >= 0]
         assert len(set(used)) == len(used), "a block twice in one table"
         writable = self.writable[Tier.DEVICE]
         if not writable.isdisjoint(used):
@@ -283,17 +298,17 @@ class SimExecutor:
             self._on_violation(
                 "block in use while a transfer can write to it", f"{seq.request_id} {shared}"
             )
-        have = self.pool.gather(table, start)
         want = self._oracle(seq)
-        # What the first query reads beside its own slot, and those after it no more than that.
-        read = [p for p in self._attention.read_positions(start + 1) if p < start]
-        if any(have[p] != want[p] for p in read):
-            position = next(p for p in read if have[p] != want[p])
-            self._on_violation(
-                "block used with wrong content",
-                f"{seq.request_id} block {table[position // size]} position {position}"
-                f" of [0, {start})",
-            )
+        for group, have in enumerate(self.pool.gather_groups(table, start)):
+            # What the first query reads beside its own slot, and those after it no more than that.
+            read = [p for p in self._attention.read_positions(start + 1, group) if p < start]
+            position = next((p for p in read if have[p] != want[p]), None)
+            if position is not None:
+                block = table[position // size * self.pool.num_groups + group]
+                self._on_violation(
+                    "block used with wrong content",
+                    f"{seq.request_id} block {block} position {position} of [0, {start})",
+                )
 
     def _oracle(self, seq: ScheduledSeq) -> list[int]:
         chain = self._chains.setdefault(seq.request_id, _Chain())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from kvrelay.engine.request import (
     NO_OUTPUTS,
@@ -34,21 +35,33 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Which slots a query reads: `window` up to its own, and the sinks. Window 0: all."""
+    """Which slots a query reads: `window` up to its own, and the sinks. Window 0: all. Each further
+    group of layers has slots of its own, with the same numbers, and a window of its own."""
 
     window: int = 0
     num_sinks: int = 0
+    more_windows: tuple[int, ...] = ()
 
-    def read_positions(self, end: int) -> list[int]:
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return (self.window, *self.more_windows)
+
+    def read_positions(self, end: int, group: int = 0) -> list[int]:
         """By the query at `end - 1`, in order."""
-        first = max(0, end - self.window) if self.window else 0
+        window = self.windows[group]
+        first = max(0, end - window) if window else 0
         return [*range(min(self.num_sinks, first)), *range(first, end)]
 
-    def attended(self, slots: Sequence[int], end: int) -> int:
-        """The sum of what the query at `end - 1` reads."""
-        if not self.window:
+    def attended(self, slots: Sequence[int], end: int, *others: Sequence[int]) -> int:
+        """The sum of what the query at `end - 1` reads. `others`: what further groups have in place
+        of `slots`."""
+        if not self.window and not self.more_windows:
             return sum(slots[:end])
-        return sum(slots[at] for at in self.read_positions(end))
+        total = 0
+        for group, (_, own) in enumerate(zip_longest(self.windows, (slots, *others))):
+            read = slots if own is None else own
+            total += sum(read[at] for at in self.read_positions(end, group))
+        return total
 
 
 FULL = Attention()

@@ -214,7 +214,8 @@ class SimCluster:
     def __init__(self, seed: int, broken: Break | None) -> None:
         self.runtime = SimRuntime(seed)
         more = random.Random(f"{seed}: more")
-        self.scenario: Scenario = draw_scenario(self.runtime.rng, more)
+        last = random.Random(f"{seed}: last")
+        self.scenario: Scenario = draw_scenario(self.runtime.rng, more, last)
         self._configs = {
             config.node_id: structs.replace(
                 config, steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)]

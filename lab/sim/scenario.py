@@ -78,10 +78,15 @@ class Scenario:
         return behind_s + worst_s + hanging_s
 
 
-def draw_scenario(rng: random.Random, more: random.Random) -> Scenario:
-    """`more`: draws what older seeds did not have, so that these keep the rest."""
+def draw_scenario(
+    rng: random.Random, more: random.Random, last: random.Random | None = None
+) -> Scenario:
+    """`more`, and after it `last`: draw what older seeds did not have, so that these keep the
+    rest."""
     workers = _draw_workers(rng)
     attention = _draw_attention(more)
+    if last is not None:
+        attention = _draw_groups(last, attention)
     workers = _make_unlike(more, workers, attention)
     routers = ROUTERS[: more.choice((1, 1, 2))]
     checksums = rng.random() < 0.5
@@ -92,7 +97,7 @@ def draw_scenario(rng: random.Random, more: random.Random) -> Scenario:
     limits = JobLimits(
         max_model_len=min(w.max_model_len for w in workers),
         longest_model_len=max(w.max_model_len for w in workers),
-        pool_tokens=BLOCK_SIZE * min(w.num_blocks for w in workers if w.role is Role.DECODE),
+        pool_tokens=min(_pool_tokens(w) for w in workers if w.role is Role.DECODE),
         attention=attention,
         poison=(
             (Poison.ROW, more.uniform(0.02, 0.2) if more.random() < 0.3 else 0.0),
@@ -107,7 +112,7 @@ def draw_scenario(rng: random.Random, more: random.Random) -> Scenario:
     changes = _draw_role_changes(rng, names, until_s)
     if more.choice(CROWDED):
         router, workers = _make_room_for_crowd(more, router, workers)
-        least = BLOCK_SIZE * min(w.num_blocks for w in workers)
+        least = min(map(_pool_tokens, workers))
         jobs += draw_crowd(more, replace(limits, pool_tokens=least))
     return Scenario(
         tuple(workers),
@@ -129,6 +134,20 @@ def _draw_attention(more: random.Random) -> Attention:
     return Attention(more.randint(6, 33), more.choice((0, 0, more.randint(1, 5))))
 
 
+def _draw_groups(last: random.Random, attention: Attention) -> Attention:
+    """In a quarter of all, layers attend to different windows: mostly some to everything."""
+    if last.random() < 0.75:
+        return attention
+    more = tuple(last.randint(5, 33) for _ in range(last.choice((1, 1, 2))))
+    window = attention.window if last.random() < 0.3 else 0
+    sinks = attention.num_sinks or last.choice((0, 0, last.randint(1, 5)))
+    return Attention(window, sinks, more)
+
+
+def _pool_tokens(config: WorkerConfig) -> int:
+    return BLOCK_SIZE * (config.num_blocks // config.kv_windows.count)
+
+
 def _make_room_for_crowd(
     more: random.Random, router: RouterConfig, workers: list[WorkerConfig]
 ) -> tuple[RouterConfig, list[WorkerConfig]]:
@@ -137,7 +156,11 @@ def _make_room_for_crowd(
         router, max_queue=1024, ttft_target_s=0.0, max_memory_wait_s=more.choice((0.0, 3.0))
     )
     return router, [
-        structs.replace(each, num_blocks=min(28, each.num_blocks), max_num_seqs=16)
+        structs.replace(
+            each,
+            num_blocks=min(28 * each.kv_windows.count, each.num_blocks),
+            max_num_seqs=16,
+        )
         for each in workers
     ]
 
@@ -155,7 +178,8 @@ def _make_unlike(
             config,
             window=attention.window,
             sinks=attention.num_sinks,
-            num_blocks=config.num_blocks * (3 if larger else 1),
+            group_windows=attention.windows if attention.more_windows else (),
+            num_blocks=config.num_blocks * (3 if larger else 1) * len(attention.windows),
             max_model_len=config.max_model_len + (56 if longer else 0),
             fingerprint=OTHER_FINGERPRINT if other else config.fingerprint,
             cores="0-3" if shared else "",

@@ -172,6 +172,38 @@ def test_a_session_is_parked_resumed_and_loaded_with_the_windows_of_its_end(
     world.assert_idle()
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, (10,)])
+def test_a_prefix_is_fetched_with_the_windows_of_its_end(layout: tuple[int, ...]) -> None:
+    world = world_of(layout, num_blocks=300, num_decode=2, max_num_batched_tokens=16)
+    prompt = prompt_of(Random(7), 90)
+    world.submit("a", prompt, 11, remote=False)
+    world.drain()
+    turn = [*prompt, *world.reference(prompt, 11), *prompt_of(Random(8), 30)]
+    world.submit("b", turn, 6, remote=False, decode="decode-1", fetch_from="decode")
+    world.drain()
+    assert world.output("b", turn) == world.reference(turn, 6)
+    core = world.workers["decode-1"].core
+    assert core.counters["tokens_scheduled"] <= BLOCK_SIZE + 30 + 1 + 6
+    moved = [read for node, read in world.log if node == "decode-1"]
+    assert sum(len(read.src) for read in moved) == len(world.windows.kept(100))
+    # One that has lost the windows exports nothing; one that reads garbage computes it all.
+    world.decode.core.kv.pool.evict(world.decode.core.kv.pool.block_hashes()[-len(layout) :])
+    for name in ("c", "d"):
+        other = [*prompt_of(Random(ord(name)), 40), *turn]
+        world.submit(name, other, 6, remote=False)
+        world.drain()
+        world.hold_reads = name == "d"
+        more = [*other, 5, 6, 7]
+        fetching = f"{name}2"
+        world.submit(fetching, more, 6, remote=False, decode="decode-1", fetch_from="decode")
+        world.drain()
+        while world.reads:
+            world.settle_read(corrupt=True)
+            world.drain()
+        assert world.output(fetching, more) == world.reference(more, 6)
+    world.assert_idle()
+
+
 @pytest.mark.parametrize("seed", range(32))
 def test_groups_share_a_pool_and_answer_right_whatever_comes(seed: int) -> None:
     rng = Random(seed)
@@ -186,6 +218,7 @@ def test_groups_share_a_pool_and_answer_right_whatever_comes(seed: int) -> None:
         prefill_blocks=rng.randint(most, 2 * most),
         max_num_batched_tokens=rng.choice([3, 8, 32]),
         num_speculative_tokens=rng.choice([0, 4]),
+        num_decode=2,
         disk_after_s=0.0,
         **tiers,
     )
@@ -200,7 +233,10 @@ def test_groups_share_a_pool_and_answer_right_whatever_comes(seed: int) -> None:
         if len(prompt) + count > 250:
             continue
         jobs[f"r{number}"] = prompt, count
-        world.submit(f"r{number}", prompt, count, remote=rng.random() < 0.4)
+        options: dict[str, Any] = {"remote": rng.random() < 0.4}
+        if rng.random() < 0.3:
+            options = {"remote": False, "decode": "decode-1", "fetch_from": "decode"}
+        world.submit(f"r{number}", prompt, count, **options)
         for _ in range(rng.choice([0, 5, 60])):
             world.step()
         if rng.random() < 0.3:

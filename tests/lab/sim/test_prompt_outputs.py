@@ -135,7 +135,7 @@ def test_a_prompt_that_loses_its_blocks_in_the_middle(monkeypatch: pytest.Monkey
     monkeypatch.setattr(run, "RANKS", (1,))  # as when it was found
     monkeypatch.setattr(run, "STEPS_AHEAD", (0,))
     monkeypatch.setattr(scenario, "_draw_attention", lambda more: FULL)
-    monkeypatch.setattr(run, "draw_scenario", lambda rng, more: draw_scenario(rng, Least()))
+    monkeypatch.setattr(run, "draw_scenario", lambda rng, *_: draw_scenario(rng, Least()))
     assert run_seed(691).violations == ()
 
     def forget(seq: Sequence, outputs: PromptOutputs, end: int) -> None:

@@ -24,7 +24,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
 def drawn(num_seeds: int) -> list[Scenario]:
-    return [draw_scenario(random.Random(n), random.Random(f"{n}: more")) for n in range(num_seeds)]
+    rngs = ([random.Random(f"{n}{of}") for of in (": more", ": last")] for n in range(num_seeds))
+    return [draw_scenario(random.Random(n), *others) for n, others in enumerate(rngs)]
 
 
 def test_the_first_seeds_draw_every_kind() -> None:
@@ -34,6 +35,7 @@ def test_the_first_seeds_draw_every_kind() -> None:
     assert {len(each.routers) for each in found} == {1, 2}
     assert {bool(worker.window) for worker in workers} == {True, False}
     assert {bool(worker.sinks) for worker in workers} == {True, False}
+    assert {len(worker.group_windows) for worker in workers} == {0, 2, 3}
     assert {bool(worker.cores) for worker in workers} == {True, False}
     assert {bool(each.router.ttft_target_s) for each in found} == {True, False}
     for of in ("max_model_len", "fingerprint", "num_blocks"):
@@ -54,7 +56,8 @@ def test_crowds_have_unequal_tenants_and_more_than_the_memory_holds() -> None:
         weights = dict(job.tenant for job in crowd if job.tenant is not None)
         assert 2 <= len(weights) <= 4
         assert len({share.weight for share in weights.values()}) == len(weights)
-        held = sum(worker.num_blocks for worker in each.workers) * scenario.BLOCK_SIZE
+        rows = [worker.num_blocks // worker.kv_windows.count for worker in each.workers]
+        held = sum(rows) * scenario.BLOCK_SIZE
         assert sum(job.num_tokens for job in crowd) > 4 * held
         assert max(job.num_tokens for job in crowd) > held / len(each.workers) / 2
         assert all(job.after_faults and job.timeout_s == GENEROUS_S for job in crowd)

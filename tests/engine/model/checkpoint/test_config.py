@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -174,3 +174,29 @@ def test_config_and_resolve_do_not_import_torch():
     script = "import sys, engine.model.checkpoint.resolve; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
     assert torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "whole", "window", "size"),
+    [
+        (18, range(5, 18, 6), 512, 3),  # Gemma 3 270M
+        (34, range(5, 34, 6), 1024, 5),  # 4B
+        (62, range(5, 62, 6), 1024, 11),  # 27B
+        (24, range(1, 24, 2), 128, 12),  # gpt-oss 20B
+        (32, (), 4096, 32),  # Mistral 7B v0.1
+        (30, range(30), 0, 30),
+    ],
+)
+def test_layers_share_blocks_with_those_of_their_window(tmp_path, num_layers, whole, window, size):
+    windows = tuple(0 if layer in whole else window for layer in range(num_layers))
+    config = replace(read(tmp_path), num_layers=num_layers, windows=windows)
+    groups, spec = config.kv_groups(), config.kv_spec(16, "bfloat16")
+    assert sorted(layer for _, layers in groups for layer in layers) == [*range(num_layers)]
+    assert all(windows[layer] == shown for shown, layers in groups for layer in layers)
+    assert [shown for shown, _ in groups] == [*spec.windows]
+    assert spec.num_layers == max(len(layers) for _, layers in groups) == size
+    places = config.kv_places()
+    assert len({*places}) == num_layers
+    assert all(index < size for _, index in places)
+    empty = spec.num_layers * spec.num_groups - num_layers
+    assert empty <= num_layers / 10
