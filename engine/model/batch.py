@@ -19,6 +19,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from kvrelay.engine.model.states import StateSpans
 from kvrelay.engine.step import ScheduledSeq, Step
 
 
@@ -57,6 +58,7 @@ class Batch:
     block_tables: torch.Tensor
     sample_rows: torch.Tensor  # [R] int64, ascending
     spans: tuple[tuple[int, int, int], ...]  # (query_start, query_len, context_len), on the host
+    states: StateSpans | None = None  # None: the model has no recurrent layers
 
     @staticmethod
     def from_step(

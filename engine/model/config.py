@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 from kvrelay.engine.cache_dir import file_digest, version_of
@@ -21,6 +21,9 @@ INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
 QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+ATTENTION = "attention"
+GATED_DELTA_NET, SHORT_CONVOLUTION = "gated_delta_net", "short_convolution"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -103,8 +106,32 @@ class Experts:
     num_chosen_groups: int = 1
     has_bias: bool = False  # a correction that counts for the choice, not for the weight
     shared_size: int = 0  # intermediate size of the experts that every token passes; 0: none
+    shared_gate: bool = False  # sigmoid of a product with the token multiplies their output
     first_layer: int = 0
     has_biases: bool = False  # the router, and both projections of each expert
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Layers that keep a state of each sequence, float32, in place of keys and values: the last
+    inputs of a convolution and, but for a short convolution alone, a matrix for each head."""
+
+    kind: str  # GATED_DELTA_NET or SHORT_CONVOLUTION
+    conv_kernel: int
+    conv_channels: int
+    has_biases: bool = False  # the convolution and both projections
+    num_heads: int = 0  # of values; 0: no matrices
+    num_key_heads: int = 0  # each is shared by consecutive heads of values
+    key_dim: int = 0  # of a head
+    value_dim: int = 0  # of a head
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one sequence, by name."""
+        shapes: dict[str, tuple[int, ...]] = {"conv": (self.conv_kernel - 1, self.conv_channels)}
+        if self.num_heads:
+            shapes["memory"] = (self.num_heads, self.key_dim, self.value_dim)
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +173,25 @@ class ModelConfig:
     query_growth_length: int = 0
     latent: Latent | None = None
     experts: Experts | None = None
+    output_gate: bool = False  # sigmoid(gate), a projection of its own, multiplies attention
+    recurrent: Recurrent | None = None
+    layer_kinds: tuple[str, ...] = ()  # for each layer ATTENTION or recurrent.kind; (): the first
+
+    def kind(self, layer: int) -> str:
+        """ATTENTION, or the kind of a recurrent layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else ATTENTION
+
+    def state_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """What a sequence has in place of keys and values, float32 tensors by name; {}: nothing."""
+        recurrent = self.recurrent
+        is_recurrent = recurrent is not None and self.kind(layer) == recurrent.kind
+        return recurrent.state_shapes if recurrent is not None and is_recurrent else {}
+
+    @property
+    def bytes_per_state(self) -> int:
+        """A sequence's state in all recurrent layers together; 0: there are none."""
+        layers = (self.state_shapes(layer) for layer in range(len(self.layer_kinds)))
+        return sum(4 * prod(shape) for shapes in layers for shape in shapes.values())
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -167,6 +213,11 @@ class ModelConfig:
     def changes_queries(self) -> bool:
         """Whether queries are changed as a whole, before each head's norm and rotation."""
         return self.norms_all_heads or self.query_growth != 0.0
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether a step runs layer by layer where it would run through all of them at once."""
+        return self.changes_queries or self.recurrent is not None
 
     @property
     def torch_only(self) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
-from kvrelay.engine.model.weights import ExpertsWeights
+from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -50,6 +51,10 @@ class Ops(Protocol):
 
     def router(self, weight: torch.Tensor) -> Any:
         """Prepare a router [num_experts, hidden_size] for `add_experts`."""
+        ...
+
+    def use_states(self, pool: StatePool) -> None:
+        """Where recurrent layers keep states; before the first step of a model that has some."""
         ...
 
     def begin(self, batch: Batch) -> None: ...
@@ -144,6 +149,37 @@ class Ops(Protocol):
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
         """x [N, hidden_size] is sent to the experts of `layer` (`ExpertsWeights`) that its router
         chooses, by float32 logits; their weighted outputs are added to hidden."""
+        ...
+
+    def convolve(
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
+    ) -> torch.Tensor:
+        """The causal convolution of each channel with the inputs before it, of the state and of
+        the step: x [N, channels], which may be columns of wider rows -> [N, channels]."""
+        ...
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        weights: RecurrentWeights,
+        layer: int,
+    ) -> torch.Tensor:
+        """The gated delta rule (Yang et al. 2024), token by token: qkv [N, conv_channels] and of
+        each head decay and beta [N, num_heads], which may be columns of wider rows
+        -> [N, num_heads * value_dim]."""
+        ...
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x [N, width] times sigmoid(gate), [N, width] or [N, 1], in place."""
+        ...
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """RMSNorm of each head of x [N, num_heads * len(weight)] times silu(gate); x is
+        overwritten."""
         ...
 
 

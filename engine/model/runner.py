@@ -80,6 +80,11 @@ class ModelRunner:
         if engine.threads:
             torch.set_num_threads(engine.threads)
         self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
+        if self.config.bytes_per_state:
+            raise ModelError(
+                f"{self.config.architecture} needs states of sequences, which the KV cache does not"
+                " keep yet"
+            )
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.model.checkpoint import hybrid
 from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
@@ -329,7 +330,7 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
     )
 
 
-def _qwen3_moe(raw: Raw) -> ModelConfig:
+def _qwen_experts(raw: Raw, **changes: Any) -> Experts:
     dense = sorted(raw.get("mlp_only_layers") or [])
     if dense != list(range(len(dense))) or raw.get("decoder_sparse_step", 1) != 1:
         raise ModelError(
@@ -342,9 +343,39 @@ def _qwen3_moe(raw: Raw) -> ModelConfig:
         intermediate_size=count(raw, "moe_intermediate_size", 768),
         normalize=bool(raw.get("norm_topk_prob", False)),
         first_layer=len(dense),
+        **changes,
     )
+    return _checked(experts)
+
+
+def _qwen3_moe(raw: Raw) -> ModelConfig:
     windows = windows_of(raw, optional_window(raw), every_layer)
-    return base(raw, qk_norm=True, windows=windows, experts=_checked(experts), **biases(raw))
+    return base(raw, qk_norm=True, windows=windows, experts=_qwen_experts(raw), **biases(raw))
+
+
+def _qwen3_5(raw: Raw, experts: Experts | None = None) -> ModelConfig:
+    refuse(raw, "attention_bias")
+    raw = {"head_dim": 256, "partial_rotary_factor": 0.25, **raw}
+    return base(raw, experts=experts, **hybrid.qwen3_next(raw))
+
+
+def _qwen3_next(raw: Raw) -> ModelConfig:
+    raw = {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10, **raw}
+    return _qwen3_5_moe({"intermediate_size": 5632, **raw})
+
+
+def _qwen3_5_moe(raw: Raw) -> ModelConfig:
+    sizes = {"num_experts": 256, "moe_intermediate_size": 512, "intermediate_size": 512}
+    raw = {"norm_topk_prob": True, "shared_expert_intermediate_size": 512, **sizes, **raw}
+    shared = count(raw, "shared_expert_intermediate_size")
+    return _qwen3_5(raw, _qwen_experts(raw, shared_size=shared, shared_gate=True))
+
+
+def _lfm2(raw: Raw) -> ModelConfig:
+    raw = {"rms_norm_eps": raw.get("norm_eps", 1e-5), **raw}
+    changes = hybrid.lfm2(raw)
+    ropes = (read_rope(raw, head_dim_of(raw), 1e6),)
+    return base({**raw, "intermediate_size": changes["intermediate_size"]}, ropes=ropes, **changes)
 
 
 def _deepseek(raw: Raw, experts: Experts, interleaved: bool) -> ModelConfig:
@@ -490,6 +521,7 @@ def _checked(experts: Experts) -> Experts:
 
 FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
+    "Lfm2ForCausalLM": _lfm2,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
@@ -511,6 +543,11 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Ministral3ForCausalLM": _ministral3,
     "Mistral3ForConditionalGeneration": _text_of,
     "Mistral4ForCausalLM": _mistral4,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _text_of,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _text_of,
     "SeedOssForCausalLM": _seed_oss,
 }
 TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
@@ -520,6 +557,8 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "ministral3": _ministral3,
     "mistral": _mistral,
     "mistral4": _mistral4,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }
 """The language model within another, by the `model_type` of its text_config."""
 TEXT_KINDS = {  # where text_config states none
@@ -527,4 +566,6 @@ TEXT_KINDS = {  # where text_config states none
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }

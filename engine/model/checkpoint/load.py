@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.engine.model.checkpoint.fields import read_json
+from kvrelay.engine.model.checkpoint.hybrid import LFM2_NAMES, recurrent_weights
 from kvrelay.engine.model.checkpoint.quantized_config import (
     PACKED,
     Group,
@@ -27,7 +28,7 @@ from kvrelay.engine.model.checkpoint.quantized_config import (
     float_type,
     quantization_of,
 )
-from kvrelay.engine.model.config import Experts, Latent, ModelConfig
+from kvrelay.engine.model.config import ATTENTION, Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import (
@@ -36,6 +37,7 @@ from kvrelay.engine.model.weights import (
     LatentWeights,
     LayerWeights,
     MLPWeights,
+    RecurrentWeights,
     Weights,
 )
 
@@ -312,12 +314,14 @@ def load_weights(
         names = ("lm_head.weight", "language_model.lm_head.weight")
         name = next((name for name in names if checkpoint.has(name)), names[0])
         head = checkpoint.get(name, config.vocab_size, config.hidden_size)
+    is_lfm2 = checkpoint.has(root + "embedding_norm.weight")
     layers = []
     for index in range(config.num_layers):
-        layers.append(_Layer(checkpoint, config, ops, root, index).load())
+        layers.append(_Layer(checkpoint, config, ops, root, index, is_lfm2).load())
         if index % 8 == 7:
             progress(f"loading weights: layer {index + 1} of {config.num_layers}")
-    norm = checkpoint.get(root + "norm.weight", config.hidden_size)
+    norm_name = "embedding_norm.weight" if is_lfm2 else "norm.weight"
+    norm = checkpoint.get(root + norm_name, config.hidden_size)
     return Weights(
         table=ops.table(table),
         layers=tuple(layers),
@@ -334,12 +338,19 @@ class _Layer:
     """The tensors of one layer, by their names within it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, root: str, index: int
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        ops: Ops,
+        root: str,
+        index: int,
+        is_lfm2: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._ops = ops
         self._index = index
+        self._names = LFM2_NAMES if is_lfm2 else {}
         self._prefix = f"{root}layers.{index}."
 
     def load(self) -> LayerWeights:
@@ -350,7 +361,8 @@ class _Layer:
         else:
             assert experts is not None
             has = experts.shared_size
-            mlp = self._mlp("mlp.shared_experts.", has, "shared_") if has else None
+            name = "mlp.shared_expert." if experts.shared_gate else "mlp.shared_experts."
+            mlp = self._mlp(name, has, "shared_") if has else None
         attention_out = mlp_out = None
         before_mlp = "post_attention_layernorm"
         if c.sandwich_norms:
@@ -359,7 +371,7 @@ class _Layer:
             mlp_out = self._norm("post_feedforward_layernorm", c.hidden_size)
         return LayerWeights(
             input_norm=self._norm("input_layernorm", c.hidden_size),
-            attention=self._attention() if c.latent is None else self._latent(c.latent),
+            attention=self._mixer(),
             attention_out_norm=attention_out,
             mlp_norm=self._norm(before_mlp, c.hidden_size),
             mlp=mlp,
@@ -367,7 +379,19 @@ class _Layer:
             mlp_out_norm=mlp_out,
         )
 
+    def _mixer(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
+        """What mixes tokens in this layer."""
+        c = self._config
+        if c.kind(self._index) != ATTENTION:
+            return recurrent_weights(self._get, self._has, c, self._ops)
+        return self._attention() if c.latent is None else self._latent(c.latent)
+
+    def _has(self, name: str) -> bool:
+        return self._checkpoint.has(self._prefix + name)
+
     def _get(self, name: str, *shape: int) -> torch.Tensor:
+        module, dot, end = name.rpartition(".")
+        name = self._names.get(module, module) + dot + end
         return self._checkpoint.get(self._prefix + name, *shape)
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
@@ -384,9 +408,14 @@ class _Layer:
         parts = ((prefix + "gate_proj", width), (prefix + "up_proj", width))
         gate_up = self._stacked(prefix + "gate_up_proj", parts)
         down = self._get(prefix + "down_proj.weight", self._config.hidden_size, width)
+        gate, experts = None, self._config.experts
+        if role and experts is not None and experts.shared_gate:
+            row = self._get("mlp.shared_expert_gate.weight", 1, self._config.hidden_size)
+            gate = self._ops.matrix(row, None, "shared_gate")
         return MLPWeights(
             gate_up=self._ops.gated_matrix(gate_up, role + "gate_up"),
             down=self._ops.matrix(down, None, role + "down"),
+            gate=gate,
         )
 
     def _attention(self) -> AttentionWeights:
@@ -399,7 +428,14 @@ class _Layer:
             qkv_bias = torch.cat([self._get(f"{name}.bias", rows) for name, rows in parts])
         if c.output_bias:
             out_bias = self._get("self_attn.o_proj.bias", c.hidden_size)
-        qkv = self._stacked("self_attn.qkv_proj", parts)
+        gate = None
+        if c.output_gate:  # head by head, query and gate by turns
+            rows = self._get("self_attn.q_proj.weight", 2 * queries, c.hidden_size)
+            both = rows.view(c.num_heads, 2, c.head_dim, -1).transpose(0, 1).flatten(1, 2)
+            others = [self._get(f"{n}.weight", size, c.hidden_size) for n, size in parts[1:]]
+            qkv, gate = torch.cat((both[0], *others)), self._ops.matrix(both[1], None, "open")
+        else:
+            qkv = self._stacked("self_attn.qkv_proj", parts)
         out = self._get("self_attn.o_proj.weight", c.hidden_size, queries)
         q_width, k_width = (queries, keys) if c.norms_all_heads else (c.head_dim, c.head_dim)
         return AttentionWeights(
@@ -410,6 +446,7 @@ class _Layer:
             sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads))
             if c.learned_sinks
             else None,
+            gate=gate,
         )
 
     def _latent(self, latent: Latent) -> LatentWeights:

@@ -27,9 +27,11 @@ from kvrelay.engine.model.cpu.linear import (
     fastest_kind,
     owned,
 )
+from kvrelay.engine.model.cpu.recurrent import CpuRecurrent
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.ops import split_queries_and_keys
-from kvrelay.engine.model.weights import ExpertsWeights, Weights
+from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights, Weights
 
 
 class CpuOps:
@@ -69,6 +71,7 @@ class CpuOps:
             low_precision,
             ACTIVATIONS[config.activation],
         )
+        self._recurrent: CpuRecurrent | None = None
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
@@ -90,19 +93,26 @@ class CpuOps:
     def router(self, weight: torch.Tensor) -> Matrix:
         return self._linear.exact(weight, "router")
 
+    def use_states(self, pool: StatePool) -> None:
+        self._recurrent = CpuRecurrent(
+            self._config, pool, self._lib, self._threads, self._buffer
+        )
+
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
+        if self._recurrent is not None:
+            self._recurrent.begin(batch)
 
     def run_layers(
         self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch
     ) -> torch.Tensor | None:
-        if self._config.changes_queries:
+        if self._config.is_layerwise:
             return None
         return self._step.run(hidden, layers, batch)
 
     def decode(self, weights: Weights, limits: Limits) -> CpuDecode | None:
         """What runs decodes without the calls below; None: it does not know this model."""
-        if self._config.changes_queries:
+        if self._config.is_layerwise:
             return None
         attention = self._attention.for_decodes()
         return CpuDecode(
@@ -173,6 +183,43 @@ class CpuOps:
             self._threads,
         )
         return out
+
+    def convolve(
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
+    ) -> torch.Tensor:
+        assert self._recurrent is not None
+        return self._recurrent.convolve(x, weights, layer, silu)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        weights: RecurrentWeights,
+        layer: int,
+    ) -> torch.Tensor:
+        assert self._recurrent is not None
+        return self._recurrent.delta_rule(qkv, decay, beta, weights, layer)
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self._gate(x, gate, None, x.shape[1])
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        return self._gate(x, gate, weight, len(weight))
+
+    def _gate(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
+        assert x.is_contiguous()
+        assert gate.stride(1) == 1
+        self._lib.kvr_gate(
+            *(x.data_ptr(), gate.data_ptr(), gate.stride(0), gate.shape[1]),
+            *(None if weight is None else weight.data_ptr(), len(x), x.shape[1] // width, width),
+            *(self._config.rms_norm_eps, weight is not None, self._threads),
+        )
+        return x
 
     def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return split_queries_and_keys(qkv, self._config)

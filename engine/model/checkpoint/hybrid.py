@@ -1,0 +1,174 @@
+"""Families with recurrent layers: what their config.json says of these, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvrelay.engine.model.checkpoint.fields import count
+from kvrelay.engine.model.config import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    SHORT_CONVOLUTION,
+    ModelConfig,
+    Recurrent,
+)
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.weights import RecurrentWeights
+
+Raw = Mapping[str, Any]
+Get = Callable[..., torch.Tensor]  # a layer's tensor by its name and shape
+MAX_KERNEL = 8  # of a convolution, as in layers/api.h
+LFM2_NAMES = {
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+"""A layer's modules that LFM2 calls otherwise."""
+
+
+def qwen3_next(raw: Raw) -> dict[str, Any]:
+    """Fields of ModelConfig of Qwen3-Next and Qwen3.5, but for experts. Raises ModelError."""
+    if not raw.get("attn_output_gate", True):
+        raise ModelError("config.json: attn_output_gate false is not supported, only true")
+    heads = count(raw, "linear_num_value_heads", 32)
+    key_heads = count(raw, "linear_num_key_heads", 16)
+    if heads % key_heads:
+        raise ModelError(
+            f"config.json: {heads} linear_num_value_heads over {key_heads} linear_num_key_heads is"
+            " not supported"
+        )
+    key_dim = count(raw, "linear_key_head_dim", 128)
+    value_dim = count(raw, "linear_value_head_dim", 128)
+    shape = Recurrent(
+        kind=GATED_DELTA_NET,
+        conv_kernel=_kernel(raw, "linear_conv_kernel_dim", 4),
+        conv_channels=2 * key_heads * key_dim + heads * value_dim,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+    every, layers = count(raw, "full_attention_interval", 4), count(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types") or [
+        "linear_attention" if (index + 1) % every else "full_attention" for index in range(layers)
+    ]
+    return {
+        "output_gate": True,
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "recurrent": shape,
+        "layer_kinds": _kinds(raw, kinds, "linear_attention", GATED_DELTA_NET),
+    }
+
+
+def lfm2(raw: Raw) -> dict[str, Any]:
+    """Fields of ModelConfig. Raises ModelError."""
+    layers = count(raw, "num_hidden_layers")
+    attends = raw.get("full_attn_idxs")
+    attends = range(layers) if attends is None else attends
+    kinds = raw.get("layer_types") or [
+        "full_attention" if index in attends else "conv" for index in range(layers)
+    ]
+    width = count(raw, "block_ff_dim", count(raw, "intermediate_size", 12288))
+    if raw.get("block_auto_adjust_ff_dim", True):
+        factor, multiple = raw.get("block_ffn_dim_multiplier", 1.0), raw.get("block_multiple_of")
+        width = int((1.0 if factor is None else factor) * int(2 * width / 3))
+        width += -width % (multiple or 256)
+    return {
+        "qk_norm": True,
+        "intermediate_size": width,
+        "tie_word_embeddings": bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
+        "recurrent": Recurrent(
+            kind=SHORT_CONVOLUTION,
+            conv_kernel=_kernel(raw, "conv_L_cache", 3),
+            conv_channels=count(raw, "hidden_size"),
+            has_biases=bool(raw.get("conv_bias")),
+        ),
+        "layer_kinds": _kinds(raw, kinds, "conv", SHORT_CONVOLUTION),
+    }
+
+
+def _kernel(raw: Raw, key: str, default: int) -> int:
+    kernel = count(raw, key, default)
+    if not 2 <= kernel <= MAX_KERNEL:
+        raise ModelError(f"config.json: {key} is {kernel}; 2 to {MAX_KERNEL} is supported")
+    return kernel
+
+
+def _kinds(raw: Raw, named: list[str], recurrent: str, kind: str) -> tuple[str, ...]:
+    """The kinds of all layers, which config.json calls `recurrent` and "full_attention"."""
+    known = {recurrent: kind, "full_attention": ATTENTION}
+    wrong = [name for name in named if name not in known]
+    if wrong or len(named) != count(raw, "num_hidden_layers"):
+        what = wrong[0] if wrong else f"of {len(named)} layers"
+        raise ModelError(f"config.json: layer_types {what} is not supported")
+    return tuple(known[name] for name in named)
+
+
+def recurrent_weights(
+    get: Get, has: Callable[[str], bool], config: ModelConfig, ops: Ops
+) -> RecurrentWeights:
+    """Those of one layer. Raises ModelError."""
+    shape = config.recurrent
+    assert shape is not None
+    if shape.kind == SHORT_CONVOLUTION:
+        return _short_convolution(get, shape, config.hidden_size, ops)
+    name, width = "linear_attn.", shape.num_heads * shape.value_dim
+    sizes = (shape.conv_channels, width, shape.num_heads, shape.num_heads)
+    if has(name + "in_proj_qkvz.weight"):
+        project = _ungrouped(get, shape, config.hidden_size)
+    else:
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        parts = zip(names, sizes, strict=True)
+        rows = [get(f"{name}{part}.weight", size, config.hidden_size) for part, size in parts]
+        project = torch.cat(rows)
+    return RecurrentWeights(
+        project=ops.matrix(project, None, "recurrent"),
+        conv=_conv(get, name + "conv1d", shape, ops),
+        conv_bias=None,
+        out=ops.matrix(get(name + "out_proj.weight", config.hidden_size, width), None, "out"),
+        rate=ops.vector(-get(name + "A_log", shape.num_heads).float().exp()),
+        decay_bias=ops.vector(get(name + "dt_bias", shape.num_heads)),
+        norm=ops.vector(get(name + "norm.weight", shape.value_dim)),
+    )
+
+
+def _short_convolution(get: Get, shape: Recurrent, width: int, ops: Ops) -> RecurrentWeights:
+    conv_bias = in_bias = out_bias = None
+    if shape.has_biases:
+        conv_bias = ops.vector(get("conv.conv.bias", width))
+        in_bias, out_bias = get("conv.in_proj.bias", 3 * width), get("conv.out_proj.bias", width)
+    rows = get("conv.in_proj.weight", 3 * width, width)
+    return RecurrentWeights(
+        project=ops.matrix(rows, in_bias, "recurrent"),
+        conv=_conv(get, "conv.conv", shape, ops),
+        conv_bias=conv_bias,
+        out=ops.matrix(get("conv.out_proj.weight", width, width), out_bias, "out"),
+    )
+
+
+def _conv(get: Get, name: str, shape: Recurrent, ops: Ops) -> torch.Tensor:
+    weight = get(name + ".weight", shape.conv_channels, 1, shape.conv_kernel)
+    return ops.vector(weight.squeeze(1).T.contiguous())
+
+
+def _ungrouped(get: Get, shape: Recurrent, hidden: int) -> torch.Tensor:
+    """Qwen3-Next has its projections head by head of keys: of each its query, key, and the values
+    and gates of all heads that share them; and their two numbers."""
+    together = shape.num_heads // shape.num_key_heads
+    values = together * shape.value_dim
+    sizes = [shape.key_dim, shape.key_dim, values, values]
+    rows = get("linear_attn.in_proj_qkvz.weight", shape.num_key_heads * sum(sizes), hidden)
+    parts = rows.unflatten(0, (shape.num_key_heads, -1)).split(sizes, dim=1)
+    numbers = get("linear_attn.in_proj_ba.weight", 2 * shape.num_heads, hidden)
+    both = numbers.unflatten(0, (shape.num_key_heads, -1)).split(together, dim=1)
+    return torch.cat([part.flatten(0, 1) for part in (*parts, *both)])

@@ -1,0 +1,61 @@
+"""States of sequences: what recurrent layers keep in place of keys and values.
+
+A state has one size however long its sequence is, and stands for the tokens up to one position: a
+step loads it, passes the tokens that follow, and stores what becomes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.engine.model.config import ModelConfig
+
+NO_STATE = -1  # in place of a slot to load: a sequence begins, with zeros
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpans:
+    """Which states a step loads and stores: one entry for each segment of its token rows, in
+    order, on the host. A sequence's rows are one segment, or several where the state between them
+    is to be kept: then each loads what the one before it stored.
+
+    A slot that one sequence stores is loaded and stored by no other in the same step; a slot that
+    is loaded and not stored may be shared, and stays as it is."""
+
+    rows: tuple[tuple[int, int], ...]  # (first, count); the count is at least 1
+    load: tuple[int, ...]  # slots, or NO_STATE
+    store: tuple[int, ...]  # slots
+
+    def chains(self) -> list[range]:
+        """Segments of one sequence each, which have to be passed one after the other."""
+        starts = [
+            index
+            for index, slot in enumerate(self.load)
+            if not index or slot == NO_STATE or slot != self.store[index - 1]
+        ]
+        return [range(a, b) for a, b in zip(starts, [*starts[1:], len(self.load)], strict=True)]
+
+
+class StatePool:
+    """Views of the states in memory that someone else owns: all bytes of a slot are contiguous."""
+
+    def __init__(self, memory: torch.Tensor, config: ModelConfig) -> None:
+        """memory: uint8 [num_slots, config.bytes_per_state], contiguous."""
+        assert memory.dtype == torch.uint8
+        assert memory.is_contiguous()
+        assert memory.shape[1] == config.bytes_per_state, "as many bytes as the config says"
+        self.memory = memory
+        self._layers: dict[int, dict[str, torch.Tensor]] = {}
+        slots, first = memory.view(torch.float32), 0
+        for layer in range(config.num_layers):
+            for name, shape in config.state_shapes(layer).items():
+                end = first + torch.Size(shape).numel()
+                view = slots[:, first:end].unflatten(1, shape)
+                self._layers.setdefault(layer, {})[name] = view
+                first = end
+
+    def of(self, layer: int, name: str) -> torch.Tensor:
+        """[num_slots, *shape] float32, of a recurrent layer."""
+        return self._layers[layer][name]
