@@ -133,6 +133,23 @@ class Recurrent:
             shapes["memory"] = (self.num_heads, self.key_dim, self.value_dim)
         return shapes
 
+    @property
+    def width(self) -> int:
+        """How many inputs the output projection has."""
+        return self.num_heads * self.value_dim or self.conv_channels
+
+    @property
+    def num_projected(self) -> int:
+        """How many outputs the first projection has."""
+        if self.kind == SHORT_CONVOLUTION:
+            return 3 * self.conv_channels
+        return self.conv_channels + self.width + 2 * self.num_heads
+
+    @property
+    def num_float32(self) -> int:
+        """Counts parameters that are no matrices: of the convolution, decays and the norm."""
+        return self.conv_kernel * self.conv_channels + self.num_heads + self.value_dim
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -266,12 +283,12 @@ class ModelConfig:
         """Counts all matrices, tables and norms; biases are left out."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layers = self.num_layers * (self._attention_parameters + norms)
+        layers = self.num_layers * norms + self._mixer_parameters
         dense, expert = 3 * self.hidden_size * self.intermediate_size, self.experts
         if expert is None:
             return layers + self.num_layers * dense + tables + self.hidden_size
         width = expert.num_experts * expert.intermediate_size + expert.shared_size
-        sparse = self.hidden_size * (3 * width + expert.num_experts)
+        sparse = self.hidden_size * (3 * width + expert.num_experts + expert.shared_gate)
         num_sparse = self.num_layers - expert.first_layer
         layers += expert.first_layer * dense + num_sparse * sparse
         return layers + tables + self.hidden_size
@@ -288,12 +305,25 @@ class ModelConfig:
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
             total += self.num_layers * up
+        if self.recurrent is not None:
+            total += self.layer_kinds.count(self.recurrent.kind) * self.recurrent.num_float32
         return total
+
+    @property
+    def _mixer_parameters(self) -> int:
+        """Counts those of all layers' attention, or of what they have in place of it."""
+        recurrent = self.recurrent
+        if recurrent is None:
+            return self.num_layers * self._attention_parameters
+        count = self.layer_kinds.count(recurrent.kind)
+        matrices = self.hidden_size * (recurrent.num_projected + recurrent.width)
+        total = (self.num_layers - count) * self._attention_parameters
+        return total + count * (matrices + recurrent.num_float32)
 
     @property
     def _attention_parameters(self) -> int:
         if (latent := self.latent) is None:
-            heads = 2 * self.num_heads + 2 * self.num_kv_heads
+            heads = (2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
             norms = 2 * self.head_dim if self.qk_norm else 0
             if self.norms_all_heads:
                 norms = (self.num_heads + self.num_kv_heads) * self.head_dim
@@ -330,6 +360,8 @@ def _depths(config: ModelConfig) -> list[int]:
         depths += [latent.q_rank or 0, config.num_heads * latent.value_dim]
     else:
         depths.append(config.num_heads * config.head_dim)
+    if config.recurrent is not None:
+        depths.append(config.recurrent.width)
     return [depth for depth in depths if depth]
 
 

@@ -12,10 +12,12 @@ import math
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
+from kvrelay.engine.model import recurrence
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
-from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.states import StatePool, StateSpans
 from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
 TORCH_DTYPES = {
@@ -175,9 +177,7 @@ class Ops(Protocol):
         """x [N, width] times sigmoid(gate), [N, width] or [N, 1], in place."""
         ...
 
-    def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm of each head of x [N, num_heads * len(weight)] times silu(gate); x is
         overwritten."""
         ...
@@ -226,6 +226,43 @@ class TensorOps:
 
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
+
+    def use_states(self, pool: StatePool) -> None:
+        self._states = pool
+
+    def convolve(
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
+    ) -> torch.Tensor:
+        spans, states = self._spans, self._states.of(layer, "conv")
+        out = recurrence.convolve(x.float(), weights, states, spans)
+        return (F.silu(out) if silu else out).to(x.dtype)
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        weights: RecurrentWeights,
+        layer: int,
+    ) -> torch.Tensor:
+        shape, states = self._config.recurrent, self._states.of(layer, "memory")
+        assert shape is not None
+        inputs = recurrence.delta_inputs(qkv, decay, beta, weights, shape)
+        return recurrence.delta_rule(inputs, states, self._spans).flatten(1).to(qkv.dtype)
+
+    @property
+    def _spans(self) -> StateSpans:
+        assert self._batch is not None
+        assert self._batch.states is not None, "a step of a model with recurrent layers has states"
+        return self._batch.states
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x.mul_(gate.float().sigmoid())
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float().unflatten(1, (-1, len(weight)))
+        normed = F.rms_norm(wide, weight.shape, weight, self._config.rms_norm_eps)
+        return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
 
     def _rope_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""

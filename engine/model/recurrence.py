@@ -92,9 +92,7 @@ def delta_rule(x: DeltaInputs, states: torch.Tensor, spans: StateSpans) -> torch
     return out
 
 
-def _segments(
-    states: torch.Tensor, spans: StateSpans
-) -> Iterator[tuple[slice, torch.Tensor, int]]:
+def _segments(states: torch.Tensor, spans: StateSpans) -> Iterator[tuple[slice, torch.Tensor, int]]:
     """Rows, the state before them, and the slot that takes the state after them."""
     for (first, count), load, store in zip(spans.rows, spans.load, spans.store, strict=True):
         state = torch.zeros_like(states[0]) if load == NO_STATE else states[load].clone()

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.model import fp8, recurrence
+from kvrelay.engine.model import fp8
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.ops import TensorOps, choose_experts
 from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
-from kvrelay.engine.model.states import StatePool, StateSpans
-from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
+from kvrelay.engine.model.weights import ExpertsWeights
 
 SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
 MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
@@ -66,9 +65,6 @@ class TorchOps(TensorOps):
     def _size(self) -> int:
         return self._numbers.shape[4]
 
-    def use_states(self, pool: StatePool) -> None:
-        self._states = pool
-
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         bits = bits_of(self._quantization, role)
         if bits:  # its values; memory is not saved here
@@ -97,41 +93,6 @@ class TorchOps(TensorOps):
 
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return self._gated(self.linear(x, matrix))
-
-    def convolve(
-        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
-    ) -> torch.Tensor:
-        spans, states = self._spans, self._states.of(layer, "conv")
-        out = recurrence.convolve(x.float(), weights, states, spans)
-        return (F.silu(out) if silu else out).to(x.dtype)
-
-    def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        weights: RecurrentWeights,
-        layer: int,
-    ) -> torch.Tensor:
-        shape, states = self._config.recurrent, self._states.of(layer, "memory")
-        assert shape is not None
-        inputs = recurrence.delta_inputs(qkv, decay, beta, weights, shape)
-        return recurrence.delta_rule(inputs, states, self._spans).flatten(1).to(qkv.dtype)
-
-    @property
-    def _spans(self) -> StateSpans:
-        assert self._batch is not None
-        assert self._batch.states is not None, "a step of a model with recurrent layers has states"
-        return self._batch.states
-
-    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return x.mul_(gate.sigmoid())
-
-    def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        heads = x.unflatten(1, (-1, len(weight)))
-        return self.rms_norm(heads, weight).flatten(1).mul_(F.silu(gate.float()))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()

@@ -94,9 +94,7 @@ class CpuOps:
         return self._linear.exact(weight, "router")
 
     def use_states(self, pool: StatePool) -> None:
-        self._recurrent = CpuRecurrent(
-            self._config, pool, self._lib, self._threads, self._buffer
-        )
+        self._recurrent = CpuRecurrent(self._config, pool, self._lib, self._threads, self._buffer)
 
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
@@ -204,9 +202,7 @@ class CpuOps:
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self._gate(x, gate, None, x.shape[1])
 
-    def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._gate(x, gate, weight, len(weight))
 
     def _gate(

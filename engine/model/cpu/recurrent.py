@@ -39,7 +39,9 @@ class CpuRecurrent:
         assert spans is not None, "a step of a model with recurrent layers has states"
         segments = zip(spans.rows, spans.load, spans.store, strict=True)
         chains = spans.chains()
-        self._segments = np.array([(*rows, load, store) for rows, load, store in segments], np.int64)
+        self._segments = np.array(
+            [(*rows, load, store) for rows, load, store in segments], np.int64
+        )
         self._chains = np.array([*(each.start for each in chains), len(spans.rows)], np.int64)
         self._states.segments, self._states.count = self._segments.ctypes.data, len(chains)
         self._states.chains = self._chains.ctypes.data

@@ -31,9 +31,9 @@ def stage(batch: Batch, device: torch.device) -> Batch:
     arrays: dict[str, np.ndarray] = {
         field.name: getattr(batch, field.name).numpy()
         for field in fields(batch)
-        if field.name != "spans"
+        if field.name not in ("spans", "states")  # those are used on the host
     }
-    return Batch(spans=batch.spans, **stage_arrays(arrays, device))
+    return Batch(spans=batch.spans, states=batch.states, **stage_arrays(arrays, device))
 
 
 def stage_arrays(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:

@@ -264,6 +264,10 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")) or "norm" in name:  # not all zeros or ones
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if name.endswith("dt_bias"):  # small steps, else memories hold next to nothing
+                parameter.sub_(4.0)
+            if "conv1d" in name:
+                parameter.copy_(torch.randn_like(parameter))
             if name.endswith("gate.weight") or "experts." in name:  # nor all alike
                 parameter.copy_(torch.randn_like(parameter) * SHAPE["initializer_range"])
         for name, buffer in model.named_buffers():

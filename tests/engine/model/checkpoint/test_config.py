@@ -133,7 +133,17 @@ def test_digests_differ_with_the_weights_only(tmp_path):
 
 
 def test_weights_bytes_bound_the_parameters(tmp_path):
-    for family in ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "deepseek2", "deepseek3"):
+    hybrids = ("lfm2", "qwen3-next", "qwen3.5")
+    for family in (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "mixtral",
+        "deepseek2",
+        "deepseek3",
+        *hybrids,
+    ):
         model = make_checkpoint(family, tmp_path)
         config = read_config(tmp_path)
         counted = {p.data_ptr(): p.numel() for n, p in model.named_parameters() if "bias" not in n}
