@@ -23,7 +23,8 @@ QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 ATTENTION = "attention"
-GATED_DELTA_NET, SHORT_CONVOLUTION = "gated_delta_net", "short_convolution"
+GATED_DELTA_NET, MAMBA2 = "gated_delta_net", "mamba2"
+SHORT_CONVOLUTION = "short_convolution"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -116,7 +117,7 @@ class Recurrent:
     """Layers that keep a state of each sequence, float32, in place of keys and values: the last
     inputs of a convolution and, but for a short convolution alone, a matrix for each head."""
 
-    kind: str  # GATED_DELTA_NET or SHORT_CONVOLUTION
+    kind: str  # GATED_DELTA_NET, MAMBA2 or SHORT_CONVOLUTION
     conv_kernel: int
     conv_channels: int
     has_biases: bool = False  # the convolution and both projections
@@ -124,6 +125,9 @@ class Recurrent:
     num_key_heads: int = 0  # each is shared by consecutive heads of values
     key_dim: int = 0  # of a head
     value_dim: int = 0  # of a head
+    has_norm: bool = True  # of the outputs, with a gate; else the gate alone
+    scales: tuple[float, ...] = ()  # of what the first projection gives: of Mamba 2 its five parts
+    beside_attention: bool = False  # a layer has both, and adds up what comes out
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -143,12 +147,21 @@ class Recurrent:
         """How many outputs the first projection has."""
         if self.kind == SHORT_CONVOLUTION:
             return 3 * self.conv_channels
-        return self.conv_channels + self.width + 2 * self.num_heads
+        numbers = 1 if self.kind == MAMBA2 else 2  # of each head
+        return self.conv_channels + self.width + numbers * self.num_heads
+
+    @property
+    def norm_width(self) -> int:
+        """How many outputs are normed together."""
+        return self.width // self.num_key_heads if self.kind == MAMBA2 else self.value_dim
 
     @property
     def num_float32(self) -> int:
         """Counts parameters that are no matrices: of the convolution, decays and the norm."""
-        return self.conv_kernel * self.conv_channels + self.num_heads + self.value_dim
+        total = self.conv_kernel * self.conv_channels + self.num_heads
+        if self.kind == MAMBA2:
+            return total + self.num_heads + self.has_norm * self.width
+        return total + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +206,16 @@ class ModelConfig:
     output_gate: bool = False  # sigmoid(gate), a projection of its own, multiplies attention
     recurrent: Recurrent | None = None
     layer_kinds: tuple[str, ...] = ()  # for each layer ATTENTION or recurrent.kind; (): the first
+    weight_scales: tuple[tuple[str, float], ...] = ()  # matrices are multiplied as they are loaded
 
     def kind(self, layer: int) -> str:
         """ATTENTION, or the kind of a recurrent layer."""
         return self.layer_kinds[layer] if self.layer_kinds else ATTENTION
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has keys and values; a recurrent one may, too."""
+        beside = self.recurrent is not None and self.recurrent.beside_attention
+        return beside or self.kind(layer) == ATTENTION
 
     def state_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """What a sequence has in place of keys and values, float32 tensors by name; {}: nothing."""
@@ -317,7 +336,8 @@ class ModelConfig:
             return self.num_layers * self._attention_parameters
         count = self.layer_kinds.count(recurrent.kind)
         matrices = self.hidden_size * (recurrent.num_projected + recurrent.width)
-        total = (self.num_layers - count) * self._attention_parameters
+        attending = sum(map(self.attends, range(self.num_layers)))
+        total = attending * self._attention_parameters
         return total + count * (matrices + recurrent.num_float32)
 
     @property

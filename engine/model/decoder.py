@@ -75,6 +75,8 @@ class Decoder:
         else:
             attended = self._recur(x, attention, index)
         self._add(hidden, attended, attention.out, layer.attention_out_norm)
+        if layer.beside is not None:
+            self._add(hidden, self._recur(x, layer.beside, index), layer.beside.out, None)
 
     def _growth_of(self, batch: Batch) -> torch.Tensor | None:
         c = self._config
@@ -131,12 +133,12 @@ class Decoder:
         if shape.kind == SHORT_CONVOLUTION:
             before, after, x = rows.chunk(3, dim=1)
             return ops.convolve(before * x, layer, index, silu=False).mul_(after)
-        width = shape.num_heads * shape.value_dim
-        split = (shape.conv_channels, width, shape.num_heads, shape.num_heads)
-        qkv, gate, beta, decay = rows.split(split, dim=1)
+        qkv, gate, numbers = rows.tensor_split(
+            (shape.conv_channels, shape.conv_channels + shape.width), dim=1
+        )
+        beta, decay = numbers[:, : shape.num_heads], numbers[:, -shape.num_heads :]
         qkv = ops.convolve(qkv, layer, index, silu=True)
         said = ops.delta_rule(qkv, decay, beta, layer, index)
-        assert layer.norm is not None
         return ops.gated_norm(said, gate, layer.norm)
 
     def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:

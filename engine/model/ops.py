@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from kvrelay.engine.model import recurrence
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.config import MAMBA2, ModelConfig, Rope, RopeScaling
 from kvrelay.engine.model.states import StatePool, StateSpans
 from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
@@ -168,9 +168,9 @@ class Ops(Protocol):
         weights: RecurrentWeights,
         layer: int,
     ) -> torch.Tensor:
-        """The gated delta rule (Yang et al. 2024), token by token: qkv [N, conv_channels] and of
-        each head decay and beta [N, num_heads], which may be columns of wider rows
-        -> [N, num_heads * value_dim]."""
+        """The gated delta rule (Yang et al. 2024) or Mamba 2 (Dao and Gu 2024), token by token:
+        qkv [N, conv_channels] and of each head decay and beta [N, num_heads], which may be columns
+        of wider rows -> [N, num_heads * value_dim]."""
         ...
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -178,8 +178,8 @@ class Ops(Protocol):
         ...
 
     def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of each head of x [N, num_heads * len(weight)] times silu(gate); x is
-        overwritten."""
+        """What a recurrent layer makes of its outputs x [N, width], which are overwritten: RMSNorm
+        of each `norm_width` times silu(gate); Mamba 2's gate comes first."""
         ...
 
 
@@ -259,10 +259,19 @@ class TensorOps:
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return x.mul_(gate.float().sigmoid())
 
-    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x.float().unflatten(1, (-1, len(weight)))
-        normed = F.rms_norm(wide, weight.shape, weight, self._config.rms_norm_eps)
-        return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        shape = self._config.recurrent
+        assert shape is not None
+        wide, opened = x.float(), F.silu(gate.float())
+        if shape.kind == MAMBA2:
+            wide, opened = wide * opened, torch.ones(())
+        if weight is not None:
+            heads = wide.unflatten(1, (-1, shape.norm_width))
+            normed = F.rms_norm(heads, heads.shape[2:], None, self._config.rms_norm_eps)
+            wide = (normed * weight.view(-1, shape.norm_width)).flatten(1)
+        return (wide * opened).to(x.dtype)
 
     def _rope_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""

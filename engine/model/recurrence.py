@@ -39,13 +39,14 @@ def convolve(
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """What the gated delta rule is given, of N tokens in H heads."""
+    """What the recurrence of N tokens in H heads is given."""
 
-    queries: torch.Tensor  # [N, H, key_dim], of length key_dim ** -0.5
-    keys: torch.Tensor  # [N, H, key_dim], of length 1
+    queries: torch.Tensor  # [N, H, key_dim]; by the delta rule of length key_dim ** -0.5
+    keys: torch.Tensor  # [N, H, key_dim]; by the delta rule of length 1
     values: torch.Tensor  # [N, H, value_dim]
     kept: torch.Tensor  # [N, H, 1], or [N, H, key_dim]: what is left of the memory
-    beta: torch.Tensor  # [N, H, 1]: how much of a correction is made
+    beta: torch.Tensor  # [N, H, 1]: how much of a correction, or of the value, is added
+    skip: torch.Tensor | None  # [H, 1], of Mamba 2, which corrects nothing
 
 
 def delta_inputs(
@@ -61,33 +62,39 @@ def delta_inputs(
     width = shape.num_key_heads * shape.key_dim
     queries, keys, values = qkv.float().tensor_split((width, 2 * width), dim=1)
     queries, keys = (each.unflatten(1, (-1, shape.key_dim)) for each in (queries, keys))
-    queries, keys = (
-        (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + _EPS)).repeat_interleave(
-            shape.num_heads // shape.num_key_heads, dim=1
+    if weights.skip is None:
+        queries, keys = (
+            each * torch.rsqrt(each.square().sum(-1, keepdim=True) + _EPS)
+            for each in (queries, keys)
         )
-        for each in (queries, keys)
-    )
+        queries = queries * shape.key_dim**-0.5
+    together = shape.num_heads // shape.num_key_heads
     soft = F.softplus(decay.float() + weights.decay_bias).unflatten(1, (shape.num_heads, -1))
     return DeltaInputs(
-        queries=queries * shape.key_dim**-0.5,
-        keys=keys,
+        queries=queries.repeat_interleave(together, dim=1),
+        keys=keys.repeat_interleave(together, dim=1),
         values=values.unflatten(1, (shape.num_heads, -1)),
         kept=(weights.rate.unsqueeze(-1) * soft).exp(),
-        beta=beta.float().sigmoid().unsqueeze(-1),
+        beta=beta.float().sigmoid().unsqueeze(-1) if weights.skip is None else soft,
+        skip=None if weights.skip is None else weights.skip.unsqueeze(-1),
     )
 
 
 def delta_rule(x: DeltaInputs, states: torch.Tensor, spans: StateSpans) -> torch.Tensor:
     """[N, H, value_dim]: what the memory [H, key_dim, value_dim] says of each query, once it has
-    decayed and what it says of the key was corrected."""
+    decayed and what it says of the key was corrected, or the value added."""
     out = torch.empty_like(x.values)
     for rows, memory, slot in _segments(states, spans):
         for row in range(rows.start, rows.stop):
             key = x.keys[row].unsqueeze(-1)
             memory = memory * x.kept[row].unsqueeze(-1)
-            delta = (x.values[row] - (memory * key).sum(1)) * x.beta[row]
-            memory = memory + key * delta.unsqueeze(1)
+            delta = x.values[row]
+            if x.skip is None:
+                delta = delta - (memory * key).sum(1)
+            memory = memory + key * (delta * x.beta[row]).unsqueeze(1)
             out[row] = (memory * x.queries[row].unsqueeze(-1)).sum(1)
+            if x.skip is not None:
+                out[row] += x.skip * x.values[row]
         states[slot] = memory
     return out
 

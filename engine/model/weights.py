@@ -40,7 +40,8 @@ class LatentWeights:
 class RecurrentWeights:
     """A recurrent layer. What `project` gives is, in this order, of a short convolution: the gate
     of its inputs, the gate of its outputs, inputs; of a gated delta net: queries, keys and values,
-    the gate of the outputs, and of each head how much it learns and how much it forgets."""
+    the gate of the outputs, and of each head how much it learns and how much it forgets; of Mamba 2
+    the same, but that one number of each head says both."""
 
     project: Any
     conv: torch.Tensor  # [kernel, channels] float32, the oldest input's first
@@ -48,7 +49,8 @@ class RecurrentWeights:
     out: Any
     rate: torch.Tensor | None = None  # [num_heads]: the logarithm of what is kept is a multiple
     decay_bias: torch.Tensor | None = None  # [num_heads]
-    norm: torch.Tensor | None = None  # [value_dim]
+    norm: torch.Tensor | None = None  # [value_dim], or of all outputs
+    skip: torch.Tensor | None = None  # [num_heads], of Mamba 2: this times the value is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class LayerWeights:
     mlp: MLPWeights | None
     experts: ExpertsWeights | None
     mlp_out_norm: torch.Tensor | None
+    beside: RecurrentWeights | None = None  # its output is added to that of the attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,6 +371,10 @@ def _qwen3_5_moe(raw: Raw) -> ModelConfig:
     return _qwen3_5(raw, _qwen_experts(raw, shared_size=shared, shared_gate=True))
 
 
+def _falcon_h1(raw: Raw) -> ModelConfig:
+    return base({"rms_norm_eps": 1e-5, **raw}, **hybrid.falcon_h1(raw))
+
+
 def _lfm2(raw: Raw) -> ModelConfig:
     raw = {"rms_norm_eps": raw.get("norm_eps", 1e-5), **raw}
     changes = hybrid.lfm2(raw)
@@ -521,6 +525,7 @@ def _checked(experts: Experts) -> Experts:
 
 FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
+    "FalconH1ForCausalLM": _falcon_h1,
     "Lfm2ForCausalLM": _lfm2,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,

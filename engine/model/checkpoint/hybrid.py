@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from kvrelay.engine.model.checkpoint.fields import count
+from kvrelay.engine.model.checkpoint.fields import count, number, numbers, refuse
 from kvrelay.engine.model.config import (
     ATTENTION,
     GATED_DELTA_NET,
+    MAMBA2,
     SHORT_CONVOLUTION,
     ModelConfig,
     Recurrent,
@@ -22,17 +24,26 @@ from kvrelay.engine.model.weights import RecurrentWeights
 Raw = Mapping[str, Any]
 Get = Callable[..., torch.Tensor]  # a layer's tensor by its name and shape
 MAX_KERNEL = 8  # of a convolution, as in layers/api.h
-LFM2_NAMES = {
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "self_attn.q_layernorm",
-    "self_attn.k_norm": "self_attn.k_layernorm",
-    "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
+MODULE_NAMES: dict[str, dict[str, str]] = {
+    "norm": {},
+    "embedding_norm": {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    },
+    "final_layernorm": {
+        "post_attention_layernorm": "pre_ff_layernorm",
+        "mlp.gate_proj": "feed_forward.gate_proj",
+        "mlp.up_proj": "feed_forward.up_proj",
+        "mlp.down_proj": "feed_forward.down_proj",
+    },
 }
-"""A layer's modules that LFM2 calls otherwise."""
+"""By the name of the last norm: a layer's modules that LFM2 and Falcon-H1 call otherwise."""
 
 
 def qwen3_next(raw: Raw) -> dict[str, Any]:
@@ -97,6 +108,61 @@ def lfm2(raw: Raw) -> dict[str, Any]:
     }
 
 
+def falcon_h1(raw: Raw) -> dict[str, Any]:
+    """Fields of ModelConfig: each layer has attention and Mamba 2. Multipliers of activations are
+    those of the weights beside them. Raises ModelError."""
+    refuse(raw, "attention_bias", "mamba_proj_bias", "projectors_bias")
+    least, most = raw.get("time_step_limit") or (0.0, math.inf)
+    if least or most not in (math.inf, {"__float__": "Infinity"}):
+        raise ModelError(
+            f"config.json: time_step_limit {least} to {most} is not supported, only 0 to infinity"
+        )
+    has_norm = bool(raw.get("mamba_rms_norm"))
+    if has_norm and raw.get("mamba_norm_before_gate", True):
+        raise ModelError("config.json: mamba_norm_before_gate true is not supported, only false")
+    heads, groups = count(raw, "mamba_n_heads", 128), count(raw, "mamba_n_groups", 1)
+    width = count(raw, "mamba_d_ssm", count(raw, "mamba_expand", 2) * count(raw, "hidden_size"))
+    if width % heads or heads % groups:
+        raise ModelError(
+            f"config.json: mamba_d_ssm {width} in {heads} heads of {groups} groups is impossible"
+        )
+    scales = {
+        key: number(raw, f"{key}_multiplier", 1.0)
+        for key in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "lm_head")
+    }
+    gate, down = numbers({"mlp_multipliers": [1.0] * 2, **raw}, "mlp_multipliers", 2)
+    parts = numbers({"ssm_multipliers": [1.0] * 5, **raw}, "ssm_multipliers", 5)
+    into = scales["attention_in"]
+    state = count(raw, "mamba_d_state", 256)
+    return {
+        "embed_scale": number(raw, "embedding_multiplier", 1.0),
+        "weight_scales": (
+            ("self_attn.q_proj", into),
+            ("self_attn.k_proj", into * scales["key"]),
+            ("self_attn.v_proj", into),
+            ("self_attn.o_proj", scales["attention_out"]),
+            ("mlp.gate_proj", gate),
+            ("mlp.down_proj", down),
+            ("mamba.out_proj", scales["ssm_out"]),
+            ("lm_head", scales["lm_head"]),
+        ),
+        "recurrent": Recurrent(
+            kind=MAMBA2,
+            conv_kernel=_kernel(raw, "mamba_d_conv", 4),
+            conv_channels=width + 2 * groups * state,
+            has_biases=bool(raw.get("mamba_conv_bias", True)),
+            num_heads=heads,
+            num_key_heads=groups,
+            key_dim=state,
+            value_dim=width // heads,
+            has_norm=has_norm,
+            scales=tuple(part * scales["ssm_in"] for part in parts),
+            beside_attention=True,
+        ),
+        "layer_kinds": (MAMBA2,) * count(raw, "num_hidden_layers"),
+    }
+
+
 def _kernel(raw: Raw, key: str, default: int) -> int:
     kernel = count(raw, key, default)
     if not 2 <= kernel <= MAX_KERNEL:
@@ -122,6 +188,8 @@ def recurrent_weights(
     assert shape is not None
     if shape.kind == SHORT_CONVOLUTION:
         return _short_convolution(get, shape, config.hidden_size, ops)
+    if shape.kind == MAMBA2:
+        return _mamba2(get, shape, config.hidden_size, ops)
     name, width = "linear_attn.", shape.num_heads * shape.value_dim
     sizes = (shape.conv_channels, width, shape.num_heads, shape.num_heads)
     if has(name + "in_proj_qkvz.weight"):
@@ -153,6 +221,35 @@ def _short_convolution(get: Get, shape: Recurrent, width: int, ops: Ops) -> Recu
         conv=_conv(get, "conv.conv", shape, ops),
         conv_bias=conv_bias,
         out=ops.matrix(get("conv.out_proj.weight", width, width), out_bias, "out"),
+    )
+
+
+def _mamba2(get: Get, shape: Recurrent, hidden: int, ops: Ops) -> RecurrentWeights:
+    """Values, keys and queries are put in the order of the others. The bias is of the convolution
+    alone."""
+    width, keys, heads = shape.width, shape.num_key_heads * shape.key_dim, shape.num_heads
+    parts = [width, width, keys, keys, heads]
+    rows = get("mamba.in_proj.weight", sum(parts), hidden).split(parts)
+    gate, values, key, query, numbers = (
+        part * scale for part, scale in zip(rows, shape.scales, strict=True)
+    )
+
+    def ordered(channels: torch.Tensor) -> torch.Tensor:
+        values, key, query = channels.split([width, keys, keys], dim=-1)
+        return torch.cat((query, key, values), dim=-1)
+
+    conv, bias = _conv(get, "mamba.conv1d", shape, ops), None
+    if shape.has_biases:
+        bias = ops.vector(ordered(get("mamba.conv1d.bias", shape.conv_channels)))
+    return RecurrentWeights(
+        project=ops.matrix(torch.cat((query, key, values, gate, numbers)), None, "recurrent"),
+        conv=ordered(conv).contiguous(),
+        conv_bias=bias,
+        out=ops.matrix(get("mamba.out_proj.weight", hidden, width), None, "out"),
+        rate=ops.vector(-get("mamba.A_log", heads).float().exp()),
+        decay_bias=ops.vector(get("mamba.dt_bias", heads)),
+        norm=ops.vector(get("mamba.norm.weight", width)) if shape.has_norm else None,
+        skip=ops.vector(get("mamba.D", heads)),
     )
 
 

@@ -12,7 +12,7 @@ and GPTQ; OCP's Microscaling formats (MX) 1.0 for FP4 (E2M1) and powers of two a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.engine.model.checkpoint.fields import read_json
-from kvrelay.engine.model.checkpoint.hybrid import LFM2_NAMES, recurrent_weights
+from kvrelay.engine.model.checkpoint.hybrid import MODULE_NAMES, recurrent_weights
 from kvrelay.engine.model.checkpoint.quantized_config import (
     PACKED,
     Group,
@@ -28,7 +28,7 @@ from kvrelay.engine.model.checkpoint.quantized_config import (
     float_type,
     quantization_of,
 )
-from kvrelay.engine.model.config import ATTENTION, Experts, Latent, ModelConfig
+from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import (
@@ -314,19 +314,19 @@ def load_weights(
         names = ("lm_head.weight", "language_model.lm_head.weight")
         name = next((name for name in names if checkpoint.has(name)), names[0])
         head = checkpoint.get(name, config.vocab_size, config.hidden_size)
-    is_lfm2 = checkpoint.has(root + "embedding_norm.weight")
+    names = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
+    scale = dict(config.weight_scales).get("lm_head", 1.0)
     layers = []
     for index in range(config.num_layers):
-        layers.append(_Layer(checkpoint, config, ops, root, index, is_lfm2).load())
+        layers.append(_Layer(checkpoint, config, ops, root, index, MODULE_NAMES[names]).load())
         if index % 8 == 7:
             progress(f"loading weights: layer {index + 1} of {config.num_layers}")
-    norm_name = "embedding_norm.weight" if is_lfm2 else "norm.weight"
-    norm = checkpoint.get(root + norm_name, config.hidden_size)
+    norm = checkpoint.get(f"{root}{names}.weight", config.hidden_size)
     return Weights(
         table=ops.table(table),
         layers=tuple(layers),
         norm=_norm(norm, config, ops),
-        head=ops.matrix(head, None, "logits"),
+        head=ops.matrix(head if scale == 1.0 else head * scale, None, "logits"),
     )
 
 
@@ -344,13 +344,13 @@ class _Layer:
         ops: Ops,
         root: str,
         index: int,
-        is_lfm2: bool,
+        names: Mapping[str, str],
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._ops = ops
         self._index = index
-        self._names = LFM2_NAMES if is_lfm2 else {}
+        self._names, self._scales = names, dict(config.weight_scales)
         self._prefix = f"{root}layers.{index}."
 
     def load(self) -> LayerWeights:
@@ -377,14 +377,18 @@ class _Layer:
             mlp=mlp,
             experts=self._experts() if is_sparse else None,
             mlp_out_norm=mlp_out,
+            beside=self._recurrent() if c.recurrent and c.recurrent.beside_attention else None,
         )
 
     def _mixer(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
         """What mixes tokens in this layer."""
         c = self._config
-        if c.kind(self._index) != ATTENTION:
-            return recurrent_weights(self._get, self._has, c, self._ops)
+        if not c.attends(self._index):
+            return self._recurrent()
         return self._attention() if c.latent is None else self._latent(c.latent)
+
+    def _recurrent(self) -> RecurrentWeights:
+        return recurrent_weights(self._get, self._has, self._config, self._ops)
 
     def _has(self, name: str) -> bool:
         return self._checkpoint.has(self._prefix + name)
@@ -392,7 +396,8 @@ class _Layer:
     def _get(self, name: str, *shape: int) -> torch.Tensor:
         module, dot, end = name.rpartition(".")
         name = self._names.get(module, module) + dot + end
-        return self._checkpoint.get(self._prefix + name, *shape)
+        tensor = self._checkpoint.get(self._prefix + name, *shape)
+        return tensor * self._scales[module] if module in self._scales else tensor
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
         return _norm(self._get(name + ".weight", width), self._config, self._ops)

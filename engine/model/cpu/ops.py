@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvrelay.engine.model.batch import Batch, Limits
-from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.config import MAMBA2, ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
@@ -202,18 +202,31 @@ class CpuOps:
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self._gate(x, gate, None, x.shape[1])
 
-    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._gate(x, gate, weight, len(weight))
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        shape = self._config.recurrent
+        assert shape is not None
+        return self._gate(x, gate, weight, shape.norm_width, True, shape.kind == MAMBA2)
 
     def _gate(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, width: int
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor | None,
+        width: int,
+        silu: bool = False,
+        gate_first: bool = False,
     ) -> torch.Tensor:
         assert x.is_contiguous()
         assert gate.stride(1) == 1
+        at, step = None, 0
+        if weight is not None:
+            at, step = weight.data_ptr(), 0 if len(weight) == width else width
         self._lib.kvr_gate(
-            *(x.data_ptr(), gate.data_ptr(), gate.stride(0), gate.shape[1]),
-            *(None if weight is None else weight.data_ptr(), len(x), x.shape[1] // width, width),
-            *(self._config.rms_norm_eps, weight is not None, self._threads),
+            *(x.data_ptr(), gate.data_ptr(), gate.stride(0), gate.shape[1], at, step),
+            *(len(x), x.shape[1] // width, width, self._config.rms_norm_eps),
+            *(silu, gate_first, self._threads),
         )
         return x
 

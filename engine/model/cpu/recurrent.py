@@ -86,6 +86,7 @@ class CpuRecurrent:
             beta=beta.data_ptr(),
             rate=weights.rate.data_ptr(),
             decay_bias=weights.decay_bias.data_ptr(),
+            skip=None if weights.skip is None else weights.skip.data_ptr(),
             y=out.data_ptr(),
             qkv_stride=qkv.stride(0),
             decay_stride=decay.stride(0),

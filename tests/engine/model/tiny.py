@@ -114,7 +114,26 @@ SPARSE = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+MAMBA = {
+    "mamba_d_ssm": 160,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 40,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_norm_before_gate": False,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 1.3, 0.7, 0.8],
+    "mlp_multipliers": [1.2, 0.6],
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.9,
+}
 HYBRID = {  # families with recurrent layers
+    "falcon-h1": (transformers.FalconH1Config, MAMBA),
+    "falcon-h1-norm": (transformers.FalconH1Config, {**MAMBA, "mamba_rms_norm": True}),
     "lfm2": (
         transformers.Lfm2Config,
         {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]},

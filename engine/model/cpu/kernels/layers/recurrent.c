@@ -117,12 +117,13 @@ static void decays(const DeltaRule *d, int64_t row, int64_t head, float *decay) 
     for (int64_t i = width; i < d->key_dim; i++) decay[i] = decay[0];
 }
 
-/* memory [key_dim, COLUMNS] decays; what it says of the key is corrected; and the query is asked. */
-static void pass_token(float *memory, const float *q, const float *k, const float *decay,
-                       int64_t key_dim, const vf *value, float beta, vf *out) {
+/* memory [key_dim, COLUMNS] decays; what it says of the key is corrected, or the value is added; and
+ * the query is asked. */
+INLINE void pass_token(float *memory, const float *q, const float *k, const float *decay,
+                       int64_t key_dim, const vf *value, float beta, vf *out, int corrects) {
     vf seen[4], delta[4];
     UNROLL for (int i = 0; i < 4; i++) seen[i] = out[i] = splat(0);
-    for (int64_t j = 0; j < key_dim; j++)
+    for (int64_t j = 0; corrects && j < key_dim; j++)
         UNROLL for (int i = 0; i < 4; i++) {
             float *at = memory + j * COLUMNS + i * VL;
             vf m = load(at) * decay[j];
@@ -133,7 +134,7 @@ static void pass_token(float *memory, const float *q, const float *k, const floa
     for (int64_t j = 0; j < key_dim; j++)
         UNROLL for (int i = 0; i < 4; i++) {
             float *at = memory + j * COLUMNS + i * VL;
-            vf m = load(at) + delta[i] * k[j];
+            vf m = (corrects ? load(at) : load(at) * decay[j]) + delta[i] * k[j];
             store(at, m);
             out[i] += m * q[j];
         }
@@ -145,14 +146,22 @@ static void rule_row(const DeltaRule *d, int64_t row, int64_t head, int64_t firs
     float *q = work, *k = q + dim, *decay = k + dim;
     const float *x = d->qkv + row * d->qkv_stride, *keys = x + d->num_key_heads * dim;
     const float *values = keys + d->num_key_heads * dim + head * d->value_dim + first;
-    unit(x + key_head * dim, q, dim, 1.0f / sqrtf((float)dim));
-    unit(keys + key_head * dim, k, dim, 1.0f);
-    decays(d, row, head, decay);
-    vf beta = 1.0f / (vexp(splat(-d->beta[row * d->beta_stride + head])) + 1.0f), value[4], out[4];
+    vf beta = splat(d->beta[row * d->beta_stride + head]), value[4], out[4];
     int64_t left = d->value_dim - first;
+    decays(d, row, head, decay);
     UNROLL for (int i = 0; i < 4; i++)
         value[i] = left > i * VL ? load_part(values + i * VL, left - i * VL) : splat(0);
-    pass_token(memory, q, k, decay, dim, value, beta[0], out);
+    if (d->skip) {
+        const float *query = x + key_head * dim, *key = keys + key_head * dim;
+        beta = softplus(beta + d->decay_bias[head]);
+        pass_token(memory, query, key, decay, dim, value, beta[0], out, 0);
+        UNROLL for (int i = 0; i < 4; i++) out[i] += value[i] * d->skip[head];
+    } else {
+        unit(x + key_head * dim, q, dim, 1.0f / sqrtf((float)dim));
+        unit(keys + key_head * dim, k, dim, 1.0f);
+        beta = 1.0f / (vexp(-beta) + 1.0f);
+        pass_token(memory, q, k, decay, dim, value, beta[0], out, 1);
+    }
     float *y = d->y + (row * d->num_heads + head) * d->value_dim + first;
     for (int i = 0; i < 4 && i * VL < left; i++) store_part(y + i * VL, out[i], left - i * VL);
 }
@@ -189,10 +198,19 @@ void kvr_delta_rule(const States *states, const DeltaRule *rule, float *state, i
 typedef struct {
     float *x;
     const float *gate, *weight;
-    int64_t stride, gate_width, rows, heads, width, step; /* step: rows of one task */
+    int64_t stride, gate_width, weight_step, rows, heads, width, step; /* step: rows of one task */
     float eps;
-    int silu;
+    int silu, gate_first;
 } Gated;
+
+static void open_gate(const Gated *t, float *x, const float *gate) {
+    for (int64_t i = 0; i < t->width; i += VL) {
+        int64_t n = t->width - i;
+        vf g = t->gate_width > 1 ? load_part(gate + i, n) : splat(*gate);
+        vf open = 1.0f / (vexp(-g) + 1.0f);
+        store_part(x + i, load_part(x + i, n) * (t->silu ? g * open : open), n);
+    }
+}
 
 static void gate_task(void *arg, int64_t task) {
     const Gated *t = arg;
@@ -200,19 +218,17 @@ static void gate_task(void *arg, int64_t task) {
         for (int64_t h = 0; h < t->heads; h++) {
             float *x = t->x + (r * t->heads + h) * t->width;
             const float *gate = t->gate + r * t->stride + (t->gate_width > 1 ? h * t->width : 0);
-            if (t->weight) normalise(x, t->weight, x, t->width, t->eps);
-            for (int64_t i = 0; i < t->width; i += VL) {
-                int64_t n = t->width - i;
-                vf g = t->gate_width > 1 ? load_part(gate + i, n) : splat(*gate);
-                vf open = 1.0f / (vexp(-g) + 1.0f);
-                store_part(x + i, load_part(x + i, n) * (t->silu ? g * open : open), n);
-            }
+            if (t->gate_first) open_gate(t, x, gate);
+            if (t->weight) normalise(x, t->weight + h * t->weight_step, x, t->width, t->eps);
+            if (!t->gate_first) open_gate(t, x, gate);
         }
 }
 
 void kvr_gate(float *x, const float *gate, int64_t stride, int64_t gate_width, const float *weight,
-              int64_t rows, int64_t heads, int64_t width, float eps, int silu, int threads) {
-    Gated t = {x, gate, weight, stride, gate_width, rows, heads, width, 1, eps, silu};
+              int64_t weight_step, int64_t rows, int64_t heads, int64_t width, float eps, int silu,
+              int gate_first, int threads) {
+    Gated t = {x, gate, weight, stride, gate_width, weight_step, rows, heads, width, 1, eps};
+    t.silu = silu, t.gate_first = gate_first;
     if (heads * width < ELEMENTS) t.step = ELEMENTS / (heads * width);
     kvr_parallel(threads, (rows + t.step - 1) / t.step, gate_task, &t);
 }
