@@ -23,8 +23,8 @@ QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 ATTENTION = "attention"
-GATED_DELTA_NET, MAMBA2 = "gated_delta_net", "mamba2"
-SHORT_CONVOLUTION = "short_convolution"
+GATED_DELTA_NET, KIMI_DELTA_ATTENTION = "gated_delta_net", "kimi_delta_attention"
+MAMBA2, SHORT_CONVOLUTION = "mamba2", "short_convolution"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -91,6 +91,7 @@ class Latent:
     rope_dim: int
     value_dim: int
     interleaved: bool = True  # rotated rows are stored in pairs (GPT-J style), and reordered
+    scale: float = 1.0  # of latents before their norms: these may have an epsilon of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Recurrent:
     """Layers that keep a state of each sequence, float32, in place of keys and values: the last
     inputs of a convolution and, but for a short convolution alone, a matrix for each head."""
 
-    kind: str  # GATED_DELTA_NET, MAMBA2 or SHORT_CONVOLUTION
+    kind: str  # GATED_DELTA_NET, KIMI_DELTA_ATTENTION, MAMBA2 or SHORT_CONVOLUTION
     conv_kernel: int
     conv_channels: int
     has_biases: bool = False  # the convolution and both projections
@@ -147,6 +148,8 @@ class Recurrent:
         """How many outputs the first projection has."""
         if self.kind == SHORT_CONVOLUTION:
             return 3 * self.conv_channels
+        if self.kind == KIMI_DELTA_ATTENTION:
+            return self.conv_channels + 2 * self.value_dim + self.num_heads
         numbers = 1 if self.kind == MAMBA2 else 2  # of each head
         return self.conv_channels + self.width + numbers * self.num_heads
 
@@ -162,6 +165,13 @@ class Recurrent:
         if self.kind == MAMBA2:
             return total + self.num_heads + self.has_norm * self.width
         return total + self.value_dim
+
+    def num_matrices(self, hidden_size: int) -> int:
+        """Counts the numbers in the projections of a layer."""
+        total = hidden_size * (self.num_projected + self.width)
+        if self.kind == KIMI_DELTA_ATTENTION:
+            total += 2 * self.value_dim * self.width
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +333,7 @@ class ModelConfig:
             total += num_sparse * self.hidden_size * self.experts.num_experts
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
-            total += self.num_layers * up
+            total += self._num_attending * up
         if self.recurrent is not None:
             total += self.layer_kinds.count(self.recurrent.kind) * self.recurrent.num_float32
         return total
@@ -335,10 +345,13 @@ class ModelConfig:
         if recurrent is None:
             return self.num_layers * self._attention_parameters
         count = self.layer_kinds.count(recurrent.kind)
-        matrices = self.hidden_size * (recurrent.num_projected + recurrent.width)
-        attending = sum(map(self.attends, range(self.num_layers)))
-        total = attending * self._attention_parameters
+        matrices = recurrent.num_matrices(self.hidden_size)
+        total = self._num_attending * self._attention_parameters
         return total + count * (matrices + recurrent.num_float32)
+
+    @property
+    def _num_attending(self) -> int:
+        return sum(map(self.attends, range(self.num_layers)))
 
     @property
     def _attention_parameters(self) -> int:
@@ -381,7 +394,7 @@ def _depths(config: ModelConfig) -> list[int]:
     else:
         depths.append(config.num_heads * config.head_dim)
     if config.recurrent is not None:
-        depths.append(config.recurrent.width)
+        depths += [config.recurrent.width, config.recurrent.value_dim]
     return [depth for depth in depths if depth]
 
 

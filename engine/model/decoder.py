@@ -108,6 +108,8 @@ class Decoder:
         ops, latent = self._ops, self._config.latent
         assert latent is not None
         compressed = ops.linear(x, layer.compress)  # [N, (q_rank) + rank + rope_dim]
+        if latent.scale != 1.0:
+            compressed[:, : (latent.q_rank or 0) + latent.rank] *= latent.scale
         kv = compressed[:, latent.q_rank or 0 :].contiguous()
         if layer.q_norm is not None:
             x = ops.rms_norm(compressed[:, : latent.q_rank].contiguous(), layer.q_norm)
@@ -133,10 +135,15 @@ class Decoder:
         if shape.kind == SHORT_CONVOLUTION:
             before, after, x = rows.chunk(3, dim=1)
             return ops.convolve(before * x, layer, index, silu=False).mul_(after)
-        qkv, gate, numbers = rows.tensor_split(
-            (shape.conv_channels, shape.conv_channels + shape.width), dim=1
-        )
-        beta, decay = numbers[:, : shape.num_heads], numbers[:, -shape.num_heads :]
+        channels, numbers = shape.conv_channels, rows.shape[1] - shape.num_heads
+        qkv, decay = rows[:, :channels], rows[:, numbers:]
+        if layer.decay_up is None:
+            gate = rows[:, channels : channels + shape.width]
+            beta = rows[:, channels + shape.width :][:, : shape.num_heads]
+        else:
+            beta, (low_decay, low_gate) = decay, rows[:, channels:numbers].chunk(2, dim=1)
+            decay = ops.linear(low_decay, layer.decay_up)
+            gate = ops.linear(low_gate, layer.gate_up)
         qkv = ops.convolve(qkv, layer, index, silu=True)
         said = ops.delta_rule(qkv, decay, beta, layer, index)
         return ops.gated_norm(said, gate, layer.norm)

@@ -16,7 +16,13 @@ import torch.nn.functional as F
 
 from kvrelay.engine.model import recurrence
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import MAMBA2, ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.config import (
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+)
 from kvrelay.engine.model.states import StatePool, StateSpans
 from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
@@ -169,8 +175,8 @@ class Ops(Protocol):
         layer: int,
     ) -> torch.Tensor:
         """The gated delta rule (Yang et al. 2024) or Mamba 2 (Dao and Gu 2024), token by token:
-        qkv [N, conv_channels] and of each head decay and beta [N, num_heads], which may be columns
-        of wider rows -> [N, num_heads * value_dim]."""
+        qkv [N, conv_channels], and of each head, or of each of its keys, decay [N, ..], and beta
+        [N, num_heads]; all may be columns of wider rows -> [N, num_heads * value_dim]."""
         ...
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -179,7 +185,8 @@ class Ops(Protocol):
 
     def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """What a recurrent layer makes of its outputs x [N, width], which are overwritten: RMSNorm
-        of each `norm_width` times silu(gate); Mamba 2's gate comes first."""
+        of each `norm_width` times silu(gate); Mamba 2's gate comes first, and that of Kimi delta
+        attention is sigmoid(gate)."""
         ...
 
 
@@ -264,7 +271,9 @@ class TensorOps:
     ) -> torch.Tensor:
         shape = self._config.recurrent
         assert shape is not None
-        wide, opened = x.float(), F.silu(gate.float())
+        is_sigmoid = shape.kind == KIMI_DELTA_ATTENTION
+        wide, opened = x.float(), gate.float()
+        opened = opened.sigmoid() if is_sigmoid else F.silu(opened)
         if shape.kind == MAMBA2:
             wide, opened = wide * opened, torch.ones(())
         if weight is not None:

@@ -28,6 +28,7 @@ GEMMA3_DEFAULTS: Raw = {  # files of the multimodal models leave these out
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
+KIMI_LATENT_EPS = 1e-6  # of the norms of Kimi-Linear's latents, which no file states
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -471,15 +472,31 @@ def _glm4_moe(raw: Raw) -> ModelConfig:
     )
 
 
-def _glm4_moe_lite(raw: Raw) -> ModelConfig:
-    kinds = raw.get("mlp_layer_types") or ["dense"]
+def _first_sparse(kinds: list[str]) -> int:
     dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
     if "dense" in kinds[dense:]:
         raise ModelError("config.json: mlp_layer_types with dense layers after sparse ones")
+    return dense
+
+
+def _glm4_moe_lite(raw: Raw) -> ModelConfig:
+    dense = _first_sparse(raw.get("mlp_layer_types") or ["dense"])
     defaults = {"rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192}
     raw = {**defaults, "v_head_dim": 256, "n_shared_experts": 1, **raw}
     experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
     return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
+
+
+def _kimi_linear(raw: Raw) -> ModelConfig:
+    raw, changes = hybrid.kimi_linear(raw)
+    dense = raw.get("first_k_dense_replace", 1)
+    if kinds := raw.get("mlp_layer_types"):
+        dense = _first_sparse(kinds)
+    experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
+    config = _deepseek(raw, experts, interleaved=False)
+    assert config.latent is not None
+    scale = math.sqrt(config.rms_norm_eps / KIMI_LATENT_EPS)
+    return replace(config, latent=replace(config.latent, scale=scale), **changes)
 
 
 def _mistral4(raw: Raw) -> ModelConfig:
@@ -543,6 +560,7 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "GptOssForCausalLM": _gpt_oss,
     "KimiK25ForConditionalGeneration": _text_of,
+    "KimiLinearForCausalLM": _kimi_linear,
     "Kimi_K25ForConditionalGeneration": _text_of,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,

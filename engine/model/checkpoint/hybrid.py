@@ -12,6 +12,7 @@ from kvrelay.engine.model.checkpoint.fields import count, number, numbers, refus
 from kvrelay.engine.model.config import (
     ATTENTION,
     GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
     MAMBA2,
     SHORT_CONVOLUTION,
     ModelConfig,
@@ -163,6 +164,54 @@ def falcon_h1(raw: Raw) -> dict[str, Any]:
     }
 
 
+KIMI_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
+"""What Kimi-Linear's config.json calls otherwise than those of DeepSeek."""
+
+
+def kimi_linear(raw: Raw) -> tuple[Raw, dict[str, Any]]:
+    """What config.json says in DeepSeek's words, and the fields of ModelConfig that are its own.
+    Raises ModelError."""
+    needed = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid"}
+    for key, value in needed.items():
+        if raw.get(key, value) != value:
+            raise ModelError(f"config.json: {key} {raw[key]!r} is not supported, only {value!r}")
+    own = raw.get("linear_attn_config") or {}
+    layers = count(raw, "num_hidden_layers")
+    attends = own.get("full_attn_layers", [i + 1 for i in range(layers) if i and i % 4 == 0])
+    kinds = raw.get("layer_types") or [
+        "full_attention" if index + 1 in attends else "linear_attention" for index in range(layers)
+    ]
+    stated = {
+        "linear_head_dim": own.get("head_dim"),
+        "linear_num_heads": own.get("num_heads"),
+        "linear_conv_kernel_dim": own.get("short_conv_kernel_size"),
+    }
+    stated = {**raw, **{key: value for key, value in stated.items() if value}}
+    dim, heads = count(stated, "linear_head_dim", 128), count(stated, "linear_num_heads", 32)
+    defaults = {"rms_norm_eps": 1e-5, "q_lora_rank": None, "n_shared_experts": 1}
+    renamed = {key: raw[name] for key, name in KIMI_NAMES.items() if name in raw}
+    return {"n_group": 1, "topk_group": 1, **defaults, **renamed, **raw}, {
+        "layer_ropes": (-1,) * layers,
+        "recurrent": Recurrent(
+            kind=KIMI_DELTA_ATTENTION,
+            conv_kernel=_kernel(stated, "linear_conv_kernel_dim", 4),
+            conv_channels=3 * heads * dim,
+            num_heads=heads,
+            num_key_heads=heads,
+            key_dim=dim,
+            value_dim=dim,
+        ),
+        "layer_kinds": _kinds(raw, kinds, "linear_attention", KIMI_DELTA_ATTENTION),
+    }
+
+
 def _kernel(raw: Raw, key: str, default: int) -> int:
     kernel = count(raw, key, default)
     if not 2 <= kernel <= MAX_KERNEL:
@@ -190,6 +239,8 @@ def recurrent_weights(
         return _short_convolution(get, shape, config.hidden_size, ops)
     if shape.kind == MAMBA2:
         return _mamba2(get, shape, config.hidden_size, ops)
+    if shape.kind == KIMI_DELTA_ATTENTION:
+        return _kimi_delta(get, shape, config.hidden_size, ops)
     name, width = "linear_attn.", shape.num_heads * shape.value_dim
     sizes = (shape.conv_channels, width, shape.num_heads, shape.num_heads)
     if has(name + "in_proj_qkvz.weight"):
@@ -250,6 +301,25 @@ def _mamba2(get: Get, shape: Recurrent, hidden: int, ops: Ops) -> RecurrentWeigh
         decay_bias=ops.vector(get("mamba.dt_bias", heads)),
         norm=ops.vector(get("mamba.norm.weight", width)) if shape.has_norm else None,
         skip=ops.vector(get("mamba.D", heads)),
+    )
+
+
+def _kimi_delta(get: Get, shape: Recurrent, hidden: int, ops: Ops) -> RecurrentWeights:
+    name, width, heads, dim = "self_attn.", shape.width, shape.num_heads, shape.value_dim
+    sizes = {"q": width, "k": width, "v": width, "f_a": dim, "g_a": dim, "b": heads}
+    rows = [get(f"{name}{part}_proj.weight", size, hidden) for part, size in sizes.items()]
+    convs = [get(f"{name}{part}_conv1d.weight", width, 1, shape.conv_kernel) for part in "qkv"]
+    decay, gate = (get(f"{name}{part}_b_proj.weight", width, dim) for part in "fg")
+    return RecurrentWeights(
+        project=ops.matrix(torch.cat(rows), None, "recurrent"),
+        conv=ops.vector(torch.cat(convs).squeeze(1).T.contiguous()),
+        conv_bias=None,
+        out=ops.matrix(get(name + "o_proj.weight", hidden, width), None, "out"),
+        rate=ops.vector(-get(name + "A_log", 1, 1, heads, 1).flatten().float().exp()),
+        decay_bias=ops.vector(get(name + "dt_bias", width)),
+        norm=ops.vector(get(name + "o_norm.weight", dim)),
+        decay_up=ops.matrix(decay, None, "decay"),
+        gate_up=ops.matrix(gate, None, "open"),
     )
 
 

@@ -410,6 +410,8 @@ class _Layer:
         return torch.cat([self._get(name + ".weight", rows, width) for name, rows in parts])
 
     def _mlp(self, prefix: str, width: int, role: str) -> MLPWeights:
+        other = prefix.replace("mlp.", "block_sparse_moe.")  # as Kimi-Linear has them
+        prefix = other if self._has(other + "down_proj.weight") else prefix
         parts = ((prefix + "gate_proj", width), (prefix + "up_proj", width))
         gate_up = self._stacked(prefix + "gate_up_proj", parts)
         down = self._get(prefix + "down_proj.weight", self._config.hidden_size, width)
@@ -488,7 +490,8 @@ class _Layer:
         bias_name = "gate.e_score_correction_bias"
         if self._checkpoint.has(self._prefix + "block_sparse_moe.gate.weight"):
             prefix, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
-            bias_name = "e_score_correction_bias"
+            if not self._has(prefix + bias_name):
+                bias_name = "e_score_correction_bias"
         number, width = experts.num_experts, experts.intermediate_size
         router = self._get(prefix + "gate.weight", number, c.hidden_size)
         bias = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvrelay.engine.model.batch import Batch, Limits
-from kvrelay.engine.model.config import MAMBA2, ModelConfig
+from kvrelay.engine.model.config import KIMI_DELTA_ATTENTION, MAMBA2, ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
@@ -207,7 +207,8 @@ class CpuOps:
     ) -> torch.Tensor:
         shape = self._config.recurrent
         assert shape is not None
-        return self._gate(x, gate, weight, shape.norm_width, True, shape.kind == MAMBA2)
+        silu, first = shape.kind != KIMI_DELTA_ATTENTION, shape.kind == MAMBA2
+        return self._gate(x, gate, weight, shape.norm_width, silu, first)
 
     def _gate(
         self,

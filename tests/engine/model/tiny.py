@@ -134,6 +134,21 @@ MAMBA = {
 HYBRID = {  # families with recurrent layers
     "falcon-h1": (transformers.FalconH1Config, MAMBA),
     "falcon-h1-norm": (transformers.FalconH1Config, {**MAMBA, "mamba_rms_norm": True}),
+    "kimi-linear": (
+        transformers.KimiLinearConfig,
+        {
+            **{key: value for key, value in LATENT.items() if "experts" not in key},
+            "num_experts": 8,
+            "num_experts_per_token": 3,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-2,  # not that of the latents' norms
+            "linear_head_dim": 40,
+            "linear_num_heads": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "lfm2": (
         transformers.Lfm2Config,
         {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]},

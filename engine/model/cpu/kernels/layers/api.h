@@ -50,7 +50,7 @@ typedef struct {
 
 /* A memory [key_dim, value_dim] of each head, which a slot has one after the other. By the gated delta
  * rule keys and queries are made as long as one and key_dim ** -0.5, and a correction is scaled by
- * sigmoid(beta). With `skip`, by Mamba 2, the value is scaled by softplus(beta + decay_bias), and
+ * sigmoid(beta). With `skip`, by Mamba 2, the value is scaled by softplus(decay + decay_bias), and
  * skip * value added to the output. */
 typedef struct {
     const float *qkv;         /* queries and keys of num_key_heads, values of num_heads */

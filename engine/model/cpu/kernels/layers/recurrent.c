@@ -153,8 +153,8 @@ static void rule_row(const DeltaRule *d, int64_t row, int64_t head, int64_t firs
         value[i] = left > i * VL ? load_part(values + i * VL, left - i * VL) : splat(0);
     if (d->skip) {
         const float *query = x + key_head * dim, *key = keys + key_head * dim;
-        beta = softplus(beta + d->decay_bias[head]);
-        pass_token(memory, query, key, decay, dim, value, beta[0], out, 0);
+        vf step = softplus(splat(d->decay[row * d->decay_stride + head]) + d->decay_bias[head]);
+        pass_token(memory, query, key, decay, dim, value, step[0], out, 0);
         UNROLL for (int i = 0; i < 4; i++) out[i] += value[i] * d->skip[head];
     } else {
         unit(x + key_head * dim, q, dim, 1.0f / sqrtf((float)dim));
