@@ -183,10 +183,12 @@ class Ops(Protocol):
         """x [N, width] times sigmoid(gate), [N, width] or [N, 1], in place."""
         ...
 
-    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
         """What a recurrent layer makes of its outputs x [N, width], which are overwritten: RMSNorm
-        of each `norm_width` times silu(gate); Mamba 2's gate comes first, and that of Kimi delta
-        attention is sigmoid(gate)."""
+        of each `norm_width`, if there is a weight, times silu(gate); Mamba 2's gate comes first,
+        and that of Kimi delta attention is sigmoid(gate)."""
         ...
 
 

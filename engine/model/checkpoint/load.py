@@ -314,14 +314,14 @@ def load_weights(
         names = ("lm_head.weight", "language_model.lm_head.weight")
         name = next((name for name in names if checkpoint.has(name)), names[0])
         head = checkpoint.get(name, config.vocab_size, config.hidden_size)
-    names = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
+    last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
     scale = dict(config.weight_scales).get("lm_head", 1.0)
     layers = []
     for index in range(config.num_layers):
-        layers.append(_Layer(checkpoint, config, ops, root, index, MODULE_NAMES[names]).load())
+        layers.append(_Layer(checkpoint, config, ops, root, index, MODULE_NAMES[last]).load())
         if index % 8 == 7:
             progress(f"loading weights: layer {index + 1} of {config.num_layers}")
-    norm = checkpoint.get(f"{root}{names}.weight", config.hidden_size)
+    norm = checkpoint.get(f"{root}{last}.weight", config.hidden_size)
     return Weights(
         table=ops.table(table),
         layers=tuple(layers),

@@ -8,8 +8,9 @@ import torch
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.config import GATED_DELTA_NET, MAMBA2, Recurrent
+from kvrelay.engine.model.config import GATED_DELTA_NET, KIMI_DELTA_ATTENTION, MAMBA2, Recurrent
 from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.states import NO_STATE, StatePool, StateSpans
@@ -119,26 +120,29 @@ SPANS = StateSpans(
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 8), (2, 4, 24, 40), (2, 2, 128, 128), (1, 3, 65, 131)])
-@pytest.mark.parametrize(("kind", "threads"), [(GATED_DELTA_NET, 1), (MAMBA2, 3)])
+@pytest.mark.parametrize(
+    ("kind", "threads"), [(GATED_DELTA_NET, 1), (KIMI_DELTA_ATTENTION, 2), (MAMBA2, 3)]
+)
 def test_kernels_equal_torch(sizes, kind, threads):
     key_heads, heads, key_dim, value_dim = sizes
     channels = 2 * key_heads * key_dim + heads * value_dim
     shape = Recurrent(kind, 4, channels, False, heads, key_heads, key_dim, value_dim)
     config = replace(config_of(), recurrent=shape, layer_kinds=(kind, "attention"))
     torch.manual_seed(3)
+    num_decays = heads * key_dim if kind == KIMI_DELTA_ATTENTION else heads
     weights = RecurrentWeights(
         project=None,
         conv=torch.randn(4, channels),
         conv_bias=torch.randn(channels),
         out=None,
         rate=-torch.rand(heads),
-        decay_bias=torch.randn(heads),
-        norm=torch.randn(value_dim if kind == GATED_DELTA_NET else heads * value_dim),
+        decay_bias=torch.randn(num_decays),
+        norm=torch.randn(heads * value_dim if kind == MAMBA2 else value_dim),
         skip=torch.randn(heads) if kind == MAMBA2 else None,
     )
     num_rows = sum(count for _, count in SPANS.rows)
-    rows = torch.randn(num_rows, channels + heads * value_dim + 2 * heads)
-    parts = rows.split((channels, heads * value_dim, heads, heads), dim=1)
+    sizes = (channels, heads * value_dim, heads, num_decays)
+    parts = torch.randn(num_rows, sum(sizes)).split(sizes, dim=1)
     results = []
     for ops, pool in ops_with_states(config, threads):
         ops._batch = batch = batch_of(num_rows)
@@ -157,6 +161,17 @@ def test_kernels_equal_torch(sizes, kind, threads):
 def batch_of(num_rows: int) -> Batch:
     nothing = torch.zeros(num_rows, dtype=torch.int64)
     return Batch(*(nothing,) * 8, spans=(), states=SPANS)
+
+
+def test_gpu_kernels_refuse_them_by_name(tmp_path):
+    pytest.importorskip("triton")
+    from kvrelay.engine.model.gpu.ops import TritonOps
+
+    make_checkpoint("lfm2", tmp_path)
+    config = read_config(tmp_path)
+    pool = make_pool(config, torch.float32)
+    with pytest.raises(KernelsUnavailable, match=r"recurrent layers \(short_convolution\)"):
+        TritonOps(config, pool, torch.float32, MAX_LEN)
 
 
 def test_segments_of_one_sequence_are_one_chain():

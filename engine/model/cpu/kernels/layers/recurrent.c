@@ -124,17 +124,13 @@ INLINE void pass_token(float *memory, const float *q, const float *k, const floa
     vf seen[4], delta[4];
     UNROLL for (int i = 0; i < 4; i++) seen[i] = out[i] = splat(0);
     for (int64_t j = 0; corrects && j < key_dim; j++)
-        UNROLL for (int i = 0; i < 4; i++) {
-            float *at = memory + j * COLUMNS + i * VL;
-            vf m = load(at) * decay[j];
-            store(at, m);
-            seen[i] += m * k[j];
-        }
+        UNROLL for (int i = 0; i < 4; i++)
+            seen[i] += load(memory + j * COLUMNS + i * VL) * decay[j] * k[j];
     UNROLL for (int i = 0; i < 4; i++) delta[i] = (value[i] - seen[i]) * beta;
     for (int64_t j = 0; j < key_dim; j++)
         UNROLL for (int i = 0; i < 4; i++) {
             float *at = memory + j * COLUMNS + i * VL;
-            vf m = (corrects ? load(at) : load(at) * decay[j]) + delta[i] * k[j];
+            vf m = load(at) * decay[j] + delta[i] * k[j];
             store(at, m);
             out[i] += m * q[j];
         }
