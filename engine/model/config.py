@@ -91,7 +91,7 @@ class Latent:
     rope_dim: int
     value_dim: int
     interleaved: bool = True  # rotated rows are stored in pairs (GPT-J style), and reordered
-    scale: float = 1.0  # of latents before their norms: these may have an epsilon of their own
+    scale: float = 1.0  # multiplies latents before their norms, whose epsilon may be another
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +122,17 @@ class Recurrent:
     conv_kernel: int
     conv_channels: int
     has_biases: bool = False  # the convolution and both projections
-    num_heads: int = 0  # of values; 0: no matrices
+    num_heads: int = 0  # those of values; 0: no matrices
     num_key_heads: int = 0  # each is shared by consecutive heads of values
-    key_dim: int = 0  # of a head
-    value_dim: int = 0  # of a head
-    has_norm: bool = True  # of the outputs, with a gate; else the gate alone
-    scales: tuple[float, ...] = ()  # of what the first projection gives: of Mamba 2 its five parts
+    key_dim: int = 0  # a head's
+    value_dim: int = 0  # a head's
+    has_norm: bool = True  # outputs pass a norm and a gate; else the gate alone
+    scales: tuple[float, ...] = ()  # Mamba 2: the five parts of the first projection times these
     beside_attention: bool = False  # a layer has both, and adds up what comes out
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one sequence, by name."""
+        """Returns those of one sequence, by name."""
         shapes: dict[str, tuple[int, ...]] = {"conv": (self.conv_kernel - 1, self.conv_channels)}
         if self.num_heads:
             shapes["memory"] = (self.num_heads, self.key_dim, self.value_dim)
@@ -150,7 +150,7 @@ class Recurrent:
             return 3 * self.conv_channels
         if self.kind == KIMI_DELTA_ATTENTION:
             return self.conv_channels + 2 * self.value_dim + self.num_heads
-        numbers = 1 if self.kind == MAMBA2 else 2  # of each head
+        numbers = 1 if self.kind == MAMBA2 else 2  # each head's
         return self.conv_channels + self.width + numbers * self.num_heads
 
     @property
@@ -219,7 +219,7 @@ class ModelConfig:
     weight_scales: tuple[tuple[str, float], ...] = ()  # matrices are multiplied as they are loaded
 
     def kind(self, layer: int) -> str:
-        """ATTENTION, or the kind of a recurrent layer."""
+        """Returns ATTENTION, or the kind of a recurrent layer."""
         return self.layer_kinds[layer] if self.layer_kinds else ATTENTION
 
     def attends(self, layer: int) -> bool:
@@ -227,17 +227,19 @@ class ModelConfig:
         beside = self.recurrent is not None and self.recurrent.beside_attention
         return beside or self.kind(layer) == ATTENTION
 
-    def state_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """What a sequence has in place of keys and values, float32 tensors by name; {}: nothing."""
-        recurrent = self.recurrent
-        is_recurrent = recurrent is not None and self.kind(layer) == recurrent.kind
-        return recurrent.state_shapes if recurrent is not None and is_recurrent else {}
+    @property
+    def state_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """For each layer, the float32 tensors by name that a sequence's state has in it; {}: it is
+        not recurrent."""
+        if self.recurrent is None:
+            return ({},) * self.num_layers
+        shapes = self.recurrent.state_shapes
+        return tuple(shapes if kind == self.recurrent.kind else {} for kind in self.layer_kinds)
 
     @property
     def bytes_per_state(self) -> int:
         """A sequence's state in all recurrent layers together; 0: there are none."""
-        layers = (self.state_shapes(layer) for layer in range(len(self.layer_kinds)))
-        return sum(4 * prod(shape) for shapes in layers for shape in shapes.values())
+        return sum(4 * prod(shape) for each in self.state_shapes for shape in each.values())
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

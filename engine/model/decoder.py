@@ -7,6 +7,7 @@ import torch
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import SHORT_CONVOLUTION, ModelConfig
 from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     LatentWeights,
@@ -145,7 +146,7 @@ class Decoder:
             decay = ops.linear(low_decay, layer.decay_up)
             gate = ops.linear(low_gate, layer.gate_up)
         qkv = ops.convolve(qkv, layer, index, silu=True)
-        said = ops.delta_rule(qkv, decay, beta, layer, index)
+        said = ops.delta_rule(DeltaRows(qkv, decay, beta), layer, index)
         return ops.gated_norm(said, gate, layer.norm)
 
     def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:

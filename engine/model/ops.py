@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.model import recurrence
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import (
     KIMI_DELTA_ATTENTION,
@@ -23,6 +22,7 @@ from kvrelay.engine.model.config import (
     Rope,
     RopeScaling,
 )
+from kvrelay.engine.model.recurrence import DeltaRows, convolve, delta_inputs, delta_rule
 from kvrelay.engine.model.states import StatePool, StateSpans
 from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
@@ -166,17 +166,9 @@ class Ops(Protocol):
         the step: x [N, channels], which may be columns of wider rows -> [N, channels]."""
         ...
 
-    def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        weights: RecurrentWeights,
-        layer: int,
-    ) -> torch.Tensor:
-        """The gated delta rule (Yang et al. 2024) or Mamba 2 (Dao and Gu 2024), token by token:
-        qkv [N, conv_channels], and of each head, or of each of its keys, decay [N, ..], and beta
-        [N, num_heads]; all may be columns of wider rows -> [N, num_heads * value_dim]."""
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
+        """The gated delta rule (Yang et al. 2024) or Mamba 2 (Dao and Gu 2024), token by token
+        -> [N, num_heads * value_dim]."""
         ...
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -242,22 +234,15 @@ class TensorOps:
     def convolve(
         self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
     ) -> torch.Tensor:
-        spans, states = self._spans, self._states.of(layer, "conv")
-        out = recurrence.convolve(x.float(), weights, states, spans)
+        spans, states = self._spans, self._states.view(layer, "conv")
+        out = convolve(x.float(), weights, states, spans)
         return (F.silu(out) if silu else out).to(x.dtype)
 
-    def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        weights: RecurrentWeights,
-        layer: int,
-    ) -> torch.Tensor:
-        shape, states = self._config.recurrent, self._states.of(layer, "memory")
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
+        shape, states = self._config.recurrent, self._states.view(layer, "memory")
         assert shape is not None
-        inputs = recurrence.delta_inputs(qkv, decay, beta, weights, shape)
-        return recurrence.delta_rule(inputs, states, self._spans).flatten(1).to(qkv.dtype)
+        inputs = delta_inputs(rows, weights, shape.key_dim, shape.num_key_heads)
+        return delta_rule(inputs, states, self._spans).flatten(1).to(rows.qkv.dtype)
 
     @property
     def _spans(self) -> StateSpans:

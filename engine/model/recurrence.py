@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.model.config import Recurrent
 from kvrelay.engine.model.states import NO_STATE, StateSpans
 from kvrelay.engine.model.weights import RecurrentWeights
 
-_EPS = 1e-6  # of the norms of queries and keys
+_EPS = 1e-6  # added to the squared lengths of queries and keys
 
 
 def convolve(
@@ -37,6 +37,14 @@ def convolve(
     return out
 
 
+class DeltaRows(NamedTuple):
+    """What projections and the convolution give of N tokens; all may be columns of wider rows."""
+
+    qkv: torch.Tensor  # [N, conv_channels]: queries, keys, values
+    decay: torch.Tensor  # [N, num_heads], or of each key of each head
+    beta: torch.Tensor  # [N, num_heads]
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
     """What the recurrence of N tokens in H heads is given."""
@@ -50,32 +58,29 @@ class DeltaInputs:
 
 
 def delta_inputs(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    weights: RecurrentWeights,
-    shape: Recurrent,
+    rows: DeltaRows, weights: RecurrentWeights, key_dim: int, num_key_heads: int
 ) -> DeltaInputs:
-    """Takes what `Ops.delta_rule` takes."""
+    """Makes them from what `Ops.delta_rule` is given."""
     assert weights.rate is not None
     assert weights.decay_bias is not None
-    width = shape.num_key_heads * shape.key_dim
-    queries, keys, values = qkv.float().tensor_split((width, 2 * width), dim=1)
-    queries, keys = (each.unflatten(1, (-1, shape.key_dim)) for each in (queries, keys))
+    num_heads = len(weights.rate)
+    width = num_key_heads * key_dim
+    queries, keys, values = rows.qkv.float().tensor_split((width, 2 * width), dim=1)
+    queries, keys = (each.unflatten(1, (-1, key_dim)) for each in (queries, keys))
     if weights.skip is None:
         queries, keys = (
             each * torch.rsqrt(each.square().sum(-1, keepdim=True) + _EPS)
             for each in (queries, keys)
         )
-        queries = queries * shape.key_dim**-0.5
-    together = shape.num_heads // shape.num_key_heads
-    soft = F.softplus(decay.float() + weights.decay_bias).unflatten(1, (shape.num_heads, -1))
+        queries = queries * key_dim**-0.5
+    together = num_heads // num_key_heads
+    soft = F.softplus(rows.decay.float() + weights.decay_bias).unflatten(1, (num_heads, -1))
     return DeltaInputs(
         queries=queries.repeat_interleave(together, dim=1),
         keys=keys.repeat_interleave(together, dim=1),
-        values=values.unflatten(1, (shape.num_heads, -1)),
+        values=values.unflatten(1, (num_heads, -1)),
         kept=(weights.rate.unsqueeze(-1) * soft).exp(),
-        beta=beta.float().sigmoid().unsqueeze(-1) if weights.skip is None else soft,
+        beta=rows.beta.float().sigmoid().unsqueeze(-1) if weights.skip is None else soft,
         skip=None if weights.skip is None else weights.skip.unsqueeze(-1),
     )
 

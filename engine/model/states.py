@@ -6,11 +6,10 @@ step loads it, passes the tokens that follow, and stores what becomes of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from kvrelay.engine.model.config import ModelConfig
 
 NO_STATE = -1  # in place of a slot to load: a sequence begins, with zeros
 
@@ -41,21 +40,23 @@ class StateSpans:
 class StatePool:
     """Views of the states in memory that someone else owns: all bytes of a slot are contiguous."""
 
-    def __init__(self, memory: torch.Tensor, config: ModelConfig) -> None:
-        """memory: uint8 [num_slots, config.bytes_per_state], contiguous."""
+    def __init__(
+        self, memory: torch.Tensor, shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    ) -> None:
+        """memory: uint8 [num_slots, bytes_per_state], contiguous; shapes: `ModelConfig`'s
+        `state_shapes`."""
         assert memory.dtype == torch.uint8
         assert memory.is_contiguous()
-        assert memory.shape[1] == config.bytes_per_state, "as many bytes as the config says"
         self.memory = memory
-        self._layers: dict[int, dict[str, torch.Tensor]] = {}
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
         slots, first = memory.view(torch.float32), 0
-        for layer in range(config.num_layers):
-            for name, shape in config.state_shapes(layer).items():
+        for layer, named in enumerate(shapes):
+            for name, shape in named.items():
                 end = first + torch.Size(shape).numel()
-                view = slots[:, first:end].unflatten(1, shape)
-                self._layers.setdefault(layer, {})[name] = view
+                self._views[layer, name] = slots[:, first:end].unflatten(1, shape)
                 first = end
+        assert first == slots.shape[1], f"{4 * first} bytes a state, not {memory.shape[1]}"
 
-    def of(self, layer: int, name: str) -> torch.Tensor:
+    def view(self, layer: int, name: str) -> torch.Tensor:
         """[num_slots, *shape] float32, of a recurrent layer."""
-        return self._layers[layer][name]
+        return self._views[layer, name]

@@ -28,7 +28,7 @@ GEMMA3_DEFAULTS: Raw = {  # files of the multimodal models leave these out
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
-KIMI_LATENT_EPS = 1e-6  # of the norms of Kimi-Linear's latents, which no file states
+KIMI_LATENT_EPS = 1e-6  # Kimi-Linear's norms of latents have it; no file states it
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -542,8 +542,6 @@ def _checked(experts: Experts) -> Experts:
 
 FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
-    "FalconH1ForCausalLM": _falcon_h1,
-    "Lfm2ForCausalLM": _lfm2,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
@@ -566,6 +564,8 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Ministral3ForCausalLM": _ministral3,
     "Mistral3ForConditionalGeneration": _text_of,
     "Mistral4ForCausalLM": _mistral4,
+    "FalconH1ForCausalLM": _falcon_h1,
+    "Lfm2ForCausalLM": _lfm2,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _text_of,

@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.engine.model.checkpoint.fields import read_json
-from kvrelay.engine.model.checkpoint.hybrid import MODULE_NAMES, recurrent_weights
 from kvrelay.engine.model.checkpoint.quantized_config import (
     PACKED,
     Group,
@@ -28,6 +27,7 @@ from kvrelay.engine.model.checkpoint.quantized_config import (
     float_type,
     quantization_of,
 )
+from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES, recurrent_weights
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops

@@ -30,6 +30,7 @@ from kvrelay.engine.model.cpu.linear import (
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.ops import split_queries_and_keys
+from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights, Weights
 
@@ -188,16 +189,9 @@ class CpuOps:
         assert self._recurrent is not None
         return self._recurrent.convolve(x, weights, layer, silu)
 
-    def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        weights: RecurrentWeights,
-        layer: int,
-    ) -> torch.Tensor:
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
         assert self._recurrent is not None
-        return self._recurrent.delta_rule(qkv, decay, beta, weights, layer)
+        return self._recurrent.delta_rule(rows, weights, layer)
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self._gate(x, gate, None, x.shape[1])

@@ -12,6 +12,7 @@ import torch
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import structure
+from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 
@@ -63,18 +64,11 @@ class CpuRecurrent:
             kernel=kernel,
             silu=silu,
         )
-        self._call(self._lib.kvr_convolve, conv, self._pool.of(layer, "conv"))
+        self._call(self._lib.kvr_convolve, conv, self._pool.view(layer, "conv"))
         return out
 
-    def delta_rule(
-        self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        weights: RecurrentWeights,
-        layer: int,
-    ) -> torch.Tensor:
-        shape = self._shape
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
+        shape, (qkv, decay, beta) = self._shape, rows
         assert shape is not None
         assert weights.rate is not None
         assert weights.decay_bias is not None
@@ -97,7 +91,7 @@ class CpuRecurrent:
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
         )
-        self._call(self._lib.kvr_delta_rule, rule, self._pool.of(layer, "memory"))
+        self._call(self._lib.kvr_delta_rule, rule, self._pool.view(layer, "memory"))
         return out
 
     def _call(self, kernel: Any, described: Any, state: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.states import NO_STATE, StatePool, StateSpans
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import RecurrentWeights
@@ -108,7 +109,7 @@ def ops_with_states(config, threads=2):
         CpuOps(config, pool, torch.float32, MAX_LEN, library, threads),
         TorchOps(config, pool, torch.float32, MAX_LEN),
     ):
-        memory = StatePool(states.clone(), config)
+        memory = StatePool(states.clone(), config.state_shapes)
         ops.use_states(memory)
         made.append((ops, memory))
     return made
@@ -149,7 +150,7 @@ def test_kernels_equal_torch(sizes, kind, threads):
         if isinstance(ops, CpuOps):
             ops._recurrent.begin(batch)
         mixed = ops.convolve(parts[0], weights, 0, silu=True).clone()
-        said = ops.delta_rule(mixed, parts[3], parts[2], weights, 0).clone()
+        said = ops.delta_rule(DeltaRows(mixed, parts[3], parts[2]), weights, 0).clone()
         normed = ops.gated_norm(said.clone(), parts[1], weights.norm)
         opened = ops.gate(mixed.clone(), parts[2][:, :1])
         results.append((mixed, said, normed, opened, pool.memory.view(torch.float32)))
@@ -182,7 +183,7 @@ def test_bytes_of_a_state_are_those_of_all_recurrent_layers(tmp_path):
     make_checkpoint("qwen3.5", tmp_path)
     config = read_config(tmp_path)
     shapes = {"conv": (3, 2 * 2 * 24 + 4 * 40), "memory": (4, 24, 40)}
-    assert [config.state_shapes(layer) for layer in range(3)] == [shapes, {}, shapes]
+    assert config.state_shapes == (shapes, {}, shapes)
     assert config.bytes_per_state == 2 * 4 * (3 * 256 + 4 * 24 * 40)
 
 

@@ -27,7 +27,7 @@ from kvrelay.engine.step import ScheduledSeq, Step
 
 torch.set_num_threads(1)  # threads cost more than they bring at these sizes
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 131, 16, 64, 512
-NUM_SLOTS = 8  # of states
+NUM_SLOTS = 8  # states
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 SHAPE = {
     "vocab_size": VOCAB,
@@ -380,7 +380,7 @@ class Driver:
         self.states: dict[str, int] = {}  # slot of each sequence
         if size := self.config.bytes_per_state:
             slots = torch.full((NUM_SLOTS, size // 4), torch.nan).view(torch.uint8)
-            self.state_pool = StatePool(slots, self.config)
+            self.state_pool = StatePool(slots, self.config.state_shapes)
             made.use_states(self.state_pool)
 
     def feed(

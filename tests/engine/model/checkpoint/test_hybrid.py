@@ -178,7 +178,7 @@ def read(tmp_path):
 def test_qwen3_next_has_three_delta_nets_for_each_attention(read):
     config = read(QWEN3_NEXT)
     assert config.layer_kinds == ((GATED_DELTA_NET,) * 3 + (ATTENTION,)) * 2
-    assert config.state_shapes(0) == {"conv": (3, 8192), "memory": (32, 128, 128)}
+    assert config.state_shapes[0] == {"conv": (3, 8192), "memory": (32, 128, 128)}
     assert config.bytes_per_state == 6 * 4 * (3 * 8192 + 32 * 128 * 128)
     assert config.ropes == (Rope(1e7, 64),)
     assert (config.output_gate, config.qk_norm, config.norm_offset) == (True, True, 1.0)
@@ -207,7 +207,7 @@ def test_falcon_h1_has_both_in_every_layer(read):
     config = read(FALCON_H1)
     assert config.layer_kinds == (MAMBA2,) * 2
     assert config.attends(0)
-    assert config.state_shapes(1) == {"conv": (3, 3584), "memory": (48, 256, 64)}
+    assert config.state_shapes[1] == {"conv": (3, 3584), "memory": (48, 256, 64)}
     assert dict(config.weight_scales)["self_attn.k_proj"] == 0.5
     assert config.recurrent is not None
     assert config.recurrent.scales == (0.3125, 0.3125, 0.15625, 0.625, 0.375)
