@@ -124,7 +124,7 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
         f" {spec.dtype} {spec.num_planes}\n"
     )
     if spec.num_groups > 1:
-        shape = f"{shape}groups {spec.windows}\n"
+        shape = f"{shape}groups {spec.windows} {spec.num_state_groups}\n"
     data = shape.encode() + model
     return blake2b(data, digest_size=FINGERPRINT_BYTES, person=b"kvrelay-layout").digest()
 

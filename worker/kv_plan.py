@@ -90,7 +90,7 @@ def plan_kv(
         )
     weights = weights_bytes(model, dtype, quantization)
     weights += extra_weights_bytes(model, dtype, ranks)
-    windows = Windows.of(engine.block_size, spec.windows, model.num_sinks)
+    windows = Windows.of(spec.block_size, spec.windows, model.num_sinks)
     return KVPlan(spec, num_blocks, weights, windows, num_ranks=ranks, num_copies=copies)
 
 

@@ -170,6 +170,7 @@ def worker_config(
 ) -> WorkerConfig:
     decided = {
         "num_blocks": plan.num_blocks,
+        "block_size": plan.spec.block_size,
         "max_model_len": max_model_len,
         "window": plan.windows.groups[0].size,
         "sinks": max(window.num_sinks for window in plan.windows.groups),
@@ -181,6 +182,7 @@ def worker_config(
         epoch=spec.epoch,
         bytes_per_block=plan.spec.bytes_per_block,
         group_windows=plan.spec.windows if plan.spec.num_groups > 1 else (),
+        has_states=plan.spec.num_state_groups > 0,
         fingerprint=fingerprint(model_digest, plan.spec),
         agent_metadata=metadata,
         compatibility=compatibility(model_digest, plan.spec),

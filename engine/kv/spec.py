@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STATE_WINDOW = 2  # a step reads what the token before its first one left, and changes it
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
 SCALE_BYTES = {"float8_e4m3": 1}  # for each token of each head of each plane; others have none
 
@@ -24,6 +25,7 @@ class KVSpec:
     dtype: str  # a key of DTYPE_BYTES
     num_planes: int = 2  # keys and values; 1: one latent for both
     windows: tuple[int, ...] = (0,)  # positions that each group's layers attend to; 0: all
+    num_state_groups: int = 0  # the last ones: their blocks hold states of recurrent layers
 
     @property
     def num_groups(self) -> int:
@@ -47,4 +49,5 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.bytes_per_block * self.num_groups // self.block_size
+        num_groups = self.num_groups - self.num_state_groups
+        return self.bytes_per_block * num_groups // self.block_size

@@ -19,6 +19,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from kvrelay.engine.model.states import NO_STATE, StateSpans
 from kvrelay.engine.step import ScheduledSeq, Step
 
 
@@ -34,6 +35,7 @@ class Limits:
     num_sinks: int = 0
     guard: bool = True  # before each step, block tables are also compared with each other
     group_windows: tuple[int, ...] = ()  # of each group of layers; (): one group, of `window`
+    num_state_groups: int = 0  # the last ones, of recurrent layers
 
     @property
     def num_groups(self) -> int:
@@ -76,6 +78,7 @@ class Batch:
     # `slots` [G, N] and `block_tables` [G, S, widest] of the layers in the G groups after the first
     more_slots: torch.Tensor | None = None
     more_tables: torch.Tensor | None = None
+    states: tuple[StateSpans, ...] = ()  # of each group of recurrent layers
 
     def slots_of(self, group: int) -> torch.Tensor:
         if group == 0:
@@ -135,6 +138,7 @@ class Batch:
             spans=tuple(spans),
             more_slots=torch.from_numpy(slots[1:]).to(device) if groups > 1 else None,
             more_tables=torch.from_numpy(tables[1:]).to(device) if groups > 1 else None,
+            states=_states_of(seqs, tables[groups - limits.num_state_groups :], size),
         )
 
     def sampled(self) -> Batch:
@@ -159,6 +163,34 @@ class Batch:
             more_slots=more_slots,
             more_tables=more_tables,
         )
+
+
+def _states_of(
+    seqs: Sequence[ScheduledSeq], tables: np.ndarray, size: int
+) -> tuple[StateSpans, ...]:
+    """Where the states of each group are; tables: [groups, S, widest]. A sequence's tokens are cut
+    at the ends of blocks, so that a full block has the state after its last token."""
+    rows: list[tuple[int, int]] = []
+    loads: list[tuple[int, int]] = []  # sequence and row of the table; row -1: nothing
+    stores: list[tuple[int, int]] = []
+    first = 0
+    for number, seq in enumerate(seqs if len(tables) else ()):
+        start, end = seq.start, seq.start + len(seq.tokens)
+        while start < end:
+            row = start // size
+            stop = min(end, (row + 1) * size)
+            rows.append((first, stop - start))
+            loads.append((number, (start - 1) // size))
+            stores.append((number, row))
+            first, start = first + stop - start, stop
+    return tuple(
+        StateSpans(
+            tuple(rows),
+            tuple(int(table[seq, row]) if row >= 0 else NO_STATE for seq, row in loads),
+            tuple(int(table[place]) for place in stores),
+        )
+        for table in tables
+    )
 
 
 def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:

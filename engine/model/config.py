@@ -10,17 +10,21 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 from kvrelay.engine.cache_dir import file_digest, version_of
-from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVSpec
 from kvrelay.engine.model.errors import ModelError
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
 QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+ATTENTION = "attention"
+GATED_DELTA_NET, KIMI_DELTA_ATTENTION = "gated_delta_net", "kimi_delta_attention"
+MAMBA2, SHORT_CONVOLUTION = "mamba2", "short_convolution"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -87,6 +91,7 @@ class Latent:
     rope_dim: int
     value_dim: int
     interleaved: bool = True  # rotated rows are stored in pairs (GPT-J style), and reordered
+    scale: float = 1.0  # multiplies latents before their norms, whose epsilon may be another
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +108,73 @@ class Experts:
     num_chosen_groups: int = 1
     has_bias: bool = False  # a correction that counts for the choice, not for the weight
     shared_size: int = 0  # intermediate size of the experts that every token passes; 0: none
+    shared_gate: bool = False  # sigmoid of a product with the token multiplies their output
     first_layer: int = 0
     has_biases: bool = False  # the router, and both projections of each expert
 
 
 GROUP_COST = 0.01  # of a block more per `block_size` tokens, in shares of all KV
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Layers that keep a state of each sequence, float32, in place of keys and values: the last
+    inputs of a convolution and, but for a short convolution alone, a matrix for each head."""
+
+    kind: str  # GATED_DELTA_NET, KIMI_DELTA_ATTENTION, MAMBA2 or SHORT_CONVOLUTION
+    conv_kernel: int
+    conv_channels: int
+    has_biases: bool = False  # the convolution and both projections
+    num_heads: int = 0  # those of values; 0: no matrices
+    num_key_heads: int = 0  # each is shared by consecutive heads of values
+    key_dim: int = 0  # a head's
+    value_dim: int = 0  # a head's
+    has_norm: bool = True  # outputs pass a norm and a gate; else the gate alone
+    scales: tuple[float, ...] = ()  # Mamba 2: the five parts of the first projection times these
+    beside_attention: bool = False  # a layer has both, and adds up what comes out
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns those of one sequence, by name."""
+        shapes: dict[str, tuple[int, ...]] = {"conv": (self.conv_kernel - 1, self.conv_channels)}
+        if self.num_heads:
+            shapes["memory"] = (self.num_heads, self.key_dim, self.value_dim)
+        return shapes
+
+    @property
+    def width(self) -> int:
+        """How many inputs the output projection has."""
+        return self.num_heads * self.value_dim or self.conv_channels
+
+    @property
+    def num_projected(self) -> int:
+        """How many outputs the first projection has."""
+        if self.kind == SHORT_CONVOLUTION:
+            return 3 * self.conv_channels
+        if self.kind == KIMI_DELTA_ATTENTION:
+            return self.conv_channels + 2 * self.value_dim + self.num_heads
+        numbers = 1 if self.kind == MAMBA2 else 2  # each head's
+        return self.conv_channels + self.width + numbers * self.num_heads
+
+    @property
+    def norm_width(self) -> int:
+        """How many outputs are normed together."""
+        return self.width // self.num_key_heads if self.kind == MAMBA2 else self.value_dim
+
+    @property
+    def num_float32(self) -> int:
+        """Counts parameters that are no matrices: of the convolution, decays and the norm."""
+        total = self.conv_kernel * self.conv_channels + self.num_heads
+        if self.kind == MAMBA2:
+            return total + self.num_heads + self.has_norm * self.width
+        return total + self.value_dim
+
+    def num_matrices(self, hidden_size: int) -> int:
+        """Counts the numbers in the projections of a layer."""
+        total = hidden_size * (self.num_projected + self.width)
+        if self.kind == KIMI_DELTA_ATTENTION:
+            total += 2 * self.value_dim * self.width
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +216,33 @@ class ModelConfig:
     query_growth_length: int = 0
     latent: Latent | None = None
     experts: Experts | None = None
+    output_gate: bool = False  # sigmoid(gate), a projection of its own, multiplies attention
+    recurrent: Recurrent | None = None
+    layer_kinds: tuple[str, ...] = ()  # for each layer ATTENTION or recurrent.kind; (): the first
+    weight_scales: tuple[tuple[str, float], ...] = ()  # matrices are multiplied as they are loaded
+
+    def kind(self, layer: int) -> str:
+        """Returns ATTENTION, or the kind of a recurrent layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else ATTENTION
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has keys and values; a recurrent one may, too."""
+        beside = self.recurrent is not None and self.recurrent.beside_attention
+        return beside or self.kind(layer) == ATTENTION
+
+    @property
+    def state_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """For each layer, the float32 tensors by name that a sequence's state has in it; {}: it is
+        not recurrent."""
+        if self.recurrent is None:
+            return ({},) * self.num_layers
+        shapes = self.recurrent.state_shapes
+        return tuple(shapes if kind == self.recurrent.kind else {} for kind in self.layer_kinds)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """A sequence's state in all recurrent layers together; 0: there are none."""
+        return sum(4 * prod(shape) for each in self.state_shapes for shape in each.values())
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -172,6 +266,11 @@ class ModelConfig:
         return self.norms_all_heads or self.query_growth != 0.0
 
     @property
+    def is_layerwise(self) -> bool:
+        """Whether a step runs layer by layer where it would run through all of them at once."""
+        return self.changes_queries or self.recurrent is not None
+
+    @property
     def torch_only(self) -> str:
         """What of it only the operations in torch compute; "": nothing."""
         if self.learned_sinks:
@@ -190,7 +289,7 @@ class ModelConfig:
         """Layers whose KV shares a block, with the window that they all have, in groups of one
         size; the last of each window may have fewer layers. First those that attend to most."""
         by_window: dict[int, list[int]] = {}
-        for layer in range(self.num_layers):
+        for layer in filter(self.attends, range(self.num_layers)):
             by_window.setdefault(self.window(layer), []).append(layer)
         counts = [len(layers) for layers in by_window.values()]
         # Room that is left empty, where it weighs most, and what a further block costs to handle.
@@ -207,23 +306,54 @@ class ModelConfig:
             for at in range(0, len(by_window[window]), size)
         )
 
-    def kv_places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer its group, and where it is in the group's blocks."""
-        groups = self.kv_groups()
-        places = {
+    def kv_places(self) -> dict[int, tuple[int, int]]:
+        """For each layer with keys and values its group, and where it is in the group's blocks."""
+        return {
             layer: (group, index)
-            for group, (_, layers) in enumerate(groups)
+            for group, (_, layers) in enumerate(self.kv_groups())
             for index, layer in enumerate(layers)
         }
-        return tuple(places[layer] for layer in range(self.num_layers))
 
-    def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
+    def attention_spec(self, block_size: int, dtype: str) -> KVSpec:
+        """The shape of KV, without states."""
         groups = self.kv_groups()
         planes = 2 if self.latent is None else 1
         layers = max(len(layers) for _, layers in groups)
         windows = tuple(window for window, _ in groups)
         shape = (layers, self.num_kv_heads, self.head_dim, block_size)
         return KVSpec(*shape, dtype, planes, windows)
+
+    def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
+        """Blocks have more tokens than `block_size` where they have to hold the state of a
+        recurrent layer. Such layers are in groups after the others, as many in a block as fit."""
+        spec = self.attention_spec(block_size, dtype)
+        state_bytes = self.bytes_per_layer_state
+        if not state_bytes:
+            return spec
+        size = block_size * -(-state_bytes // spec.bytes_per_block)
+        spec = replace(spec, block_size=size)
+        num_groups = -(-len(self.recurrent_layers) // (spec.bytes_per_block // state_bytes))
+        windows = (*spec.windows, *(STATE_WINDOW for _ in range(num_groups)))
+        return replace(spec, windows=windows, num_state_groups=num_groups)
+
+    @property
+    def recurrent_layers(self) -> list[int]:
+        return [layer for layer, shapes in enumerate(self.state_shapes) if shapes]
+
+    @property
+    def bytes_per_layer_state(self) -> int:
+        """A sequence's state in one recurrent layer; 0: there are none."""
+        return self.bytes_per_state // len(self.recurrent_layers) if self.bytes_per_state else 0
+
+    def state_places(self, spec: KVSpec) -> dict[int, tuple[int, int]]:
+        """For each recurrent layer its group of those that hold states, and the first float32 of
+        its state in the group's blocks."""
+        size = self.bytes_per_layer_state
+        in_block = spec.bytes_per_block // size if size else 1
+        return {
+            layer: (index // in_block, index % in_block * size // 4)
+            for index, layer in enumerate(self.recurrent_layers)
+        }
 
     def digest(
         self, path: Path, max_model_len: int | None = None, quantization: str = "none"
@@ -253,12 +383,12 @@ class ModelConfig:
         """Counts all matrices, tables and norms; biases are left out."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layers = self.num_layers * (self._attention_parameters + norms)
+        layers = self.num_layers * norms + self._mixer_parameters
         dense, expert = 3 * self.hidden_size * self.intermediate_size, self.experts
         if expert is None:
             return layers + self.num_layers * dense + tables + self.hidden_size
         width = expert.num_experts * expert.intermediate_size + expert.shared_size
-        sparse = self.hidden_size * (3 * width + expert.num_experts)
+        sparse = self.hidden_size * (3 * width + expert.num_experts + expert.shared_gate)
         num_sparse = self.num_layers - expert.first_layer
         layers += expert.first_layer * dense + num_sparse * sparse
         return layers + tables + self.hidden_size
@@ -274,13 +404,30 @@ class ModelConfig:
             total += num_sparse * self.hidden_size * self.experts.num_experts
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
-            total += self.num_layers * up
+            total += self._num_attending * up
+        if self.recurrent is not None:
+            total += self.layer_kinds.count(self.recurrent.kind) * self.recurrent.num_float32
         return total
+
+    @property
+    def _mixer_parameters(self) -> int:
+        """Counts those of all layers' attention, or of what they have in place of it."""
+        recurrent = self.recurrent
+        if recurrent is None:
+            return self.num_layers * self._attention_parameters
+        count = self.layer_kinds.count(recurrent.kind)
+        matrices = recurrent.num_matrices(self.hidden_size)
+        total = self._num_attending * self._attention_parameters
+        return total + count * (matrices + recurrent.num_float32)
+
+    @property
+    def _num_attending(self) -> int:
+        return sum(map(self.attends, range(self.num_layers)))
 
     @property
     def _attention_parameters(self) -> int:
         if (latent := self.latent) is None:
-            heads = 2 * self.num_heads + 2 * self.num_kv_heads
+            heads = (2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
             norms = 2 * self.head_dim if self.qk_norm else 0
             if self.norms_all_heads:
                 norms = (self.num_heads + self.num_kv_heads) * self.head_dim
@@ -317,6 +464,8 @@ def _depths(config: ModelConfig) -> list[int]:
         depths += [latent.q_rank or 0, config.num_heads * latent.value_dim]
     else:
         depths.append(config.num_heads * config.head_dim)
+    if config.recurrent is not None:
+        depths += [config.recurrent.width, config.recurrent.value_dim]
     return [depth for depth in depths if depth]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.config import SHORT_CONVOLUTION, ModelConfig
 from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     LatentWeights,
     LayerWeights,
+    RecurrentWeights,
     Weights,
 )
 
@@ -67,9 +69,15 @@ class Decoder:
                 q_norm, k_norm = self._change_queries(qkv, q_norm, k_norm)
             ops.rope_write(qkv, index, q_norm, k_norm)
             attended = ops.attention(qkv, index, attention.sinks)  # [N, num_heads * head_dim]
-        else:
+            if attention.gate is not None:
+                attended = ops.gate(attended, ops.linear(x, attention.gate))
+        elif isinstance(attention, LatentWeights):
             attended = self._attend_latents(x, attention, index)
+        else:
+            attended = self._recur(x, attention, index)
         self._add(hidden, attended, attention.out, layer.attention_out_norm)
+        if layer.beside is not None:
+            self._add(hidden, self._recur(x, layer.beside, index), layer.beside.out, None)
 
     def _growth_of(self, batch: Batch) -> torch.Tensor | None:
         c = self._config
@@ -101,6 +109,8 @@ class Decoder:
         ops, latent = self._ops, self._config.latent
         assert latent is not None
         compressed = ops.linear(x, layer.compress)  # [N, (q_rank) + rank + rope_dim]
+        if latent.scale != 1.0:
+            compressed[:, : (latent.q_rank or 0) + latent.rank] *= latent.scale
         kv = compressed[:, latent.q_rank or 0 :].contiguous()
         if layer.q_norm is not None:
             x = ops.rms_norm(compressed[:, : latent.q_rank].contiguous(), layer.q_norm)
@@ -118,12 +128,35 @@ class Decoder:
         attended = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), index)
         return ops.per_head(attended, layer.value_up).flatten(1)  # [N, num_heads * value_dim]
 
+    def _recur(self, x: torch.Tensor, layer: RecurrentWeights, index: int) -> torch.Tensor:
+        """What a recurrent layer has in place of attention: [N, in] of its output projection."""
+        ops, shape = self._ops, self._config.recurrent
+        assert shape is not None
+        rows = ops.linear(x, layer.project)
+        if shape.kind == SHORT_CONVOLUTION:
+            before, after, x = rows.chunk(3, dim=1)
+            return ops.convolve(before * x, layer, index, silu=False).mul_(after)
+        channels, numbers = shape.conv_channels, rows.shape[1] - shape.num_heads
+        qkv, decay = rows[:, :channels], rows[:, numbers:]
+        if layer.decay_up is None:
+            gate = rows[:, channels : channels + shape.width]
+            beta = rows[:, channels + shape.width :][:, : shape.num_heads]
+        else:
+            beta, (low_decay, low_gate) = decay, rows[:, channels:numbers].chunk(2, dim=1)
+            decay = ops.linear(low_decay, layer.decay_up)
+            gate = ops.linear(low_gate, layer.gate_up)
+        qkv = ops.convolve(qkv, layer, index, silu=True)
+        said = ops.delta_rule(DeltaRows(qkv, decay, beta), layer, index)
+        return ops.gated_norm(said, gate, layer.norm)
+
     def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:
         x = self._ops.rms_norm(hidden, layer.mlp_norm)
         if layer.experts is not None:
             self._ops.add_experts(hidden, x, layer.experts)
         if layer.mlp is not None:
             gated = self._ops.gated(x, layer.mlp.gate_up)
+            if layer.mlp.gate is not None:
+                gated = self._ops.gate(gated, self._ops.linear(x, layer.mlp.gate))
             self._add(hidden, gated, layer.mlp.down, layer.mlp_out_norm)
 
     def _add(

@@ -12,10 +12,19 @@ import math
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
-from kvrelay.engine.model.weights import ExpertsWeights
+from kvrelay.engine.model.config import (
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+)
+from kvrelay.engine.model.recurrence import DeltaRows, convolve, delta_inputs, delta_rule
+from kvrelay.engine.model.states import StatePool, StateSpans
+from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -50,6 +59,10 @@ class Ops(Protocol):
 
     def router(self, weight: torch.Tensor) -> Any:
         """Prepare a router [num_experts, hidden_size] for `add_experts`."""
+        ...
+
+    def use_states(self, pool: StatePool) -> None:
+        """Where recurrent layers keep states; before the first step of a model that has some."""
         ...
 
     def begin(self, batch: Batch) -> None: ...
@@ -146,6 +159,30 @@ class Ops(Protocol):
         chooses, by float32 logits; their weighted outputs are added to hidden."""
         ...
 
+    def convolve(
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
+    ) -> torch.Tensor:
+        """The causal convolution of each channel with the inputs before it, of the state and of
+        the step: x [N, channels], which may be columns of wider rows -> [N, channels]."""
+        ...
+
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
+        """The gated delta rule (Yang et al. 2024) or Mamba 2 (Dao and Gu 2024), token by token
+        -> [N, num_heads * value_dim]."""
+        ...
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x [N, width] times sigmoid(gate), [N, width] or [N, 1], in place."""
+        ...
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What a recurrent layer makes of its outputs x [N, width], which are overwritten: RMSNorm
+        of each `norm_width`, if there is a weight, times silu(gate); Mamba 2's gate comes first,
+        and that of Kimi delta attention is sigmoid(gate)."""
+        ...
+
 
 class TensorOps:
     """What sets have in common that keep weights as plain tensors of one device."""
@@ -191,6 +228,46 @@ class TensorOps:
 
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
+
+    def use_states(self, pool: StatePool) -> None:
+        self._states = pool
+
+    def convolve(
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
+    ) -> torch.Tensor:
+        states = self._states.view(layer, "conv")
+        out = convolve(x.float(), weights, states, self._spans(layer))
+        return (F.silu(out) if silu else out).to(x.dtype)
+
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
+        shape, states = self._config.recurrent, self._states.view(layer, "memory")
+        assert shape is not None
+        inputs = delta_inputs(rows, weights, shape.key_dim, shape.num_key_heads)
+        return delta_rule(inputs, states, self._spans(layer)).flatten(1).to(rows.qkv.dtype)
+
+    def _spans(self, layer: int) -> StateSpans:
+        assert self._batch is not None
+        assert self._batch.states, "a step of a model with recurrent layers has states"
+        return self._batch.states[self._states.group(layer)]
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x.mul_(gate.float().sigmoid())
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        shape = self._config.recurrent
+        assert shape is not None
+        is_sigmoid = shape.kind == KIMI_DELTA_ATTENTION
+        wide, opened = x.float(), gate.float()
+        opened = opened.sigmoid() if is_sigmoid else F.silu(opened)
+        if shape.kind == MAMBA2:
+            wide, opened = wide * opened, torch.ones(())
+        if weight is not None:
+            heads = wide.unflatten(1, (-1, shape.norm_width))
+            normed = F.rms_norm(heads, heads.shape[2:], None, self._config.rms_norm_eps)
+            wide = (normed * weight.view(-1, shape.norm_width)).flatten(1)
+        return (wide * opened).to(x.dtype)
 
     def _rope_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""

@@ -42,6 +42,7 @@ from kvrelay.engine.model.sampling.sampler import (
     read_prompts,
     sample,
 )
+from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
@@ -94,6 +95,9 @@ class ModelRunner:
         self._decode: CpuDecode | None = None
         with torch.inference_mode():
             own = self._ops(threads)
+            if places := self.config.state_places(self.kv_spec):
+                blocks = self.kv_pool.view(torch.uint8).view(len(self.kv_pool), -1)
+                own.use_states(StatePool(blocks, self.config.state_shapes, places))
             ops = own if member is None else member.ops(own, self.config)
             weights = load_weights(model_dir, self.config, ops, progress)
             self._decoder = Decoder(self.config, weights, ops)
@@ -111,10 +115,12 @@ class ModelRunner:
             make_real(self.kv_pool)
 
     def _limits_of(self, engine: EngineSection) -> Limits:
-        config, sizes = self.config, (engine.num_blocks, engine.block_size, self.max_model_len)
-        window, windows = (config.max_window, config.num_sinks), self.kv_spec.windows
+        config, spec = self.config, self.kv_spec
+        sizes = engine.num_blocks, spec.block_size, self.max_model_len
+        window, windows = (config.max_window, config.num_sinks), spec.windows
         groups = windows if len(windows) > 1 else ()
-        return Limits(*sizes, config.vocab_size, *window, engine.guard, groups)
+        num_states = spec.num_state_groups
+        return Limits(*sizes, config.vocab_size, *window, engine.guard, groups, num_states)
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:

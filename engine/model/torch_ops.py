@@ -50,7 +50,7 @@ class TorchOps(TensorOps):
         [num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head] in float8_e4m3."""
         super().__init__(config, dtype, max_positions, pool.device)
         self._is_fp8 = pool.dtype == torch.uint8
-        self._num_groups = 1 + max(group for group, _ in self._places)
+        self._num_groups = 1 + max(group for group, _ in self._places.values())
         self.use_pool(pool)
         self._quantization = quantization
         self._sinks: torch.Tensor | None = None  # the layer's learned ones, while it attends

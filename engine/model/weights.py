@@ -20,6 +20,7 @@ class AttentionWeights:
     k_norm: torch.Tensor | None
     out: Any
     sinks: torch.Tensor | None = None  # [num_heads] float32: scores that no key has
+    gate: Any = None  # rows of all heads; None: attention is not gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,31 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """A recurrent layer. What `project` gives is, in this order, of a short convolution: the gate
+    of its inputs, the gate of its outputs, inputs; of a gated delta net: queries, keys and values,
+    the gate of the outputs, and of each head how much it learns and how much it forgets; of Mamba 2
+    the same, but that one number of each head says both; of Kimi delta attention queries, keys and
+    values, what `decay_up` and `gate_up` make the decay of each key and the gate from, and of each
+    head how much it learns."""
+
+    project: Any
+    conv: torch.Tensor  # [kernel, channels] float32, the oldest input's first
+    conv_bias: torch.Tensor | None
+    out: Any
+    rate: torch.Tensor | None = None  # [num_heads]: the logarithm of what is kept is a multiple
+    decay_bias: torch.Tensor | None = None  # [num_heads], or [num_heads * key_dim]
+    norm: torch.Tensor | None = None  # [value_dim], or of all outputs
+    skip: torch.Tensor | None = None  # [num_heads], of Mamba 2: this times the value is added
+    decay_up: Any = None
+    gate_up: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class MLPWeights:
     gate_up: Any
     down: Any
+    gate: Any = None  # one row, of what multiplies the output; None: nothing does
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +80,13 @@ class LayerWeights:
     then every token passes the MLP, too."""
 
     input_norm: torch.Tensor
-    attention: AttentionWeights | LatentWeights
+    attention: AttentionWeights | LatentWeights | RecurrentWeights
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp: MLPWeights | None
     experts: ExpertsWeights | None
     mlp_out_norm: torch.Tensor | None
+    beside: RecurrentWeights | None = None  # its output is added to that of the attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,6 +335,9 @@ class Scheduler:
                 continue
             if index in done.waiting:
                 continue
+            if done.error is not None and self.config.has_states:
+                # What the step has left of the state of its last token is unknown.
+                seq.num_computed = windows.tokens(seq.num_sealed)
             if done.error is None:
                 sampled = done.sampled[index]
                 seq.num_computed = share.start + len(share.tokens)

@@ -17,7 +17,7 @@ from kvrelay.engine.stats import Role
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agent import CopyBlocks
 from tests.engine.model.runners import model_runner
-from tests.engine.model.tiny import make_checkpoint, tokens_of
+from tests.engine.model.tiny import HYBRID, make_checkpoint, tokens_of
 from tests.local.test_local import GREEDY, REMOTE
 from tests.local.test_local_tiers import assert_clean, counted, load_all, settle
 from tests.support.local import LocalCluster
@@ -31,18 +31,18 @@ def engine_of(**changes: Any) -> EngineSection:
     return EngineSection(**{"num_blocks": 256, "max_num_batched_tokens": 64, **changes})
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gemma2", "gpt-oss"])
+@pytest.fixture(scope="module", params=["gemma3", "gemma2", "gpt-oss", *HYBRID])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     make_checkpoint(request.param, path)
-    assert len(read_config(path).kv_groups()) > 1
+    assert read_config(path).kv_spec(16, "float32").num_groups > 1
     return path
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
     """From a runner that keeps every block of every group."""
-    blocks = list(range(11 * len(read_config(model).kv_groups())))
+    blocks = list(range(11 * read_config(model).kv_spec(16, "float32").num_groups))
     runner = model_runner(model, dtype="float32", device="cpu", num_blocks=len(blocks))
     answers = []
     for prompt in PROMPTS:
@@ -85,7 +85,7 @@ def test_two_pools_answer_as_one_and_damage_on_the_way_is_noticed(
         assert_clean(cluster)
     assert (len(corrupted), totals.handoffs) == (1, len(PROMPTS))
     each = sum(windows.keeps(i, LENGTH) for i in range(windows.entries(LENGTH)))
-    assert each < windows.entries(LENGTH)
+    assert each < windows.entries(LENGTH) or windows.block_size > LENGTH // 2
     # The first one may be given up before all of it has come.
     assert each * (len(PROMPTS) - 1) < sum(moved) <= each * len(PROMPTS)
 
@@ -113,13 +113,13 @@ def test_kv_comes_back_from_host_memory_and_from_disk_after_a_restart(
         for prompt, answer in zip(PROMPTS, expected, strict=True):
             (turn,) = cluster.generate([[*prompt, *answer[:11]]], turns)
             assert turn.tokens[0] == answer[11]
-            assert turn.num_cached_tokens >= LENGTH // 16 * 16
+            assert turn.num_cached_tokens >= windows.tokens(windows.full(LENGTH))
         assert_clean(cluster)
 
 
-def test_ranks_hand_over_to_one_worker(
-    model: Path, expected: list[list[int]], request: pytest.FixtureRequest
-) -> None:
+def test_ranks_hand_over_to_one_worker(model: Path, expected: list[list[int]]) -> None:
+    if read_config(model).recurrent is not None:
+        pytest.skip("recurrent layers are not divided among ranks")
     sizes = {Role.PREFILL: 2, Role.DECODE: 1}
     engines = {role: engine_of(tensor_parallel_size=size) for role, size in sizes.items()}
     with LocalCluster(model, engines=engines, router=REMOTE) as cluster:

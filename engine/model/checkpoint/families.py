@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.model.checkpoint import hybrid
 from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
@@ -27,6 +28,7 @@ GEMMA3_DEFAULTS: Raw = {  # files of the multimodal models leave these out
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
+KIMI_LATENT_EPS = 1e-6  # Kimi-Linear's norms of latents have it; no file states it
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -329,7 +331,7 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
     )
 
 
-def _qwen3_moe(raw: Raw) -> ModelConfig:
+def _qwen_experts(raw: Raw, **changes: Any) -> Experts:
     dense = sorted(raw.get("mlp_only_layers") or [])
     if dense != list(range(len(dense))) or raw.get("decoder_sparse_step", 1) != 1:
         raise ModelError(
@@ -342,9 +344,43 @@ def _qwen3_moe(raw: Raw) -> ModelConfig:
         intermediate_size=count(raw, "moe_intermediate_size", 768),
         normalize=bool(raw.get("norm_topk_prob", False)),
         first_layer=len(dense),
+        **changes,
     )
+    return _checked(experts)
+
+
+def _qwen3_moe(raw: Raw) -> ModelConfig:
     windows = windows_of(raw, optional_window(raw), every_layer)
-    return base(raw, qk_norm=True, windows=windows, experts=_checked(experts), **biases(raw))
+    return base(raw, qk_norm=True, windows=windows, experts=_qwen_experts(raw), **biases(raw))
+
+
+def _qwen3_5(raw: Raw, experts: Experts | None = None) -> ModelConfig:
+    refuse(raw, "attention_bias")
+    raw = {"head_dim": 256, "partial_rotary_factor": 0.25, **raw}
+    return base(raw, experts=experts, **hybrid.qwen3_next(raw))
+
+
+def _qwen3_next(raw: Raw) -> ModelConfig:
+    raw = {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10, **raw}
+    return _qwen3_5_moe({"intermediate_size": 5632, **raw})
+
+
+def _qwen3_5_moe(raw: Raw) -> ModelConfig:
+    sizes = {"num_experts": 256, "moe_intermediate_size": 512, "intermediate_size": 512}
+    raw = {"norm_topk_prob": True, "shared_expert_intermediate_size": 512, **sizes, **raw}
+    shared = count(raw, "shared_expert_intermediate_size")
+    return _qwen3_5(raw, _qwen_experts(raw, shared_size=shared, shared_gate=True))
+
+
+def _falcon_h1(raw: Raw) -> ModelConfig:
+    return base({"rms_norm_eps": 1e-5, **raw}, **hybrid.falcon_h1(raw))
+
+
+def _lfm2(raw: Raw) -> ModelConfig:
+    raw = {"rms_norm_eps": raw.get("norm_eps", 1e-5), **raw}
+    changes = hybrid.lfm2(raw)
+    ropes = (read_rope(raw, head_dim_of(raw), 1e6),)
+    return base({**raw, "intermediate_size": changes["intermediate_size"]}, ropes=ropes, **changes)
 
 
 def _deepseek(raw: Raw, experts: Experts, interleaved: bool) -> ModelConfig:
@@ -436,15 +472,31 @@ def _glm4_moe(raw: Raw) -> ModelConfig:
     )
 
 
-def _glm4_moe_lite(raw: Raw) -> ModelConfig:
-    kinds = raw.get("mlp_layer_types") or ["dense"]
+def _first_sparse(kinds: list[str]) -> int:
     dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
     if "dense" in kinds[dense:]:
         raise ModelError("config.json: mlp_layer_types with dense layers after sparse ones")
+    return dense
+
+
+def _glm4_moe_lite(raw: Raw) -> ModelConfig:
+    dense = _first_sparse(raw.get("mlp_layer_types") or ["dense"])
     defaults = {"rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192}
     raw = {**defaults, "v_head_dim": 256, "n_shared_experts": 1, **raw}
     experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
     return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
+
+
+def _kimi_linear(raw: Raw) -> ModelConfig:
+    raw, changes = hybrid.kimi_linear(raw)
+    dense = raw.get("first_k_dense_replace", 1)
+    if kinds := raw.get("mlp_layer_types"):
+        dense = _first_sparse(kinds)
+    experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
+    config = _deepseek(raw, experts, interleaved=False)
+    assert config.latent is not None
+    scale = math.sqrt(config.rms_norm_eps / KIMI_LATENT_EPS)
+    return replace(config, latent=replace(config.latent, scale=scale), **changes)
 
 
 def _mistral4(raw: Raw) -> ModelConfig:
@@ -506,11 +558,19 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "GptOssForCausalLM": _gpt_oss,
     "KimiK25ForConditionalGeneration": _text_of,
+    "KimiLinearForCausalLM": _kimi_linear,
     "Kimi_K25ForConditionalGeneration": _text_of,
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,
     "Mistral3ForConditionalGeneration": _text_of,
     "Mistral4ForCausalLM": _mistral4,
+    "FalconH1ForCausalLM": _falcon_h1,
+    "Lfm2ForCausalLM": _lfm2,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _text_of,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _text_of,
     "SeedOssForCausalLM": _seed_oss,
 }
 TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
@@ -520,6 +580,8 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "ministral3": _ministral3,
     "mistral": _mistral,
     "mistral4": _mistral4,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }
 """The language model within another, by the `model_type` of its text_config."""
 TEXT_KINDS = {  # where text_config states none
@@ -527,4 +589,6 @@ TEXT_KINDS = {  # where text_config states none
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }

@@ -12,7 +12,7 @@ and GPTQ; OCP's Microscaling formats (MX) 1.0 for FP4 (E2M1) and powers of two a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvrelay.engine.model.checkpoint.quantized_config import (
     float_type,
     quantization_of,
 )
+from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES, recurrent_weights
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
@@ -36,6 +37,7 @@ from kvrelay.engine.model.weights import (
     LatentWeights,
     LayerWeights,
     MLPWeights,
+    RecurrentWeights,
     Weights,
 )
 
@@ -312,17 +314,19 @@ def load_weights(
         names = ("lm_head.weight", "language_model.lm_head.weight")
         name = next((name for name in names if checkpoint.has(name)), names[0])
         head = checkpoint.get(name, config.vocab_size, config.hidden_size)
+    last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
+    scale = dict(config.weight_scales).get("lm_head", 1.0)
     layers = []
     for index in range(config.num_layers):
-        layers.append(_Layer(checkpoint, config, ops, root, index).load())
+        layers.append(_Layer(checkpoint, config, ops, root, index, MODULE_NAMES[last]).load())
         if index % 8 == 7:
             progress(f"loading weights: layer {index + 1} of {config.num_layers}")
-    norm = checkpoint.get(root + "norm.weight", config.hidden_size)
+    norm = checkpoint.get(f"{root}{last}.weight", config.hidden_size)
     return Weights(
         table=ops.table(table),
         layers=tuple(layers),
         norm=_norm(norm, config, ops),
-        head=ops.matrix(head, None, "logits"),
+        head=ops.matrix(head if scale == 1.0 else head * scale, None, "logits"),
     )
 
 
@@ -334,12 +338,19 @@ class _Layer:
     """The tensors of one layer, by their names within it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, root: str, index: int
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        ops: Ops,
+        root: str,
+        index: int,
+        names: Mapping[str, str],
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._ops = ops
         self._index = index
+        self._names, self._scales = names, dict(config.weight_scales)
         self._prefix = f"{root}layers.{index}."
 
     def load(self) -> LayerWeights:
@@ -350,7 +361,8 @@ class _Layer:
         else:
             assert experts is not None
             has = experts.shared_size
-            mlp = self._mlp("mlp.shared_experts.", has, "shared_") if has else None
+            name = "mlp.shared_expert." if experts.shared_gate else "mlp.shared_experts."
+            mlp = self._mlp(name, has, "shared_") if has else None
         attention_out = mlp_out = None
         before_mlp = "post_attention_layernorm"
         if c.sandwich_norms:
@@ -359,16 +371,33 @@ class _Layer:
             mlp_out = self._norm("post_feedforward_layernorm", c.hidden_size)
         return LayerWeights(
             input_norm=self._norm("input_layernorm", c.hidden_size),
-            attention=self._attention() if c.latent is None else self._latent(c.latent),
+            attention=self._mixer(),
             attention_out_norm=attention_out,
             mlp_norm=self._norm(before_mlp, c.hidden_size),
             mlp=mlp,
             experts=self._experts() if is_sparse else None,
             mlp_out_norm=mlp_out,
+            beside=self._recurrent() if c.recurrent and c.recurrent.beside_attention else None,
         )
 
+    def _mixer(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
+        """What mixes tokens in this layer."""
+        c = self._config
+        if not c.attends(self._index):
+            return self._recurrent()
+        return self._attention() if c.latent is None else self._latent(c.latent)
+
+    def _recurrent(self) -> RecurrentWeights:
+        return recurrent_weights(self._get, self._has, self._config, self._ops)
+
+    def _has(self, name: str) -> bool:
+        return self._checkpoint.has(self._prefix + name)
+
     def _get(self, name: str, *shape: int) -> torch.Tensor:
-        return self._checkpoint.get(self._prefix + name, *shape)
+        module, dot, end = name.rpartition(".")
+        name = self._names.get(module, module) + dot + end
+        tensor = self._checkpoint.get(self._prefix + name, *shape)
+        return tensor * self._scales[module] if module in self._scales else tensor
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
         return _norm(self._get(name + ".weight", width), self._config, self._ops)
@@ -381,12 +410,19 @@ class _Layer:
         return torch.cat([self._get(name + ".weight", rows, width) for name, rows in parts])
 
     def _mlp(self, prefix: str, width: int, role: str) -> MLPWeights:
+        other = prefix.replace("mlp.", "block_sparse_moe.")  # as Kimi-Linear has them
+        prefix = other if self._has(other + "down_proj.weight") else prefix
         parts = ((prefix + "gate_proj", width), (prefix + "up_proj", width))
         gate_up = self._stacked(prefix + "gate_up_proj", parts)
         down = self._get(prefix + "down_proj.weight", self._config.hidden_size, width)
+        gate, experts = None, self._config.experts
+        if role and experts is not None and experts.shared_gate:
+            row = self._get("mlp.shared_expert_gate.weight", 1, self._config.hidden_size)
+            gate = self._ops.matrix(row, None, "shared_gate")
         return MLPWeights(
             gate_up=self._ops.gated_matrix(gate_up, role + "gate_up"),
             down=self._ops.matrix(down, None, role + "down"),
+            gate=gate,
         )
 
     def _attention(self) -> AttentionWeights:
@@ -399,7 +435,14 @@ class _Layer:
             qkv_bias = torch.cat([self._get(f"{name}.bias", rows) for name, rows in parts])
         if c.output_bias:
             out_bias = self._get("self_attn.o_proj.bias", c.hidden_size)
-        qkv = self._stacked("self_attn.qkv_proj", parts)
+        gate = None
+        if c.output_gate:  # head by head, query and gate by turns
+            rows = self._get("self_attn.q_proj.weight", 2 * queries, c.hidden_size)
+            both = rows.view(c.num_heads, 2, c.head_dim, -1).transpose(0, 1).flatten(1, 2)
+            others = [self._get(f"{n}.weight", size, c.hidden_size) for n, size in parts[1:]]
+            qkv, gate = torch.cat((both[0], *others)), self._ops.matrix(both[1], None, "open")
+        else:
+            qkv = self._stacked("self_attn.qkv_proj", parts)
         out = self._get("self_attn.o_proj.weight", c.hidden_size, queries)
         q_width, k_width = (queries, keys) if c.norms_all_heads else (c.head_dim, c.head_dim)
         return AttentionWeights(
@@ -410,6 +453,7 @@ class _Layer:
             sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads))
             if c.learned_sinks
             else None,
+            gate=gate,
         )
 
     def _latent(self, latent: Latent) -> LatentWeights:
@@ -446,7 +490,8 @@ class _Layer:
         bias_name = "gate.e_score_correction_bias"
         if self._checkpoint.has(self._prefix + "block_sparse_moe.gate.weight"):
             prefix, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
-            bias_name = "e_score_correction_bias"
+            if not self._has(prefix + bias_name):
+                bias_name = "e_score_correction_bias"
         number, width = experts.num_experts, experts.intermediate_size
         router = self._get(prefix + "gate.weight", number, c.hidden_size)
         bias = None

@@ -85,8 +85,8 @@ class CpuAttention:
         self._ropes: dict[tuple[int, int], Any] = {}  # by group and rope
         self._attentions: dict[tuple[int, int, int], Any] = {}  # by group, window and rope
         # Which of them each layer has, and where it is in a block.
-        self._layers: list[tuple[tuple[int, int], tuple[int, int, int], int]] = []
-        for layer, (group_of_layer, place) in enumerate(c.kv_places()):
+        self._layers: dict[int, tuple[tuple[int, int], tuple[int, int, int], int]] = {}
+        for layer, (group_of_layer, place) in c.kv_places().items():
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window(layer)
             turn = self._rotation(c, index)
             if pool.dtype == torch.uint8 and latent is None:
@@ -100,7 +100,7 @@ class CpuAttention:
                 key,
                 _Attention(window=window, num_sinks=c.num_sinks, **turn, **attention, **shared),
             )
-            self._layers.append((key[::2], key, place))
+            self._layers[layer] = key[::2], key, place
         self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
         self._alive: Batch | None = None
 

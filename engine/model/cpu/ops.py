@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvrelay.engine.model.batch import Batch, Limits
-from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.config import KIMI_DELTA_ATTENTION, MAMBA2, ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
@@ -27,9 +27,12 @@ from kvrelay.engine.model.cpu.linear import (
     fastest_kind,
     owned,
 )
+from kvrelay.engine.model.cpu.recurrent import CpuRecurrent
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.ops import split_queries_and_keys
-from kvrelay.engine.model.weights import ExpertsWeights, Weights
+from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights, Weights
 
 
 class CpuOps:
@@ -69,6 +72,7 @@ class CpuOps:
             low_precision,
             ACTIVATIONS[config.activation],
         )
+        self._recurrent: CpuRecurrent | None = None
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
@@ -90,19 +94,24 @@ class CpuOps:
     def router(self, weight: torch.Tensor) -> Matrix:
         return self._linear.exact(weight, "router")
 
+    def use_states(self, pool: StatePool) -> None:
+        self._recurrent = CpuRecurrent(self._config, pool, self._lib, self._threads, self._buffer)
+
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
+        if self._recurrent is not None:
+            self._recurrent.begin(batch)
 
     def run_layers(
         self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch
     ) -> torch.Tensor | None:
-        if self._config.changes_queries:
+        if self._config.is_layerwise:
             return None
         return self._step.run(hidden, layers, batch)
 
     def decode(self, weights: Weights, limits: Limits) -> CpuDecode | None:
         """What runs decodes without the calls below; None: it does not know this model."""
-        if self._config.changes_queries:
+        if self._config.is_layerwise:
             return None
         attention = self._attention.for_decodes()
         return CpuDecode(
@@ -173,6 +182,48 @@ class CpuOps:
             self._threads,
         )
         return out
+
+    def convolve(
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
+    ) -> torch.Tensor:
+        assert self._recurrent is not None
+        return self._recurrent.convolve(x, weights, layer, silu)
+
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
+        assert self._recurrent is not None
+        return self._recurrent.delta_rule(rows, weights, layer)
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self._gate(x, gate, None, x.shape[1])
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        shape = self._config.recurrent
+        assert shape is not None
+        silu, first = shape.kind != KIMI_DELTA_ATTENTION, shape.kind == MAMBA2
+        return self._gate(x, gate, weight, shape.norm_width, silu, first)
+
+    def _gate(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor | None,
+        width: int,
+        silu: bool = False,
+        gate_first: bool = False,
+    ) -> torch.Tensor:
+        assert x.is_contiguous()
+        assert gate.stride(1) == 1
+        at, step = None, 0
+        if weight is not None:
+            at, step = weight.data_ptr(), 0 if len(weight) == width else width
+        self._lib.kvr_gate(
+            *(x.data_ptr(), gate.data_ptr(), gate.stride(0), gate.shape[1], at, step),
+            *(len(x), x.shape[1] // width, width, self._config.rms_norm_eps),
+            *(silu, gate_first, self._threads),
+        )
+        return x
 
     def queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return split_queries_and_keys(qkv, self._config)

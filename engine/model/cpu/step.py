@@ -158,6 +158,7 @@ def described(
             matrices["qkv"] = weights.qkv
             norms |= {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
         else:
+            assert isinstance(weights, LatentWeights)
             to.latent = _described_latent(weights, config)
         if layer.mlp is not None:
             matrices |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}

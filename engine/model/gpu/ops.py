@@ -263,6 +263,8 @@ def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantiza
         raise KernelsUnavailable("model.quantization = fp8 needs model.dtype = bfloat16")
     if config.torch_only:
         raise KernelsUnavailable(f"{config.torch_only} are not handled")
+    if config.recurrent is not None:
+        raise KernelsUnavailable(f"recurrent layers ({config.recurrent.kind}) are not handled")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
     if config.latent is not None and any(config.windows):

@@ -30,7 +30,7 @@ def stage(batch: Batch, device: torch.device) -> Batch:
     """`batch`, made on the host, on `device`."""
     named = ((field.name, getattr(batch, field.name)) for field in fields(batch))
     arrays = {name: each.numpy() for name, each in named if isinstance(each, torch.Tensor)}
-    return Batch(spans=batch.spans, **stage_arrays(arrays, device))
+    return Batch(spans=batch.spans, states=batch.states, **stage_arrays(arrays, device))
 
 
 def stage_arrays(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:

@@ -75,6 +75,8 @@ def check_divides(
 
 def _indivisible(model: ModelConfig, size: int) -> str:
     """What `size` does not divide; "" if there is nothing."""
+    if model.recurrent is not None and size > 1:
+        return f"recurrent layers ({model.recurrent.kind})"
     counts = {
         "attention heads": model.num_heads,
         "intermediate_size": model.intermediate_size,

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,14 @@ from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.linear import AMX, BF16_PAIRS, FP16, INT16
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.states import NO_STATE, StatePool, StateSpans
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 
 torch.set_num_threads(1)  # threads cost more than they bring at these sizes
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 131, 16, 64, 512
+NUM_SLOTS = 8  # states
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 SHAPE = {
     "vocab_size": VOCAB,
@@ -97,7 +100,70 @@ GROWTH = rope(
     llama_4_scaling_beta=0.1,
     original_max_position_embeddings=16,
 )
+DELTA = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,  # not a whole number of vectors
+    "linear_value_head_dim": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+SPARSE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+MAMBA = {
+    "mamba_d_ssm": 160,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 40,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_norm_before_gate": False,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 1.3, 0.7, 0.8],
+    "mlp_multipliers": [1.2, 0.6],
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.9,
+}
+HYBRID = {  # families with recurrent layers
+    "falcon-h1": (transformers.FalconH1Config, MAMBA),
+    "falcon-h1-norm": (transformers.FalconH1Config, {**MAMBA, "mamba_rms_norm": True}),
+    "kimi-linear": (
+        transformers.KimiLinearConfig,
+        {
+            **{key: value for key, value in LATENT.items() if "experts" not in key},
+            "num_experts": 8,
+            "num_experts_per_token": 3,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-2,  # not that of the latents' norms
+            "linear_head_dim": 40,
+            "linear_num_heads": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "lfm2-bias": (
+        transformers.Lfm2Config,
+        {"block_multiple_of": 32, "full_attn_idxs": [2], "conv_bias": True, "conv_L_cache": 4},
+    ),
+    "qwen3-next": (transformers.Qwen3NextConfig, {**DELTA, **SPARSE}),
+    "qwen3.5": (transformers.Qwen3_5TextConfig, DELTA),
+    "qwen3.5-part": (transformers.Qwen3_5Config, DELTA),
+    "qwen3.5-moe": (transformers.Qwen3_5MoeTextConfig, {**DELTA, **SPARSE}),
+}
 FAMILIES = {
+    **HYBRID,
     "llama": (transformers.LlamaConfig, {}),
     "llama3": (transformers.LlamaConfig, LLAMA3),
     "linear": (
@@ -190,6 +256,7 @@ PARTS = {  # models of which the language model is a part, and what its config.j
         transformers.Mistral3ForConditionalGeneration,
         {"model_type": "ministral3"},
     ),
+    transformers.Qwen3_5Config: (transformers.Qwen3_5ForConditionalGeneration, {}),
 }
 
 
@@ -231,6 +298,10 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")) or "norm" in name:  # not all zeros or ones
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if name.endswith("dt_bias"):  # small steps, else memories hold next to nothing
+                parameter.sub_(4.0)
+            if "conv1d" in name:
+                parameter.copy_(torch.randn_like(parameter))
             if name.endswith("gate.weight") or "experts." in name:  # nor all alike
                 parameter.copy_(torch.randn_like(parameter) * SHAPE["initializer_range"])
         for name, buffer in model.named_buffers():
@@ -259,7 +330,7 @@ def low_precision_kind(name: str) -> int:
 
 def make_pool(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
     """Not zeroed: what a sequence has not written must not matter."""
-    spec = config.kv_spec(BLOCK_SIZE, "float32")
+    spec = config.attention_spec(BLOCK_SIZE, "float32")
     heads = (NUM_BLOCKS, spec.num_layers, spec.num_planes, config.num_kv_heads)
     if dtype == torch.uint8:
         return torch.randint(0, 120, (*heads, BLOCK_SIZE * (config.head_dim + 1))).to(dtype)
@@ -306,11 +377,22 @@ class Driver:
         self._free = torch.randperm(NUM_BLOCKS, generator=order).tolist()
         self._blocks: dict[str, list[int]] = {}
         self._start: dict[str, int] = {}
-        self._windows = self.config.kv_spec(BLOCK_SIZE, "float32").windows
+        self._windows = self.config.attention_spec(BLOCK_SIZE, "float32").windows
+        self.states: dict[str, int] = {}  # slot of each sequence
+        if size := self.config.bytes_per_state:
+            slots = torch.full((NUM_SLOTS, size // 4), torch.nan).view(torch.uint8)
+            self.state_pool = StatePool(slots, self.config.state_shapes)
+            made.use_states(self.state_pool)
 
-    def feed(self, *parts: tuple[str, list[int]], mute: tuple[str, ...] = ()) -> torch.Tensor:
+    def feed(
+        self,
+        *parts: tuple[str, list[int]],
+        mute: tuple[str, ...] = (),
+        states: StateSpans | None = None,
+    ) -> torch.Tensor:
         """One step over (name, next tokens) pairs: logits after each that is not in `mute`,
-        [R, VOCAB]."""
+        [R, VOCAB]. states: by default each sequence has a slot of its own."""
+        states = states or self._spans(parts)
         seqs, groups = [], len(self._windows)
         for name, tokens in parts:
             blocks = self._blocks.setdefault(name, [])
@@ -329,8 +411,20 @@ class Driver:
             group_windows=self._windows,
         )
         batch = Batch.from_step(Step(0, seqs), limits, torch.device("cpu"))
+        batch = replace(batch, states=(states,) if states else ())
         with torch.inference_mode():
             return self._decoder.forward(batch).clone()
+
+    def _spans(self, parts: tuple[tuple[str, list[int]], ...]) -> StateSpans | None:
+        if not self.config.bytes_per_state:
+            return None
+        rows, load, store, first = [], [], [], 0
+        for name, tokens in parts:
+            rows.append((first, len(tokens)))
+            first += len(tokens)
+            load.append(self.states.get(name, NO_STATE))
+            store.append(self.states.setdefault(name, len(self.states)))
+        return StateSpans(tuple(rows), tuple(load), tuple(store))
 
     def give_back(self, name: str, first: int, end: int) -> None:
         """Entries [first, end) of its block table; whoever reads those blocks now finds NaN."""

@@ -133,7 +133,17 @@ def test_digests_differ_with_the_weights_only(tmp_path):
 
 
 def test_weights_bytes_bound_the_parameters(tmp_path):
-    for family in ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "deepseek2", "deepseek3"):
+    hybrids = ("lfm2", "qwen3-next", "qwen3.5", "falcon-h1-norm")
+    for family in (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "mixtral",
+        "deepseek2",
+        "deepseek3",
+        *hybrids,
+    ):
         model = make_checkpoint(family, tmp_path)
         config = read_config(tmp_path)
         counted = {p.data_ptr(): p.numel() for n, p in model.named_parameters() if "bias" not in n}
@@ -196,7 +206,7 @@ def test_layers_share_blocks_with_those_of_their_window(tmp_path, num_layers, wh
     assert [shown for shown, _ in groups] == [*spec.windows]
     assert spec.num_layers == max(len(layers) for _, layers in groups) == size
     places = config.kv_places()
-    assert len({*places}) == num_layers
-    assert all(index < size for _, index in places)
+    assert len({*places.values()}) == len(places) == num_layers
+    assert all(index < size for _, index in places.values())
     empty = spec.num_layers * spec.num_groups - num_layers
     assert empty <= num_layers / 10

@@ -30,6 +30,50 @@ typedef struct {
     int32_t sigmoid, normalize;    /* scores: sigmoid, not softmax; weights: made to sum to one */
 } Experts;
 
+/* The states that a step loads and stores. Segments of rows, four numbers each: first row, rows, the
+ * slot to load (-1: zeros) and the slot to store. A sequence has those from its entry in `chains` to
+ * the next one's; all but the first go on where the one before ended. */
+typedef struct {
+    const int64_t *segments, *chains; /* [.., 4], [count + 1] */
+    int64_t count, stride;            /* sequences; floats from a slot to the next */
+} States;
+
+enum { MAX_KERNEL = 8 };
+
+/* A causal convolution of each channel. A slot has the last kernel - 1 inputs, [.., channels]. */
+typedef struct {
+    const float *x;            /* rows are `x_stride` apart */
+    const float *weight, *bias; /* [kernel, channels], the oldest input's first; [channels] or NULL */
+    float *y;                  /* [rows, channels] */
+    int64_t x_stride, channels, kernel, silu;
+} Convolution;
+
+/* A memory [key_dim, value_dim] of each head, which a slot has one after the other. By the gated delta
+ * rule keys and queries are made as long as one and key_dim ** -0.5, and a correction is scaled by
+ * sigmoid(beta). With `skip`, by Mamba 2, the value is scaled by softplus(decay + decay_bias), and
+ * skip * value added to the output. */
+typedef struct {
+    const float *qkv;         /* queries and keys of num_key_heads, values of num_heads */
+    const float *decay, *beta; /* of each head, [decay_width] (key_dim, or 1), and [1] */
+    const float *rate;        /* [num_heads]: decays are exp(rate * softplus(decay + decay_bias)) */
+    const float *decay_bias;  /* [num_heads, decay_width] */
+    const float *skip;        /* [num_heads], or NULL */
+    float *y;                 /* [rows, num_heads, value_dim] */
+    int64_t qkv_stride, decay_stride, beta_stride, decay_width;
+    int64_t num_heads, num_key_heads, key_dim, value_dim;
+} DeltaRule;
+
+/* state: of slot 0, in this layer. */
+void kvr_convolve(const States *states, const Convolution *conv, float *state, int threads);
+void kvr_delta_rule(const States *states, const DeltaRule *rule, float *state, int threads);
+
+/* x [rows, heads, width] *= sigmoid(gate), or gate * sigmoid(gate), after RMSNorm of each head, or
+ * before it, where a weight is given: [width], `weight_step` apart. Rows of the gate, [heads * width] or
+ * [1], are `stride` apart. */
+void kvr_gate(float *x, const float *gate, int64_t stride, int64_t gate_width, const float *weight,
+              int64_t weight_step, int64_t rows, int64_t heads, int64_t width, float eps, int silu,
+              int gate_first, int threads);
+
 /* hidden[tokens, width] = rows of a bfloat16 or float32 table. */
 void kvr_embed(const void *table, int bf16, const int64_t *tokens, int64_t count, int64_t width,
                float *hidden);

@@ -1,0 +1,251 @@
+"""config.json of families with recurrent layers, in the spelling of the files that are published,
+cut to a few layers."""
+
+import json
+
+import pytest
+
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import (
+    ATTENTION,
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+    Experts,
+    ModelConfig,
+    Rope,
+)
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.parallel.shard import check_divides
+
+DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+QWEN3_NEXT = {  # Qwen3-Next-80B-A3B
+    "architectures": ["Qwen3NextForCausalLM"],
+    **DELTA,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}
+QWEN3_5_MOE = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen3_5_moe_text",
+        **DELTA,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 248320,
+    },
+}
+LFM2 = {  # LFM2-1.2B
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "full_attn_idxs": [2],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "vocab_size": 65536,
+}
+FALCON_H1 = {  # Falcon-H1-1.5B
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "key_multiplier": 0.5,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 3072,
+    "mamba_d_state": 256,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_norm_before_gate": False,
+    "mamba_rms_norm": False,
+    "max_position_embeddings": 131072,
+    "mlp_multipliers": [0.75, 0.375],
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.25, 0.25, 0.125, 0.5, 0.3],
+    "ssm_out_multiplier": 0.25,
+    "vocab_size": 65537,
+}
+KIMI_LINEAR = {  # Kimi-Linear-48B-A3B
+    "architectures": ["KimiLinearForCausalLM"],
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4],
+        "head_dim": 128,
+        "kda_layers": [1, 2, 3, 5],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 32,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(fields: dict, **changes) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps({**fields, **changes}))
+        return read_config(tmp_path)
+
+    return read
+
+
+def test_qwen3_next_has_three_delta_nets_for_each_attention(read):
+    config = read(QWEN3_NEXT)
+    assert config.layer_kinds == ((GATED_DELTA_NET,) * 3 + (ATTENTION,)) * 2
+    assert config.state_shapes[0] == {"conv": (3, 8192), "memory": (32, 128, 128)}
+    assert config.bytes_per_state == 6 * 4 * (3 * 8192 + 32 * 128 * 128)
+    assert config.ropes == (Rope(1e7, 64),)
+    assert (config.output_gate, config.qk_norm, config.norm_offset) == (True, True, 1.0)
+    sizes = {"num_experts": 512, "num_per_token": 10, "intermediate_size": 512}
+    shared = {"shared_size": 512, "shared_gate": True}
+    assert config.experts == Experts(**sizes, normalize=True, **shared)
+
+
+def test_qwen3_5_is_read_from_its_text_part(read):
+    config = read(QWEN3_5_MOE)
+    assert config.layer_kinds == (GATED_DELTA_NET,) * 3 + (ATTENTION,)
+    assert config.ropes == (Rope(1e7, 64),)
+    assert config.experts is not None
+    assert (config.experts.normalize, config.experts.shared_gate) == (True, True)
+
+
+def test_lfm2_names_its_layers_with_attention(read):
+    config = read(LFM2)
+    assert config.layer_kinds == (SHORT_CONVOLUTION, SHORT_CONVOLUTION, ATTENTION)
+    assert (config.intermediate_size, config.rms_norm_eps) == (8192, 1e-5)
+    assert config.bytes_per_state == 2 * 4 * 2 * 2048
+    assert config.tie_word_embeddings
+
+
+def test_falcon_h1_has_both_in_every_layer(read):
+    config = read(FALCON_H1)
+    assert config.layer_kinds == (MAMBA2,) * 2
+    assert config.attends(0)
+    assert config.state_shapes[1] == {"conv": (3, 3584), "memory": (48, 256, 64)}
+    assert dict(config.weight_scales)["self_attn.k_proj"] == 0.5
+    assert config.recurrent is not None
+    assert config.recurrent.scales == (0.3125, 0.3125, 0.15625, 0.625, 0.375)
+
+
+def test_kimi_linear_counts_its_layers_from_one(read):
+    config = read(KIMI_LINEAR)
+    assert config.layer_kinds == (KIMI_DELTA_ATTENTION,) * 3 + (ATTENTION, KIMI_DELTA_ATTENTION)
+    assert [config.rope(layer) for layer in range(5)] == [None] * 5
+    assert config.max_position_embeddings == 1048576
+    assert config.experts is not None
+    assert (config.experts.num_experts, config.experts.first_layer) == (256, 1)
+    assert not config.attends(0)
+    assert config.attends(3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "told"),
+    [
+        (QWEN3_NEXT, {"linear_num_key_heads": 5}, "32 linear_num_value_heads over 5"),
+        (QWEN3_NEXT, {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim is 9; 2 to 8"),
+        (QWEN3_NEXT, {"attention_bias": True}, "attention_bias True"),
+        (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate false"),
+        (QWEN3_NEXT, {"layer_types": ["sliding_attention"] * 8}, "layer_types sliding_attention"),
+        (LFM2, {"layer_types": ["conv"]}, "layer_types of 1 layers"),
+        (FALCON_H1, {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "norm_before_gate"),
+        (FALCON_H1, {"time_step_limit": [0.001, 0.1]}, "time_step_limit 0.001 to 0.1"),
+        (FALCON_H1, {"mamba_n_heads": 47}, "mamba_d_ssm 3072 in 47 heads"),
+        (FALCON_H1, {"ssm_multipliers": [1.0]}, "ssm_multipliers is 1 numbers"),
+        (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope False"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_would_change_the_result_is_refused_by_name(read, fields, changes, told):
+    with pytest.raises(ModelError, match=told):
+        read(fields, **changes)
+
+
+def test_tensor_parallelism_is_refused_by_name(read):
+    with pytest.raises(ModelError, match=r"recurrent layers \(mamba2\); possible: 1"):
+        check_divides(read(FALCON_H1), 2)
