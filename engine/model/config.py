@@ -19,7 +19,7 @@ from kvrelay.engine.model.errors import ModelError
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
-QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
+QUANTIZATION_FILES = ("config.json", "params.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
@@ -91,7 +91,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of the MLP, in all layers from `first_layer` on."""
+    """A mixture of experts in place of the MLP, in layers from `first_layer` on."""
 
     num_experts: int
     num_per_token: int
@@ -104,7 +104,12 @@ class Experts:
     has_bias: bool = False  # a correction that counts for the choice, not for the weight
     shared_size: int = 0  # intermediate size of the experts that every token passes; 0: none
     first_layer: int = 0
+    step: int = 1  # from `first_layer` on, every so many layers; the others have an MLP
     has_biases: bool = False  # the router, and both projections of each expert
+    scales_inputs: bool = False  # the one chosen expert's weight multiplies what goes in (Llama 4)
+
+    def sparse_layers(self, num_layers: int) -> range:
+        return range(self.first_layer, num_layers, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,8 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # for each layer: positions it attends to, itself among them; 0:
     # all. (): all layers attend to all
     num_sinks: int = 0  # first positions that windowed layers attend to as well
+    # Layers that rotate attend to positions of their own chunk, of so many, alone. 0: to all.
+    attention_chunk: int = 0
     activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
     learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
     attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
@@ -141,9 +148,12 @@ class ModelConfig:
     sandwich_norms: bool = False  # a norm after attention and MLP too, before the residual
     norm_offset: float = 0.0  # added to the weights of norms as they are loaded
     norms_all_heads: bool = False  # with qk_norm: one norm over all heads of queries, one of keys
+    plain_qk_norm: bool = False  # RMSNorm of each head without a weight, in layers that rotate
+    interleaved: bool = False  # queries' and keys' rows are stored in pairs (GPT-J), and reordered
     # Queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length).
     query_growth: float = 0.0
     query_growth_length: int = 0
+    growth_unrotated: bool = False  # in layers that do not rotate alone, with positions from 1 on
     latent: Latent | None = None
     experts: Experts | None = None
 
@@ -153,6 +163,9 @@ class ModelConfig:
     def rope(self, layer: int) -> Rope | None:
         index = self.layer_ropes[layer] if self.layer_ropes else 0
         return None if index < 0 else self.ropes[index]
+
+    def chunk(self, layer: int) -> int:
+        return 0 if self.rope(layer) is None else self.attention_chunk
 
     def rotated_half(self, layer: int) -> int:
         """Half of the rotated dimensions of a head, or of all if none is rotated."""
@@ -175,7 +188,9 @@ class ModelConfig:
             return "learned attention sinks"
         if self.experts is not None and self.experts.has_biases:
             return "biases of experts"
-        return ""
+        if self.experts is not None and self.experts.scales_inputs:
+            return "scores that multiply inputs of experts"
+        return "attention chunks" if self.attention_chunk else ""
 
     @property
     def max_window(self) -> int:
@@ -221,8 +236,8 @@ class ModelConfig:
             return layers + self.num_layers * dense + tables + self.hidden_size
         width = expert.num_experts * expert.intermediate_size + expert.shared_size
         sparse = self.hidden_size * (3 * width + expert.num_experts)
-        num_sparse = self.num_layers - expert.first_layer
-        layers += expert.first_layer * dense + num_sparse * sparse
+        num_sparse = len(expert.sparse_layers(self.num_layers))
+        layers += (self.num_layers - num_sparse) * dense + num_sparse * sparse
         return layers + tables + self.hidden_size
 
     @property
@@ -232,7 +247,7 @@ class ModelConfig:
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         total = self.num_layers * norms + self.hidden_size
         if self.experts is not None:
-            num_sparse = self.num_layers - self.experts.first_layer
+            num_sparse = len(self.experts.sparse_layers(self.num_layers))
             total += num_sparse * self.hidden_size * self.experts.num_experts
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
@@ -266,6 +281,8 @@ def with_window(config: ModelConfig, window: int, sinks: int) -> ModelConfig:
         )
     if window == 0:
         return config
+    if config.attention_chunk:
+        raise ModelError(f"a window of {window} positions is not possible with attention chunks")
     own = (config.window(layer) for layer in range(config.num_layers))
     return replace(config, windows=tuple(min(w or window, window) for w in own), num_sinks=sinks)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
+from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
@@ -34,7 +35,7 @@ def read_config(path: Path) -> ModelConfig:
     one, its generation_config.json. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist")
-    raw = read_json(path / "config.json")
+    raw = read_raw(path)
     generation: Raw = {}
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
@@ -259,6 +260,51 @@ def query_growth(raw: Raw) -> dict[str, Any]:
         return {}
     length = count(spec, "original_max_position_embeddings")
     return {"query_growth": float(beta), "query_growth_length": length}
+
+
+def _llama4(raw: Raw) -> ModelConfig:
+    refuse(raw, "attention_bias")
+    defaults = {"head_dim": 128, "rms_norm_eps": 1e-5, "use_qk_norm": True, "num_local_experts": 16}
+    raw = {**defaults, "num_experts_per_tok": 1, "attn_temperature_tuning": True, **raw}
+    layers, every = count(raw, "num_hidden_layers"), count(raw, "no_rope_layer_interval", 4)
+    rotated = raw.get("no_rope_layers") or [(index + 1) % every for index in range(layers)]
+    kinds = ["chunked_attention" if each else "full_attention" for each in rotated]
+    if len(kinds) != layers or (raw.get("layer_types") or kinds) != kinds:
+        raise ModelError(f"config.json: no_rope_layers {rotated} with layer_types is not supported")
+    step = count(raw, "interleave_moe_layer_step", 1)
+    sparse = range(step - 1, layers, step)
+    if list(raw.get("moe_layers") or sparse) != list(sparse) or raw["num_experts_per_tok"] != 1:
+        raise ModelError(
+            f"config.json: moe_layers {raw.get('moe_layers')} with interleave_moe_layer_step {step}"
+            f" and num_experts_per_tok {raw['num_experts_per_tok']} is not supported, only "
+            f"{list(sparse)} and 1"
+        )
+    width = count(raw, "intermediate_size", 8192)
+    experts = Experts(
+        num_experts=count(raw, "num_local_experts"),
+        num_per_token=1,
+        intermediate_size=width,
+        normalize=False,
+        scoring="sigmoid",
+        shared_size=width,
+        first_layer=step - 1,
+        step=step,
+        scales_inputs=True,
+    )
+    chunk = count(raw, "attention_chunk_size", 8192)
+    growth = number(raw, "attn_scale", 0.1) if raw["attn_temperature_tuning"] else 0.0
+    return base(
+        {**raw, "intermediate_size": count(raw, "intermediate_size_mlp", 16384)},
+        ropes=(read_rope(raw, head_dim_of(raw), 500000.0),),
+        layer_ropes=tuple(0 if each else -1 for each in rotated),
+        attention_chunk=chunk if chunk < count(raw, "max_position_embeddings") else 0,
+        interleaved=True,
+        plain_qk_norm=bool(raw["use_qk_norm"]),
+        query_growth=growth,
+        query_growth_length=count(raw, "floor_scale", 8192) if growth else 0,
+        growth_unrotated=True,
+        experts=_checked(experts),
+    )
 
 
 def _mixtral(raw: Raw) -> ModelConfig:
@@ -505,6 +551,8 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "GptOssForCausalLM": _gpt_oss,
+    "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _text_of,
     "KimiK25ForConditionalGeneration": _text_of,
     "Kimi_K25ForConditionalGeneration": _text_of,
     "MiniMaxM2ForCausalLM": _minimax_m2,
@@ -517,6 +565,7 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "deepseek_v3": _deepseek_v3,
     "gemma3_text": _gemma3,
     "kimi_k2": _deepseek_v3,
+    "llama4_text": _llama4,
     "ministral3": _ministral3,
     "mistral": _mistral,
     "mistral4": _mistral4,
@@ -526,5 +575,6 @@ TEXT_KINDS = {  # where text_config states none
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
 }

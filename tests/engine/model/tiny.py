@@ -97,6 +97,18 @@ GROWTH = rope(
     llama_4_scaling_beta=0.1,
     original_max_position_embeddings=16,
 )
+LLAMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 192,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 16,
+    "attn_scale": 0.4,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {}),
     "llama3": (transformers.LlamaConfig, LLAMA3),
@@ -159,6 +171,11 @@ FAMILIES = {
             **rope("yarn", factor=8.0, truncate=False, **ORIGINAL),
         },
     ),
+    "llama4": (transformers.Llama4TextConfig, {**LLAMA4, **LLAMA3}),
+    "llama4-part": (
+        transformers.Llama4Config,
+        {**LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+    ),
     "glm4-moe": (transformers.Glm4MoeConfig, {**GLM4, "use_qk_norm": True}),
     "glm4-moe-air": (transformers.Glm4MoeConfig, {**GLM4, **EXPERT_GROUPS}),
     "glm4-moe-lite": (
@@ -186,6 +203,7 @@ PARTS = {  # models of which the language model is a part, and what its config.j
         transformers.Kimi_K25ForConditionalGeneration,
         {"model_type": "deepseek_v3"},
     ),
+    transformers.Llama4Config: (transformers.Llama4ForConditionalGeneration, {}),
     transformers.Mistral3Config: (
         transformers.Mistral3ForConditionalGeneration,
         {"model_type": "ministral3"},
