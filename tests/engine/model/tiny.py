@@ -228,22 +228,26 @@ def make_checkpoint(
 ) -> torch.nn.Module:
     """Write a random checkpoint of `family` to `path`; returns transformers' model of it."""
     kind, own = FAMILIES[family]
-    changes = own | (changes or {})
+    return write_checkpoint(kind, SHAPE | own | (changes or {}), path, **saving)
+
+
+def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn.Module:
+    """A random one of transformers' configuration `kind`; returns the model of it."""
     torch.manual_seed(7)
     if kind in PARTS:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         vision = {**sizes, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
         whole, text = PARTS[kind]
-        text = text | SHAPE | changes
+        text = text | fields
         tied = text.get("tie_word_embeddings", kind is transformers.Gemma3Config)
         config = kind(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ENDS)
         model = whole._from_config(config, dtype=torch.float32)
     elif kind is transformers.Mistral4Config:  # not in transformers' own list
-        config = kind(**(SHAPE | changes))
+        config = kind(**fields)
         model = transformers.Mistral4ForCausalLM._from_config(config, dtype=torch.float32)
     else:
         model = transformers.AutoModelForCausalLM.from_config(
-            kind(**(SHAPE | changes)), dtype=torch.float32, attn_implementation="eager"
+            kind(**fields), dtype=torch.float32, attn_implementation="eager"
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
