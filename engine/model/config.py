@@ -141,6 +141,12 @@ class ModelConfig:
     attention_chunk: int = 0
     activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
     learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
+    sinks_in_windows: bool = False  # of the layers, only those with a window have them
+    # Of each layer, a divisor of `num_kv_heads`, and of values, less than `head_dim`, where these are
+    # what the pool has, of one shape: heads are held several times, and values with zeros behind.
+    stored_kv_heads: tuple[int, ...] = ()
+    stored_value_dim: int = 0
+    value_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     logits_softcap: float = 0.0

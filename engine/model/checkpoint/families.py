@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
+from kvrelay.engine.model.checkpoint.llama4 import llama4
+from kvrelay.engine.model.checkpoint.mimo import mimo_v2
 from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
@@ -262,51 +264,6 @@ def query_growth(raw: Raw) -> dict[str, Any]:
     return {"query_growth": float(beta), "query_growth_length": length}
 
 
-def _llama4(raw: Raw) -> ModelConfig:
-    refuse(raw, "attention_bias")
-    defaults = {"head_dim": 128, "rms_norm_eps": 1e-5, "use_qk_norm": True, "num_local_experts": 16}
-    raw = {**defaults, "num_experts_per_tok": 1, "attn_temperature_tuning": True, **raw}
-    layers, every = count(raw, "num_hidden_layers"), count(raw, "no_rope_layer_interval", 4)
-    rotated = raw.get("no_rope_layers") or [(index + 1) % every for index in range(layers)]
-    kinds = ["chunked_attention" if each else "full_attention" for each in rotated]
-    if len(kinds) != layers or (raw.get("layer_types") or kinds) != kinds:
-        raise ModelError(f"config.json: no_rope_layers {rotated} with layer_types is not supported")
-    step = count(raw, "interleave_moe_layer_step", 1)
-    sparse = range(step - 1, layers, step)
-    if list(raw.get("moe_layers") or sparse) != list(sparse) or raw["num_experts_per_tok"] != 1:
-        raise ModelError(
-            f"config.json: moe_layers {raw.get('moe_layers')} with interleave_moe_layer_step {step}"
-            f" and num_experts_per_tok {raw['num_experts_per_tok']} is not supported, only "
-            f"{list(sparse)} and 1"
-        )
-    width = count(raw, "intermediate_size", 8192)
-    experts = Experts(
-        num_experts=count(raw, "num_local_experts"),
-        num_per_token=1,
-        intermediate_size=width,
-        normalize=False,
-        scoring="sigmoid",
-        shared_size=width,
-        first_layer=step - 1,
-        step=step,
-        scales_inputs=True,
-    )
-    chunk = count(raw, "attention_chunk_size", 8192)
-    growth = number(raw, "attn_scale", 0.1) if raw["attn_temperature_tuning"] else 0.0
-    return base(
-        {**raw, "intermediate_size": count(raw, "intermediate_size_mlp", 16384)},
-        ropes=(read_rope(raw, head_dim_of(raw), 500000.0),),
-        layer_ropes=tuple(0 if each else -1 for each in rotated),
-        attention_chunk=chunk if chunk < count(raw, "max_position_embeddings") else 0,
-        interleaved=True,
-        plain_qk_norm=bool(raw["use_qk_norm"]),
-        query_growth=growth,
-        query_growth_length=count(raw, "floor_scale", 8192) if growth else 0,
-        growth_unrotated=True,
-        experts=_checked(experts),
-    )
-
-
 def _mixtral(raw: Raw) -> ModelConfig:
     experts = Experts(
         num_experts=count(raw, "num_local_experts", 8),
@@ -551,10 +508,11 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "GptOssForCausalLM": _gpt_oss,
-    "Llama4ForCausalLM": _llama4,
+    "Llama4ForCausalLM": lambda raw: base(**llama4(raw)),
     "Llama4ForConditionalGeneration": _text_of,
     "KimiK25ForConditionalGeneration": _text_of,
     "Kimi_K25ForConditionalGeneration": _text_of,
+    "MiMoV2FlashForCausalLM": lambda raw: base(**mimo_v2(raw)),
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,
     "Mistral3ForConditionalGeneration": _text_of,
@@ -565,7 +523,7 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "deepseek_v3": _deepseek_v3,
     "gemma3_text": _gemma3,
     "kimi_k2": _deepseek_v3,
-    "llama4_text": _llama4,
+    "llama4_text": lambda raw: base(**llama4(raw)),
     "ministral3": _ministral3,
     "mistral": _mistral,
     "mistral4": _mistral4,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.functional import pad
 
 from kvrelay.engine.model.checkpoint.fields import read_json
 from kvrelay.engine.model.checkpoint.mistral import read_raw
@@ -401,9 +402,11 @@ class _Layer:
 
     def _attention(self) -> AttentionWeights:
         c = self._config
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        kv_heads = c.stored_kv_heads[self._index] if c.stored_kv_heads else c.num_kv_heads
+        value_dim = c.stored_value_dim or c.head_dim
+        queries, keys = c.num_heads * c.head_dim, kv_heads * c.head_dim
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        parts = tuple(zip(names, (queries, keys, keys), strict=True))
+        parts = tuple(zip(names, (queries, keys, kv_heads * value_dim), strict=True))
         qkv_bias = out_bias = None
         if c.attention_bias:
             qkv_bias = torch.cat([self._get(f"{name}.bias", rows) for name, rows in parts])
@@ -414,7 +417,16 @@ class _Layer:
             both, values = qkv.split((queries + keys, keys))
             both = _deinterleaved(both, c.num_heads + c.num_kv_heads, c.head_dim)
             qkv = torch.cat((both, values))
-        out = self._get("self_attn.o_proj.weight", c.hidden_size, queries)
+        out = self._get("self_attn.o_proj.weight", c.hidden_size, c.num_heads * value_dim)
+        if c.stored_value_dim:
+            values = qkv[queries + keys :].unflatten(0, (kv_heads, value_dim)) * c.value_scale
+            rest, copies = (0, c.head_dim - value_dim), c.num_kv_heads // kv_heads
+            own = qkv[queries : queries + keys].unflatten(0, (kv_heads, c.head_dim))
+            both = (own, pad(values, (0, 0, *rest)))
+            more = (each.repeat_interleave(copies, dim=0).flatten(0, 1) for each in both)
+            qkv = torch.cat((qkv[:queries], *more))
+            out = pad(out.unflatten(1, (c.num_heads, value_dim)), rest).flatten(1)
+        has_sinks = c.learned_sinks and not (c.sinks_in_windows and not c.window(self._index))
         q_width, k_width = (queries, keys) if c.norms_all_heads else (c.head_dim, c.head_dim)
         return AttentionWeights(
             qkv=self._ops.matrix(qkv, qkv_bias, "qkv"),
@@ -422,7 +434,7 @@ class _Layer:
             k_norm=self._qk_norm("self_attn.k_norm", k_width),
             out=self._ops.matrix(out, out_bias, "out"),
             sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads))
-            if c.learned_sinks
+            if has_sinks
             else None,
         )
 

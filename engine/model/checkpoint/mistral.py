@@ -5,7 +5,6 @@ Keys that vLLM reads mean here what they mean there (vllm/transformers_utils/con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ MOE_KEYS = {
     "num_expert_groups_per_tok": "topk_group",
 }
 DEFAULT_LENGTH = 128_000
-Raw = Mapping[str, Any]
+Raw = dict[str, Any]
 
 
 def read_raw(path: Path) -> Raw:

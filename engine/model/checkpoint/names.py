@@ -40,6 +40,8 @@ LLAMA4: Renames = (
     (".mlp.", ".feed_forward."),
 )
 
+MIMO: Renames = ((".self_attn.sinks", ".self_attn.attention_sink_bias"),)
+
 
 def renames_of(names: Collection[str]) -> Renames:
     """What a checkpoint with tensors of these names calls those that are asked for."""
@@ -47,6 +49,8 @@ def renames_of(names: Collection[str]) -> Renames:
         return MISTRAL
     if any(".feed_forward.router." in name for name in names):
         return LLAMA4
+    if any(name.endswith(".attention_sink_bias") for name in names):
+        return MIMO
     return ()
 
 

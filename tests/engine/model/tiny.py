@@ -182,6 +182,20 @@ FAMILIES = {
         transformers.Glm4MoeLiteConfig,
         {**LATENT, "q_lora_rank": 48, "first_k_dense_replace": None},
     ),
+    "mimo-v2": (
+        transformers.MiMoV2FlashConfig,
+        {
+            "head_dim": 32,
+            "v_head_dim": 24,
+            "num_attention_heads": 8,
+            "sliding_window": WINDOW,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "attention_value_scale": 0.707,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "minimax-m2": (
         transformers.MiniMaxM2Config,
         {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},

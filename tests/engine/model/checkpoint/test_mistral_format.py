@@ -26,6 +26,7 @@ ROPE = rope(
     original_max_position_embeddings=16,
 )
 
+
 def params_of(raw: dict) -> dict:
     """Of a config.json."""
     own = {
@@ -115,7 +116,10 @@ def test_a_scale_for_each_matrix_is_applied(tmp_path):
         ({"moe": None}, "kv_lora_rank without moe"),
         ({"kv_lora_rank": None}, "moe without kv_lora_rank"),
         ({"yarn": None}, "llama_4_scaling without yarn"),
-        ({"llama_4_scaling": {**SCALING}}, "over 16 positions is not supported with yarn over 8192"),
+        (
+            {"llama_4_scaling": {**SCALING}},
+            "over 16 positions is not supported with yarn over 8192",
+        ),
         ({"quantization": {"qformat_weight": "int4"}}, "qformat_weight 'int4' is not supported"),
     ],
     ids=lambda value: str(value)[:30],
@@ -132,9 +136,7 @@ def test_quantized_experts_are_announced_as_in_config_json(tmp_path):
     assert found.method == "compressed-tensors"
 
 
-def test_the_hub_is_asked_for_consolidated_weights_where_there_are_no_others(
-    tmp_path, monkeypatch
-):
+def test_the_hub_is_asked_for_consolidated_weights_where_there_are_no_others(tmp_path, monkeypatch):
     asked = []
 
     def fetch(name: str, ignore_patterns: list[str], **_) -> str:
