@@ -141,9 +141,9 @@ class ModelConfig:
     attention_chunk: int = 0
     activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
     learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
-    sinks_in_windows: bool = False  # of the layers, only those with a window have them
-    # Of each layer, a divisor of `num_kv_heads`, and of values, less than `head_dim`, where these are
-    # what the pool has, of one shape: heads are held several times, and values with zeros behind.
+    sinks_in_windows: bool = False  # only layers with a window have them
+    # Where the pool, of one shape, holds more than the checkpoint: each layer's KV heads there, of
+    # which it has copies, and the size of a head's values, which have zeros behind.
     stored_kv_heads: tuple[int, ...] = ()
     stored_value_dim: int = 0
     value_scale: float = 1.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from kvrelay.cluster.api.output.events import Events
 from kvrelay.cluster.api.output.format import CallSyntax, Parsed, ToolFormat
@@ -85,7 +86,7 @@ class Llama3(ToolFormat):
 
     name = "llama3_json"
     opening = tag = "<|python_tag|>"
-    markers = (tag,)
+    markers: ClassVar[tuple[str, ...]] = (tag,)
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
         start = reader.at

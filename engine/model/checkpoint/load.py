@@ -246,7 +246,7 @@ class Checkpoint:
         self.is_interleaved = self._renames is MISTRAL  # rotated rows are stored in pairs
 
     def _found(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """Returns the file that has each tensor."""
         index = self._path / "model.safetensors.index.json"
         if index.is_file():
             places = read_json(index).get("weight_map")

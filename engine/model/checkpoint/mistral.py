@@ -44,7 +44,7 @@ def read_raw(path: Path) -> Raw:
 
 
 def config_of(params: Raw) -> Raw:
-    """Raises ModelError."""
+    """What `params` says, in the terms of config.json. Raises ModelError."""
     refuse(params, "use_biases", "lora", "ssm", "multimodal")
     raw = {KEYS.get(key, key): value for key, value in params.items()}
     raw = {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": DEFAULT_LENGTH, **raw}
@@ -92,7 +92,7 @@ def _rope(yarn: Raw, scaling: Raw | None, theta: Any, has_latents: bool) -> dict
 
 
 def _quantization(stated: Raw) -> dict[str, Any]:
-    """Mistral's own way of FP8: a scale for each matrix."""
+    """Weights in FP8, where each matrix has a scale."""
     kind = stated.get("qformat_weight")
     if kind != "fp8_e4m3":
         raise ModelError(f"params.json: qformat_weight {kind!r} is not supported, only 'fp8_e4m3'")

@@ -1,5 +1,5 @@
-"""Names of tensors. Layers are read by those that transformers has for Llama; checkpoints that have
-others are recognised by them.
+"""Names of tensors: layers are read by those that transformers has for Llama, and checkpoints that
+have others are recognised by them.
 """
 
 from __future__ import annotations

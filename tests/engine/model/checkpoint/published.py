@@ -308,62 +308,47 @@ MODELS = (
     Published(
         "Qwen3",
         PUBLISHED,
-        named(
-            "Qwen3ForCausalLM",
-            QWEN3,
-            {
-                "hidden_size": 5120, "intermediate_size": 25600, "max_position_embeddings": 40960,
-                "max_window_layers": 64, "num_attention_heads": 64, "num_hidden_layers": 64,
-                "num_key_value_heads": 8, "rope_theta": 1000000,
-            },
-        ),
+        named("Qwen3ForCausalLM", QWEN3, {
+            "hidden_size": 5120, "intermediate_size": 25600, "max_position_embeddings": 40960,
+            "max_window_layers": 64, "num_attention_heads": 64, "num_hidden_layers": 64,
+            "num_key_value_heads": 8, "rope_theta": 1000000,
+        }),
         transformers.Qwen3Config,
     ),
     Published(
         "Qwen3-Coder",
         PUBLISHED,
-        named(
-            "Qwen3MoeForCausalLM",
-            QWEN3,
-            {
-                "decoder_sparse_step": 1, "hidden_size": 6144, "intermediate_size": 8192,
-                "max_position_embeddings": 262144, "max_window_layers": 62, "mlp_only_layers": [],
-                "moe_intermediate_size": 2560, "norm_topk_prob": True, "num_attention_heads": 96,
-                "num_experts": 160, "num_experts_per_tok": 8, "num_hidden_layers": 62,
-                "num_key_value_heads": 8, "rope_theta": 10000000,
-            },
-        ),
+        named("Qwen3MoeForCausalLM", QWEN3, {
+            "decoder_sparse_step": 1, "hidden_size": 6144, "intermediate_size": 8192,
+            "max_position_embeddings": 262144, "max_window_layers": 62, "mlp_only_layers": [],
+            "moe_intermediate_size": 2560, "norm_topk_prob": True, "num_attention_heads": 96,
+            "num_experts": 160, "num_experts_per_tok": 8, "num_hidden_layers": 62,
+            "num_key_value_heads": 8, "rope_theta": 10000000,
+        }),
         transformers.Qwen3MoeConfig,
     ),
     unknown(
         "Qwen3-Next",
         PUBLISHED,
-        named(
-            "Qwen3NextForCausalLM",
-            QWEN3_NEXT,
-            {
-                "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5120,
-                "linear_num_value_heads": 32, "mlp_only_layers": [], "moe_intermediate_size": 512,
-                "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
-                "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
-                "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000,
-                "shared_expert_intermediate_size": 512, "vocab_size": 151936,
-            },
-        ),
+        named("Qwen3NextForCausalLM", QWEN3_NEXT, {
+            "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5120,
+            "linear_num_value_heads": 32, "mlp_only_layers": [], "moe_intermediate_size": 512,
+            "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+            "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000,
+            "shared_expert_intermediate_size": 512, "vocab_size": 151936,
+        }),
     ),
     unknown(
         "Qwen3.5",
         PUBLISHED,
-        wrapped(
-            "Qwen3_5MoeForConditionalGeneration",
-            {
-                **QWEN35, "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
-                "layer_types": 10 * [LINEAR, LINEAR, LINEAR, FULL], "num_hidden_layers": 40,
-                "linear_num_value_heads": 32, "moe_intermediate_size": 512,
-                "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
-                "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512,
-            },
-        ),
+        wrapped("Qwen3_5MoeForConditionalGeneration", {
+            **QWEN35, "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+            "layer_types": 10 * [LINEAR, LINEAR, LINEAR, FULL], "num_hidden_layers": 40,
+            "linear_num_value_heads": 32, "moe_intermediate_size": 512,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
+            "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512,
+        }),
     ),
     unknown("Qwen3.6", PUBLISHED, wrapped("Qwen3_5ForConditionalGeneration", QWEN35_27B)),
     unknown("Qwen3.8", SIZES, wrapped("Qwen3_5ForConditionalGeneration", QWEN35_27B)),
@@ -387,35 +372,28 @@ MODELS = (
     Published(
         "GLM-4.7-Flash",
         SIZES,
-        named(
-            "Glm4MoeLiteForCausalLM",
-            {
-                "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
-                "num_key_value_heads": 20, "head_dim": 64, "intermediate_size": 10240,
-                "vocab_size": 154880, "max_position_embeddings": 202752, "n_routed_experts": 64,
-                "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
-                "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 768,
-                "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
-                "routed_scaling_factor": 1.8, "tie_word_embeddings": False,
-            },
-        ),
+        named("Glm4MoeLiteForCausalLM", {
+            "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
+            "num_key_value_heads": 20, "head_dim": 64, "intermediate_size": 10240,
+            "vocab_size": 154880, "max_position_embeddings": 202752, "n_routed_experts": 64,
+            "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 768,
+            "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+            "routed_scaling_factor": 1.8, "tie_word_embeddings": False,
+        }),
         transformers.Glm4MoeLiteConfig,
     ),
     unknown(
         "GLM-5",
         PUBLISHED,
-        named(
-            "GlmMoeDsaForCausalLM",
-            DEEPSEEK3,
-            {
-                "eos_token_id": [154820, 154827, 154829], "head_dim": 64, "hidden_size": 6144,
-                "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "n_group": 1,
-                "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 64,
-                "num_hidden_layers": 78, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
-                "topk_group": 1, "v_head_dim": 256, "vocab_size": 154880, "rms_norm_eps": 1e-5,
-                "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-            },
-        ),
+        named("GlmMoeDsaForCausalLM", DEEPSEEK3, {
+            "eos_token_id": [154820, 154827, 154829], "head_dim": 64, "hidden_size": 6144,
+            "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "n_group": 1,
+            "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 64,
+            "num_hidden_layers": 78, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+            "topk_group": 1, "v_head_dim": 256, "vocab_size": 154880, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        }),
     ),
     Published(
         "Kimi K2",
@@ -430,17 +408,14 @@ MODELS = (
     unknown(
         "Kimi K3",
         PUBLISHED,
-        wrapped(
-            "KimiK3ForConditionalGeneration",
-            {
-                **KIMI_LINEAR, "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
-                "attn_res_block_size": 12, "hidden_act": "situ", "hidden_size": 7168,
-                "intermediate_size": 33792, "latent_moe_use_norm": True, "num_experts": 896,
-                "mla_use_output_gate": True, "moe_intermediate_size": 3072,
-                "num_attention_heads": 96, "num_experts_per_token": 16, "q_lora_rank": 1536,
-                "num_hidden_layers": 93, "routed_expert_hidden_size": 3584,
-            },
-        ),
+        wrapped("KimiK3ForConditionalGeneration", {
+            **KIMI_LINEAR, "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
+            "attn_res_block_size": 12, "hidden_act": "situ", "hidden_size": 7168,
+            "intermediate_size": 33792, "latent_moe_use_norm": True, "num_experts": 896,
+            "mla_use_output_gate": True, "moe_intermediate_size": 3072,
+            "num_attention_heads": 96, "num_experts_per_token": 16, "q_lora_rank": 1536,
+            "num_hidden_layers": 93, "routed_expert_hidden_size": 3584,
+        }),
     ),
     Published(
         "DeepSeek V3.1",
@@ -452,32 +427,24 @@ MODELS = (
     unknown(
         "DeepSeek V3.2",
         PUBLISHED,
-        named(
-            "DeepseekV32ForCausalLM",
-            DEEPSEEK3,
-            {
-                "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
-            },
-            quantization_config=FP8_BLOCKS,
-        ),
+        named("DeepseekV32ForCausalLM", DEEPSEEK3, {
+            "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+        }, quantization_config=FP8_BLOCKS),
     ),
     unknown(
         "DeepSeek V4",
         PUBLISHED,
-        named(
-            "DeepseekV4ForCausalLM",
-            {
-                "compress_ratios": [0, 0, *(21 * [4, 128])], "compress_rope_theta": 160000,
-                "expert_dtype": "fp4", "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 512,
-                "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64,
-                "index_topk": 512, "max_position_embeddings": 1048576, "n_routed_experts": 256,
-                "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_attention_heads": 64,
-                "num_experts_per_tok": 6, "num_hidden_layers": 43, "num_hash_layers": 3,
-                "num_key_value_heads": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024,
-                "qk_rope_head_dim": 64, "scoring_func": "sqrtsoftplus", "sliding_window": 128,
-                "swiglu_limit": 10.0, "vocab_size": 129280, "quantization_config": FP8_BLOCKS,
-            },
-        ),
+        named("DeepseekV4ForCausalLM", {
+            "compress_ratios": [0, 0, *(21 * [4, 128])], "compress_rope_theta": 160000,
+            "expert_dtype": "fp4", "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 512,
+            "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64,
+            "index_topk": 512, "max_position_embeddings": 1048576, "n_routed_experts": 256,
+            "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_attention_heads": 64,
+            "num_experts_per_tok": 6, "num_hidden_layers": 43, "num_hash_layers": 3,
+            "num_key_value_heads": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024,
+            "qk_rope_head_dim": 64, "scoring_func": "sqrtsoftplus", "sliding_window": 128,
+            "swiglu_limit": 10.0, "vocab_size": 129280, "quantization_config": FP8_BLOCKS,
+        }),
     ),
     Published(
         "MiniMax M2",
@@ -494,60 +461,42 @@ MODELS = (
     unknown(
         "MiniMax M3",
         PUBLISHED,
-        named(
-            "MiniMaxM3ForCausalLM",
-            MINIMAX,
-            {
-                "dense_intermediate_size": 12288, "first_k_dense_replace": 3,
-                "hidden_act": "swigluoai", "hidden_size": 6144, "intermediate_size": 3072,
-                "max_position_embeddings": 1048576, "n_shared_experts": 1, "use_gemma_norm": True,
-                "num_attention_heads": 64, "num_key_value_heads": 4, "num_experts_per_tok": 4,
-                "num_hidden_layers": 60, "num_local_experts": 128, "qk_norm_type": "per_head",
-                "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702,
-            },
-            sparse_attention_config={"sparse_block_size": 128, "sparse_topk_blocks": 16},
-        ),
+        named("MiniMaxM3ForCausalLM", MINIMAX, {
+            "dense_intermediate_size": 12288, "first_k_dense_replace": 3,
+            "hidden_act": "swigluoai", "hidden_size": 6144, "intermediate_size": 3072,
+            "max_position_embeddings": 1048576, "n_shared_experts": 1, "use_gemma_norm": True,
+            "num_attention_heads": 64, "num_key_value_heads": 4, "num_experts_per_tok": 4,
+            "num_hidden_layers": 60, "num_local_experts": 128, "qk_norm_type": "per_head",
+            "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702,
+        }, sparse_attention_config={"sparse_block_size": 128, "sparse_topk_blocks": 16}),
     ),
     Published(
         "gpt-oss-20b",
         PUBLISHED,
-        named(
-            "GptOssForCausalLM",
-            GPT_OSS,
-            {
-                "num_hidden_layers": 24, "num_local_experts": 32,
-            },
-            layer_types=12 * [SLIDING, FULL],
-        ),
+        named("GptOssForCausalLM", GPT_OSS, {
+            "num_hidden_layers": 24, "num_local_experts": 32,
+        }, layer_types=12 * [SLIDING, FULL]),
         transformers.GptOssConfig,
     ),
     Published(
         "gpt-oss-120b",
         PUBLISHED,
-        named(
-            "GptOssForCausalLM",
-            GPT_OSS,
-            {
-                "num_hidden_layers": 36, "num_local_experts": 128,
-            },
-            layer_types=18 * [SLIDING, FULL],
-        ),
+        named("GptOssForCausalLM", GPT_OSS, {
+            "num_hidden_layers": 36, "num_local_experts": 128,
+        }, layer_types=18 * [SLIDING, FULL]),
         transformers.GptOssConfig,
     ),
     Published(
         "Seed-OSS",
         SIZES,
-        named(
-            "SeedOssForCausalLM",
-            {
-                "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
-                "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 27648,
-                "max_position_embeddings": 524288, "mlp_bias": False, "num_attention_heads": 80,
-                "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
-                "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
-                "tie_word_embeddings": False, "vocab_size": 155136,
-            },
-        ),
+        named("SeedOssForCausalLM", {
+            "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 27648,
+            "max_position_embeddings": 524288, "mlp_bias": False, "num_attention_heads": 80,
+            "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+            "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+            "tie_word_embeddings": False, "vocab_size": 155136,
+        }),
         transformers.SeedOssConfig,
     ),
     Published(
@@ -597,22 +546,19 @@ MODELS = (
         PUBLISHED,
         named("MiMoV2FlashForCausalLM", MIMO),
         transformers.MiMoV2FlashConfig,
-        changes={"swa_num_attention_heads": 32, "swa_num_key_value_heads": 4},  # of 32 and 2
+        changes={"swa_num_attention_heads": 32, "swa_num_key_value_heads": 4},  # as few
     ),
     unknown("Nemotron 3", PUBLISHED, named("NemotronHForCausalLM", NEMOTRON3)),
     unknown(
         "LFM2",
         SIZES,
-        named(
-            "Lfm2ForCausalLM",
-            {
-                "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_multiple_of": 256,
-                "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048,
-                "max_position_embeddings": 128000, "norm_eps": 1e-5, "num_attention_heads": 32,
-                "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0,
-                "model_type": "lfm2", "vocab_size": 65536,
-            },
-        ),
+        named("Lfm2ForCausalLM", {
+            "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_multiple_of": 256,
+            "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048,
+            "max_position_embeddings": 128000, "norm_eps": 1e-5, "num_attention_heads": 32,
+            "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0,
+            "model_type": "lfm2", "vocab_size": 65536,
+        }),
     ),
     unknown("Falcon-H1", PUBLISHED, named("FalconH1ForCausalLM", FALCON_H1)),
     Published(

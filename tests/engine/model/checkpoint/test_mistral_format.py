@@ -28,7 +28,7 @@ ROPE = rope(
 
 
 def params_of(raw: dict) -> dict:
-    """Of a config.json."""
+    """What a config.json says, in the terms of params.json."""
     own = {
         "dim": raw["hidden_size"],
         "n_layers": raw["num_hidden_layers"],

@@ -34,7 +34,7 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Of few layers and heads, and narrow: random weights of it take some MB."""
+    """What is left with few layers and heads, and narrow: random weights of it take some MB."""
     whole = config.get("num_hidden_layers") or config.get("n_layers")
     made: dict[str, Any] = {}
     for key, value in config.items():
