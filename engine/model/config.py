@@ -194,9 +194,7 @@ class ModelConfig:
             return "learned attention sinks"
         if self.experts is not None and self.experts.has_biases:
             return "biases of experts"
-        if self.experts is not None and self.experts.scales_inputs:
-            return "scores that multiply inputs of experts"
-        return "attention chunks" if self.attention_chunk else ""
+        return ""
 
     @property
     def max_window(self) -> int:

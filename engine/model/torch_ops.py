@@ -319,9 +319,7 @@ class TorchOps(TensorOps):
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         gate_ups, downs = layer.experts
         logits = F.linear(x.float(), layer.router, layer.router_bias)
-        chosen, weights = choose_experts(logits, layer, self._config)
-        if self._config.experts is not None and self._config.experts.scales_inputs:
-            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        x, chosen, weights = choose_experts(x, logits, layer, self._config)
         bits = bits_of(self._quantization, "experts")
         x = self._inputs(x, bits)
         total = torch.zeros_like(hidden, dtype=torch.float32)

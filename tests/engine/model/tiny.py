@@ -103,7 +103,7 @@ LLAMA4 = {
     "intermediate_size_mlp": 192,
     "num_local_experts": 6,
     "num_experts_per_tok": 1,
-    "no_rope_layer_interval": 3,
+    "no_rope_layer_interval": 2,
     "attention_chunk_size": WINDOW,
     "floor_scale": 16,
     "attn_scale": 0.4,

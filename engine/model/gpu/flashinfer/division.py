@@ -113,6 +113,8 @@ def divide(
         return Division(none, none, expands, (*lacks, "latent attention that is absorbed"))
     if config.head_dim not in HEAD_DIMS:
         lacks.append(f"heads of {config.head_dim} dimensions")
+    if config.attention_chunk:
+        lacks.append("chunks of attention")
     if lacks:
         return Division(none, none, False, tuple(lacks))
     plain = tuple(
