@@ -53,10 +53,6 @@ class CpuOps:
         kernels do not know."""
         if config.torch_only:
             raise KernelsUnavailable(f"{config.torch_only} are not handled")
-        if config.attention_chunk:
-            raise KernelsUnavailable("chunks of attention are not handled")
-        if config.experts is not None and config.experts.scales_inputs:
-            raise KernelsUnavailable("scores that multiply inputs of experts are not handled")
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
         if low_precision is None:

@@ -174,7 +174,12 @@ FAMILIES = {
     "llama4": (transformers.Llama4TextConfig, {**LLAMA4, **LLAMA3}),
     "llama4-part": (
         transformers.Llama4Config,
-        {**LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
     ),
     "glm4-moe": (transformers.Glm4MoeConfig, {**GLM4, "use_qk_norm": True}),
     "glm4-moe-air": (transformers.Glm4MoeConfig, {**GLM4, **EXPERT_GROUPS}),
