@@ -67,8 +67,8 @@ def decode_attention(
     another query_len are left to `prefill_attention`: their rows of `out` are not touched.
 
     query_start, query_len, context_len [S] int32; block_tables [S, widest] int32, on the device;
-    nothing is read back. window, num_sinks as in ModelConfig, or less a chunk; sink_queries as
-    `rope_write` left them, needed where both are set."""
+    nothing is read back. window, num_sinks as in ModelConfig; a negative window: chunks of so many
+    positions. sink_queries as `rope_write` left them, needed where both are set."""
     num_seqs, group = len(query_start), num_heads // pool.num_kv_heads
     if not num_seqs:
         return
