@@ -173,6 +173,10 @@ class ModelConfig:
     def chunk(self, layer: int) -> int:
         return 0 if self.rope(layer) is None else self.attention_chunk
 
+    def window_or_chunk(self, layer: int) -> int:
+        """As kernels take it: a window, or a chunk as a negative number."""
+        return self.window(layer) or -self.chunk(layer)
+
     def rotated_half(self, layer: int) -> int:
         """Half of the rotated dimensions of a head, or of all if none is rotated."""
         rope = self.rope(layer)

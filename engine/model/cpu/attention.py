@@ -86,8 +86,7 @@ class CpuAttention:
         self._attentions: dict[tuple[int, int], Any] = {}
         self._layers: list[tuple[int, tuple[int, int]]] = []  # which of them each layer has
         for layer in range(c.num_layers):
-            index = c.layer_ropes[layer] if c.layer_ropes else 0
-            window = c.window(layer) or -c.chunk(layer)
+            index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window_or_chunk(layer)
             turn = self._rotation(c, index)
             if pool.dtype == torch.uint8 and latent is None:
                 turn["mixed_half"] = c.rotated_half(layer)

@@ -170,7 +170,7 @@ class TritonOps(TensorOps):
             layer,
             num_heads=c.num_heads,
             scale=c.score_scale,
-            window=c.window(layer) or -c.chunk(layer),
+            window=c.window_or_chunk(layer),
             num_sinks=c.num_sinks if c.window(layer) else 0,
             sink_queries=to_sinks,
             softcap=c.attention_softcap,
