@@ -1,8 +1,10 @@
 """Configurations of the models that agent platforms serve in 2026, one of each name.
 
-Keys and values are those of the published config.json, without what only training or images need.
-PUBLISHED: read from a copy of that file. SIZES: the published sizes, and for what is left out what
-transformers has by default. Lists with an entry for each layer are written as they repeat.
+Keys and values are those of config.json, without what only training or images need. PUBLISHED:
+from a copy of that file in a public repository (aiconfigurator's; Megatron-Bridge's for Kimi-Linear
+and Falcon-H1, vLLM's for Mistral Large 3; the format of quantization is the makers'). SIZES: no copy
+was at hand; sizes as the makers tell them, and transformers' defaults. Lists with an entry for each
+layer are written as they repeat.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +17,11 @@ SIZES = "published sizes, defaults of transformers"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4_WEIGHTS}},
+}
 
 
 @dataclass(frozen=True)
@@ -110,11 +117,13 @@ KIMI_K25 = {
 }
 KIMI_K27 = {
     **KIMI_K25, "model_type": "deepseek_v3", "eos_token_id": 163586,
+    "rope_scaling": None,
     "rope_parameters": {**YARN40, "factor": 64.0, "rope_theta": 50000.0, "rope_type": "yarn"},
-    "quantization_config": {
-        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4_WEIGHTS}},
-    },
+    "quantization_config": NVFP4,
+}
+KIMI_K26 = {
+    **KIMI_K25,
+    "model_type": "deepseek_v3", "eos_token_id": 163586, "quantization_config": NVFP4,
 }
 GLM45 = {
     "attention_bias": True, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
@@ -393,6 +402,8 @@ MODELS = (
             "num_hidden_layers": 78, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
             "topk_group": 1, "v_head_dim": 256, "vocab_size": 154880, "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+            "rope_scaling": None, "rope_interleave": True, "indexer_rope_interleave": True,
+            "max_position_embeddings": 202752,
         }),
     ),
     Published(
@@ -402,7 +413,7 @@ MODELS = (
         transformers.DeepseekV3Config,
     ),
     Published("Kimi K2.5", PUBLISHED, wrapped(K25, KIMI_K25), K25_KIND),
-    Published("Kimi K2.6", SIZES, wrapped(K25, KIMI_K27), K25_KIND),
+    Published("Kimi K2.6", PUBLISHED, wrapped(K25, KIMI_K26), K25_KIND),
     Published("Kimi K2.7-Code", PUBLISHED, wrapped(K25, KIMI_K27), K25_KIND),
     unknown("Kimi-Linear", PUBLISHED, named("KimiLinearForCausalLM", KIMI_LINEAR)),
     unknown(
@@ -414,7 +425,13 @@ MODELS = (
             "intermediate_size": 33792, "latent_moe_use_norm": True, "num_experts": 896,
             "mla_use_output_gate": True, "moe_intermediate_size": 3072,
             "num_attention_heads": 96, "num_experts_per_token": 16, "q_lora_rank": 1536,
-            "num_hidden_layers": 93, "routed_expert_hidden_size": 3584,
+            "num_hidden_layers": 93, "routed_expert_hidden_size": 3584, "num_shared_experts": 2,
+            "num_key_value_heads": 96, "routed_scaling_factor": 1.0,
+            "linear_attn_config": {
+                "full_attn_layers": [*range(4, 93, 4), 93], "head_dim": 128, "num_heads": 96,
+                "kda_layers": [layer for layer in range(1, 92) if layer % 4],
+                "gate_lower_bound": -5.0, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
+            },
         }),
     ),
     Published(
@@ -468,7 +485,15 @@ MODELS = (
             "num_attention_heads": 64, "num_key_value_heads": 4, "num_experts_per_tok": 4,
             "num_hidden_layers": 60, "num_local_experts": 128, "qk_norm_type": "per_head",
             "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702,
-        }, sparse_attention_config={"sparse_block_size": 128, "sparse_topk_blocks": 16}),
+            "moe_intermediate_size": 3072, "shared_intermediate_size": 3072, "swiglu_limit": 7.0,
+            "moe_layer_freq": [0, 0, 0, *(57 * [1])], "attn_type_list": None,
+            "quantization_config": None,
+            "sparse_attention_config": {
+                "sparse_attention_freq": [0, 0, 0, *(57 * [1])], "sparse_block_size": 128,
+                "sparse_index_dim": 128, "sparse_local_block": 1, "sparse_num_index_heads": 4,
+                "sparse_score_type": "max", "sparse_topk_blocks": 16, "use_sparse_attention": True,
+            },
+        }),
     ),
     Published(
         "gpt-oss-20b",
