@@ -84,7 +84,7 @@ class TenantEntry(Section, frozen=True):
 
 ToolParser = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek",
-    "glm", "kimi", "minimax", "harmony", "seed_oss",
+    "glm", "kimi", "minimax", "harmony", "seed_oss", "llama4_json",
 ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ class ApiSection(Section, frozen=True):
     cors_origins: Annotated[str, matching(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
     # text; or hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm, kimi, minimax,
-    # harmony, seed_oss
+    # harmony, seed_oss, llama4_json
     tool_parser: ToolParser = "auto"
     # "think" takes <think> tags out of the text, "mistral" [THINK], "seed_oss" <seed:think>; "none"
     # leaves them; "auto" goes by the template

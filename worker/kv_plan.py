@@ -165,7 +165,7 @@ def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
         f" x {model.num_kv_heads} KV heads x {per_head}",
     ]
     if len(groups) > 1:
-        windows = Counter(model.window(layer) for layer in range(model.num_layers))
+        windows = Counter(model.kv_window(layer) for _, layers in groups for layer in layers)
         lines += [
             f"          {count} of the layers keep the last {window:,} tokens"
             for window, count in windows.items()

@@ -19,7 +19,7 @@ from kvrelay.engine.model.errors import ModelError
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
-QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
+QUANTIZATION_FILES = ("config.json", "params.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 ATTENTION = "attention"
@@ -96,7 +96,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of the MLP, in all layers from `first_layer` on."""
+    """A mixture of experts in place of the MLP, in layers from `first_layer` on."""
 
     num_experts: int
     num_per_token: int
@@ -110,7 +110,12 @@ class Experts:
     shared_size: int = 0  # intermediate size of the experts that every token passes; 0: none
     shared_gate: bool = False  # sigmoid of a product with the token multiplies their output
     first_layer: int = 0
+    step: int = 1  # from `first_layer` on, every so many layers; the others have an MLP
     has_biases: bool = False  # the router, and both projections of each expert
+    scales_inputs: bool = False  # the one chosen expert's weight multiplies what goes in (Llama 4)
+
+    def sparse_layers(self, num_layers: int) -> range:
+        return range(self.first_layer, num_layers, self.step)
 
 
 GROUP_COST = 0.01  # of a block more per `block_size` tokens, in shares of all KV
@@ -202,8 +207,16 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # for each layer: positions it attends to, itself among them; 0:
     # all. (): all layers attend to all
     num_sinks: int = 0  # first positions that windowed layers attend to as well
+    # Layers that rotate attend to positions of their own chunk, of so many, alone. 0: to all.
+    attention_chunk: int = 0
     activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
     learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
+    sinks_in_windows: bool = False  # only layers with a window have them
+    # Where the pool, of one shape, holds more than the checkpoint: each layer's KV heads there, of
+    # which it has copies, and the size of a head's values, which have zeros behind.
+    stored_kv_heads: tuple[int, ...] = ()
+    stored_value_dim: int = 0
+    value_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     logits_softcap: float = 0.0
@@ -211,9 +224,12 @@ class ModelConfig:
     sandwich_norms: bool = False  # a norm after attention and MLP too, before the residual
     norm_offset: float = 0.0  # added to the weights of norms as they are loaded
     norms_all_heads: bool = False  # with qk_norm: one norm over all heads of queries, one of keys
+    plain_qk_norm: bool = False  # RMSNorm of each head without a weight, in layers that rotate
+    interleaved: bool = False  # queries' and keys' rows are stored in pairs (GPT-J), and reordered
     # Queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length).
     query_growth: float = 0.0
     query_growth_length: int = 0
+    growth_unrotated: bool = False  # in layers that do not rotate alone, with positions from 1 on
     latent: Latent | None = None
     experts: Experts | None = None
     output_gate: bool = False  # sigmoid(gate), a projection of its own, multiplies attention
@@ -250,6 +266,18 @@ class ModelConfig:
     def rope(self, layer: int) -> Rope | None:
         index = self.layer_ropes[layer] if self.layer_ropes else 0
         return None if index < 0 else self.ropes[index]
+
+    def chunk(self, layer: int) -> int:
+        return 0 if self.rope(layer) is None else self.attention_chunk
+
+    def kv_window(self, layer: int) -> int:
+        """Positions whose keys and values a query may read, its own among them; 0: all. That of a
+        chunk is as wide as at the chunk's end."""
+        return self.window(layer) or self.chunk(layer)
+
+    def window_or_chunk(self, layer: int) -> int:
+        """As kernels take it: a window, or a chunk as a negative number."""
+        return self.window(layer) or -self.chunk(layer)
 
     def rotated_half(self, layer: int) -> int:
         """Half of the rotated dimensions of a head, or of all if none is rotated."""
@@ -290,7 +318,7 @@ class ModelConfig:
         size; the last of each window may have fewer layers. First those that attend to most."""
         by_window: dict[int, list[int]] = {}
         for layer in filter(self.attends, range(self.num_layers)):
-            by_window.setdefault(self.window(layer), []).append(layer)
+            by_window.setdefault(self.kv_window(layer), []).append(layer)
         counts = [len(layers) for layers in by_window.values()]
         # Room that is left empty, where it weighs most, and what a further block costs to handle.
         size = min(
@@ -389,8 +417,8 @@ class ModelConfig:
             return layers + self.num_layers * dense + tables + self.hidden_size
         width = expert.num_experts * expert.intermediate_size + expert.shared_size
         sparse = self.hidden_size * (3 * width + expert.num_experts + expert.shared_gate)
-        num_sparse = self.num_layers - expert.first_layer
-        layers += expert.first_layer * dense + num_sparse * sparse
+        num_sparse = len(expert.sparse_layers(self.num_layers))
+        layers += (self.num_layers - num_sparse) * dense + num_sparse * sparse
         return layers + tables + self.hidden_size
 
     @property
@@ -400,7 +428,7 @@ class ModelConfig:
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         total = self.num_layers * norms + self.hidden_size
         if self.experts is not None:
-            num_sparse = self.num_layers - self.experts.first_layer
+            num_sparse = len(self.experts.sparse_layers(self.num_layers))
             total += num_sparse * self.hidden_size * self.experts.num_experts
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
@@ -451,6 +479,8 @@ def with_window(config: ModelConfig, window: int, sinks: int) -> ModelConfig:
         )
     if window == 0:
         return config
+    if config.attention_chunk:
+        raise ModelError(f"a window of {window} positions is not possible with attention chunks")
     own = (config.window(layer) for layer in range(config.num_layers))
     return replace(config, windows=tuple(min(w or window, window) for w in own), num_sinks=sinks)
 

@@ -66,7 +66,7 @@ class Decoder:
             qkv = ops.linear(x, attention.qkv)  # [N, (num_heads + 2 * num_kv_heads) * head_dim]
             q_norm, k_norm = attention.q_norm, attention.k_norm
             if self._config.changes_queries:
-                q_norm, k_norm = self._change_queries(qkv, q_norm, k_norm)
+                q_norm, k_norm = self._change_queries(qkv, q_norm, k_norm, index)
             ops.rope_write(qkv, index, q_norm, k_norm)
             attended = ops.attention(qkv, index, attention.sinks)  # [N, num_heads * head_dim]
             if attention.gate is not None:
@@ -83,11 +83,15 @@ class Decoder:
         c = self._config
         if not c.query_growth:
             return None
-        turns = (batch.positions // c.query_growth_length).float()
+        turns = ((batch.positions + c.growth_unrotated) // c.query_growth_length).float()
         return (1.0 + c.query_growth * torch.log1p(turns)).unsqueeze(1)
 
     def _change_queries(
-        self, qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        index: int,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """In place, and keys where the norm is over all heads. Returns the norms of each head that
         are still to be done."""
@@ -98,7 +102,8 @@ class Decoder:
             queries.copy_(self._ops.norm_all_heads(queries, q_norm))
             keys.copy_(self._ops.norm_all_heads(keys, k_norm))
             q_norm = k_norm = None
-        if self._growth is not None:
+        grows = not self._config.growth_unrotated or self._config.rope(index) is None
+        if self._growth is not None and grows:
             queries *= self._growth.to(queries.dtype)
         return q_norm, k_norm
 

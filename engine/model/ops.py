@@ -284,10 +284,10 @@ def split_queries_and_keys(
 
 
 def choose_experts(
-    logits: torch.Tensor, layer: ExpertsWeights, config: ModelConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [N, num_experts] float32 -> chosen [N, num_per_token] int64 and weights
-    [N, num_per_token] float32.
+    x: torch.Tensor, logits: torch.Tensor, layer: ExpertsWeights, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [N, hidden_size], logits [N, num_experts] float32 -> what goes into experts, chosen
+    [N, num_per_token] int64 and weights [N, num_per_token] float32 of what comes out.
 
     Groups are ranked by their best expert (DeepSeek-V2), or, with a bias, by their two best
     (DeepSeek-V3). The bias counts for the choice only."""
@@ -308,7 +308,10 @@ def choose_experts(
     weights = scores.gather(-1, chosen)
     if experts.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return chosen, weights * experts.scale
+    weights = weights * experts.scale
+    if experts.scales_inputs:
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+    return x, chosen, weights
 
 
 def rope_tables(

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from kvrelay.engine.kv.spec import DTYPE_BYTES
-from kvrelay.engine.model.checkpoint.fields import read_json
+from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.quantized_config import float_type, quantization_of
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.ops import TORCH_DTYPES
@@ -123,7 +123,7 @@ def count_weights(
 
 def _matrices(path: Path, device: str, dtype: str) -> Iterator[tuple[str, int, str]]:
     """(name, numbers, the type that they are kept in) of each."""
-    raw = read_json(path / "config.json")
+    raw = read_raw(path)
     quantized, widened = quantization_of(path, raw), float_type(raw)
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:

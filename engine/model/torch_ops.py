@@ -219,12 +219,16 @@ class TorchOps(TensorOps):
         ends = torch.tensor(queries.ends, device=device)
         # Columns are the last positions of each context, as far back as the first query sees.
         reach = [min(end, window + count - 1) if window else end for end in queries.ends]
+        if chunk := c.chunk(layer):
+            reach = [end - (end - count) // chunk * chunk for end in queries.ends]
         columns = ends.unsqueeze(1) - max(reach) + torch.arange(max(reach), device=device)  # [S, K]
         farthest = ends - torch.tensor(reach, device=device)
         rows = queries.positions.unsqueeze(2)  # [S, n, 1]
         visible = (columns >= num_sinks).unsqueeze(1) & (columns.unsqueeze(1) <= rows)
         if window:
             visible = visible & (columns.unsqueeze(1) > rows - window)
+        if chunk:
+            visible = visible & (columns.unsqueeze(1) >= rows // chunk * chunk)
         columns = columns.maximum(farthest.unsqueeze(1))  # blocks before the window are freed
         if num_sinks:
             first = torch.arange(num_sinks, device=device).expand(len(ends), -1)
@@ -320,7 +324,7 @@ class TorchOps(TensorOps):
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         gate_ups, downs = layer.experts
         logits = F.linear(x.float(), layer.router, layer.router_bias)
-        chosen, weights = choose_experts(logits, layer, self._config)
+        x, chosen, weights = choose_experts(x, logits, layer, self._config)
         bits = bits_of(self._quantization, "experts")
         x = self._inputs(x, bits)
         total = torch.zeros_like(hidden, dtype=torch.float32)

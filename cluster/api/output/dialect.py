@@ -15,7 +15,7 @@ from kvrelay.cluster.api.output.events import (
     merged,
 )
 from kvrelay.cluster.api.output.format import Parsed, ToolFormat
-from kvrelay.cluster.api.output.json_calls import Hermes, Llama3, Mistral
+from kvrelay.cluster.api.output.json_calls import Hermes, Llama3, Llama4, Mistral
 from kvrelay.cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
 from kvrelay.cluster.api.output.pythonic import Pythonic
 from kvrelay.cluster.api.output.reader import Reader
@@ -26,9 +26,10 @@ FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind
     for kind in (
         *(Hermes, Qwen3Coder, Llama3, Pythonic, Mistral, DeepSeek, Glm, Kimi, MiniMax, Harmony),
-        SeedOss,
+        *(SeedOss, Llama4),
     )
 }
+_JSON_OF_LLAMA = '"parameters": dictionary of argument name'
 # What a template that knows a format contains; the first that is found counts.
 _SIGNS: tuple[tuple[str, type[ToolFormat]], ...] = (
     ("<|channel|>", Harmony),
@@ -42,7 +43,7 @@ _SIGNS: tuple[tuple[str, type[ToolFormat]], ...] = (
     (Mistral.begin, Mistral),
     (Pythonic.begin, Pythonic),
     (Llama3.tag, Llama3),
-    ('"parameters": dictionary of argument name', Llama3),
+    (_JSON_OF_LLAMA, Llama3),
 )
 
 
@@ -52,6 +53,8 @@ def find_format(name: str, template: str) -> ToolFormat | None:
     kind = FORMATS.get(name)
     if name == "auto":
         kind = next((kind for sign, kind in _SIGNS if sign in template), None)
+        if kind is Pythonic and _JSON_OF_LLAMA in template:  # as Llama 4 is published
+            kind = Llama4
     if kind in (Mistral, DeepSeek):
         return kind(template)
     return None if kind is None else kind()

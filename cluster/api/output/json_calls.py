@@ -1,10 +1,12 @@
 """Formats whose calls are JSON objects that name the tool: Hermes (also Qwen 2.5 and 3), Llama 3
-and Mistral."""
+and 4, and Mistral."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from kvrelay.cluster.api.output.events import Events
 from kvrelay.cluster.api.output.format import CallSyntax, Parsed, ToolFormat
@@ -84,7 +86,7 @@ class Llama3(ToolFormat):
 
     name = "llama3_json"
     opening = tag = "<|python_tag|>"
-    markers = (tag,)
+    markers: ClassVar[tuple[str, ...]] = (tag,)
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
         start = reader.at
@@ -106,6 +108,33 @@ class Llama3(ToolFormat):
     def syntax(self, tool: Tool) -> CallSyntax:
         name = json.dumps(tool.name, ensure_ascii=False)
         return CallSyntax("", f'{{"name": {name}, "parameters": ', "}", "; ")
+
+
+class Llama4(Llama3):
+    """Llama 3's objects one after another, behind `<|python_start|>text<|python_end|>` or within
+    these. Without them the first has to name a tool."""
+
+    name = "llama4_json"
+    begin = "<|python_start|>"
+    opening = tag = "<|python_end|>"
+    markers = (begin, tag)
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        names: Collection[str] | None = {tool.name for tool in tools}
+        while True:
+            start = reader.at
+            yield from reader.space()
+            if (yield from call_object(reader, events, names)):
+                yield from reader.space()
+                yield from reader.literal(";")
+                continue
+            events.text(reader.text[start : reader.at])
+            if (yield from reader.until(*self.markers, emit=events.text)) is None:
+                return
+            names = None
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        return replace(super().syntax(tool), between="")
 
 
 class Mistral(ToolFormat):

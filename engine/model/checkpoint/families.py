@@ -14,6 +14,9 @@ from typing import Any
 
 from kvrelay.engine.model.checkpoint import hybrid
 from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
+from kvrelay.engine.model.checkpoint.llama4 import llama4
+from kvrelay.engine.model.checkpoint.mimo import mimo_v2
+from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
@@ -36,7 +39,7 @@ def read_config(path: Path) -> ModelConfig:
     one, its generation_config.json. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist")
-    raw = read_json(path / "config.json")
+    raw = read_raw(path)
     generation: Raw = {}
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
@@ -557,9 +560,12 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "GptOssForCausalLM": _gpt_oss,
+    "Llama4ForCausalLM": lambda raw: base(**llama4(raw)),
+    "Llama4ForConditionalGeneration": _text_of,
     "KimiK25ForConditionalGeneration": _text_of,
     "KimiLinearForCausalLM": _kimi_linear,
     "Kimi_K25ForConditionalGeneration": _text_of,
+    "MiMoV2FlashForCausalLM": lambda raw: base(**mimo_v2(raw)),
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Ministral3ForCausalLM": _ministral3,
     "Mistral3ForConditionalGeneration": _text_of,
@@ -577,6 +583,7 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "deepseek_v3": _deepseek_v3,
     "gemma3_text": _gemma3,
     "kimi_k2": _deepseek_v3,
+    "llama4_text": lambda raw: base(**llama4(raw)),
     "ministral3": _ministral3,
     "mistral": _mistral,
     "mistral4": _mistral4,
@@ -588,6 +595,7 @@ TEXT_KINDS = {  # where text_config states none
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",

@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.functional import pad
 
 from kvrelay.engine.model.checkpoint.fields import read_json
+from kvrelay.engine.model.checkpoint.mistral import read_raw
+from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of
 from kvrelay.engine.model.checkpoint.quantized_config import (
     PACKED,
     Group,
@@ -237,22 +240,27 @@ class Checkpoint:
         """Raises ModelError if there are no weights or a file is damaged."""
         self._path = path
         self._files: dict[str, Any] = {}
-        raw = read_json(path / "config.json")
+        raw = read_raw(path)
         stated, dtype = quantization_of(path, raw), getattr(torch, float_type(raw))
         self.quantized = stated and QuantizedWeights(stated, dtype, self._find)
-        index = path / "model.safetensors.index.json"
+        self._places = self._found()
+        self._renames = renames_of(self._places)
+        self.is_interleaved = self._renames is MISTRAL  # rotated rows are stored in pairs
+
+    def _found(self) -> dict[str, str]:
+        """Returns the file that has each tensor."""
+        index = self._path / "model.safetensors.index.json"
         if index.is_file():
             places = read_json(index).get("weight_map")
             if not isinstance(places, dict):
                 raise ModelError(f"{index} has no weight_map")
-            self._places: dict[str, str] = places
             for name in sorted(set(places.values())):
                 self._open(name)
-            return
-        names = sorted(file.name for file in path.glob("*.safetensors"))
+            return places
+        names = sorted(file.name for file in self._path.glob("*.safetensors"))
         if not names:
-            raise ModelError(f"{path} has no *.safetensors file")
-        self._places = {key: name for name in names for key in self._open(name).keys()}  # noqa: SIM118
+            raise ModelError(f"{self._path} has no *.safetensors file")
+        return {key: name for name in names for key in self._open(name).keys()}  # noqa: SIM118
 
     def _open(self, name: str) -> Any:
         file = self._path / name
@@ -266,6 +274,7 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor, or a matrix that is packed."""
+        name = renamed(name, self._renames)
         names = [name]
         if self.quantized and name.endswith(".weight"):
             names += [name.removesuffix(".weight") + end for end in PACKED]
@@ -273,7 +282,7 @@ class Checkpoint:
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `name`. Raises ModelError if it is missing or not of `shape`."""
-        tensor = None
+        name, tensor = renamed(name, self._renames), None
         if self.quantized and name.endswith(".weight"):
             tensor = self.quantized.read(name.removesuffix(".weight"), shape)
         if tensor is None:
@@ -291,6 +300,8 @@ class Checkpoint:
 
     def _find(self, name: str) -> torch.Tensor | None:
         """As it is stored; None: there is none. Raises ModelError."""
+        if name not in self._places:  # Mistral's name of a scale
+            name = name.replace(".weight_scale", ".qscale_weight")
         place = self._places.get(name)
         if place is None:
             return None
@@ -355,7 +366,7 @@ class _Layer:
 
     def load(self) -> LayerWeights:
         c, experts = self._config, self._config.experts
-        is_sparse = experts is not None and self._index >= experts.first_layer
+        is_sparse = experts is not None and self._index in experts.sparse_layers(c.num_layers)
         if not is_sparse:
             mlp: MLPWeights | None = self._mlp("mlp.", c.intermediate_size, "")
         else:
@@ -427,9 +438,11 @@ class _Layer:
 
     def _attention(self) -> AttentionWeights:
         c = self._config
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        kv_heads = c.stored_kv_heads[self._index] if c.stored_kv_heads else c.num_kv_heads
+        value_dim = c.stored_value_dim or c.head_dim
+        queries, keys = c.num_heads * c.head_dim, kv_heads * c.head_dim
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        parts = tuple(zip(names, (queries, keys, keys), strict=True))
+        parts = tuple(zip(names, (queries, keys, kv_heads * value_dim), strict=True))
         qkv_bias = out_bias = None
         if c.attention_bias:
             qkv_bias = torch.cat([self._get(f"{name}.bias", rows) for name, rows in parts])
@@ -443,24 +456,45 @@ class _Layer:
             qkv, gate = torch.cat((both[0], *others)), self._ops.matrix(both[1], None, "open")
         else:
             qkv = self._stacked("self_attn.qkv_proj", parts)
-        out = self._get("self_attn.o_proj.weight", c.hidden_size, queries)
+        if c.interleaved or self._checkpoint.is_interleaved:
+            both, values = qkv.split((queries + keys, keys))
+            both = _deinterleaved(both, c.num_heads + c.num_kv_heads, c.head_dim)
+            qkv = torch.cat((both, values))
+        out = self._get("self_attn.o_proj.weight", c.hidden_size, c.num_heads * value_dim)
+        if c.stored_value_dim:
+            values = qkv[queries + keys :].unflatten(0, (kv_heads, value_dim)) * c.value_scale
+            rest, copies = (0, c.head_dim - value_dim), c.num_kv_heads // kv_heads
+            own = qkv[queries : queries + keys].unflatten(0, (kv_heads, c.head_dim))
+            both = (own, pad(values, (0, 0, *rest)))
+            more = (each.repeat_interleave(copies, dim=0).flatten(0, 1) for each in both)
+            qkv = torch.cat((qkv[:queries], *more))
+            out = pad(out.unflatten(1, (c.num_heads, value_dim)), rest).flatten(1)
+        has_sinks = c.learned_sinks and not (c.sinks_in_windows and not c.window(self._index))
         q_width, k_width = (queries, keys) if c.norms_all_heads else (c.head_dim, c.head_dim)
         return AttentionWeights(
             qkv=self._ops.matrix(qkv, qkv_bias, "qkv"),
-            q_norm=self._norm("self_attn.q_norm", q_width) if c.qk_norm else None,
-            k_norm=self._norm("self_attn.k_norm", k_width) if c.qk_norm else None,
+            q_norm=self._qk_norm("self_attn.q_norm", q_width),
+            k_norm=self._qk_norm("self_attn.k_norm", k_width),
             out=self._ops.matrix(out, out_bias, "out"),
             sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads))
-            if c.learned_sinks
+            if has_sinks
             else None,
             gate=gate,
         )
+
+    def _qk_norm(self, name: str, width: int) -> torch.Tensor | None:
+        c = self._config
+        if c.plain_qk_norm and c.rope(self._index) is not None:
+            # It is done before rotation, not after: that changes no length.
+            return self._ops.vector(torch.ones(width))
+        return self._norm(name, width) if c.qk_norm else None
 
     def _latent(self, latent: Latent) -> LatentWeights:
         c, ops, name = self._config, self._ops, "self_attn."
         head, up = latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
         compress = self._get(name + "kv_a_proj_with_mqa.weight", c.head_dim, c.hidden_size)
-        compress = _deinterleaved(compress, 1, latent)
+        pairs = latent.rope_dim if latent.interleaved else 0
+        compress = _deinterleaved(compress, 1, pairs)
         q_norm, source, width = None, "q_proj", c.hidden_size
         if latent.q_rank is not None:
             q_norm = self._norm(name + "q_a_layernorm", latent.q_rank)
@@ -475,7 +509,7 @@ class _Layer:
             compress=ops.matrix(compress, None, "latent"),
             q_norm=q_norm,
             kv_norm=self._norm(name + "kv_a_layernorm", latent.rank),
-            queries=ops.matrix(_deinterleaved(queries, c.num_heads, latent), None, "queries"),
+            queries=ops.matrix(_deinterleaved(queries, c.num_heads, pairs), None, "queries"),
             key_up=ops.heads(by_head[:, : latent.nope_dim], "key_up"),
             value_up=ops.heads(by_head[:, latent.nope_dim :].transpose(1, 2), "value_up"),
             out=ops.matrix(out, None, "out"),
@@ -497,12 +531,17 @@ class _Layer:
         bias = None
         if experts.has_bias:
             bias = self._ops.vector(self._get(prefix + bias_name, number))
-        if self._checkpoint.has(f"{self._prefix}{prefix}experts.gate_up_proj"):  # stacked already
-            name = prefix + "experts."
+        name = prefix + "experts."
+        if experts.scales_inputs and self._checkpoint.has(f"{self._prefix}{name}gate_up_proj"):
+            # Llama 4 has [experts, in, out].
+            gate_ups = self._transposed(name + "gate_up_proj", number, 2 * width, c.hidden_size)
+            downs = self._transposed(name + "down_proj", number, c.hidden_size, width)
+            gate_ups, downs = gate_ups.contiguous(), downs.contiguous()
+        elif self._checkpoint.has(f"{self._prefix}{name}gate_up_proj"):  # stacked already
             gate_ups = self._get(name + "gate_up_proj", number, 2 * width, c.hidden_size)
             downs = self._get(name + "down_proj", number, c.hidden_size, width)
         else:
-            gate_ups, downs = self._stacked_experts(prefix + "experts.", (gate, up, down))
+            gate_ups, downs = self._stacked_experts(name, (gate, up, down))
         return ExpertsWeights(
             router=self._ops.router(router),
             bias=bias,
@@ -562,11 +601,9 @@ class _Layer:
         return gate_ups, downs
 
 
-def _deinterleaved(weight: torch.Tensor, num_heads: int, latent: Latent) -> torch.Tensor:
-    """Rows of each head's rotated part, its last, from pairs (x1, x2), (x1, x2), ... to all x1,
-    then all x2, as the other families store them."""
-    if not latent.interleaved:
-        return weight
+def _deinterleaved(weight: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
+    """The last `dim` rows of each head from pairs (x1, x2), (x1, x2), ... to all x1, then all x2,
+    as the other families store them."""
     heads = weight.view(num_heads, -1, weight.shape[1])
-    plain, pairs = heads.split([heads.shape[1] - latent.rope_dim, latent.rope_dim], dim=1)
+    plain, pairs = heads.split([heads.shape[1] - dim, dim], dim=1)
     return torch.cat((plain, pairs[:, 0::2], pairs[:, 1::2]), dim=1).view(weight.shape)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvrelay.engine.cache_dir import default_cache_dir, file_digest, publish_dir
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.mistral import PARAMS_FILE
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.errors import ModelError
 
@@ -21,10 +22,8 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SAMPLING = {"temperature": 0.0}  # in four bits, its distribution is too flat to draw from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-HUB_SECOND_COPIES = (
-    "consolidated*",
-    "original/*",
-)  # weights for their makers' own code
+CONSOLIDATED = "consolidated*"  # weights in Mistral's own format, mostly beside others
+ORIGINAL = "original/*"  # for Llama's own code
 HUB_TIMEOUT_S = 10.0
 
 
@@ -95,16 +94,21 @@ def _convert(
 def _download(name: str, progress: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
 
-    progress(f"fetching {name} from the hub")
-    try:
+    def fetch(*second_copies: str) -> Path:
         return Path(
             snapshot_download(
                 name,
                 allow_patterns=list(HUB_FILES),
-                ignore_patterns=list(HUB_SECOND_COPIES),
+                ignore_patterns=list(second_copies),
                 etag_timeout=HUB_TIMEOUT_S,
             )
         )
+
+    progress(f"fetching {name} from the hub")
+    try:
+        path = fetch(CONSOLIDATED, ORIGINAL)
+        has_params = (path / PARAMS_FILE).is_file()
+        return fetch(ORIGINAL) if has_params and not any(path.glob("*.safetensors")) else path
     except Exception as error:  # offline, unknown, gated, full disk: one line says which
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"cannot fetch {name} from the hub: {reason[0]}") from error

@@ -87,7 +87,7 @@ class CpuAttention:
         # Which of them each layer has, and where it is in a block.
         self._layers: dict[int, tuple[tuple[int, int], tuple[int, int, int], int]] = {}
         for layer, (group_of_layer, place) in c.kv_places().items():
-            index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window(layer)
+            index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window_or_chunk(layer)
             turn = self._rotation(c, index)
             if pool.dtype == torch.uint8 and latent is None:
                 turn["mixed_half"] = c.rotated_half(layer)

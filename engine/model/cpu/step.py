@@ -220,6 +220,7 @@ def described_experts(weights: ExpertsWeights, model: ModelConfig) -> Any:
         scale=config.scale,
         sigmoid=config.scoring == "sigmoid",
         normalize=config.normalize,
+        scales_inputs=config.scales_inputs,
     )
 
 

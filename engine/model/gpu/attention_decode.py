@@ -17,6 +17,7 @@ from kvrelay.engine.model.gpu.attention_tile import (
     Tiling,
     attend,
     attended,
+    first_seen,
     multiprocessors,
 )
 from kvrelay.engine.model.gpu.cache_pool import Pool
@@ -66,8 +67,8 @@ def decode_attention(
     another query_len are left to `prefill_attention`: their rows of `out` are not touched.
 
     query_start, query_len, context_len [S] int32; block_tables [S, widest] int32, on the device;
-    nothing is read back. window, num_sinks as in ModelConfig; sink_queries as `rope_write` left
-    them, needed where both are set."""
+    nothing is read back. window, num_sinks as in ModelConfig; a negative window: chunks of so many
+    positions. sink_queries as `rope_write` left them, needed where both are set."""
     num_seqs, group = len(query_start), num_heads // pool.num_kv_heads
     if not num_seqs:
         return
@@ -127,15 +128,6 @@ def split_keys(keys, num_splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
     return tl.cdiv(tl.maximum(tl.cdiv(keys, num_splits), MIN_KEYS), BLOCK_N) * BLOCK_N
 
 
-@triton.jit
-def first_visible(context, WINDOW: tl.constexpr):
-    """Returns the first key in the window of a context's last token."""
-    low = context * 0
-    if WINDOW > 0:
-        low = tl.maximum(context - WINDOW, 0)
-    return low
-
-
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _decode(
     out, partial, lse, queries, sink_queries, pool, query_start, query_len, context_len, tables,
@@ -150,7 +142,7 @@ def _decode(
     """One program: (KV head and tile of its group, sequence, split)."""
     kv_head, seq, split = tl.program_id(0) // TILES, tl.program_id(1), tl.program_id(2)
     context = tl.load(context_len + seq)
-    low = first_visible(context, WINDOW)
+    low = first_seen(context - 1, WINDOW)
     begin = low // BLOCK_N * BLOCK_N
     keys_each = split_keys(context - begin, num_splits, BLOCK_N, MIN_KEYS)
     first = begin + split * keys_each
@@ -205,7 +197,7 @@ def _merge(
     context = tl.load(context_len + seq)
     if (tl.load(query_len + seq) != 1) | (context <= 0):
         return
-    keys = context - first_visible(context, WINDOW) // BLOCK_N * BLOCK_N
+    keys = context - first_seen(context - 1, WINDOW) // BLOCK_N * BLOCK_N
     split, dims = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_split = split < tl.cdiv(keys, split_keys(keys, num_splits, BLOCK_N, MIN_KEYS))
     part = (seq.to(tl.int64) * NUM_HEADS + head) * num_splits + split

@@ -14,7 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.model.gpu.attention_tile import LOWEST, Tiling, attend, attended, shared_memory
+from kvrelay.engine.model.gpu.attention_tile import (
+    LOWEST,
+    Tiling,
+    attend,
+    attended,
+    first_seen,
+    shared_memory,
+)
 from kvrelay.engine.model.gpu.cache_pool import Pool
 
 
@@ -131,9 +138,9 @@ def _prefill(
         )  # fmt: skip
     q = tl.load(queries + token * QUERY_STRIDE + at, mask=inside, other=0.0).to(kind)
     low, whole = 0, 0  # the first key that any row sees; from where on the window hides none
-    if WINDOW > 0:
-        low = tl.maximum(nearest - WINDOW + 1, 0)
-        whole = tl.cdiv(tl.maximum(farthest - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
+    if WINDOW != 0:
+        low = first_seen(nearest, WINDOW)
+        whole = tl.cdiv(first_seen(farthest, WINDOW), BLOCK_N) * BLOCK_N
         acc, total, highest, unit = attend(
             acc, total, highest, unit, q, keys, table, positions, low // BLOCK_N * BLOCK_N,
             tl.minimum(whole, farthest + 1), low,

@@ -101,6 +101,17 @@ def accumulate(acc, total, highest, unit, scores, values, value_bytes, FP8: tl.c
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """Returns the first key in the window of a position; of its chunk, if WINDOW is negative."""
+    low = position * 0
+    if WINDOW > 0:
+        low = tl.maximum(position - WINDOW + 1, 0)
+    if WINDOW < 0:
+        low = position // -WINDOW * -WINDOW
+    return low
+
+
+@triton.jit
 def attended(acc, total, unit, FP8: tl.constexpr):
     """State of the loop -> rows of the result."""
     if FP8:
@@ -147,8 +158,8 @@ def attend(
             visible = n[None, :] <= positions[:, None]
             if SINKS:
                 visible = n[None, :] <= positions[:, None] - WINDOW
-            elif WINDOW > 0:
-                visible = visible & (n[None, :] > positions[:, None] - WINDOW)
+            elif WINDOW != 0:
+                visible = visible & (n[None, :] >= first_seen(positions, WINDOW)[:, None])
             scores = tl.where(visible & readable[None, :], scores, float("-inf"))
         value = upcast(value, queries, FP8)
         acc, total, highest, unit = accumulate(

@@ -170,7 +170,7 @@ class TritonOps(TensorOps):
             layer,
             num_heads=c.num_heads,
             scale=c.score_scale,
-            window=c.window(layer),
+            window=c.window_or_chunk(layer),
             num_sinks=c.num_sinks if c.window(layer) else 0,
             sink_queries=to_sinks,
             softcap=c.attention_softcap,
@@ -214,7 +214,8 @@ class TritonOps(TensorOps):
         )
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
-        chosen, weights = choose_experts(F.linear(x.float(), layer.router), layer, self._config)
+        logits = F.linear(x.float(), layer.router)
+        x, chosen, weights = choose_experts(x, logits, layer, self._config)
         mixture.add_experts(hidden, x, layer.experts, chosen, weights, self._config.activation)
 
     def _attend(

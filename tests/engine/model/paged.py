@@ -98,7 +98,9 @@ def expected(
         scores = rows @ keys.mT * scale
         p, n = torch.arange(context - count, context)[:, None], torch.arange(context)[None]
         visible = n <= p
-        if window:
+        if window < 0:
+            visible = visible & (n >= p // -window * -window)
+        if window > 0:
             visible = visible & (n > p - window)
             before = (n <= p - window) & (n < sinks)
             if late is not None:
@@ -120,7 +122,7 @@ def attention_case(
     kernels' options, the answer [N, num_heads, head_dim])."""
     case = paged(
         lengths, kv_heads, head_dim, dtype=dtype, kv_fp8=kv_fp8, block_size=block_size,
-        given_back=window, sinks=num_sinks,
+        given_back=max(window, 0), sinks=num_sinks,
     )  # fmt: skip
     width = heads * head_dim
     qkv = torch.randn(case.num_tokens, width + 2 * kv_heads * head_dim, device=DEVICE).to(dtype)

@@ -86,7 +86,9 @@ def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path
     compare(path, Ranks(path, 2, tmp_path / "meeting"))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "mixtral", "deepseek3", "gpt-oss", "llama4", "mimo-v2"]
+)
 def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     def unavailable(_folder: Path) -> None:
         raise kernels.KernelsUnavailable("no compiler")

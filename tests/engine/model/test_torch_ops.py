@@ -146,3 +146,5 @@ def test_a_window_narrows_those_that_the_model_has(llama):
     assert with_window(model, 10, 2).max_window == 10
     assert model.max_window == 0
     assert with_window(model, 0, 0) is model
+    with pytest.raises(ModelError, match="a window of 10 positions is not possible with attention"):
+        with_window(replace(model, attention_chunk=64), 10, 0)

@@ -162,6 +162,18 @@ HYBRID = {  # families with recurrent layers
     "qwen3.5-part": (transformers.Qwen3_5Config, DELTA),
     "qwen3.5-moe": (transformers.Qwen3_5MoeTextConfig, {**DELTA, **SPARSE}),
 }
+LLAMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 192,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 16,
+    "attn_scale": 0.4,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     **HYBRID,
     "llama": (transformers.LlamaConfig, {}),
@@ -225,11 +237,35 @@ FAMILIES = {
             **rope("yarn", factor=8.0, truncate=False, **ORIGINAL),
         },
     ),
+    "llama4": (transformers.Llama4TextConfig, {**LLAMA4, **LLAMA3}),
+    "llama4-part": (
+        transformers.Llama4Config,
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+    ),
     "glm4-moe": (transformers.Glm4MoeConfig, {**GLM4, "use_qk_norm": True}),
     "glm4-moe-air": (transformers.Glm4MoeConfig, {**GLM4, **EXPERT_GROUPS}),
     "glm4-moe-lite": (
         transformers.Glm4MoeLiteConfig,
         {**LATENT, "q_lora_rank": 48, "first_k_dense_replace": None},
+    ),
+    "mimo-v2": (
+        transformers.MiMoV2FlashConfig,
+        {
+            "head_dim": 32,
+            "v_head_dim": 24,
+            "num_attention_heads": 8,
+            "sliding_window": WINDOW,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "attention_value_scale": 0.707,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
     ),
     "minimax-m2": (
         transformers.MiniMaxM2Config,
@@ -252,6 +288,7 @@ PARTS = {  # models of which the language model is a part, and what its config.j
         transformers.Kimi_K25ForConditionalGeneration,
         {"model_type": "deepseek_v3"},
     ),
+    transformers.Llama4Config: (transformers.Llama4ForConditionalGeneration, {}),
     transformers.Mistral3Config: (
         transformers.Mistral3ForConditionalGeneration,
         {"model_type": "ministral3"},
@@ -277,22 +314,26 @@ def make_checkpoint(
 ) -> torch.nn.Module:
     """Write a random checkpoint of `family` to `path`; returns transformers' model of it."""
     kind, own = FAMILIES[family]
-    changes = own | (changes or {})
+    return write_checkpoint(kind, SHAPE | own | (changes or {}), path, **saving)
+
+
+def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn.Module:
+    """A random one of transformers' configuration `kind`; returns the model of it."""
     torch.manual_seed(7)
     if kind in PARTS:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         vision = {**sizes, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
         whole, text = PARTS[kind]
-        text = text | SHAPE | changes
+        text = text | fields
         tied = text.get("tie_word_embeddings", kind is transformers.Gemma3Config)
         config = kind(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ENDS)
         model = whole._from_config(config, dtype=torch.float32)
     elif kind is transformers.Mistral4Config:  # not in transformers' own list
-        config = kind(**(SHAPE | changes))
+        config = kind(**fields)
         model = transformers.Mistral4ForCausalLM._from_config(config, dtype=torch.float32)
     else:
         model = transformers.AutoModelForCausalLM.from_config(
-            kind(**(SHAPE | changes)), dtype=torch.float32, attn_implementation="eager"
+            kind(**fields), dtype=torch.float32, attn_implementation="eager"
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

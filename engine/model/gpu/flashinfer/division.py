@@ -115,6 +115,8 @@ def divide(
         lacks.append(f"heads of {config.head_dim} dimensions")
     if len(config.kv_groups()) > 1:
         lacks.append("layers whose KV is in groups")
+    if config.attention_chunk:
+        lacks.append("chunks of attention")
     if lacks:
         return Division(none, none, False, tuple(lacks))
     plain = tuple(

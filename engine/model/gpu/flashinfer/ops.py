@@ -319,7 +319,8 @@ class FlashInferOps(TritonOps):
         if not isinstance(layer.experts, FusedExperts):
             super().add_experts(hidden, x, layer)
         elif len(x):
-            chosen, weights = choose_experts(F.linear(x.float(), layer.router), layer, self._config)
+            logits = F.linear(x.float(), layer.router)
+            x, chosen, weights = choose_experts(x, logits, layer, self._config)
             layer.experts.add(self._library, hidden, x, chosen, weights)
 
     def _prepare(self) -> None:

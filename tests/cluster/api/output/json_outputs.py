@@ -209,4 +209,29 @@ MISTRAL = [
     ),
 ]
 
-OUTPUTS = {"hermes": HERMES, "llama3_json": LLAMA3, "mistral": MISTRAL}
+LLAMA4 = [
+    output("no call", "Yes; {no}.", Text("Yes; {no}.")),
+    output(
+        "calls one after another",
+        f'{LLAMA_PING}{{"name": "send", "parameters": {{"to": "Ann"}}}}',
+        *(call("ping", "{}"), call("send", '{"to": "Ann"}')),
+    ),
+    output(
+        "text between the tags, and calls behind",
+        f"<|python_start|>Let me look.<|python_end|>{LLAMA_PING}{LLAMA_PING}",
+        *(Text("Let me look."), call("ping", "{}"), call("ping", "{}")),
+    ),
+    output(
+        "a call between the tags",
+        f"Wait.<|python_start|>{LLAMA_PING}<|python_end|> Done.",
+        *(Text("Wait."), call("ping", "{}"), Text("Done.")),
+    ),
+    output(
+        "an object that names no tool",
+        '{"name": "Ann", "parameters": {}}',
+        Text('{"name": "Ann", "parameters": {}}'),
+    ),
+    output("cut within the tag", "Hi <|python_st", Text("Hi <|python_st")),
+]
+
+OUTPUTS = {"hermes": HERMES, "llama3_json": LLAMA3, "llama4_json": LLAMA4, "mistral": MISTRAL}

@@ -15,6 +15,7 @@ TEMPLATES = {
     "qwen3_coder": "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}<parameter=",
     "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its',
     "pythonic": "{{ '<|python_start|>' + message['content'] + '<|python_end|>' }}",
+    "llama4_json": "\"parameters\": dictionary of argument name {{- '<|python_start|>' }}",
     "mistral": '{{ "[TOOL_CALLS][" }}{{ "[/AVAILABLE_TOOLS]" }}',
     "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] }}",
     "glm": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>",

@@ -39,6 +39,7 @@ DEEPSEEK2, DEEPSEEK3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 GLM_LITE, MINIMAX, MISTRAL4 = (
     f"{name}ForCausalLM" for name in ("Glm4MoeLite", "MiniMaxM2", "Mistral4")
 )
+LLAMA4, MIMO = "Llama4ForCausalLM", "MiMoV2FlashForCausalLM"
 QWEN3_MOE, SMOLLM3 = "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"
 
 
@@ -254,6 +255,12 @@ def test_deepseeks_choice_of_experts_by_groups(read):
         (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
         (GLM_LITE, {**LATENT, "mlp_layer_types": ["sparse", "dense"]}, "dense layers after sparse"),
         (MISTRAL4, {**LATENT, "n_group": 2}, "n_group 2 is not supported, only 1"),
+        (LLAMA4, {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported, only 1"),
+        (LLAMA4, {"moe_layers": [0, 2]}, r"moe_layers \[0, 2\], only \[0, 1, 2, 3\] is supported"),
+        (LLAMA4, {"layer_types": ["full_attention"] * 4}, r"no_rope_layers \[1, 1, 1, 0\] do not"),
+        (MIMO, {"swa_head_dim": 64}, "swa_head_dim 64 is not supported with head_dim 192"),
+        (MIMO, {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias True"),
+        (MIMO, {"hybrid_layer_pattern": [0, 1]}, "kinds of 2 layers for 4"),
         (
             "Mistral3ForConditionalGeneration",
             {"text_config": {"model_type": "llama"}},

@@ -182,6 +182,8 @@ class Bench:
                 far = self.met(mine, layer, pos.clamp(max=window + sinks - 1))
                 scores[..., :sinks] = torch.einsum("nhd,hkd->hnk", far, kv[0, :, :sinks])
                 visible &= (key > pos[:, None] - window) | (key < sinks)
+            if chunk := c.chunk(layer):
+                visible &= key >= pos[:, None] // chunk * chunk
             scores *= c.score_scale
             if c.attention_softcap:
                 scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
@@ -228,6 +230,8 @@ CASES = {
         layered(config_of(6, 2, 32), layer_ropes=(0, -1), windows=(64, 64), num_sinks=3),
         16,
     ),
+    "chunks": (layered(config_of(9, 3, 64), layer_ropes=(0, -1), attention_chunk=40), 16),
+    "long chunks, odd blocks": (layered(config_of(4, 2, 32), attention_chunk=300), 7),
     "a large group": (config_of(40, 1, 16), 16),
     "one group of wide heads": (config_of(8, 1, 128), 32),
     "no groups, heads that fill no vector": (config_of(5, 5, 80), 24),

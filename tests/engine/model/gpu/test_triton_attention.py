@@ -20,6 +20,7 @@ VARIANTS = {
     "window": {"window": 12},
     "sinks": {"window": 12, "num_sinks": 4},
     "softcap": {"softcap": 5.0},
+    "chunk": {"window": -12},
 }
 SHAPES = {  # num_heads, kv_heads, head_dim, block_size, dtype, FP8
     "groups": (4, 2, 32, 16, torch.float32, False),

@@ -126,6 +126,7 @@ def test_blocks_that_moved_are_looked_up_anew(triton, expected):
         pytest.param("deepseek3", "", "float8_e4m3", marks=ON_GPU),
         pytest.param("minimax-m2", "", "float32"),
         pytest.param("mistral4", "", "float32"),
+        pytest.param("llama4", "", "float32"),
     ],
 )
 def test_every_kind_of_model_gives_the_tokens_of_torch(family, kind, kv_dtype, checkpoint_of):

@@ -25,7 +25,7 @@ typedef struct {
     const float *cos, *sin; /* of the layer's rope: [max_positions, rope_dim / 2]; NULL: none */
     int64_t qkv_stride, table_stride, block_stride, head_stride, value_offset;
     int64_t num_heads, group, shares, head_dim, value_dim, block_size, num_items, num_merges;
-    int64_t window, num_sinks; /* 0: none */
+    int64_t window, num_sinks; /* 0: none; a negative window: chunks of so many positions */
     int64_t rope_at, rope_dim; /* which of a head's dimensions are rotated */
     int64_t mixed_half;        /* half of the dimensions with a Hadamard transform; 0: none */
     float scale, softcap;      /* softcap 0: none */

@@ -9,7 +9,8 @@
  *
  * In a layer with a window, a query at position p sees (p - window, p] and the sinks, the first
  * positions of all (StreamingLLM). It attends to those as if it stood at window + sinks - 1 at most: no
- * distance is longer than what a model of that window knows. Nothing in between is visited. */
+ * distance is longer than what a model of that window knows. Nothing in between is visited. In a layer
+ * with chunks, it sees those of its own chunk. */
 #include "../thread_pool.h"
 #include "attention.h"
 

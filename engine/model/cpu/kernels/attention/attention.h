@@ -22,10 +22,16 @@ typedef struct {
     int64_t sinks, low, end, count;
 } KvSplits;
 
+/* The first key in the window of position `pos`; of its chunk, if `window` is negative. */
+INLINE int64_t first_seen(int64_t window, int64_t pos) {
+    if (window < 0) return pos - pos % -window;
+    return window && pos >= window ? pos - window + 1 : 0;
+}
+
 INLINE KvSplits kv_splits(int64_t window, int64_t num_sinks, int64_t pos, int64_t end) {
     KvSplits s = {.sinks = window ? num_sinks : 0, .end = end};
     if (s.sinks > end) s.sinks = end;
-    s.low = window && pos >= window ? pos - window + 1 : 0;
+    s.low = first_seen(window, pos);
     s.low = s.low > s.sinks ? s.low : s.sinks;
     s.count = (s.sinks > 0) + (s.sinks < end ? (end - 1) / SPLIT_KEYS - s.low / SPLIT_KEYS + 1 : 0);
     return s;

@@ -6,15 +6,15 @@
 
 /* Whether all rows of the tile see all keys of a chunk. */
 static int all_visible(const Tile *t, const Keys *k) {
-    int64_t last = k->base + KEYS - 1, behind = position_of(t, t->rows - 1) - k->window;
+    int64_t last = k->base + KEYS - 1;
     return k->stop > last && position_of(t, 0) >= last && k->floor <= k->base && k->first <= k->base &&
-           (!k->window || behind < k->base);
+           first_seen(k->window, position_of(t, t->rows - 1)) <= k->base;
 }
 
 /* A row's scores of keys that it must not see are hidden. */
 INLINE void mask_row(const Tile *t, const Keys *k, int64_t row) {
     float *s = t->scores + row * KEYS;
-    int64_t pos = position_of(t, row), low = k->window ? pos - k->window + 1 : 0;
+    int64_t pos = position_of(t, row), low = first_seen(k->window, pos);
     int64_t from = (low > k->floor ? low : k->floor) - k->base;
     int64_t to = (pos < k->stop ? pos + 1 : k->stop) - k->base;
     for (int64_t i = 0; i < from && i < KEYS; i++) s[i] = MASKED;

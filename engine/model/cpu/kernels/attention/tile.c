@@ -27,7 +27,7 @@ static void float32_keys(const Attention *a, const Tile *t, const Keys *k, Prefe
 /* Whether no row may see any of a chunk's keys. */
 INLINE int none_visible(const Tile *t, const Keys *k) {
     int64_t first = position_of(t, 0), last = position_of(t, t->rows - 1);
-    return last < k->first || (k->window && first - k->window >= k->stop - 1);
+    return last < k->first || first_seen(k->window, first) >= k->stop;
 }
 
 /* Some rows of a tile, from `row` on, with keys and pairs of values [before, after) that are there, one after

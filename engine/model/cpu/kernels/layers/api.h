@@ -28,6 +28,7 @@ typedef struct {
     int64_t groups, chosen_groups; /* experts are chosen from the best groups */
     float scale;                   /* of the weights of the chosen ones */
     int32_t sigmoid, normalize;    /* scores: sigmoid, not softmax; weights: made to sum to one */
+    int32_t scales_inputs;         /* weights multiply what goes in, not what comes out */
 } Experts;
 
 /* The states that a step loads and stores. Segments of rows, four numbers each: first row, rows, the

@@ -98,8 +98,13 @@ static void route_rows(void *arg, int64_t task) {
 static void sort_rows(void *arg, int64_t task) {
     const Routed *t = arg;
     int64_t each = t->experts->per_token, end = (task + 1) * ROWS < t->rows ? (task + 1) * ROWS : t->rows;
-    for (int64_t i = task * ROWS * each; i < end * each; i++)
-        memcpy(t->sorted + t->at[i] * t->width, t->x + i / each * t->width, sizeof(float) * t->width);
+    for (int64_t i = task * ROWS * each; i < end * each; i++) {
+        float *row = t->sorted + t->at[i] * t->width;
+        memcpy(row, t->x + i / each * t->width, sizeof(float) * t->width);
+        if (!t->experts->scales_inputs) continue;
+        for (int64_t d = 0; d < t->width; d++) row[d] *= t->weights[i];
+        t->weights[i] = 1;
+    }
 }
 
 static void add_rows(void *arg, int64_t task) {

@@ -1,0 +1,60 @@
+"""Names of tensors: layers are read by those that transformers has for Llama, and checkpoints that
+have others are recognised by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+Renames = tuple[tuple[str, str], ...]
+"""Parts of a name and what they are in the checkpoint, replaced in order."""
+
+MISTRAL: Renames = (  # consolidated.safetensors, written by Mistral's own code
+    ("model.embed_tokens.", "tok_embeddings."),
+    ("model.norm.", "norm."),
+    ("lm_head.", "output."),
+    ("model.layers.", "layers."),
+    (".input_layernorm.", ".attention_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".self_attn.kv_a_proj_with_mqa.", ".attention.wkv_a_with_mqa."),
+    (".self_attn.kv_a_layernorm.", ".attention.kv_a_norm."),
+    (".self_attn.kv_b_proj.", ".attention.wkv_b."),
+    (".self_attn.q_a_proj.", ".attention.wq_a."),
+    (".self_attn.q_a_layernorm.", ".attention.q_a_norm."),
+    (".self_attn.q_b_proj.", ".attention.wq_b."),
+    (".self_attn.q_proj.", ".attention.wq."),
+    (".self_attn.k_proj.", ".attention.wk."),
+    (".self_attn.v_proj.", ".attention.wv."),
+    (".self_attn.o_proj.", ".attention.wo."),
+    (".mlp.gate.", ".gate."),
+    (".mlp.shared_experts.", ".shared_experts."),
+    (".mlp.experts.", ".experts."),
+    (".mlp.", ".feed_forward."),
+    (".gate_proj.", ".w1."),
+    (".down_proj.", ".w2."),
+    (".up_proj.", ".w3."),
+)
+LLAMA4: Renames = (
+    (".mlp.gate.", ".feed_forward.router."),
+    (".mlp.shared_experts.", ".feed_forward.shared_expert."),
+    (".mlp.", ".feed_forward."),
+)
+
+MIMO: Renames = ((".self_attn.sinks", ".self_attn.attention_sink_bias"),)
+
+
+def renames_of(names: Collection[str]) -> Renames:
+    """What a checkpoint with tensors of these names calls those that are asked for."""
+    if "tok_embeddings.weight" in names and "model.embed_tokens.weight" not in names:
+        return MISTRAL
+    if any(".feed_forward.router." in name for name in names):
+        return LLAMA4
+    if any(name.endswith(".attention_sink_bias") for name in names):
+        return MIMO
+    return ()
+
+
+def renamed(name: str, renames: Renames) -> str:
+    for part, other in renames:
+        name = name.replace(part, other)
+    return name
