@@ -2,9 +2,8 @@
 
 Keys and values are those of config.json, without what only training or images need. PUBLISHED:
 from a copy of that file in a public repository (aiconfigurator's; Megatron-Bridge's for Kimi-Linear
-and Falcon-H1, vLLM's for Mistral Large 3; the format of quantization is the makers'). SIZES: no copy
-was at hand; sizes as the makers tell them, and transformers' defaults. Lists with an entry for each
-layer are written as they repeat.
+and Falcon-H1, vLLM's for Mistral Large 3). SIZES: no copy was at hand; sizes as the makers tell
+them, and defaults of transformers. Lists with an entry for each layer are written as they repeat.
 """
 
 from dataclasses import dataclass, field
