@@ -19,7 +19,6 @@ from kvrelay.engine.model.weights import RecurrentWeights
 from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.tiny import (
     BLOCK_SIZE,
-    HYBRID,
     MAX_LEN,
     Driver,
     make_checkpoint,
@@ -30,7 +29,10 @@ from tests.engine.model.tiny import (
 LONG, SHORT = tokens_of(90, seed=1), tokens_of(21, seed=2)
 
 
-@pytest.fixture(scope="module", params=HYBRID)
+KINDS = ("falcon-h1-norm", "kimi-linear", "lfm2-bias", "qwen3-next")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def path(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     make_checkpoint(request.param, path)
@@ -50,6 +52,13 @@ def test_chunks_of_any_length_give_the_bits_of_the_whole(path, whole, length):
     for first in range(0, len(LONG), length):
         logits = driver.feed(("a", LONG[first : first + length]))[0]
     assert torch.equal(logits, whole[0])
+    assert torch.equal(driver.state_pool.memory[0], whole[1])
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_any_number_of_threads_gives_the_same_bits(path, whole, threads):
+    driver = Driver(path, "cpu", threads=threads)
+    assert torch.equal(driver.feed(("a", LONG))[0], whole[0])
     assert torch.equal(driver.state_pool.memory[0], whole[1])
 
 

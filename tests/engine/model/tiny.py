@@ -385,12 +385,13 @@ def make_ops(
     low_precision: int | None = None,
     pool: torch.Tensor | None = None,
     quantization: str = "none",
+    threads: int = 2,
 ):
     pool = make_pool(config, dtype) if pool is None else pool
     if kind == "torch":
         return TorchOps(config, pool, dtype, MAX_LEN, quantization)
     library = kernels.load(default_cache_dir())
-    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, quantization, low_precision)
+    return CpuOps(config, pool, dtype, MAX_LEN, library, threads, quantization, low_precision)
 
 
 class Driver:
@@ -406,11 +407,13 @@ class Driver:
         fp8: bool = False,
         low_precision: int | None = None,
         quantization: str = "none",
+        threads: int = 2,
     ) -> None:
         """`config` is used instead of that of the directory."""
         self.config = config or read_config(path)
         self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
-        made = make_ops(kind, self.config, dtype, low_precision, self.pool, quantization)
+        options = (dtype, low_precision, self.pool, quantization, threads)
+        made = make_ops(kind, self.config, *options)
         with torch.inference_mode():
             weights = load_weights(path, self.config, made, lambda _: None)
         self._decoder = Decoder(self.config, weights, made)

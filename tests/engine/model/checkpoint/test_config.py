@@ -133,7 +133,7 @@ def test_digests_differ_with_the_weights_only(tmp_path):
 
 
 def test_weights_bytes_bound_the_parameters(tmp_path):
-    hybrids = ("lfm2", "qwen3-next", "qwen3.5", "falcon-h1-norm")
+    hybrids = ("lfm2", "qwen3-next", "qwen3.5", "falcon-h1-norm", "kimi-linear")
     for family in (
         "llama",
         "qwen2",
