@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.kv.spec import KVSpec
-from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.kv.window import Window, Windows
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
@@ -34,11 +34,16 @@ class KVPlan:
     spec: KVSpec
     num_blocks: int  # 0: on a GPU, as many as its memory has room for
     weights_bytes: int
-    windows: Windows
+    window: Window  # of the first group of layers
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     num_ranks: int = 1  # processes of a worker
     num_copies: int = 1  # that these hold of each block together
+    group_windows: tuple[Window, ...] = ()  # where there are several groups: of each
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.spec.block_size, self.group_windows or (self.window,))
 
     @property
     def bytes_per_block(self) -> int:
@@ -90,8 +95,17 @@ def plan_kv(
         )
     weights = weights_bytes(model, dtype, quantization)
     weights += extra_weights_bytes(model, dtype, ranks)
-    windows = Windows.of(spec.block_size, spec.windows, model.num_sinks)
-    return KVPlan(spec, num_blocks, weights, windows, num_ranks=ranks, num_copies=copies)
+    windows = Windows.of(spec.block_size, spec.windows, model.num_sinks).groups
+    groups = windows if len(windows) > 1 else ()
+    return KVPlan(
+        spec,
+        num_blocks,
+        weights,
+        windows[0],
+        num_ranks=ranks,
+        num_copies=copies,
+        group_windows=groups,
+    )
 
 
 def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from hashlib import blake2b
 from math import ceil, prod
 from pathlib import Path
+from typing import Any
 
 from kvrelay.engine.cache_dir import file_digest, version_of
 from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVSpec
@@ -22,9 +23,40 @@ INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 QUANTIZATION_FILES = ("config.json", "params.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
+# What a digest always tells, beside fields without a default. Others, which came later, count where
+# they are not at their default: a further field leaves the KV of models without it as it was.
+ALWAYS_DIGESTED = {
+    name: frozenset(names.split())
+    for name, names in {
+        "Rope": "scaling",
+        "RopeScaling": "low_freq_factor high_freq_factor original_max_position beta_fast beta_slow"
+        " truncate short_factors long_factors attention_factor",
+        "Latent": "interleaved",
+        "Experts": "normalize scoring scale num_groups num_chosen_groups has_bias shared_size"
+        " first_layer has_biases",
+        "ModelConfig": "layer_ropes windows num_sinks activation learned_sinks attention_scale"
+        " attention_softcap logits_softcap embed_scale sandwich_norms norm_offset norms_all_heads"
+        " query_growth query_growth_length latent experts",
+    }.items()
+}
 ATTENTION = "attention"
 GATED_DELTA_NET, KIMI_DELTA_ATTENTION = "gated_delta_net", "kimi_delta_attention"
 MAMBA2, SHORT_CONVOLUTION = "mamba2", "short_convolution"
+
+
+def _digested(value: Any) -> Any:
+    """As `dataclasses.asdict`, without fields that came later and are at their default."""
+    if isinstance(value, (tuple, list)):
+        return [_digested(each) for each in value]
+    if not is_dataclass(value):
+        return value
+    always = ALWAYS_DIGESTED.get(type(value).__name__, frozenset())
+    told = ((field, getattr(value, field.name)) for field in fields(value))
+    return {
+        field.name: _digested(own)
+        for field, own in told
+        if field.name in always or field.default is MISSING or own != field.default
+    }
 
 
 def files_of(path: Path) -> list[Path]:
@@ -394,7 +426,7 @@ class ModelConfig:
         for what is kept of an earlier start). Chat templates and generation_config.json do not:
         they decide which tokens are sent, not what KV these have.
         """
-        shape = asdict(self)
+        shape = _digested(self)
         del shape["bos_token_id"], shape["eos_token_ids"]
         length = max_model_len or self.max_position_embeddings
         shape["long"] = [rope.scaling.is_long(length) for rope in self.ropes if rope.scaling]

@@ -24,6 +24,7 @@ from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.state.session_store import SessionStore
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.wire import channel, codec
 from kvrelay.kvtransfer.store.disk import DiskStore
 from kvrelay.router.sessions.session import SessionsUpdated
@@ -51,6 +52,7 @@ POSITIONAL = {
     # Pairs
     "TokenLogprobs.top": "(token, logprob): once for each alternative of each token",
     "RouterProcessSpec.source": "(path, overrides): both or none",
+    "ModelConfig.weight_scales": "(matrix, factor): both or none",
     "Decision.flips": "(worker, role): in a log that only its own version replays",
 }
 GONE: dict[str, str] = {}  # fields that no version needs: why
@@ -316,3 +318,49 @@ def test_no_other_form_goes_by_position() -> None:
                 pickles.add(path.parent.relative_to(root).as_posix())
     assert arrays == {name for name in POSITIONAL if "." not in name}
     assert pickles == set(PICKLES)
+
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+DEEPSEEK = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "q_lora_rank": 24,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    **EXPERTS,
+}
+HEADS = {"num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "digest"),
+    [
+        ("Llama", HEADS, "e2a89414ea3af7a1"),
+        ("Gemma3", {"head_dim": 32, "sliding_window": 24, **HEADS}, "77b4d7e73d7572b2"),
+        ("Qwen3Moe", {"num_experts": 8, **EXPERTS, **HEADS}, "7f65793c43aed06d"),
+        ("DeepseekV3", DEEPSEEK, "81293d34093115bb"),
+    ],
+)
+def test_kv_of_the_last_release_is_of_the_same_model(
+    architecture: str, fields: dict[str, Any], digest: str, tmp_path: Path
+) -> None:
+    """Another digest is another model: nothing that was kept is found, and workers of two versions
+    exchange nothing. So a field of `ModelConfig` that came later counts only where it is set."""
+    config = {"architectures": [f"{architecture}ForCausalLM"], **SHAPE, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).digest(tmp_path).hex().startswith(digest)

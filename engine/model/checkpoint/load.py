@@ -465,8 +465,8 @@ class _Layer:
             values = qkv[queries + keys :].unflatten(0, (kv_heads, value_dim)) * c.value_scale
             rest, copies = (0, c.head_dim - value_dim), c.num_kv_heads // kv_heads
             own = qkv[queries : queries + keys].unflatten(0, (kv_heads, c.head_dim))
-            both = (own, pad(values, (0, 0, *rest)))
-            more = (each.repeat_interleave(copies, dim=0).flatten(0, 1) for each in both)
+            pairs = (own, pad(values, (0, 0, *rest)))
+            more = (each.repeat_interleave(copies, dim=0).flatten(0, 1) for each in pairs)
             qkv = torch.cat((qkv[:queries], *more))
             out = pad(out.unflatten(1, (c.num_heads, value_dim)), rest).flatten(1)
         has_sinks = c.learned_sinks and not (c.sinks_in_windows and not c.window(self._index))

@@ -304,6 +304,7 @@ MIMO = {
     "quantization_config": FP8_BLOCKS,
 }
 K25, K25_KIND = "KimiK25ForConditionalGeneration", transformers.Kimi_K25Config
+Q35, Q35_KIND = "Qwen3_5ForConditionalGeneration", transformers.Qwen3_5TextConfig
 UNKNOWN = "architecture {} is not supported"
 
 
@@ -335,7 +336,7 @@ MODELS = (
         }),
         transformers.Qwen3MoeConfig,
     ),
-    unknown(
+    Published(
         "Qwen3-Next",
         PUBLISHED,
         named("Qwen3NextForCausalLM", QWEN3_NEXT, {
@@ -345,9 +346,8 @@ MODELS = (
             "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
             "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000,
             "shared_expert_intermediate_size": 512, "vocab_size": 151936,
-        }),
-    ),
-    unknown(
+        }), transformers.Qwen3NextConfig, layers=4),
+    Published(
         "Qwen3.5",
         PUBLISHED,
         wrapped("Qwen3_5MoeForConditionalGeneration", {
@@ -356,10 +356,9 @@ MODELS = (
             "linear_num_value_heads": 32, "moe_intermediate_size": 512,
             "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
             "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512,
-        }),
-    ),
-    unknown("Qwen3.6", PUBLISHED, wrapped("Qwen3_5ForConditionalGeneration", QWEN35_27B)),
-    unknown("Qwen3.8", SIZES, wrapped("Qwen3_5ForConditionalGeneration", QWEN35_27B)),
+        }), transformers.Qwen3_5MoeTextConfig, layers=4),
+    Published("Qwen3.6", PUBLISHED, wrapped(Q35, QWEN35_27B), Q35_KIND, layers=4),
+    Published("Qwen3.8", SIZES, wrapped(Q35, QWEN35_27B), Q35_KIND, layers=4),
     Published(
         "GLM-4.5", SIZES, named("Glm4MoeForCausalLM", GLM45), transformers.Glm4MoeConfig, layers=4,
     ),
@@ -414,7 +413,20 @@ MODELS = (
     Published("Kimi K2.5", PUBLISHED, wrapped(K25, KIMI_K25), K25_KIND),
     Published("Kimi K2.6", PUBLISHED, wrapped(K25, KIMI_K26), K25_KIND),
     Published("Kimi K2.7-Code", PUBLISHED, wrapped(K25, KIMI_K27), K25_KIND),
-    unknown("Kimi-Linear", PUBLISHED, named("KimiLinearForCausalLM", KIMI_LINEAR)),
+    Published(
+        "Kimi-Linear",
+        PUBLISHED,
+        named("KimiLinearForCausalLM", KIMI_LINEAR),
+        transformers.KimiLinearConfig,
+        layers=4,
+        changes={
+            "linear_attn_config": {
+                **KIMI_LINEAR["linear_attn_config"],
+                "full_attn_layers": [4],
+                "kda_layers": [1, 2, 3],
+            }
+        },
+    ),
     unknown(
         "Kimi K3",
         PUBLISHED,
@@ -573,7 +585,7 @@ MODELS = (
         changes={"swa_num_attention_heads": 32, "swa_num_key_value_heads": 4},  # as few
     ),
     unknown("Nemotron 3", PUBLISHED, named("NemotronHForCausalLM", NEMOTRON3)),
-    unknown(
+    Published(
         "LFM2",
         SIZES,
         named("Lfm2ForCausalLM", {
@@ -582,9 +594,15 @@ MODELS = (
             "max_position_embeddings": 128000, "norm_eps": 1e-5, "num_attention_heads": 32,
             "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0,
             "model_type": "lfm2", "vocab_size": 65536,
-        }),
+        }), transformers.Lfm2Config, layers=4),
+    Published(
+        "Falcon-H1",
+        PUBLISHED,
+        named("FalconH1ForCausalLM", FALCON_H1),
+        transformers.FalconH1Config,
+        layers=4,
+        changes={"lm_head_multiplier": 1.0},  # or logits are too close to each other
     ),
-    unknown("Falcon-H1", PUBLISHED, named("FalconH1ForCausalLM", FALCON_H1)),
     Published(
         "Phi-4-mini",
         SIZES,
