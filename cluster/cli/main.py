@@ -228,7 +228,7 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
         console.print(f"{router}: {urls[router]}/v1", markup=False, soft_wrap=True)
     url = urls[first]
     console.print(
-        f"\nReady: {ready.model} at {url}/v1 (OpenAI-compatible). Try:\n",
+        f"\nReady: {ready.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
@@ -236,12 +236,12 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
     trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     key = '-H "Authorization: Bearer $KVRELAY_API_KEY" ' if config.api.key else ""
     path, asked = "completions", '"max_tokens": 30, "prompt": "The capital of France is"'
-    if config.model.chat_template or _has_chat_template(ready.model_dir):
+    if config.model.chat_template or _has_chat_template(ready.model.path):
         question = '[{"role": "user", "content": "What is the capital of France?"}]'
         path, asked = "chat/completions", f'"messages": {question}'
     console.print(
         f"curl {trusted}{url}/v1/{path} {key}-H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{ready.model}", "temperature": 0, {asked}}}\'\n',
+        f'\'{{"model": "{ready.model.served_name}", "temperature": 0, {asked}}}\'\n',
         markup=False,
         soft_wrap=True,
     )

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -74,8 +73,7 @@ class Ready:
 
     ports: dict[NodeId, int]  # where each router's API listens
     lines: tuple[str, ...]  # what the KV cache costs
-    model: str
-    model_dir: Path
+    model: PreparedModel
 
 
 class Supervisor:
@@ -590,7 +588,7 @@ class Supervisor:
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
             shown = ", ".join(f"{name} at port {port}" for name, port in ports.items())
             log.info("the server is ready: %s, %s", model.served_name, shown)
-            self.ready.set_result(Ready(ports, lines, model.served_name, model.path))
+            self.ready.set_result(Ready(ports, lines, model))
             if self._found is None:
                 self._life.is_good(self._installed)
 

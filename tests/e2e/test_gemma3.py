@@ -129,11 +129,12 @@ def test_after_a_restart_with_a_chat_template(server: Served, start: Callable[..
 
     wait_until(is_on_disk, 60, "its KV is not on disk")
     server.stop()
-    with start(**{"model.chat_template": GEMMA}) as again:
+    changed = {"model.chat_template": GEMMA, "router.policy": "prefix"}  # it asks where KV is
+    with start(**changed) as again:
         found = complete(again.url, STORY, max_tokens=16)
         assert found["choices"] == expected["choices"]
         details = found["usage"]["prompt_tokens_details"]
-        assert details["cached_tokens_by_source"].get("disk", 0) > 500
+        assert details["cached_tokens_by_source"].get("disk", 0) > 500, details
         messages = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "What is the weather in Zürich 🦙?"},

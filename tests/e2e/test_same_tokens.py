@@ -127,8 +127,20 @@ def test_two_pools(real_model_dir: Path, asked: Asked) -> None:
 def test_requests_that_move_between_workers(
     real_model_dir: Path, asked: Asked, at_once: None
 ) -> None:
+    """They are as at rest, greedy and drawn; they are longer than others, to move several times."""
+    chosen = [index for index, prompt in enumerate(asked.prompts) if len(prompt) < 200][:6]
+    kinds = [
+        replace(asked.sampling, max_tokens=60, temperature=heat, seed=3, stop_token_ids=())
+        for heat in (0.0, 0.8)
+    ]
+    requests = [(asked.prompts[index], kind) for index in chosen for kind in kinds]
     with LocalCluster(real_model_dir, prefill=0, decode=2) as cluster:
-        futures = [cluster.submit(prompt, asked.sampling) for prompt in asked.prompts]
-        asked.check(chase(cluster, futures, 120.0))
-        assert cluster.status().totals.migrations > 0
+        at_rest = [each.result(120) for each in [cluster.submit(*each) for each in requests]]
+        moved = chase(cluster, [cluster.submit(*each) for each in requests], 120.0)
+        assert cluster.status().totals.migrations >= len(requests)
         cluster.wait_idle()
+    assert [answer.failed for answer in [*at_rest, *moved]] == [None] * 2 * len(requests)
+    assert [answer.tokens for answer in moved] == [answer.tokens for answer in at_rest]
+    for index, answer in zip(chosen, at_rest[::2], strict=True):
+        expected = asked.expected[index]
+        assert answer.tokens[: len(expected)] == expected
