@@ -33,6 +33,7 @@ TOOL = {
             "type": "object",
             "properties": {"city": {"enum": ["Zürich 🦙", "Oslo"]}},
             "required": ["city"],
+            "additionalProperties": False,
         },
     },
 }
@@ -144,7 +145,8 @@ def test_after_a_restart_with_a_chat_template(server: Served, start: Callable[..
             again.url, "/v1/chat/completions", tools=[TOOL], tool_choice="required", **chat
         ).json()["choices"][0]["message"]["tool_calls"]
         assert json.loads(called[0]["function"]["arguments"])["city"] in ("Zürich 🦙", "Oslo")
-        schema = {"type": "object", "properties": {"a": {"const": "é🦙日本"}}, "required": ["a"]}
+        schema = {"properties": {"a": {"const": "é🦙日本"}}, "required": ["a"]}
+        schema |= {"type": "object", "additionalProperties": False}
         asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         said = post(again.url, "/v1/chat/completions", response_format=asked, **chat).json()
         assert json.loads(said["choices"][0]["message"]["content"])["a"] == "é🦙日本"

