@@ -82,6 +82,7 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
     )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens(["▁▁"])
     decoders = tokenizers.decoders
     tokenizer.decoder = decoders.Sequence(
         [
@@ -120,6 +121,8 @@ def test_sentencepiece_bytes_become_characters(sentencepiece: Tokenizer) -> None
     assert "\ufffd" not in "".join(pieces)
     assert sentencepiece.token_bytes(tokens[1]) == data[:1]
     assert sentencepiece.token_bytes(tokens[0]) == b" Hello"
+    (spaces,) = sentencepiece.encode("▁▁")  # Gemma's vocabulary has such as added tokens
+    assert sentencepiece.token_bytes(spaces) == b"  "
 
 
 def test_characters_of_bytes_go_on_after_a_prompt_of_such(sentencepiece: Tokenizer) -> None:
