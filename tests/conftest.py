@@ -11,7 +11,8 @@ import pytest
 if not Path("/dev/nvidiactl").exists():  # before anything imports Triton, as transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, PACKAGED, resolve_model
+from kvrelay.engine.model.errors import ModelError
 
 
 def pytest_collection_finish() -> None:
@@ -29,6 +30,24 @@ def anyio_backend() -> str:
 def smollm2_dir() -> Path:
     """The default model, converted: once per machine, into the default cache."""
     return resolve_model(DEFAULT_MODEL, progress=lambda _: None)
+
+
+@pytest.fixture(scope="session")
+def gemma3_dir() -> Path:
+    return _real_model("gemma3-270m")
+
+
+@pytest.fixture(scope="session", params=list(PACKAGED))
+def real_model_dir(request: pytest.FixtureRequest) -> Path:
+    """Each of the models that are trained."""
+    return _real_model(request.param)
+
+
+def _real_model(name: str) -> Path:
+    try:
+        return resolve_model(name, progress=lambda _: None)
+    except ModelError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,8 @@ def main() -> None:
 def serve(model: str | None, config_path: Path | None, check: bool, **options: Any) -> None:
     """Serve MODEL with an OpenAI-compatible API.
 
-    MODEL is a Hugging Face directory, a hub id, a GGUF file, or smollm2-135m, the default.
+    MODEL is a Hugging Face directory, a hub id, a GGUF file, gemma3-270m, or smollm2-135m, the
+    default.
     """
     from rich.console import Console
 
@@ -227,20 +228,30 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
         console.print(f"{router}: {urls[router]}/v1", markup=False, soft_wrap=True)
     url = urls[first]
     console.print(
-        f"\nReady: {ready.model} at {url}/v1 (OpenAI-compatible). Try:\n",
+        f"\nReady: {ready.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
     )
     trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     key = '-H "Authorization: Bearer $KVRELAY_API_KEY" ' if config.api.key else ""
+    path, asked = "completions", '"max_tokens": 30, "prompt": "The capital of France is"'
+    if config.model.chat_template or _has_chat_template(ready.model.path):
+        question = '[{"role": "user", "content": "What is the capital of France?"}]'
+        path, asked = "chat/completions", f'"messages": {question}'
     console.print(
-        f"curl {trusted}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{ready.model}", "temperature": 0, "messages": '
-        '[{"role": "user", "content": "What is the capital of France?"}]}\'\n',
+        f"curl {trusted}{url}/v1/{path} {key}-H 'Content-Type: application/json' -d "
+        f'\'{{"model": "{ready.model.served_name}", "temperature": 0, {asked}}}\'\n',
         markup=False,
         soft_wrap=True,
     )
+
+
+def _has_chat_template(model_dir: Path) -> bool:
+    """Looks where `read_chat_template` does, without the libraries that it needs."""
+    config = model_dir / "tokenizer_config.json"
+    is_in_config = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+    return is_in_config or (model_dir / "chat_template.jinja").is_file()
 
 
 if __name__ == "__main__":

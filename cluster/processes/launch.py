@@ -45,6 +45,7 @@ from kvrelay.cluster.processes.router_process import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
 from kvrelay.cluster.state.opening import with_cluster_token, with_url
 from kvrelay.engine.host import in_thread, keep_running
+from kvrelay.engine.model.checkpoint.resolve import license_notice
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import inherited
 from kvrelay.worker.kv_plan import BuildError
@@ -315,6 +316,8 @@ async def _prepare(
         return model
 
     on_progress("model", config.model.name, False)
+    if notice := license_notice(config.model.name):
+        on_progress("license", notice, True)
     try:
         return await in_thread(prepare, "prepare-model")
     finally:

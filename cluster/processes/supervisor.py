@@ -73,7 +73,7 @@ class Ready:
 
     ports: dict[NodeId, int]  # where each router's API listens
     lines: tuple[str, ...]  # what the KV cache costs
-    model: str
+    model: PreparedModel
 
 
 class Supervisor:
@@ -588,7 +588,7 @@ class Supervisor:
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
             shown = ", ".join(f"{name} at port {port}" for name, port in ports.items())
             log.info("the server is ready: %s, %s", model.served_name, shown)
-            self.ready.set_result(Ready(ports, lines, model.served_name))
+            self.ready.set_result(Ready(ports, lines, model))
             if self._found is None:
                 self._life.is_good(self._installed)
 

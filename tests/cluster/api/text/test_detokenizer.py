@@ -82,6 +82,7 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
     )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens(["▁▁"])
     decoders = tokenizers.decoders
     tokenizer.decoder = decoders.Sequence(
         [
@@ -120,6 +121,21 @@ def test_sentencepiece_bytes_become_characters(sentencepiece: Tokenizer) -> None
     assert "\ufffd" not in "".join(pieces)
     assert sentencepiece.token_bytes(tokens[1]) == data[:1]
     assert sentencepiece.token_bytes(tokens[0]) == b" Hello"
+    (spaces,) = sentencepiece.encode("▁▁")  # Gemma's vocabulary has such as added tokens
+    assert sentencepiece.token_bytes(spaces) == b"  "
+
+
+def test_characters_of_bytes_go_on_after_a_prompt_of_such(sentencepiece: Tokenizer) -> None:
+    def tokens_of(data: bytes) -> list[int]:
+        return ids(sentencepiece, *(f"<0x{byte:02X}>" for byte in data))
+
+    prompt = tokens_of("🦜🦜🦜".encode())
+    more = [*tokens_of("🦜é".encode()), *ids(sentencepiece, "▁world")]
+    assert "".join(pushed(Detokenizer(sentencepiece, context=prompt), more)) == "🦜é world"
+    for cut in (1, 2, 3):  # a prompt that ends within a character
+        output = [*prompt[-cut:], *more]
+        pieces = pushed(Detokenizer(sentencepiece, context=prompt[:-cut]), output)
+        assert "".join(pieces) == sentencepiece.decode(output)
 
 
 def test_text_that_continues_a_prompt_keeps_its_first_space(sentencepiece: Tokenizer) -> None:

