@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -93,9 +93,10 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
                 f"{book.alert} does not fire", is_firing, FIRES_WITHIN_S
             )
             clue = clues().get(book.name)
-            with ThreadPoolExecutor(1) as beside:  # what mends itself does not wait for doctor
+            # Some faults mend themselves: doctor looks while the page is diagnosed, not after it.
+            with ThreadPoolExecutor(1) as beside:
                 looking = beside.submit(check_doctor, clue, book, world)
-                book.run(world.environment)
+                book.run(world.environment, before_steps=partial(wait, [looking]))
                 looking.result()
             if clue is not None:
                 prometheus.wait(
