@@ -41,6 +41,11 @@ def _main(world: World) -> Mapping[str, object]:
     }
 
 
+def _little_memory(_: World) -> Mapping[str, object]:
+    """Of 130 blocks, a request has 10 at most: when one ends, those that wait fill its place."""
+    return {**SMALL, "engine.num_blocks": 130, "router.max_inflight_per_worker": 48}
+
+
 def _handing_over(_: World) -> Mapping[str, object]:
     return {**SMALL, "engine.num_blocks": 256, "router.policy": "round_robin", "cluster.routers": 2}
 
@@ -73,6 +78,7 @@ RAY_IS_STUCK_S = 12.0
 
 SERVERS = {
     "main": _main,
+    "memory": _little_memory,
     "scaling": _scaling,
     "routers": _handing_over,
     "joined": _joined,
@@ -207,8 +213,8 @@ def flood(num_clients: int, max_tokens: int) -> Inject:
 
 
 @contextlib.contextmanager
-def long_conversations(world: World) -> Iterator[None]:
-    with world.load(8, 100, text=STORY * 34):  # 30 blocks each; four at a worker
+def many_conversations(world: World) -> Iterator[None]:
+    with world.load(80, 128, text=STORY * 2):
         yield
 
 
@@ -269,7 +275,10 @@ def state_disk_is_full(world: World) -> Iterator[None]:
     with old.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"x" * 65536):
             pass
-    yield
+    try:
+        yield
+    finally:
+        old.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -311,7 +320,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "tenant-refused": ("main", flood(80, 48)),
     "worker-down": ("main", decode_worker_dies),
     "ttft-high": ("main", flood(30, 192)),
-    "kv-memory-full": ("main", long_conversations),
+    "kv-memory-full": ("memory", many_conversations),
     "scaling-limited": ("scaling", more_is_wanted_than_may_be),
     "router-process-down": ("routers", router_dies_again_and_again),
     "router-unreachable": ("routers", server_dies),
