@@ -259,7 +259,7 @@ class World:
         def client() -> None:
             while not stop.is_set():
                 if self.ask(tenant, max_tokens, text) != 200:
-                    stop.wait(0.5)
+                    stop.wait(1.0)
 
         threads = [threading.Thread(target=client, daemon=True) for _ in range(num_clients)]
         for thread in threads:
