@@ -42,7 +42,7 @@ def _main(world: World) -> Mapping[str, object]:
 
 
 def _little_memory(_: World) -> Mapping[str, object]:
-    """A request has 8 of 130 blocks at most: when one ends, those that wait fill its place."""
+    """A request has 10 of 130 blocks at most: when one ends, those that wait fill its place."""
     return {**SMALL, "engine.num_blocks": 130, "router.max_inflight_per_worker": 48}
 
 
@@ -214,7 +214,7 @@ def flood(num_clients: int, max_tokens: int) -> Inject:
 
 @contextlib.contextmanager
 def many_conversations(world: World) -> Iterator[None]:
-    with world.load(60, 64, "noisy", STORY * 4):  # 180 blocks for those of each worker
+    with world.load(80, 128, "noisy", STORY * 2):  # 240 blocks for those of each worker
         yield
 
 
