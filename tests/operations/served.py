@@ -43,6 +43,7 @@ def full_server(folder: Path) -> Iterator[Served]:
         "scaling.min_workers": 2,
         "scaling.max_workers": 2,
         "sessions.state_dir": str(folder),
+        "tls.frames": True,  # with certificates that are made, whose end is a metric
     }
     try:
         with Served(settings) as served:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
+from tests.operations.expressions import alert_rules
 from tests.operations.prometheus import FOLDER_VARIABLE, Prometheus, binary
 from tests.operations.served import free_port
 from tests.runbooks.book import Book, Broken, Clue, books, clues
@@ -77,12 +78,20 @@ def says(clue: Clue, world: World) -> bool:
     return re.search(clue.line, Path(world.environment["LOG"]).read_text()) is not None
 
 
+def is_hidden(book: Book, prometheus: Prometheus) -> bool:
+    """The alert is about a quantile, in which quick requests from before the fault count."""
+    (expr,) = (rule["expr"] for rule in alert_rules() if rule["alert"] == book.alert)
+    if "histogram_quantile" not in expr:
+        return False
+    return bool(prometheus.query("sum(increase(kvrelay_ttft_seconds_count[1m])) > 0"))
+
+
 def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
     result = Result(book.name, book.alert)
     try:
         prometheus.wait(
-            f"{book.alert} fires before the fault",
-            lambda: book.alert not in prometheus.firing(),
+            f"{book.alert} fires before the fault, or others' requests still count",
+            lambda: book.alert not in prometheus.firing() and not is_hidden(book, prometheus),
             QUIET_WITHIN_S,
         )
         world.doctor_has_looked.clear()
@@ -93,9 +102,10 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
                 f"{book.alert} does not fire", is_firing, FIRES_WITHIN_S
             )
             clue = clues().get(book.name)
-            with ThreadPoolExecutor(1) as beside:  # what mends itself does not wait for doctor
+            # Some faults mend themselves: doctor looks while the page is diagnosed, not after it.
+            with ThreadPoolExecutor(1) as beside:
                 looking = beside.submit(check_doctor, clue, book, world)
-                book.run(world.environment)
+                book.run(world.environment, before_steps=partial(wait, [looking]))
                 looking.result()
             if clue is not None:
                 prometheus.wait(
@@ -148,9 +158,8 @@ def on_server(name: str, found: Sequence[Book], folder: Path) -> list[Result]:
             results.append(carry_out(book, world, prometheus))
             is_bad = bool(results[-1].problem)
             console.print(line(results[-1]), style="red" if is_bad else "green", markup=False)
-            if is_bad and not world.is_up():
-                world.do("$RESTART")
-                world.wait_up()
+            if is_bad:
+                world.start_again()
         deadline = time.monotonic() + CLEARS_WITHIN_S
         while not all(map(has_cleared, results)) and time.monotonic() < deadline:
             time.sleep(0.5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,13 @@ class Book:
     blocks: tuple[tuple[str, str], ...]  # kind, commands
     not_run: str  # why no fault is injected; "": one is
 
-    def run(self, environment: Mapping[str, str]) -> None:
-        """Raises Broken. `environment`: the variables of docs/runbooks/README.md."""
-        for kind, commands in self.blocks:
+    def run(self, environment: Mapping[str, str], before_steps: Callable[[], object]) -> None:
+        """Raises Broken. `environment`: the variables of docs/runbooks/README.md. `before_steps`
+        is called before the first that mends something."""
+        first_step = [kind for kind, _ in self.blocks].index("step")
+        for number, (kind, commands) in enumerate(self.blocks):
+            if number == first_step:
+                before_steps()
             deadline = time.monotonic() + HOLDS_WITHIN_S[kind]
             while (problem := shell(commands, environment)) is not None:
                 if time.monotonic() > deadline:

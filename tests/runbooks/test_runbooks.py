@@ -6,11 +6,12 @@ What they do to a real server: `python -m tests.runbooks`.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from tests.operations.expressions import alert_rules
-from tests.runbooks.book import FOLDER, books, clues
+from tests.runbooks.book import FOLDER, Book, books, clues
 from tests.runbooks.faults import FAULTS, SERVERS
 
 
@@ -30,6 +31,16 @@ def test_ten_faults_and_more_are_named_by_log_alert_runbook_and_doctor() -> None
     known = clues()
     assert len(known) >= 10
     assert {*known} <= {*FAULTS}
+
+
+def test_nothing_is_mended_before_the_fault_has_been_looked_at(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    kinds = ("precondition", "diagnosis", "step", "step", "postcondition")
+    book = Book("any", "KVRelayAny", tuple((k, f"echo {k} >> {done}\n") for k in kinds), "")
+    seen: list[str] = []
+    book.run(os.environ, before_steps=lambda: seen.append(done.read_text()))
+    assert seen == ["precondition\ndiagnosis\n"]
+    assert done.read_text().split() == [*kinds]
 
 
 @pytest.mark.parametrize("name", books())
