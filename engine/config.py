@@ -137,7 +137,8 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
         bounds = [each.num_blocks for each in Windows.of(self.block_size, sizes, self.sinks).groups]
         per_step = -(-self.max_num_batched_tokens // self.block_size)
         num_sized = sum(map(bool, sizes)) or 1
-        room = min(self.num_blocks // 4, self.num_blocks - sum(bounds)) // num_sized
+        whole = -(-self.max_model_len // self.block_size) * (len(sizes) - num_sized)
+        room = min(self.num_blocks // 4, self.num_blocks - whole - sum(bounds)) // num_sized
         chunk = max(1, min(per_step, room))
         return Windows.of(self.block_size, sizes, self.sinks, chunk)
 

@@ -111,13 +111,15 @@ class Windows:
 
     def most_tokens(self, num_blocks: int) -> int | None:
         """Length of the longest sequence that `num_blocks` hold; None: any."""
-        bounds = [window.num_blocks for window in self.groups if window.size]
-        num_whole = len(self.groups) - len(bounds)
-        if sum(bounds) >= num_blocks:
+        sized = [window for window in self.groups if window.size]
+        num_whole = len(self.groups) - len(sized)
+        left = num_blocks - sum(window.num_blocks + window.chunk_blocks for window in sized)
+        if left < 0 or (num_whole and left == 0):
             return num_blocks // len(self.groups) * self.block_size
         if not num_whole:
             return None
-        return (num_blocks - sum(bounds)) // num_whole * self.block_size
+        least = num_blocks // len(self.groups)
+        return max(least, left // num_whole) * self.block_size
 
     def end(self, num_computed: int, num_tokens: int) -> int:
         """Entries up to which a block table needs blocks: of a prompt, up to its next chunks."""

@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.model.checkpoint.families import read_config
 from tests.cluster.api.text.families import GEMMA
 
 Message = dict[str, str]
@@ -51,6 +53,12 @@ TURNS: list[Message] = [
 ]
 
 LONG_PROMPT_TOKENS = 1500
+
+
+def blocks_for(model_dir: Path, num_tokens: int) -> int:
+    """Of 16 tokens, in a pool with room for one sequence of this length."""
+    windows = read_config(model_dir).kv_spec(16, "float32").windows
+    return Windows.of(16, windows).max_blocks(num_tokens)
 
 
 def tokenizer_of(model_dir: Path) -> Tokenizer:

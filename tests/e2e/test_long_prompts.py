@@ -11,7 +11,7 @@ import torch
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import SamplingParams
-from tests.e2e.prompts import greedy
+from tests.e2e.prompts import blocks_for, greedy
 from tests.structure import ROOT
 from tests.support.local import LocalCluster
 
@@ -31,7 +31,8 @@ def test_twenty_prompts_of_4000_tokens(gemma3_dir: Path) -> None:
     prompts = [[bos, *text[at * size : (at + 1) * size]] for at in range(NUM_PROMPTS)]
     ends = tuple(tokenizer.eos_token_ids)
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=ends)
-    with LocalCluster(gemma3_dir, prefill=0, engine=EngineSection(num_blocks=300)) as cluster:
+    engine = EngineSection(num_blocks=blocks_for(gemma3_dir, PROMPT_TOKENS + 100))
+    with LocalCluster(gemma3_dir, prefill=0, engine=engine) as cluster:
         answers = [cluster.submit(prompt, sampling).result(600) for prompt in prompts]
         cluster.wait_idle()
         assert cluster.audit()["clean"], cluster.audit()

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from kvrelay.engine.config import EngineSection
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.router.config import RouterConfig
-from tests.e2e.prompts import greedy, prompts, tokenizer_of
+from tests.e2e.prompts import blocks_for, greedy, prompts, tokenizer_of
 from tests.e2e.serving import wait_until
 from tests.kvtransfer.tiers.quiet import is_quiet
 from tests.local.test_migration import at_once as at_once
@@ -55,7 +56,8 @@ def test_one_request_at_a_time_and_again_from_every_tier(
     real_model_dir: Path, asked: Asked, tmp_path: Path
 ) -> None:
     """Computed; evicted and read from host memory; then left on disk to the next process."""
-    engine = EngineSection(num_blocks=100)  # the longest prompt, and nothing beside it
+    # The longest prompt, and nothing beside it.
+    engine = EngineSection(num_blocks=blocks_for(real_model_dir, 1600))
     disk: dict[str, Any] = {
         "disk_path": str(tmp_path),
         "disk_bytes": 1 << 30,
@@ -97,8 +99,9 @@ def test_one_pool_in_a_batch(real_model_dir: Path, asked: Asked) -> None:
 
 def test_one_pool_under_preemption(real_model_dir: Path, asked: Asked) -> None:
     crowd = [index for index, prompt in enumerate(asked.prompts) if len(prompt) < 200]
+    groups = len(read_config(real_model_dir).kv_groups())
     small = EngineSection(
-        num_blocks=-(-(max(len(asked.prompts[i]) for i in crowd) + 40) // 4) * 3 // 2,
+        num_blocks=-(-(max(len(asked.prompts[i]) for i in crowd) + 40) // 4) * 3 // 2 * groups,
         block_size=4,
         max_model_len=8192,
     )

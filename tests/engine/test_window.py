@@ -100,10 +100,10 @@ def test_a_table_has_blocks_for_what_is_read_and_written_next(
 def test_the_longest_sequence_that_fits_is_told(windows: Windows, num_blocks: int) -> None:
     longest = windows.most_tokens(num_blocks)
     if longest is None:
-        assert windows.max_blocks(10_000) - windows.count <= num_blocks
-    elif longest:
-        chunks = sum(bool(window.size) for window in windows.groups)
-        assert windows.max_blocks(longest) - chunks <= num_blocks
+        assert windows.max_blocks(10_000) <= num_blocks
+        return
+    assert windows.max_blocks(longest) <= num_blocks
+    assert windows.max_blocks(longest + windows.block_size) > num_blocks - windows.count
 
 
 @given(GROUPS, st.lists(st.booleans(), max_size=30))
@@ -144,3 +144,25 @@ def test_a_prompt_takes_a_step_ahead_of_its_window_where_the_pool_has_room(
     )
     assert config.kv_windows.max_blocks(20_000) == config.info().max_seq_blocks == most
     assert config.kv_windows.max_blocks(100) == 7
+
+
+def test_ahead_of_its_windows_a_prompt_takes_what_the_longest_leaves() -> None:
+    for num_blocks in (270, 300, 2000):
+        windows = Windows.of(16, (0, *(512,) * 5))
+        longest = windows.most_tokens(num_blocks)
+        assert longest is not None
+        config = worker_config(
+            node_id="w",
+            role=Role.DECODE,
+            epoch=1,
+            num_blocks=num_blocks,
+            block_size=16,
+            bytes_per_block=1,
+            max_model_len=longest,
+            fingerprint=b"",
+            group_windows=(0, *(512,) * 5),
+            max_num_batched_tokens=512,
+        )
+        assert config.kv_windows.max_blocks(longest) <= num_blocks
+        ahead = {window.chunk_blocks for window in config.kv_windows.groups[1:]}
+        assert ahead == {1}
