@@ -48,6 +48,7 @@ class Sequence:
     num_hits: int = 0  # blocks that were cache hits at admission
     num_sealed: int = 0
     num_covered: int = 0  # entries, from the first, that have the blocks which are needed
+    collected_at: int = 0  # entries up to the last end whose windows were taken for lower tiers
     slid_at: int = 0  # positions that were computed when blocks outside windows were last freed
     num_computed: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # cached tokens, by source

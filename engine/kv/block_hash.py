@@ -106,6 +106,10 @@ class BlockChain:
         self._num_public = scope.num_public_tokens // block_size
 
     @property
+    def num_public_tokens(self) -> int:
+        return self._num_public * self.block_size
+
+    @property
     def packed(self) -> bytearray:
         """`block_hashes`, packed. Not to be changed. A memoryview of it has to be released
         before the chain grows."""

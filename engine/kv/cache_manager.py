@@ -160,13 +160,15 @@ class KVCacheManager:
             if is_new and collect[index % len(collect)]:
                 self.newly_sealed.append((block, block_hash, seq.retention))
             seq.num_sealed = index + 1
+        if keep and self.windows.any:
+            self._collect_ends(seq, table)
 
     def release(self, seq: Sequence) -> None:
         """Free all blocks; nothing writes to them any more. Sealed ones stay cached, to be evicted
         first if the request's retention is 0."""
         table = self._tables.pop(seq, [])
         if self.windows.any and self.collect_sealed and seq.retention.keep_s > 0:
-            self._collect_kept(seq, table)
+            self._collect_kept(seq, table, seq.num_sealed)
         new = [block for block in table[seq.num_hits :] if block != NO_BLOCK]
         hits = [block for block in table[: seq.num_hits] if block != NO_BLOCK]
         if seq.retention.keep_s <= 0:  # but blocks that were cached before keep their order
@@ -177,7 +179,7 @@ class KVCacheManager:
         seq.block_ids = []
         seq.num_sealed = 0
         seq.num_computed = 0
-        seq.slid_at = seq.num_covered = 0
+        seq.slid_at = seq.num_covered = seq.collected_at = 0
 
     def allocate(self, count: int) -> list[int] | None:
         """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
@@ -243,11 +245,19 @@ class KVCacheManager:
             table[index] = block
         return table
 
-    def _collect_kept(self, seq: Sequence, table: list[int]) -> None:
-        """Blocks that a later request can continue from are worth copying to the lower tiers; those
-        of groups without a window are copied already."""
+    def _collect_ends(self, seq: Sequence, table: list[int]) -> None:
+        """Others part from `seq` where a public beginning ends, and where its prompt does."""
+        ends = seq.chain.num_public_tokens, seq.num_prompt_tokens - 1
+        for end in sorted(map(self.windows.full, ends)):
+            if seq.collected_at < end <= seq.num_sealed:
+                seq.collected_at = end
+                self._collect_kept(seq, table, end)
+
+    def _collect_kept(self, seq: Sequence, table: list[int], end: int) -> None:
+        """Blocks that a later request can continue with from entry `end` on are worth copying to
+        the lower tiers; those of groups without a window are copied already."""
         block_hashes, windows = seq.block_hashes, self.windows
-        for index in windows.kept(windows.tokens(seq.num_sealed)):
+        for index in windows.kept(windows.tokens(end)):
             if not windows.groups[index % windows.count].size or table[index] == NO_BLOCK:
                 continue
             if self.pool.has_hash(table[index], block_hashes[index]):

@@ -102,8 +102,9 @@ def test_kv_comes_back_from_host_memory_and_from_disk_after_a_restart(
         "disk_path": str(tmp_path),
         "disk_after_s": 0.0,
     }
-    # Blocks of 150 + 12 tokens; with a window, sinks and what is read from the last full one on.
-    each = 1 + 3 if engine.window else 9
+    # Blocks of 150 + 12 tokens; with a window, sinks and what is read from the last full one on, of
+    # the prompt and of all.
+    each = 1 + 4 if engine.window else 9
     with LocalCluster(model_dir, prefill=0, engine=engine, **tiers) as cluster:
         assert ask(cluster) == expected
         assert counted(cluster, "disk.used") >= each * len(PROMPTS)

@@ -188,7 +188,8 @@ def test_a_session_is_parked_and_resumed_without_its_middle() -> None:
         world.drain()
         on_device = pool.num_cached
         assert on_device == 0 if action is CacheAction.PARK else 0 < on_device <= MOST_BLOCKS
-        assert world.decode.exchange.tiers.num_blocks(Tier.HOST) <= MOST_BLOCKS
+        # Those of the prompt's end too, where another request may go on.
+        assert world.decode.exchange.tiers.num_blocks(Tier.HOST) <= 2 * MOST_BLOCKS
     answers = [m.num_blocks for m in world.to_router if isinstance(m, CacheOrderDone)]
     assert answers == [len(names), len(names)]
     fed = world.decode.core.counters["tokens_scheduled"]
