@@ -91,33 +91,36 @@ class PagedAttention:
     ) -> None:
         self._library, self._config, self._dtype, self._device = library, config, dtype, device
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
+        self._places = config.kv_places()
+        self._windows = [window for window, _ in config.kv_groups()]
         both = zip(division.decodes, division.prompts, strict=True)
         self._layers = [layer for layer, ours in enumerate(both) if any(ours)]
         self._block_size, self._longest = 0, 0
-        self._tables = torch.empty((0, 0), dtype=torch.int32, device=device)
+        self._tables: dict[int, torch.Tensor] = {}  # by group of layers
         self._contexts = torch.empty(0, dtype=torch.int32, device=device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         if any(division.decodes):
             self._scratch = torch.zeros(DECODE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers: dict[int, Any] = {}  # by window
+        self._wrappers: dict[int, Any] = {}  # by group
         if any(division.prompts):
             size = split_bytes(config, config.head_dim, device)
             workspace = torch.empty(size, dtype=torch.uint8, device=device)
             layers = (layer for layer, ours in enumerate(division.prompts) if ours)
-            for window in {config.window(layer) for layer in layers}:
-                self._wrappers[window] = library.BatchPrefillWithPagedKVCacheWrapper(
+            for group in sorted({self._places[layer][0] for layer in layers}):
+                self._wrappers[group] = library.BatchPrefillWithPagedKVCacheWrapper(
                     workspace, kv_layout="HND"
                 )
 
     def use_pool(self, pool: Pool) -> None:
         self._block_size = pool.block_size
-        self._pages = {
-            layer: (pool.data[:, layer, 0], pool.data[:, layer, 1]) for layer in self._layers
-        }
+        planes = {layer: pool.data[:, self._places[layer][1]] for layer in self._layers}
+        self._pages = {layer: (each[:, 0], each[:, 1]) for layer, each in planes.items()}
 
     def begin_decodes(self, batch: Batch) -> None:
         """All sequences have one token. Nothing here waits, and a graph may hold it."""
-        self._tables, self._contexts = self._tables_of(batch), batch.context_len
+        groups = {self._places[layer][0] for layer in self._layers}
+        self._tables = {group: self._tables_of(batch, group) for group in groups}
+        self._contexts = batch.context_len
         self._longest = max(context for _, _, context in batch.spans)
 
     def begin_prompts(self, batch: Batch) -> None:
@@ -125,12 +128,12 @@ class PagedAttention:
         c, width = self._config, batch.block_tables.shape[1]
         lists = page_lists(batch.spans, self._block_size, width)
         entries = to_device(lists.entries, self._device)
-        pages = self._tables_of(batch).reshape(-1).index_select(0, entries)
         host = [
             torch.from_numpy(each)
             for each in (lists.query_starts, lists.page_starts, lists.last_page_len)
         ]
-        for window, wrapper in self._wrappers.items():
+        for group, wrapper in self._wrappers.items():
+            pages = self._tables_of(batch, group).reshape(-1).index_select(0, entries)
             wrapper.plan(
                 qo_indptr=host[0],
                 paged_kv_indptr=host[1],
@@ -142,7 +145,7 @@ class PagedAttention:
                 page_size=self._block_size,
                 causal=True,
                 sm_scale=c.score_scale,
-                window_left=window - 1,  # a query is in its own window; -1: all
+                window_left=self._windows[group] - 1,  # a query is in its own window; -1: all
                 logits_soft_cap=c.attention_softcap,
                 q_data_type=self._dtype,
                 kv_data_type=self._dtype,
@@ -155,7 +158,7 @@ class PagedAttention:
             query=queries.contiguous(),  # these kernels know no strides of queries
             kv_cache=self._pages[layer],
             workspace_buffer=self._scratch,
-            block_tables=self._tables,
+            block_tables=self._tables[self._places[layer][0]],
             seq_lens=self._contexts,
             max_seq_len=self._longest,
             bmm1_scale=c.score_scale,
@@ -169,7 +172,7 @@ class PagedAttention:
     def prompts(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         queries = self._queries(qkv)
         out = torch.empty(queries.shape, dtype=qkv.dtype, device=qkv.device)
-        self._wrappers[self._config.window(layer)].run(
+        self._wrappers[self._places[layer][0]].run(
             q=queries, paged_kv_cache=self._pages[layer], out=out
         )
         return out.flatten(1)
@@ -179,12 +182,11 @@ class PagedAttention:
         c = self._config
         return qkv[:, : c.num_heads * c.head_dim].view(len(qkv), c.num_heads, c.head_dim)
 
-    def _tables_of(self, batch: Batch) -> torch.Tensor:
+    def _tables_of(self, batch: Batch, group: int) -> torch.Tensor:
         """Block tables without the -1 of blocks before the window: a tile that the window cuts is
         loaded whole, so each entry has to be a page."""
-        if self._config.max_window:
-            return batch.block_tables.clamp(min=0)
-        return batch.block_tables
+        tables = batch.tables_of(group)
+        return tables.clamp(min=0) if self._windows[group] else tables
 
 
 EXPANDED_BYTES = 512 << 20  # keys and values of one layer, at most; of a step's expanded contexts

@@ -113,8 +113,6 @@ def divide(
         return Division(none, none, expands, (*lacks, "latent attention that is absorbed"))
     if config.head_dim not in HEAD_DIMS:
         lacks.append(f"heads of {config.head_dim} dimensions")
-    if len(config.kv_groups()) > 1:
-        lacks.append("layers whose KV is in groups")
     if config.attention_chunk:
         lacks.append("chunks of attention")
     if lacks:

@@ -49,7 +49,8 @@ def fault(
     """Why FlashInfer must not be used for `kind`, which it computes in `layers` of `ops`; "": it
     may. `ops` is left with another pool than `pool`, which gives the shape of blocks. Whatever the
     library raises is a reason."""
-    batch, num_blocks = trial_batch(LENGTHS[kind], pool.shape[4], pool.device)
+    num_groups = len(config.kv_groups())
+    batch, num_blocks = trial_batch(LENGTHS[kind], pool.shape[4], pool.device, num_groups)
     small = torch.randn((num_blocks, *pool.shape[1:]), device=pool.device).to(dtype)
     ops.use_pool(small)
     triton = TritonOps(config, small, dtype, 1)
@@ -131,10 +132,10 @@ def _randn(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def trial_batch(
-    lengths: Sequence[tuple[int, int]], block_size: int, device: torch.device
+    lengths: Sequence[tuple[int, int]], block_size: int, device: torch.device, num_groups: int = 1
 ) -> tuple[Batch, int]:
     """Sequences of these (query_len, context_len) in scattered blocks, and how many blocks there
-    are. There are no slots, and no token is sampled."""
+    are; all groups of layers share them. There are no slots, and no token is sampled."""
     pages = [-(-context // block_size) for _, context in lengths]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)) + 1
     tables = torch.zeros((len(lengths), max(pages)), dtype=torch.int32)
@@ -154,6 +155,7 @@ def trial_batch(
         block_tables=tables.to(device),
         sample_rows=none[:0],
         spans=tuple(spans),
+        more_tables=tables.to(device).expand(num_groups - 1, -1, -1) if num_groups > 1 else None,
     )
     return batch, sum(pages) + 1
 

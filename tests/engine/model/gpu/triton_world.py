@@ -3,6 +3,7 @@
 Kernels are interpreted where there is no GPU: import this module before any of engine.model.gpu.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -75,7 +76,8 @@ class World:
         config = read_config(path)
         number = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         spec = config.kv_spec(BLOCK_SIZE, kv_dtype)
-        shape = (NUM_BLOCKS, spec.num_layers, spec.num_planes, spec.num_kv_heads)
+        self.num_groups, num_blocks = spec.num_groups, NUM_BLOCKS * spec.num_groups
+        shape = (num_blocks, spec.num_layers, spec.num_planes, spec.num_kv_heads)
         if kv_dtype == "float8_e4m3":
             self.pool = torch.zeros((*shape, spec.bytes_per_head), dtype=torch.uint8, device=DEVICE)
         else:
@@ -83,7 +85,7 @@ class World:
             self.pool = torch.zeros((*shape, *tail), dtype=number, device=DEVICE)
         groups = spec.windows if spec.num_groups > 1 else ()
         self.limits = Limits(
-            NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, config.vocab_size, group_windows=groups
+            num_blocks, BLOCK_SIZE, MAX_LEN, config.vocab_size, group_windows=groups
         )
         with torch.inference_mode():
             if name == "torch":
@@ -107,8 +109,13 @@ class World:
                 )
                 assert self.steps.notices == []
 
+    def spread(self, seq: ScheduledSeq) -> ScheduledSeq:
+        """With a block of each group of layers where `seq` has one."""
+        groups = range(0, NUM_BLOCKS * self.num_groups, NUM_BLOCKS)
+        return replace(seq, block_ids=[block + at for block in seq.block_ids for at in groups])
+
     def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> list:
-        step = Step(0, list(seqs), repeats=repeats)
+        step = Step(0, [self.spread(seq) for seq in seqs], repeats=repeats)
         with torch.inference_mode():
             if self.steps is not None:
                 return self.steps.execute(step)[0]
@@ -118,7 +125,7 @@ class World:
 
     def outputs(self, *seqs: ScheduledSeq) -> dict[int, PromptOutputs]:
         """What prompts gave in one step."""
-        step = Step(0, list(seqs))
+        step = Step(0, [self.spread(seq) for seq in seqs])
         with torch.inference_mode():
             if self.steps is not None:
                 return self.steps.execute(step)[1]
