@@ -20,7 +20,7 @@ from kvrelay.engine.step import Step
 from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
 
-OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "threads": 1}
+OPTIONS = {"num_blocks": 48, "dtype": "float32", "device": "cpu", "threads": 1}
 EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB)
 CPU = torch.device("cpu")
 LONG, SHORT = tokens_of(75, seed=1), tokens_of(9, seed=2)
@@ -49,9 +49,12 @@ class Ranks:
         return first
 
 
-def logprobs(execute: Callable, *parts: tuple[str, list[int], int]) -> torch.Tensor:
+def logprobs(
+    execute: Callable, num_groups: int, *parts: tuple[str, list[int], int]
+) -> torch.Tensor:
     """One step over (name, tokens, start) parts: log probabilities [len(parts), VOCAB]."""
-    seqs = [scheduled(t, s, BLOCKS[n], sampling=EVERY_LOGPROB) for n, t, s in parts]
+    tables = {n: [b + 12 * g for b in BLOCKS[n] for g in range(num_groups)] for n in BLOCKS}
+    seqs = [scheduled(t, s, tables[n], sampling=EVERY_LOGPROB) for n, t, s in parts]
     rows = []
     for sampled in execute(Step(0, seqs)).sampled:
         row = torch.empty(VOCAB)
@@ -69,9 +72,9 @@ def compare(path: Path, ranks: Ranks) -> None:
         (("a", LONG[74:], 74), ("b", SHORT[6:7], 6)),
     ]
     for parts in steps:
-        expected = logprobs(alone.execute, *parts)
+        expected = logprobs(alone.execute, alone.kv_spec.num_groups, *parts)
         assert expected.std() > 0.5, "probabilities this even would prove nothing"
-        got = logprobs(ranks.execute, *parts)
+        got = logprobs(ranks.execute, alone.kv_spec.num_groups, *parts)
         torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-4)
     num_heads, size = alone.config.num_kv_heads, len(ranks.runners)
     for rank, runner in enumerate(ranks.runners):  # every rank has its heads of all blocks
