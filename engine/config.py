@@ -116,8 +116,8 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     bytes_per_block: int
     fingerprint: bytes
     agent_metadata: bytes = b""
-    group_windows: tuple[int, ...] = ()  # of each group of layers; (): one group, of `window`
-    has_states: bool = False  # of recurrent layers: a step changes what it has read
+    group_windows: tuple[int, ...] = ()  # a window for each group of layers; (): one group
+    has_states: bool = False  # a step changes what it has read: layers are recurrent
     compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
     num_host_blocks: int = 0  # KV blocks in host memory, below the device's
     num_disk_blocks: int = 0

@@ -71,8 +71,8 @@ class KVReady:
     next_logprobs: TokenLogprobs | None = None
     lease: int = 0  # number of the producer's lease: the same request may be computed twice
     tier: Tier = Tier.DEVICE  # where the blocks are; device or host
-    # Of a prefix export, where layers attend to windows: the end of all blocks that will come. The
-    # consumer continues there, and reads what the windows show.
+    # The end of all blocks that a prefix export covers, where layers attend to windows: there the
+    # consumer continues, and reads what the windows show.
     covers: int = 0
 
 

@@ -89,11 +89,11 @@ class Windows:
         return any(window.size for window in self.groups)
 
     def entries(self, num_tokens: int) -> int:
-        """Entries of `num_tokens` positions."""
+        """How many entries cover `num_tokens` positions."""
         return -(-num_tokens // self.block_size) * len(self.groups)
 
     def full(self, num_tokens: int) -> int:
-        """Entries of the full blocks of `num_tokens` positions."""
+        """How many entries have the full blocks of `num_tokens` positions."""
         return num_tokens // self.block_size * len(self.groups)
 
     def tokens(self, num_entries: int) -> int:

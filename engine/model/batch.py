@@ -34,7 +34,7 @@ class Limits:
     window: int = 0  # the widest of the layers, if each has one; penalties count what is in it
     num_sinks: int = 0
     guard: bool = True  # before each step, block tables are also compared with each other
-    group_windows: tuple[int, ...] = ()  # of each group of layers; (): one group, of `window`
+    group_windows: tuple[int, ...] = ()  # a window for each group of layers; (): `window`
     num_state_groups: int = 0  # the last ones, of recurrent layers
 
     @property
@@ -78,7 +78,7 @@ class Batch:
     # `slots` [G, N] and `block_tables` [G, S, widest] of the layers in the G groups after the first
     more_slots: torch.Tensor | None = None
     more_tables: torch.Tensor | None = None
-    states: tuple[StateSpans, ...] = ()  # of each group of recurrent layers
+    states: tuple[StateSpans, ...] = ()  # for each group of recurrent layers
 
     def slots_of(self, group: int) -> torch.Tensor:
         if group == 0:
@@ -266,7 +266,7 @@ class Table:
 
     entries: list[int]  # a copy
     blocks: np.ndarray  # block ids, int64
-    position: int  # of what tokens from there on read, no block is missing or duplicated
+    position: int  # what tokens from there on read is neither missing nor duplicated
 
 
 class Guard:

@@ -51,10 +51,10 @@ def _digested(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     always = ALWAYS_DIGESTED.get(type(value).__name__, frozenset())
-    told = ((field, getattr(value, field.name)) for field in fields(value))
+    pairs = ((field, getattr(value, field.name)) for field in fields(value))
     return {
         field.name: _digested(own)
-        for field, own in told
+        for field, own in pairs
         if field.name in always or field.default is MISSING or own != field.default
     }
 
@@ -150,7 +150,7 @@ class Experts:
         return range(self.first_layer, num_layers, self.step)
 
 
-GROUP_COST = 0.01  # of a block more per `block_size` tokens, in shares of all KV
+GROUP_COST = 0.01  # a block more for each `block_size` tokens, in shares of all KV
 
 
 @dataclass(frozen=True, slots=True)

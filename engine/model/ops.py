@@ -193,7 +193,7 @@ class TensorOps:
         self._config, self._dtype, self._device = config, dtype, device
         self._ropes = [rope_tables(rope, max_positions, device) for rope in config.ropes]
         self._batch: Batch | None = None
-        self._places = config.kv_places()  # of each layer's KV
+        self._places = config.kv_places()  # where each layer has its KV
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._device, self._dtype, copy=True)  # not a view of the file

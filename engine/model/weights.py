@@ -95,3 +95,11 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Any
+
+
+def deinterleaved(weight: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
+    """The last `dim` rows of each head from pairs (x1, x2), (x1, x2), ... to all x1, then all x2,
+    as the other families store them."""
+    heads = weight.view(num_heads, -1, weight.shape[1])
+    plain, pairs = heads.split([heads.shape[1] - dim, dim], dim=1)
+    return torch.cat((plain, pairs[:, 0::2], pairs[:, 1::2]), dim=1).view(weight.shape)

@@ -60,7 +60,7 @@ class PrefixExport(Lease):
     which were announced, and are pinned here."""
 
     indices: Seq[int]
-    block_hashes: tuple[bytes, ...]  # of `indices`
+    block_hashes: tuple[bytes, ...]  # those of the blocks at `indices`
     first: int
     covers: int  # as in KVReady
     num_exported: int = 0

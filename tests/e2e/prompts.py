@@ -56,7 +56,7 @@ LONG_PROMPT_TOKENS = 1500
 
 
 def blocks_for(model_dir: Path, num_tokens: int) -> int:
-    """Of 16 tokens, in a pool with room for one sequence of this length."""
+    """How many blocks of 16 tokens a pool needs for one sequence of this length."""
     windows = read_config(model_dir).kv_spec(16, "float32").windows
     return Windows.of(16, windows).max_blocks(num_tokens)
 

@@ -17,6 +17,7 @@ from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json
 from kvrelay.engine.model.checkpoint.llama4 import llama4
 from kvrelay.engine.model.checkpoint.mimo import mimo_v2
 from kvrelay.engine.model.checkpoint.mistral import read_raw
+from kvrelay.engine.model.checkpoint.names import TEXT_KINDS
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
@@ -591,12 +592,3 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
 }
 """The language model within another, by the `model_type` of its text_config."""
-TEXT_KINDS = {  # where text_config states none
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "KimiK25ForConditionalGeneration": "deepseek_v3",
-    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
-    "Llama4ForConditionalGeneration": "llama4_text",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
-}

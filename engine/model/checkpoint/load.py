@@ -42,6 +42,7 @@ from kvrelay.engine.model.weights import (
     MLPWeights,
     RecurrentWeights,
     Weights,
+    deinterleaved,
 )
 
 Get = Callable[[str], torch.Tensor | None]  # a tensor by its name; None: there is none
@@ -388,18 +389,17 @@ class _Layer:
             mlp=mlp,
             experts=self._experts() if is_sparse else None,
             mlp_out_norm=mlp_out,
-            beside=self._recurrent() if c.recurrent and c.recurrent.beside_attention else None,
+            beside=recurrent_weights(self._get, self._has, self._config, self._ops)
+            if c.recurrent and c.recurrent.beside_attention
+            else None,
         )
 
     def _mixer(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
         """What mixes tokens in this layer."""
         c = self._config
         if not c.attends(self._index):
-            return self._recurrent()
+            return recurrent_weights(self._get, self._has, c, self._ops)
         return self._attention() if c.latent is None else self._latent(c.latent)
-
-    def _recurrent(self) -> RecurrentWeights:
-        return recurrent_weights(self._get, self._has, self._config, self._ops)
 
     def _has(self, name: str) -> bool:
         return self._checkpoint.has(self._prefix + name)
@@ -458,7 +458,7 @@ class _Layer:
             qkv = self._stacked("self_attn.qkv_proj", parts)
         if c.interleaved or self._checkpoint.is_interleaved:
             both, values = qkv.split((queries + keys, keys))
-            both = _deinterleaved(both, c.num_heads + c.num_kv_heads, c.head_dim)
+            both = deinterleaved(both, c.num_heads + c.num_kv_heads, c.head_dim)
             qkv = torch.cat((both, values))
         out = self._get("self_attn.o_proj.weight", c.hidden_size, c.num_heads * value_dim)
         if c.stored_value_dim:
@@ -494,7 +494,7 @@ class _Layer:
         head, up = latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
         compress = self._get(name + "kv_a_proj_with_mqa.weight", c.head_dim, c.hidden_size)
         pairs = latent.rope_dim if latent.interleaved else 0
-        compress = _deinterleaved(compress, 1, pairs)
+        compress = deinterleaved(compress, 1, pairs)
         q_norm, source, width = None, "q_proj", c.hidden_size
         if latent.q_rank is not None:
             q_norm = self._norm(name + "q_a_layernorm", latent.q_rank)
@@ -509,7 +509,7 @@ class _Layer:
             compress=ops.matrix(compress, None, "latent"),
             q_norm=q_norm,
             kv_norm=self._norm(name + "kv_a_layernorm", latent.rank),
-            queries=ops.matrix(_deinterleaved(queries, c.num_heads, pairs), None, "queries"),
+            queries=ops.matrix(deinterleaved(queries, c.num_heads, pairs), None, "queries"),
             key_up=ops.heads(by_head[:, : latent.nope_dim], "key_up"),
             value_up=ops.heads(by_head[:, latent.nope_dim :].transpose(1, 2), "value_up"),
             out=ops.matrix(out, None, "out"),
@@ -599,11 +599,3 @@ class _Layer:
         assert gate_ups is not None
         assert downs is not None
         return gate_ups, downs
-
-
-def _deinterleaved(weight: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
-    """The last `dim` rows of each head from pairs (x1, x2), (x1, x2), ... to all x1, then all x2,
-    as the other families store them."""
-    heads = weight.view(num_heads, -1, weight.shape[1])
-    plain, pairs = heads.split([heads.shape[1] - dim, dim], dim=1)
-    return torch.cat((plain, pairs[:, 0::2], pairs[:, 1::2]), dim=1).view(weight.shape)

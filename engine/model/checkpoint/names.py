@@ -58,3 +58,15 @@ def renamed(name: str, renames: Renames) -> str:
     for part, other in renames:
         name = name.replace(part, other)
     return name
+
+
+TEXT_KINDS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Llama4ForConditionalGeneration": "llama4_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+}
+"""The kind of the language model within another, where its text_config states none."""

@@ -91,15 +91,11 @@ class CpuAttention:
             turn = self._rotation(c, index)
             if pool.dtype == torch.uint8 and latent is None:
                 turn["mixed_half"] = c.rotated_half(layer)
-            self._ropes.setdefault(
-                (group_of_layer, index),
-                _Rope(num_kv_heads=c.num_kv_heads, eps=c.rms_norm_eps, **turn, **shared),
-            )
             key = (group_of_layer, window, index)
-            self._attentions.setdefault(
-                key,
-                _Attention(window=window, num_sinks=c.num_sinks, **turn, **attention, **shared),
-            )
+            rope = _Rope(num_kv_heads=c.num_kv_heads, eps=c.rms_norm_eps, **turn, **shared)
+            attend = _Attention(window=window, num_sinks=c.num_sinks, **turn, **attention, **shared)
+            self._ropes.setdefault(key[::2], rope)
+            self._attentions.setdefault(key, attend)
             self._layers[layer] = key[::2], key, place
         self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
         self._alive: Batch | None = None

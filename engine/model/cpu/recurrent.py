@@ -32,7 +32,7 @@ class CpuRecurrent:
     ) -> None:
         self._shape, self._pool, self._lib = config.recurrent, pool, library
         self._threads, self._buffer = num_threads, buffer
-        self._states: list[Any] = []  # of each group of layers
+        self._states: list[Any] = []  # one for each group of layers
         self._alive: list[Any] = []
 
     def begin(self, batch: Batch) -> None:

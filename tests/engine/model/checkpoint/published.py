@@ -16,11 +16,9 @@ SIZES = "published sizes, defaults of transformers"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-NVFP4 = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4_WEIGHTS}},
-}
+NVFP4_GROUP = {"targets": ["Linear"], "weights": NVFP4_WEIGHTS}
+NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+NVFP4["config_groups"] = {"group_0": NVFP4_GROUP}
 
 
 @dataclass(frozen=True)
@@ -263,6 +261,9 @@ KIMI_LINEAR = {
         "short_conv_kernel_size": 4,
     },
 }
+KIMI_LINEAR_CUT = {"linear_attn_config": {
+    **KIMI_LINEAR["linear_attn_config"], "full_attn_layers": [4], "kda_layers": [1, 2, 3],
+}}
 NEMOTRON3 = {
     "attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 128,
     "hidden_size": 2688, "intermediate_size": 1856, "mamba_head_dim": 64, "n_groups": 8,
@@ -414,18 +415,8 @@ MODELS = (
     Published("Kimi K2.6", PUBLISHED, wrapped(K25, KIMI_K26), K25_KIND),
     Published("Kimi K2.7-Code", PUBLISHED, wrapped(K25, KIMI_K27), K25_KIND),
     Published(
-        "Kimi-Linear",
-        PUBLISHED,
-        named("KimiLinearForCausalLM", KIMI_LINEAR),
-        transformers.KimiLinearConfig,
-        layers=4,
-        changes={
-            "linear_attn_config": {
-                **KIMI_LINEAR["linear_attn_config"],
-                "full_attn_layers": [4],
-                "kda_layers": [1, 2, 3],
-            }
-        },
+        "Kimi-Linear", PUBLISHED, named("KimiLinearForCausalLM", KIMI_LINEAR),
+        transformers.KimiLinearConfig, layers=4, changes=KIMI_LINEAR_CUT,
     ),
     unknown(
         "Kimi K3",
@@ -595,13 +586,9 @@ MODELS = (
             "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0,
             "model_type": "lfm2", "vocab_size": 65536,
         }), transformers.Lfm2Config, layers=4),
-    Published(
-        "Falcon-H1",
-        PUBLISHED,
-        named("FalconH1ForCausalLM", FALCON_H1),
-        transformers.FalconH1Config,
-        layers=4,
-        changes={"lm_head_multiplier": 1.0},  # or logits are too close to each other
+    Published(  # whose logits would be too close to each other
+        "Falcon-H1", PUBLISHED, named("FalconH1ForCausalLM", FALCON_H1),
+        transformers.FalconH1Config, layers=4, changes={"lm_head_multiplier": 1.0},
     ),
     Published(
         "Phi-4-mini",
