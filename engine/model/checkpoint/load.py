@@ -317,8 +317,7 @@ def load_weights(
     path: Path, config: ModelConfig, ops: Ops, progress: Callable[[str], None]
 ) -> Weights:
     """Read every parameter of `config` from `path`. Raises ModelError."""
-    checkpoint = Checkpoint(path)
-    table_name = "embed_tokens.weight"
+    checkpoint, table_name = Checkpoint(path), "embed_tokens.weight"
     root = next((root for root in ROOTS if checkpoint.has(root + table_name)), ROOTS[0])
     table = checkpoint.get(root + table_name, config.vocab_size, config.hidden_size)
     head = table
@@ -389,9 +388,7 @@ class _Layer:
             mlp=mlp,
             experts=self._experts() if is_sparse else None,
             mlp_out_norm=mlp_out,
-            beside=recurrent_weights(self._get, self._has, self._config, self._ops)
-            if c.recurrent and c.recurrent.beside_attention
-            else None,
+            beside=self._recurrent() if c.recurrent and c.recurrent.beside_attention else None,
         )
 
     def _mixer(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
@@ -400,6 +397,9 @@ class _Layer:
         if not c.attends(self._index):
             return recurrent_weights(self._get, self._has, c, self._ops)
         return self._attention() if c.latent is None else self._latent(c.latent)
+
+    def _recurrent(self) -> RecurrentWeights:
+        return recurrent_weights(self._get, self._has, self._config, self._ops)
 
     def _has(self, name: str) -> bool:
         return self._checkpoint.has(self._prefix + name)
@@ -584,8 +584,7 @@ class _Layer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         c, experts = self._config, self._config.experts
         assert experts is not None
-        gate, up, down = names
-        number, width = experts.num_experts, experts.intermediate_size
+        (gate, up, down), number, width = names, experts.num_experts, experts.intermediate_size
         gate_ups = downs = None
         for index in range(number):
             name = f"{prefix}{index}."
