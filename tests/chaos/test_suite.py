@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,7 +17,10 @@ from click.testing import CliRunner, Result
 
 from tests.chaos.__main__ import main
 from tests.chaos.disks import Disk, what_is_missing
+from tests.chaos.kvrelay import RAY_ENV, start_ray
 from tests.chaos.peer import Deployment
+from tests.chaos.services import Service
+from tests.operations.served import free_port
 
 DEPLOYMENT = """
 name = "replicas that count"
@@ -84,3 +90,26 @@ def test_a_write_to_a_hung_disk_waits_until_it_hangs_no_more(tmp_path: Path) -> 
             disk.hang(False)
         writer.join(10)
         assert written.is_set()
+
+
+@pytest.mark.timeout(120)
+def test_a_head_starts_again_while_raylets_of_other_hosts_have_its_address() -> None:
+    """Their processes are seen here, unlike those of other machines."""
+    port = free_port()
+    raylet = ["raylet", "-c", "read line", f"--gcs-address=127.0.0.1:{port}"]
+    with (
+        tempfile.TemporaryDirectory() as name,  # short, for Ray's sockets
+        subprocess.Popen(raylet, executable="/bin/sh", stdin=subprocess.PIPE) as other,
+    ):
+        (folder := Path(name) / "ray").mkdir()
+        (folder / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+        (log := Path(name) / "log").touch()
+        where = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=1")
+        command = [*start_ray(), *where, "--include-dashboard=0", "--object-store-memory=80000000"]
+        head = Service(command, {**os.environ, **RAY_ENV, "RAY_TMPDIR": name}, log)
+        try:
+            head.start("Ray runtime started")
+            assert other.poll() is None
+        finally:
+            head.stop()
+            other.kill()
