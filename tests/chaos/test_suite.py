@@ -95,16 +95,17 @@ def test_a_write_to_a_hung_disk_waits_until_it_hangs_no_more(tmp_path: Path) -> 
 @pytest.mark.timeout(120)
 def test_a_head_starts_again_while_raylets_of_other_hosts_have_its_address() -> None:
     """Their processes are seen here, unlike those of other machines."""
-    port = free_port()
-    raylet = ["raylet", "-c", "read line", f"--gcs-address=127.0.0.1:{port}"]
+    host, port = "127.0.0.2", free_port()  # Ray has another name for 127.0.0.1
+    address = f"{host}:{port}"
+    raylet = ["raylet", "-c", "read line", f"--gcs-address={address}"]
     with (
         tempfile.TemporaryDirectory() as name,  # short, for Ray's sockets
         subprocess.Popen(raylet, executable="/bin/sh", stdin=subprocess.PIPE) as other,
     ):
         (folder := Path(name) / "ray").mkdir()
-        (folder / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+        (folder / "ray_current_cluster").write_text(address)
         (log := Path(name) / "log").touch()
-        where = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=1")
+        where = ("--head", f"--port={port}", f"--node-ip-address={host}", "--num-cpus=1")
         command = [*start_ray(), *where, "--include-dashboard=0", "--object-store-memory=80000000"]
         head = Service(command, {**os.environ, **RAY_ENV, "RAY_TMPDIR": name}, log)
         try:
