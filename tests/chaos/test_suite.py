@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,7 +17,10 @@ from click.testing import CliRunner, Result
 
 from tests.chaos.__main__ import main
 from tests.chaos.disks import Disk, what_is_missing
+from tests.chaos.kvrelay import RAY_ENV, OnLoopback, start_ray
 from tests.chaos.peer import Deployment
+from tests.chaos.services import Service
+from tests.operations.served import free_port
 
 DEPLOYMENT = """
 name = "replicas that count"
@@ -84,3 +90,42 @@ def test_a_write_to_a_hung_disk_waits_until_it_hangs_no_more(tmp_path: Path) -> 
             disk.hang(False)
         writer.join(10)
         assert written.is_set()
+
+
+@pytest.mark.timeout(120)
+def test_a_head_starts_again_while_raylets_of_other_hosts_have_its_address() -> None:
+    """Their processes are seen here, unlike those of other machines."""
+    host, port = "127.0.0.2", free_port()  # Ray has another name for 127.0.0.1
+    address = f"{host}:{port}"
+    raylet = ["raylet", "-c", "read line", f"--gcs-address={address}"]
+    with (
+        tempfile.TemporaryDirectory() as name,  # short, for Ray's sockets
+        subprocess.Popen(raylet, executable="/bin/sh", stdin=subprocess.PIPE) as other,
+    ):
+        (folder := Path(name) / "ray").mkdir()
+        (folder / "ray_current_cluster").write_text(address)
+        (log := Path(name) / "log").touch()
+        where = ("--head", f"--port={port}", f"--node-ip-address={host}", "--num-cpus=1")
+        command = [*start_ray(), *where, "--include-dashboard=0", "--object-store-memory=80000000"]
+        head = Service(command, {**os.environ, **RAY_ENV, "RAY_TMPDIR": name}, log)
+        try:
+            head.start("Ray runtime started")
+            assert other.poll() is None
+        finally:
+            head.stop()
+            other.kill()
+
+
+def test_a_system_whose_worker_has_just_been_killed_is_not_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        parts = [{"state": "up", "pid": worker.pid}]
+        controller = {"has_ray": True, "age_s": 0.1}
+        status = {"controller": controller, "workers": parts, "routers": []}
+        monkeypatch.setattr("tests.chaos.kvrelay.get_json", lambda *_: status)
+        monkeypatch.setattr(OnLoopback, "urls", ["http://127.0.0.1:1"])
+        system = OnLoopback()
+        assert system.is_up()
+        worker.kill()
+    assert not system.is_up()
