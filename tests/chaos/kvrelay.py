@@ -220,7 +220,7 @@ class OnHosts(System):
         return [self.served.process.pid, *(service.pid for service in self._services)]
 
     def is_up(self) -> bool:
-        """Of a GCS that has just been killed, the controller does not know yet."""
+        """The controller does not know yet when a GCS has just been killed."""
         run = len(self.processes("GCS")), len(self.processes("raylet"))
         return run == (1, len(self._hosts.names)) and super().is_up()
 
