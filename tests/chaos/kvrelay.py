@@ -96,6 +96,7 @@ class System:
         return all(
             state["controller"].get("has_ray", False)
             and state["controller"]["age_s"] < 3
+            and _lives(state["controller"]["pid"])
             and all(
                 each["state"] == "up" and _lives(each["pid"])  # else its loss is not noticed yet
                 for each in (*state["workers"], *state["routers"])
@@ -217,6 +218,11 @@ class OnHosts(System):
     def roots(self) -> list[int]:
         assert self.served is not None
         return [self.served.process.pid, *(service.pid for service in self._services)]
+
+    def is_up(self) -> bool:
+        """The controller does not know yet when a GCS has just been killed."""
+        run = len(self.processes("GCS")), len(self.processes("raylet"))
+        return run == (1, len(self._hosts.names)) and super().is_up()
 
     def __enter__(self) -> Self:
         address = f"{self._hosts.address(0)}:{PORT}"

@@ -121,7 +121,7 @@ def test_a_system_whose_worker_has_just_been_killed_is_not_up(
 ) -> None:
     with subprocess.Popen(["sleep", "60"]) as worker:
         parts = [{"state": "up", "pid": worker.pid}]
-        controller = {"has_ray": True, "age_s": 0.1}
+        controller = {"has_ray": True, "age_s": 0.1, "pid": os.getpid()}
         status = {"controller": controller, "workers": parts, "routers": []}
         monkeypatch.setattr("tests.chaos.kvrelay.get_json", lambda *_: status)
         monkeypatch.setattr(OnLoopback, "urls", ["http://127.0.0.1:1"])
