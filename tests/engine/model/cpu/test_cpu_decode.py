@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from tests.engine.model import tiny
@@ -22,12 +23,20 @@ class World:
 
     def __init__(self, path, **options):
         options = {"dtype": "float32", "num_blocks": 24, "threads": 2, **options}
+        self._groups = range(len(read_config(path).kv_groups()))
+        self._num_blocks = options["num_blocks"]
+        options["num_blocks"] *= len(self._groups)
         self.runner = model_runner(path, **options)
 
     def run(self, *seqs: ScheduledSeq, repeats: int = 1):
-        done = self.runner.execute(Step(0, list(seqs), repeats=repeats))
+        done = self.runner.execute(Step(0, [*map(self._spread, seqs)], repeats=repeats))
         assert not done.failed
         return done.sampled
+
+    def _spread(self, seq: ScheduledSeq) -> ScheduledSeq:
+        """With a block of each group of layers where `seq` has one."""
+        table = [b + g * self._num_blocks for b in seq.block_ids for g in self._groups]
+        return replace(seq, block_ids=table)
 
 
 @pytest.fixture(autouse=True)
