@@ -80,7 +80,8 @@ class WorkerInfo:
         """Blocks that a sequence of `num_tokens` holds at once."""
         rows = -(-num_tokens // self.block_size)
         windows = min(self.windowed_groups * rows, self.window_blocks)
-        return min(self.row_blocks * rows + windows, self.max_seq_blocks or self.num_blocks + 1)
+        needed = self.row_blocks * rows + windows
+        return min(needed, self.max_seq_blocks) if self.max_seq_blocks else needed
 
 
 @dataclass(frozen=True, slots=True)

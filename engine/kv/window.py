@@ -14,6 +14,7 @@ and of group `i % count`. With one group, as most models have, entries and rows 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,15 +112,12 @@ class Windows:
 
     def most_tokens(self, num_blocks: int) -> int | None:
         """Length of the longest sequence that `num_blocks` hold; None: any."""
-        sized = [window for window in self.groups if window.size]
-        num_whole = len(self.groups) - len(sized)
-        left = num_blocks - sum(window.num_blocks + window.chunk_blocks for window in sized)
-        if left < 0 or (num_whole and left == 0):
-            return num_blocks // len(self.groups) * self.block_size
-        if not num_whole:
+        bounds = [window.num_blocks + window.chunk_blocks for window in self.groups if window.size]
+        if len(bounds) == len(self.groups) and sum(bounds) <= num_blocks:
             return None
-        least = num_blocks // len(self.groups)
-        return max(least, left // num_whole) * self.block_size
+        rows = range(num_blocks + 1)
+        longest = bisect_right(rows, num_blocks, key=lambda n: self.max_blocks(n * self.block_size))
+        return (longest - 1) * self.block_size
 
     def end(self, num_computed: int, num_tokens: int) -> int:
         """Entries up to which a block table needs blocks: of a prompt, up to its next chunks."""
