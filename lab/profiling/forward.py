@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.device import find_device
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.model.step_executor import StepExecutor
@@ -102,17 +103,24 @@ class PassRunner:
         )
         self._point_s = point_s
         self._budget = max_batched_tokens
-        self._block_size = runner.kv_spec.block_size
+        spec = runner.kv_spec
+        self._windows = Windows.of(spec.block_size, spec.windows)
         self.num_blocks = len(runner.kv_pool)
         self._num_steps = 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of blocks, one of each group of layers, that the pool holds; and tokens in one."""
+        return self.num_blocks // self._windows.count, self._windows.block_size
 
     def fill_pool(self) -> None:
         """Give every block content that a model writes, and pages of its own."""
         pool: Any = self._runner.kv_pool
-        count = min(self.num_blocks, 16)
-        tokens = min(count * self._block_size, self._runner.max_model_len, self._budget)
-        self.run([self._share(0, tokens, list(range(count)))])
-        whole = max(1, tokens // self._block_size)
+        windows = self._windows
+        longest = windows.tokens(min(self.num_blocks, 16 * windows.count))
+        tokens = min(longest, self._runner.max_model_len, self._budget)
+        self.run([self._share(0, tokens, self._blocks(0, tokens))])
+        whole = max(1, windows.full(tokens))
         for start in range(whole, self.num_blocks, whole):
             end = min(start + whole, self.num_blocks)
             pool[start:end] = pool[: end - start]
@@ -162,7 +170,7 @@ class PassRunner:
         return list(range(first, first + self._table_len(num_tokens)))
 
     def _table_len(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return self._windows.entries(num_tokens)
 
     def _median_ms(self, shares: Callable[[], list[ScheduledSeq]]) -> float:
         self.run(shares())  # the first touches its memory
@@ -175,9 +183,8 @@ class PassRunner:
         """Seconds of one pass, with the checksums of the blocks that it fills."""
         filled: list[int] = []
         for share in shares:
-            end = share.start + len(share.tokens)
-            size = self._block_size
-            filled += share.block_ids[share.start // size : end // size]
+            first, end = map(self._windows.full, (share.start, share.start + len(share.tokens)))
+            filled += share.block_ids[first:end]
         self._num_steps += 1
         step = Step(self._num_steps, shares, checksum_blocks=filled)
         done = self._executor.execute(step)

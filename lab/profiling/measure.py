@@ -218,7 +218,7 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
     with running(config, model, threads) as runner:
         passes = PassRunner(runner, grid.point_s, engine.max_num_batched_tokens)
         passes.fill_pool()
-        grid = grid.within(model.max_model_len, passes.num_blocks, engine.block_size)
+        grid = grid.within(model.max_model_len, *passes.rows)
         work = _Work(config, model, runner, passes, grid, tell, int(with_serving))
         prefill, decode, extra = work.run(threads)
     if with_serving:
