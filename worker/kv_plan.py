@@ -34,7 +34,7 @@ class KVPlan:
     spec: KVSpec
     num_blocks: int  # 0: on a GPU, as many as its memory has room for
     weights_bytes: int
-    window: Window  # of the first group of layers
+    window: Window  # the first group's
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     num_ranks: int = 1  # processes of a worker

@@ -33,11 +33,6 @@ class KVSpec:
         return len(self.windows)
 
     @property
-    def num_whole_groups(self) -> int:
-        """Blocks that `block_size` tokens keep, however long the sequence is."""
-        return sum(not window for window in self.windows)
-
-    @property
     def bytes_per_head(self) -> int:
         """What one head of one plane of one layer takes in a block."""
         per_token = self.head_dim * DTYPE_BYTES[self.dtype] + SCALE_BYTES.get(self.dtype, 0)

@@ -164,10 +164,6 @@ class Windows:
             for row in range(max(window.num_sink_blocks, window.start(before)), window.start(after))
         ]
 
-    def first_read(self, num_computed: int) -> int:
-        """The first entry, sinks aside, that may not be read again after these positions."""
-        return min(window.start(num_computed) for window in self.groups) * len(self.groups)
-
     def runs(self, first: int, end: int, num_computed: int) -> list[range]:
         """Where those of entries `[first, end)` lie that are read again after `num_computed`
         positions: with one group in one or two runs or none, with several among others."""

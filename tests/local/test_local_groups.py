@@ -14,11 +14,11 @@ from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
-from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agent import CopyBlocks
 from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import HYBRID, make_checkpoint, tokens_of
-from tests.local.test_local import GREEDY, REMOTE
+from tests.local.test_local import REMOTE
+from tests.local.test_local_kv import answer_of
 from tests.local.test_local_tiers import assert_clean, counted, load_all, settle
 from tests.support.local import LocalCluster
 
@@ -44,16 +44,7 @@ def expected(model: Path) -> list[list[int]]:
     """From a runner that keeps every block of every group."""
     blocks = list(range(11 * read_config(model).kv_spec(16, "float32").num_groups))
     runner = model_runner(model, dtype="float32", device="cpu", num_blocks=len(blocks))
-    answers = []
-    for prompt in PROMPTS:
-        tokens, start = list(prompt), 0
-        while len(tokens) < LENGTH + COUNT:
-            fed = tokens[start:]
-            share = ScheduledSeq("r", fed, start, blocks, True, GREEDY, tokens, LENGTH)
-            (sampled,) = runner.execute(Step(0, [share])).sampled
-            assert sampled is not None
-            start, tokens = len(tokens), [*tokens, sampled.token]
-        answers.append(tokens[LENGTH:])
+    answers = [answer_of(runner, prompt, blocks, COUNT) for prompt in PROMPTS]
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
     return answers
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvrelay.engine.config import EngineSection
+from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agent import CopyBlocks
@@ -27,6 +28,18 @@ PROMPTS = [[(7 * i + 3 * j + i * j) % VOCAB for j in range(LENGTH)] for i in ran
 FP8 = small(kv_dtype="float8_e4m3")
 WINDOW = small(window=40, sinks=4, max_num_batched_tokens=64, max_model_len=2000)
 KINDS = {"fp8": FP8, "window": WINDOW, "both": small(window=40, sinks=4, kv_dtype="float8_e4m3")}
+
+
+def answer_of(runner: ModelRunner, prompt: list[int], blocks: list[int], count: int) -> list[int]:
+    """`count` greedy tokens, with a table from which no block is taken."""
+    tokens, start = list(prompt), 0
+    while len(tokens) < len(prompt) + count:
+        fed = tokens[start:]
+        share = ScheduledSeq("r", fed, start, blocks, True, GREEDY, tokens, len(prompt))
+        (sampled,) = runner.execute(Step(0, [share])).sampled
+        assert sampled is not None
+        start, tokens = len(tokens), [*tokens, sampled.token]
+    return tokens[len(prompt) :]
 
 
 def ask(cluster: LocalCluster, count: int = 12) -> list[list[int]]:
@@ -58,15 +71,7 @@ def expected(model_dir: Path, kind: str) -> list[list[int]]:
         kv_dtype=engine.kv_dtype,
     )
     for prompt in PROMPTS:
-        tokens, start = list(prompt), 0
-        while len(tokens) < LENGTH + 12:
-            fed = tokens[start:]
-            blocks = list(range(12))
-            share = ScheduledSeq("r", fed, start, blocks, True, GREEDY, tokens, LENGTH)
-            (sampled,) = runner.execute(Step(0, [share])).sampled
-            assert sampled is not None
-            start, tokens = len(tokens), [*tokens, sampled.token]
-        answers.append(tokens[LENGTH:])
+        answers.append(answer_of(runner, prompt, list(range(12)), 12))
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
     return answers
 
