@@ -13,14 +13,14 @@ from kvrelay.engine.cost import StepTiming
 from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.events import KVPublisher
-from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.kv.tier import LOWER_TIERS, Tier
 from kvrelay.engine.messages import Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.progress import StepWatch
 from kvrelay.engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta, TokenLogprobs
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
-from kvrelay.engine.stats import WorkerStats
+from kvrelay.engine.stats import RECOMPUTED, WorkerStats
 from kvrelay.engine.step import Step, StepDone
 
 LEFT_OUT = {
@@ -119,6 +119,18 @@ class EngineCore:
         self.count(f"refused_{reason}")
         config = self.config
         return Refused(config.node_id, config.epoch, request_id, attempt, reason, detail)
+
+    def begin(self, seq: Sequence) -> None:
+        """The rest of `seq` will be computed, after what is cached of it."""
+        lower = self.publisher.lower
+
+        def is_below(block_hash: bytes) -> bool:
+            return lower is not None and any(lower.holds(t, block_hash) for t in LOWER_TIERS)
+
+        is_counted = bool(seq.recomputed)
+        self.kv.begin(seq, is_below)
+        for cause, num_tokens in () if is_counted else seq.recomputed.items():
+            self.count(f"{RECOMPUTED}{cause}", num_tokens)
 
     def mark_used(self, seq: Sequence) -> None:
         """The blocks of `seq` are in use, or were until now: the lower tiers retain them longer."""
@@ -241,6 +253,7 @@ class EngineCore:
             dict(seq.cached_by_source) if cached is not None else {},
             dict(phases),
             seq.prompt_outputs if start == seq.num_prompt_tokens and tokens else NO_OUTPUTS,
+            dict(seq.recomputed) if cached is not None else {},
         )
 
     def answer_probe(self, probe: Probe) -> Send:
@@ -306,6 +319,7 @@ class EngineCore:
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),
             progress=self.watch.progress,
+            groups=self.kv.group_blocks(),
         )
 
     def count(self, name: str, amount: float = 1) -> None:

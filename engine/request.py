@@ -165,3 +165,6 @@ class TokenDelta:
     cached_by_source: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)  # phase name -> seconds
     prompt: PromptOutputs = NO_OUTPUTS  # with the first token of output
+    # With num_cached_tokens: prompt tokens that were computed though attention KV of them was
+    # cached, as a "state" or a "window" to go on from was not.
+    recomputed: dict[str, int] = field(default_factory=dict)

@@ -48,7 +48,9 @@ class Sequence:
     num_hits: int = 0  # blocks that were cache hits at admission
     num_sealed: int = 0
     num_covered: int = 0  # entries, from the first, that have the blocks which are needed
-    collected_at: int = 0  # entries up to the last end whose windows were taken for lower tiers
+    parts_at: int = 0  # entries up to where others begin as it does, and no windows were kept
+    recomputed: dict[str, int] = field(default_factory=dict)  # cached tokens, by what was lacking
+    passed_at: int = 0  # entries up to the last place, as far as computed, where others may part
     slid_at: int = 0  # positions that were computed when blocks outside windows were last freed
     num_computed: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # cached tokens, by source

@@ -8,6 +8,10 @@ from enum import StrEnum
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.codec import register
 
+RECOMPUTED = "prefix_tokens_recomputed:"
+"""Counters of prompt tokens that were computed though attention KV of them was cached: what was
+not, a "window" or a "state", follows in the name."""
+
 
 class Role(StrEnum):
     """What routers prefer a worker for. Any worker can do either."""
@@ -93,6 +97,17 @@ class KVLink:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """What the groups of layers of one kind have of a worker's pool, together."""
+
+    kind: str  # one of `engine.kv.window.GROUP_KINDS`
+    num_groups: int
+    num_used: int  # blocks that requests hold
+    num_cached: int  # sealed, whether in use or evictable
+    num_evicted: int  # since its start
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
     """What changes. Rates are moving averages in SI units; 0: nothing was measured yet."""
 
@@ -121,6 +136,7 @@ class WorkerStats:
     decoding_tokens: int = 0  # sum of their context lengths
     progress: Progress = Progress.MADE
     links: tuple[KVLink, ...] = ()  # to the peers that it can read
+    groups: tuple[GroupBlocks, ...] = ()  # where layers are in several groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,8 @@ class KVExchange:
         self._end_phases(now, settled)
         core.kv.seal_computed(seq)
         core.scheduler.compute_here(seq)
+        if not settled.complete:
+            core.begin(seq)
 
     def _end_phases(self, now: float, settled: Settled) -> None:
         """The sequence has waited for what has come: until the producer had computed all of it,
@@ -378,6 +380,8 @@ class Worker:
             self.core.mark_used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
+            else:
+                self.core.begin(seq)
             effects += self._role_of(seq).on_admitted(seq)
         effects += self._use_arrived(now)
         steps: list[Effect] = []

@@ -8,7 +8,10 @@ or hit again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import compress
+
+NUM_KINDS = 3
 
 
 class NetChanges:
@@ -55,7 +58,20 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._changes = NetChanges()
-        self.num_evictions = 0
+        self.kinds = bytearray(num_blocks)  # by block; set by whoever tells kinds of blocks apart
+        self.evictions = [0] * NUM_KINDS
+
+    @property
+    def num_evictions(self) -> int:
+        return sum(self.evictions)
+
+    def num_used_of(self, kind: int) -> int:
+        """Blocks of `kind` that have a reference. Cost: O(num_blocks)."""
+        return bytes(compress(self.kinds, self._refs)).count(kind)
+
+    def num_cached_of(self, kind: int) -> int:
+        """Blocks of `kind` that are sealed. Cost: O(num_blocks)."""
+        return bytes(compress(self.kinds, self._hashes)).count(kind)
 
     @property
     def num_free(self) -> int:
@@ -127,7 +143,7 @@ class BlockPool:
             else:
                 block, _ = self._evictable.popitem(last=False)
                 self._forget_hash(block)
-                self.num_evictions += 1
+                self.evictions[self.kinds[block]] += 1
             self._refs[block] = 1
             blocks.append(block)
         return blocks
@@ -146,6 +162,14 @@ class BlockPool:
                     self._evictable[block] = None
                     if evict_first:
                         self._evictable.move_to_end(block, last=False)
+
+    def demote(self, block_hashes: Iterable[bytes], spared: Container[int]) -> None:
+        """Those of these blocks that nothing uses are evicted before all others, the last of them
+        first; but not the `spared` ones."""
+        for block_hash in block_hashes:
+            block = self._by_hash.get(block_hash)
+            if block is not None and self._refs[block] == 0 and block not in spared:
+                self._evictable.move_to_end(block, last=False)
 
     def seal(self, block: int, block_hash: bytes) -> bool:
         """Set the hash of a full block. False if another block has it: this one stays private."""

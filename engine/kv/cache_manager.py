@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.tier import Retention
-from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.kv.window import GROUP_KINDS, Windows
 from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.stats import GroupBlocks
 
 
 class KVCacheManager:
@@ -17,7 +20,9 @@ class KVCacheManager:
 
     Where layers attend to a window, their blocks that are not read again are freed (`slide`), and a
     long prompt has them for its next chunks only. Blocks freed so are evicted first, and never
-    copied to the lower tiers: what is worth keeping there is known at the end.
+    copied to the lower tiers; but not those with which others can continue where they may part from
+    it: at the prompt's end, at a public beginning's, and where `begin` found that some did. The
+    last two are in `_parting`, with the windows of each.
     """
 
     def __init__(self, num_blocks: int, block_size: int, windows: Windows | None = None) -> None:
@@ -28,6 +33,8 @@ class KVCacheManager:
         self.collect_sealed = False  # True: the tiers take `newly_sealed` after every message
         self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
         self._tables: dict[Sequence, list[int]] = {}
+        self._parting: set[int] = set()
+        self._kinds = [GROUP_KINDS.index(window.kind) for window in self.windows.groups]
 
     def usable_hashes(self, seq: Sequence) -> list[bytes]:
         """Hashes of the blocks that a prefix hit may cover: the last token is always computed,
@@ -74,6 +81,29 @@ class KVCacheManager:
         self._set_table(seq, table + [fresh.pop() if needed else NO_BLOCK for needed in needs])
         return True
 
+    def begin(self, seq: Sequence, is_below: Callable[[bytes], bool]) -> None:
+        """`seq`, of which all that can be had is there, will be computed from there on. Where more
+        of its prefix is cached but the windows to go on, others part from it too, and what it
+        leaves there is kept. Windows of its earlier turns have been passed, and are evicted first.
+        `is_below`: whether a lower tier has a block."""
+        windows, names = self.windows, self.usable_hashes(seq)
+        if not windows.any:
+            return
+
+        def has(index: int) -> bool:
+            return self.pool.is_cached(names[index]) or is_below(names[index])
+
+        sized = [group for group, window in enumerate(windows.groups) if window.size]
+        first, count = windows.full(seq.num_computed), windows.count
+        if len(sized) < count and (whole := windows.whole(len(names), has)) > first:
+            seq.parts_at = whole
+            if (cause := windows.lacking(whole, has)) and not seq.has_own_kv:
+                seq.recomputed = {cause: windows.tokens(whole - first)}
+        end = windows.full(seq.num_prompt_tokens - 1)
+        behind = (row + group for row in range(first - count, -1, -count) for group in sized)
+        past = (names[i] for i in behind if not self._is_read_at(i, end))
+        self.pool.demote(past, self._parting)
+
     def grow(self, seq: Sequence, num_unknown: int = 0) -> bool:
         """Allocate blocks up to the end of `seq.tokens` and of `num_unknown` more, or with windows
         for the next ones. False if the pool has no block left."""
@@ -91,7 +121,10 @@ class KVCacheManager:
             return False
         for index, block in zip(missing, fresh, strict=False):
             table[index] = seq.block_ids[index] = block
+            self.pool.kinds[block] = self._kinds[index % len(self._kinds)]
         more = fresh[len(missing) :]
+        if len(self._kinds) > 1:
+            self._set_kinds(more, len(table))
         seq.block_ids += more
         table += more
         seq.num_covered = end
@@ -108,8 +141,10 @@ class KVCacheManager:
             return
         seq.slid_at = seq.num_computed
         places = [index for index in gone if table[index] != NO_BLOCK]
-        self.pool.release([table[i] for i in places if i < seq.num_hits])
-        self.pool.release([table[i] for i in places if i >= seq.num_hits], evict_first=True)
+        end = self.windows.full(seq.num_prompt_tokens - 1) if seq.retention.keep_s > 0 else 0
+        kept = {i for i in places if table[i] in self._parting or self._is_read_at(i, end)}
+        self.pool.release([table[i] for i in places if i in kept])
+        self.pool.release([table[i] for i in places if i not in kept], evict_first=True)
         for index in places:
             table[index] = seq.block_ids[index] = NO_BLOCK
         if seq.num_missing > 1:
@@ -135,7 +170,7 @@ class KVCacheManager:
         dropped = [block for block, needed in zip(table, needs, strict=False) if not needed]
         table = [b if needed else NO_BLOCK for b, needed in zip(table, needs, strict=False)]
         table += [spare.pop() if needed else NO_BLOCK for needed in needs[seq.num_sealed :]]
-        self.pool.release(spare)
+        self.pool.release(spare)  # blank, of whatever kind
         self.pool.release([block for block in dropped if block != NO_BLOCK])
         seq.slid_at = num_computed
         seq.num_covered = self.windows.end(num_computed, len(seq.tokens))
@@ -160,8 +195,8 @@ class KVCacheManager:
             if is_new and collect[index % len(collect)]:
                 self.newly_sealed.append((block, block_hash, seq.retention))
             seq.num_sealed = index + 1
-        if keep and self.windows.any:
-            self._collect_ends(seq, table)
+        if self.windows.any and seq.retention.keep_s > 0:
+            self._pass_ends(seq, table)
 
     def release(self, seq: Sequence) -> None:
         """Free all blocks; nothing writes to them any more. Sealed ones stay cached, to be evicted
@@ -179,14 +214,30 @@ class KVCacheManager:
         seq.block_ids = []
         seq.num_sealed = 0
         seq.num_computed = 0
-        seq.slid_at = seq.num_covered = seq.collected_at = 0
+        seq.slid_at = seq.num_covered = seq.passed_at = seq.parts_at = 0
 
     def allocate(self, count: int) -> list[int] | None:
         """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
         blocks = self.pool.allocate(count)
         for block in blocks or ():
             self.checksums.pop(block, None)
+        if self._parting and blocks:
+            self._parting.difference_update(blocks)
         return blocks
+
+    def group_blocks(self) -> tuple[GroupBlocks, ...]:
+        """What groups have of the pool, by kind, where there are several. Cost: O(num_blocks)."""
+        pool, kinds = self.pool, sorted(set(self._kinds)) if len(self._kinds) > 1 else ()
+        return tuple(
+            GroupBlocks(
+                GROUP_KINDS[kind],
+                self._kinds.count(kind),
+                pool.num_used_of(kind),
+                pool.num_cached_of(kind),
+                pool.evictions[kind],
+            )
+            for kind in kinds
+        )
 
     def fault(self, seq: Sequence, start: int, count: int, *, thorough: bool) -> str | None:
         """Why computing `count` tokens of `seq` from position `start` on would write or read blocks
@@ -225,6 +276,14 @@ class KVCacheManager:
     def _set_table(self, seq: Sequence, table: list[int]) -> None:
         self._tables[seq] = table
         seq.block_ids = list(table)
+        if len(self._kinds) > 1:
+            self._set_kinds(table, 0)
+
+    def _set_kinds(self, blocks: list[int], first: int) -> None:
+        """`blocks`: those of a table's entries from `first` on."""
+        for index, block in enumerate(blocks, start=first):
+            if block != NO_BLOCK:
+                self.pool.kinds[block] = self._kinds[index % len(self._kinds)]
 
     def _cached(self, seq: Sequence) -> list[int]:
         """The beginning of a table: cached blocks, NO_BLOCK where none is needed."""
@@ -245,12 +304,23 @@ class KVCacheManager:
             table[index] = block
         return table
 
-    def _collect_ends(self, seq: Sequence, table: list[int]) -> None:
-        """Others part from `seq` where a public beginning ends, and where its prompt does."""
-        ends = seq.chain.num_public_tokens, seq.num_prompt_tokens - 1
-        for end in sorted(map(self.windows.full, ends)):
-            if seq.collected_at < end <= seq.num_sealed:
-                seq.collected_at = end
+    def _is_read_at(self, index: int, end: int) -> bool:
+        """Whether a request that continues at entry `end` reads entry `index`."""
+        return index < end and self.windows.keeps(index, self.windows.tokens(end))
+
+    def _pass_ends(self, seq: Sequence, table: list[int]) -> None:
+        """See to the places where others may part from `seq`, as far as it has been computed."""
+        windows = self.windows
+        parting = {windows.full(seq.chain.num_public_tokens), seq.parts_at}
+        for end in sorted(parting | {windows.full(seq.num_prompt_tokens - 1)}):
+            if not seq.passed_at < end <= seq.num_sealed:
+                continue
+            seq.passed_at = end
+            if end in parting:
+                kept = windows.kept(windows.tokens(end))
+                sized = (index for index in kept if windows.groups[index % windows.count].size)
+                self._parting.update(table[index] for index in sized if table[index] != NO_BLOCK)
+            if self.collect_sealed:
                 self._collect_kept(seq, table, end)
 
     def _collect_kept(self, seq: Sequence, table: list[int], end: int) -> None:

@@ -18,6 +18,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvrelay.engine.kv.spec import STATE_WINDOW
+
+GROUP_KINDS = ("full", "window", "state")  # what is read of a group's tokens: all, the last, a sum
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -27,6 +31,11 @@ class Window:
     size: int = 0  # positions that a query reads, its own among them; 0: all
     num_sinks: int = 0
     chunk_blocks: int = 1  # allocated ahead of a prompt's computed ones, at least
+
+    @property
+    def kind(self) -> str:
+        """One of GROUP_KINDS."""
+        return GROUP_KINDS[0 if not self.size else 2 if self.size == STATE_WINDOW else 1]
 
     @property
     def num_sink_blocks(self) -> int:
@@ -176,9 +185,9 @@ class Windows:
         bounds = zip([0, *gaps], [*gaps, len(kept)], strict=True)
         return [range(kept[a], kept[b - 1] + 1) for a, b in bounds]
 
-    def reach(self, num_entries: int, has: Callable[[int], bool]) -> int:
-        """Length in entries of the longest prefix of `num_entries` entries that can be continued:
-        all of its blocks are there, but for those that no later query reads."""
+    def whole(self, num_entries: int, has: Callable[[int], bool]) -> int:
+        """Length in entries of the longest prefix of `num_entries` entries that could be continued
+        if all windows were there."""
         count = len(self.groups)
         rows = num_entries // count
         for group, window in enumerate(self.groups):
@@ -187,6 +196,22 @@ class Windows:
                 if not has(row * count + group):
                     rows = row
                     break
+        return rows * count
+
+    def lacking(self, num_entries: int, has: Callable[[int], bool]) -> str:
+        """The kind of the last group whose window at the end of `num_entries` entries is not there;
+        "": all are."""
+        rows = num_entries // len(self.groups)
+        for group in reversed(range(len(self.groups))):
+            if self.groups[group].size and self._window_reach(group, rows, has) < rows:
+                return self.groups[group].kind
+        return ""
+
+    def reach(self, num_entries: int, has: Callable[[int], bool]) -> int:
+        """Length in entries of the longest prefix of `num_entries` entries that can be continued:
+        all of its blocks are there, but for those that no later query reads."""
+        count = len(self.groups)
+        rows = self.whole(num_entries, has) // count
         checked: dict[int, int] = {}  # group -> rows of which its window was found complete
         while True:
             before = rows

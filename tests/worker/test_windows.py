@@ -159,8 +159,9 @@ def test_the_tiers_keep_the_sinks_and_the_window_and_a_later_turn_loads_them() -
     world.tick(0.3)
     world.drain()
     tiers = world.decode.exchange.tiers
-    assert 0 < tiers.num_blocks(Tier.HOST) <= MOST_BLOCKS
-    assert 0 < tiers.num_blocks(Tier.DISK) <= MOST_BLOCKS
+    # Those of the prompt's end too, where another request may go on.
+    assert 0 < tiers.num_blocks(Tier.HOST) <= 2 * MOST_BLOCKS
+    assert 0 < tiers.num_blocks(Tier.DISK) <= 2 * MOST_BLOCKS
     for number in range(4):
         world.submit(f"other{number}", prompt_of(Random(6 + number), 40), 8, remote=False)
         world.drain()
