@@ -33,7 +33,8 @@ class EngineSection(Section, frozen=True):
     kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
     # share of a GPU's memory, for weights, steps and KV together
     gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] = 0.9
-    num_blocks: Count = 0  # KV blocks per worker; 0: as many as kv_cache_gib holds
+    # KV blocks per worker, of all groups of layers; 0: as many as kv_cache_gib holds
+    num_blocks: Count = 0
     cuda_graphs: bool = True  # on a GPU: capture decode steps at start; false: launch each kernel
     # kernels of attention on a GPU: triton, or flashinfer (an extra) where it fits; auto: triton
     attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"

@@ -76,6 +76,7 @@ class Explanation:
     num_output_tokens: int
     num_cached_tokens: int
     cached_by_source: dict[str, int]
+    recomputed: dict[str, int]  # as in TokenDelta
     attempts: list[Attempt]
     submitted_at: float
     first_token_at: float | None  # None: there was no token
@@ -118,6 +119,7 @@ class Explanations:
             num_output_tokens=record.num_output_tokens,
             num_cached_tokens=record.num_cached_tokens or 0,
             cached_by_source=record.cached_by_source,
+            recomputed=record.recomputed,
             attempts=record.attempts,
             submitted_at=record.submitted_at,
             first_token_at=record.first_token_at,

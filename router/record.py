@@ -174,6 +174,7 @@ class RequestRecord:
     _outputs: PromptOutputs = NO_OUTPUTS  # the prompt's, that the client does not have yet
     num_cached_tokens: int | None = None  # in the prompt; None: not known yet
     cached_by_source: dict[str, int] = field(default_factory=dict)  # where it is known
+    recomputed: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
     _chains: dict[tuple[bytes, int], BlockChain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from math import inf
 from msgspec import Struct, field
 
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import KVLink, Role
+from kvrelay.engine.stats import GroupBlocks, KVLink, Role
 from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 
 LAYOUT_DIGITS = 12
@@ -82,6 +82,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     host_read_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     cached_tokens_by_source: dict[str, int] | None = None
+    groups: tuple[GroupBlocks, ...] | None = None  # of layers, by kind; None: there is one
     block_size: int | None = None  # tokens
     links: tuple[KVLink, ...] | None = None  # by which it reads KV from others
     layout: str | None = None  # only workers whose KV has one layout pass it to each other
@@ -139,6 +140,7 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         host_read_bytes_per_s=stats.host_read_bytes_per_s if stats else 0.0,
         disk_read_bytes_per_s=stats.disk_read_bytes_per_s if stats else 0.0,
         cached_tokens_by_source=dict(endpoint.cached_tokens_by_source),
+        groups=(stats.groups or None) if stats else None,
         block_size=info.block_size,
         links=stats.links if stats else (),
         layout=info.fingerprint.hex()[:LAYOUT_DIGITS],

@@ -228,4 +228,11 @@ def resolve_max_model_len(model: ModelConfig, engine: EngineSection, plan: KVPla
             f"engine.max_model_len = {engine.max_model_len}: the model has {longest} positions"
         )
     held = plan.windows.most_tokens(plan.num_blocks) if plan.num_blocks else None
+    if held == 0:
+        size, needed = plan.spec.block_size, plan.windows.max_blocks(plan.spec.block_size)
+        raise BuildError(
+            f"too little KV memory: {size} tokens need {needed} blocks, {plan.spec.num_groups}"
+            f" groups of layers have one each, and there are {plan.num_blocks}; raise"
+            " engine.num_blocks or engine.kv_cache_gib"
+        )
     return engine.max_model_len or (longest if held is None else min(longest, held))

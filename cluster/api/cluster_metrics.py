@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from kvrelay.cluster.api.utility.version import VERSION
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.engine.stats import RECOMPUTED
 from kvrelay.router.messages import SessionState
 from kvrelay.router.record import Cause
 from kvrelay.router.status import Totals, WorkerStatus
@@ -129,7 +130,7 @@ def _events(status: ClusterStatus) -> Samples:
         if not worker.counters:  # it is not up: zeros would look like a fall of its counters
             continue
         for event, count in sorted(from_zero(WORKER_EVENTS, worker.counters).items()):
-            if not event.startswith(("kv_read_bytes:", "kv_read_seconds:")):
+            if ":" not in event:  # others have families of their own
                 yield (worker.worker, worker.role, event), float(count)
 
 
@@ -142,6 +143,26 @@ def _reads(prefix: str) -> Callable[[ClusterStatus], Samples]:
                 if event.startswith(prefix):
                     source, peer = event.removeprefix(prefix).split(":", 1)
                     yield (worker.worker, worker.role, source, peer), float(count)
+
+    return samples
+
+
+def _recomputed(status: ClusterStatus) -> Samples:
+    """From 0 where there are groups that may lack it."""
+    for worker in status.workers:
+        for group in worker.groups or ():
+            if group.kind != "full":
+                count = (worker.counters or {}).get(f"{RECOMPUTED}{group.kind}", 0.0)
+                yield (worker.worker, worker.role, group.kind), count
+
+
+def _groups(name: str) -> Callable[[ClusterStatus], Samples]:
+    """A field of what each kind of groups has, where a worker has several groups."""
+
+    def samples(status: ClusterStatus) -> Samples:
+        for worker in status.workers:
+            for group in worker.groups or ():
+                yield (worker.worker, worker.role, group.kind), float(getattr(group, name))
 
     return samples
 
@@ -279,6 +300,11 @@ def _of_scaling(name: str) -> Callable[[ClusterStatus], Samples]:
 
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+_GROUP_FAMILIES = {
+    "num_used": ("group_used_blocks", GAUGE, "KV blocks held by requests, by kind of group."),
+    "num_cached": ("group_cached_blocks", GAUGE, "KV blocks that are sealed, by kind of group."),
+    "num_evicted": ("group_evictions", COUNTER, "KV blocks that were evicted, by kind of group."),
+}
 FAMILIES = (
     Family(
         "kvrelay_build_info",
@@ -406,6 +432,17 @@ FAMILIES = (
             _reads(f"{what}:"),
         )
         for what, text in (("kv_read_bytes", "Bytes"), ("kv_read_seconds", "Seconds"))
+    ),
+    *(
+        Family(f"kvrelay_worker_{name}", kind, text, (*_WORKER, "group"), _groups(key))
+        for key, (name, kind, text) in _GROUP_FAMILIES.items()
+    ),
+    Family(
+        "kvrelay_prefix_tokens_recomputed",
+        COUNTER,
+        "Prompt tokens computed though attention KV of them was cached. cause: what was not.",
+        (*_WORKER, "cause"),
+        _recomputed,
     ),
     *(
         Family(f"kvrelay_router_{name}", GAUGE, text, (), _one(attrgetter(key)))

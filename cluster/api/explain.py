@@ -82,6 +82,7 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
         "ttft_s": choice.ttft_s,
         "phases": [asdict(phase) for phase in choice.phases],
         "prediction": _prediction_json(explanation),
+        "recomputed_tokens": {} if explanation is None else explanation.recomputed,
         "attempts": [] if explanation is None else [_attempt(a) for a in explanation.attempts],
     }
 

@@ -24,6 +24,7 @@ from rich.text import Text
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
 _SIZE = "tensor_parallel_size"
+_KINDS = {"full": "full attention", "window": "sliding window", "state": "states"}
 _ROUTER_KEYS = ("num_live", "num_queued")
 _MAX_LINKS = 8  # lines; the slowest are shown
 _STATE_COLOURS = {
@@ -63,11 +64,27 @@ def status_table(status: dict[str, Any]) -> Group:
         table.add_section()
         table.add_row("all", "", "", *([""] if has_ranks else []), *_load(workers, status, tiers))
     routers = status.get("routers")
+    groups = [(worker["worker"], each) for worker in workers for each in worker.get("groups", ())]
     parts = [_routers_table(routers)] if routers else []
+    if groups:
+        parts.append(_groups_table(groups))
     links = [(worker["worker"], link) for worker in workers for link in worker.get("links", ())]
     if links:
         parts.append(_links_table(links))
     return Group(table, *parts, *_router_lines(status))
+
+
+def _groups_table(groups: list[tuple[str, dict[str, Any]]]) -> Table:
+    """One row per worker and kind of groups of layers: what they have of its pool."""
+    table = Table()
+    for name in ("worker", "KV of layers"):
+        table.add_column(name)
+    for name in ("groups", "blocks used", "cached", "evicted"):
+        table.add_column(name, justify="right")
+    for worker, each in groups:
+        counts = (each[f"num_{name}"] for name in ("groups", "used", "cached", "evicted"))
+        table.add_row(worker, _KINDS[each["kind"]], *map(str, counts))
+    return table
 
 
 def _links_table(links: list[tuple[str, dict[str, Any]]]) -> Table:

@@ -70,6 +70,7 @@ def explanation(answer: dict[str, Any]) -> Group:
     """All that is known of one request."""
     parts: list[Any] = [line(text) for text in _head(answer)]
     parts += map(Text, _prefix(answer.get("prefix")))
+    parts += map(Text, _recomputed(answer.get("recomputed_tokens", {})))
     parts.append(phases_table(answer))
     for attempt in answer["attempts"]:
         parts.append(line(_attempt_line(attempt), "bold"))
@@ -113,6 +114,11 @@ def _prefix(found: dict[str, Any] | None) -> Iterator[str]:
     yield f"  after {found['before']!r}"
     yield f"  came  {found['earlier_text']!r}"
     yield f"  comes {found['text']!r}"
+
+
+def _recomputed(tokens: dict[str, int]) -> Iterator[str]:
+    for cause, count in tokens.items():
+        yield f"  {count:,} tokens of it are cached, and were computed again for want of a {cause}"
 
 
 def phases_table(answer: dict[str, Any]) -> Table:

@@ -13,11 +13,13 @@ from kvrelay.cluster.status import (
     StoreStatus,
     WorkerStatus,
 )
+from kvrelay.engine.stats import GroupBlocks
 from tests.structure import ROOT
 
 KINDS = {
     "The cluster": ClusterStatus,
     "A worker": WorkerStatus,
+    "Groups of a worker": GroupBlocks,
     "A router": RouterProcessStatus,
     "The controller": ControllerStatus,
     "The autoscaler": ScalingStatus,
@@ -33,4 +35,8 @@ def test_every_field_of_the_status_is_on_its_page_and_no_other() -> None:
         title, _, body = section.partition("\n")
         cells = re.findall(r"^\| (`[^|]+`) \|", body, re.MULTILINE)
         documented[title] = sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
-    assert documented == {title: sorted(kind.__struct_fields__) for title, kind in KINDS.items()}
+    assert documented == {title: _fields(kind) for title, kind in KINDS.items()}
+
+
+def _fields(kind: type) -> list[str]:
+    return sorted(getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__)

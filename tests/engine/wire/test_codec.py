@@ -28,7 +28,7 @@ st.register_type_strategy(str, st.text(st.characters(codec="utf-8"), max_size=20
 
 NESTED = {"TokenDelta", "TokenLogprobs", "SamplingParams", "WorkerInfo", "PromptOutputs"}
 NESTED |= {"ReasoningBudget", "SessionInfo", "SessionHolder", "SessionLimits", "TenantShare"}
-NESTED |= {"RouterLoad", "KVLink", "Peer"}
+NESTED |= {"RouterLoad", "KVLink", "GroupBlocks", "Peer"}
 MODULES = [
     "kvrelay.engine.kv.events",
     "kvrelay.engine.messages",
