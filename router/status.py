@@ -82,7 +82,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     host_read_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     cached_tokens_by_source: dict[str, int] | None = None
-    groups: tuple[GroupBlocks, ...] | None = None  # of layers, by kind; None: there is one
+    groups: tuple[GroupBlocks, ...] | None = None  # by kind of groups of layers; None: one
     block_size: int | None = None  # tokens
     links: tuple[KVLink, ...] | None = None  # by which it reads KV from others
     layout: str | None = None  # only workers whose KV has one layout pass it to each other

@@ -34,7 +34,7 @@ class Window:
 
     @property
     def kind(self) -> str:
-        """One of GROUP_KINDS."""
+        """A value of GROUP_KINDS."""
         return GROUP_KINDS[0 if not self.size else 2 if self.size == STATE_WINDOW else 1]
 
     @property

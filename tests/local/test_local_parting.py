@@ -40,7 +40,7 @@ def parting(count: int, shared: int, own: int, seed: int) -> list[list[int]]:
 
 
 def ask(cluster: LocalCluster, prompts: list[list[int]]) -> list[Completion]:
-    """One after the other."""
+    """Each once the one before has ended."""
     answers = [cluster.generate([prompt], SAMPLING)[0] for prompt in prompts]
     assert all(each.failed is None and len(each.tokens) == 4 for each in answers)
     return answers
@@ -68,7 +68,7 @@ def shift(cluster: LocalCluster, count: int, lengths: list[tuple[int, int]]) -> 
 
 @pytest.mark.parametrize("num_blocks", [4000, 220])
 def test_all_but_the_first_two_hit_wherever_prompts_part(model: Path, num_blocks: int) -> None:
-    """In a pool for all of them, and in one for three."""
+    """The pool holds all of them, or three."""
     with LocalCluster(model, prefill=0, engine=engine_of(num_blocks)) as cluster:
         found = shift(cluster, 10, [(150, 70), (160, 60)])
         assert_clean(cluster)
