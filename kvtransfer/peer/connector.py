@@ -348,6 +348,8 @@ class Connector:
                 return self.fail(arrival, "no_room")
             arrival.covers = ready.covers
         arrival.take(now, ready)
+        if arrival.is_cut_short:
+            return self.fail(arrival, "export_incomplete")
         return self._advance(now, arrival)
 
     def _keep_early(self, key: Key, ready: KVReady) -> None:
