@@ -333,11 +333,11 @@ class Scheduler:
             if (fault := done.fault(index)) is not None:
                 self.faults.append((seq, *fault))
                 continue
-            if index in done.waiting:
-                continue
-            if done.error is not None and self.config.has_states:
+            if self.config.has_states and (done.error is not None or index in done.waiting):
                 # What the step has left of the state of its last token is unknown.
                 seq.num_computed = windows.tokens(seq.num_sealed)
+            if index in done.waiting:
+                continue
             if done.error is None:
                 sampled = done.sampled[index]
                 seq.num_computed = share.start + len(share.tokens)

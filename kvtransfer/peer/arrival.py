@@ -122,6 +122,12 @@ class Arrival:
         return end
 
     @property
+    def is_cut_short(self) -> bool:
+        """The producer has lost blocks that it was about to export, and a part is of no use."""
+        indices = range(self.own_end, min(self.covers, len(self.seq.block_ids)))
+        return self.final and any(self.takes_offer(i) and i not in self.offers for i in indices)
+
+    @property
     def has_all(self) -> bool:
         """No more blocks are expected, and no transfer is in flight."""
         complete = self.final or self.mode is Mode.LOAD

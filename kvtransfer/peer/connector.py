@@ -24,7 +24,6 @@ from enum import StrEnum
 from itertools import count, islice
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import Rate
 from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
@@ -50,6 +49,7 @@ from kvrelay.kvtransfer.messages import (
 )
 from kvrelay.kvtransfer.peer.arrival import Arrival, Mode, Read, Settled, mismatch
 from kvrelay.kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
+from kvrelay.kvtransfer.peer.rates import ReadRates
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS, memory_tiers
@@ -60,11 +60,6 @@ SETTLE_S = 0.5  # for a read that is given up; then it is left behind
 FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
 CONNECT_RETRY_S = 1.0
 MAX_LINKS = 32  # that are reported: they are in every message of statistics
-
-SLACK = 10.0  # a read may take so many times as long as at the measured rate
-MAX_COUNTED_PEERS = 32  # each with counters of its own: they are in every message of statistics
-OTHER_PEERS = "others"
-ASSUMED_BYTES_PER_S = 50e6  # from a peer, until a read from one was measured
 
 Fields = tuple[tuple[str, str], ...]
 
@@ -153,66 +148,6 @@ class Peers:
         """To the peers that are connected."""
         known = ((node, peer) for node, peer in self._peers.items() if peer.connected)
         return tuple(KVLink(node, peer.bytes_per_s) for node, peer in islice(known, MAX_LINKS))
-
-
-class ReadRates:
-    """How fast a worker reads KV into device memory, by source, and what follows from it: what a
-    load costs, and how long a read may take before it is given up.
-
-    Owned by a connector. A source is a lower tier of the worker itself, or None: a peer."""
-
-    def __init__(self, config: WorkerConfig, tiers: Tiers) -> None:
-        self._config = config
-        self._tiers = tiers
-        self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
-        self._at_connection = Rate()  # by small reads from peers when they were connected
-        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER", and seconds
-        self._peers: set[str] = set()  # with counters of their own
-
-    def load_s(self, tier: Tier) -> float:
-        """Seconds that a block takes from a lower tier into device memory."""
-        rate = self.bytes_per_s(tier) or TIERS[tier].bytes_per_s
-        return self._config.bytes_per_block / rate
-
-    def bytes_per_s(self, tier: Tier | None) -> float:
-        """Measured rate of reads into device memory; until there was one, that of small reads when
-        peers were connected, or of copies down to the tier, which take the same way, if it is
-        better than what is assumed. 0: not known."""
-        own = self.read_bytes_per_s[tier].value
-        if tier is None:
-            return own or self._at_connection.value
-        if own or tier not in TIERS:
-            return own
-        written = self._tiers.written_bytes_per_s(tier)
-        return written if written > TIERS[tier].bytes_per_s else 0.0
-
-    def timeout_s(self, tier: Tier | None, num_blocks: int) -> float:
-        """Seconds that a read may take until `num_blocks` have come from this source: its own and
-        those that were asked for before."""
-        assumed = ASSUMED_BYTES_PER_S if tier is None else TIERS[tier].bytes_per_s
-        # A read for a request is checked and shares its way, which a small one alone does not.
-        measured = self.read_bytes_per_s[tier].value if tier is None else self.bytes_per_s(tier)
-        rate = measured or assumed
-        expected_s = num_blocks * self._config.bytes_per_block / rate
-        config = self._config
-        return min(config.read_timeout_s, max(config.read_floor_s, SLACK * expected_s))
-
-    def connected(self, bytes_per_s: float) -> None:
-        """A peer was, and a small read from it has shown this rate; 0: none."""
-        if bytes_per_s:
-            self._at_connection.add(bytes_per_s, 1.0)
-
-    def add(self, tier: Tier | None, num_bytes: int, elapsed_s: float, peer: str = "") -> None:
-        """A read has ended well."""
-        self.read_bytes_per_s[tier].add(num_bytes, elapsed_s)
-        if tier is None and len(self._peers) < MAX_COUNTED_PEERS:
-            self._peers.add(peer)
-        elif tier is None and peer not in self._peers:
-            peer = OTHER_PEERS
-        source = f"{tier or 'peer'}:{peer}"
-        for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
-            key = f"kv_read_{name}:{source}"
-            self.counters[key] = self.counters.get(key, 0.0) + amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +283,8 @@ class Connector:
                 return self.fail(arrival, "no_room")
             arrival.covers = ready.covers
         arrival.take(now, ready)
+        if arrival.is_cut_short:
+            return self.fail(arrival, "export_incomplete")
         return self._advance(now, arrival)
 
     def _keep_early(self, key: Key, ready: KVReady) -> None:
@@ -380,6 +317,7 @@ class Connector:
         arrival = self._by_transfer.pop(done.transfer_id)
         read = arrival.reads.pop(done.transfer_id)
         arrival.seq.num_reads -= 1
+        self.rates.now = now
         if done.error is None and now > read.posted_at:
             peer = (arrival.producer or "") if read.tier is None else ""
             self.rates.add(read.tier, done.num_bytes, now - read.posted_at, peer)
@@ -438,6 +376,7 @@ class Connector:
     def tick(self, now: float) -> list[Effect]:
         """Time out arrivals without progress, and reads; repeat handshakes without an answer."""
         effects: list[Effect] = []
+        self.rates.now = now
         for arrival in list(self.arrivals.values()):
             if arrival.state is ConsumerState.DRAINING:
                 arrival.draining_since = min(arrival.draining_since, now)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvrelay.lab.sim.breakage import Break
 from kvrelay.lab.sim.run import Report, run_seed
+from kvrelay.lab.sim.scenario import GROUPED
 
 MAX_SHOWN = 10  # violations of one seed, and failing seeds
 
@@ -33,20 +34,23 @@ def parse_seeds(text: str) -> range:
     type=click.Choice([b.value for b in Break]),
     help="Take a safeguard out of the handoff, to see the checkers notice.",
 )
-def fuzz(seed: int | None, seeds: str | None, broken: str | None) -> None:
+@click.option(
+    "--grouped", is_flag=True, help="Layers are in groups in every run, not in a quarter."
+)
+def fuzz(seed: int | None, seeds: str | None, broken: str | None, grouped: bool) -> None:
     """Run the production nodes in virtual time, with faults chosen by a seed."""
     if (seed is None) == (seeds is None):
         raise click.UsageError("give either --seed N or --seeds A..B")
     numbers = range(seed, seed + 1) if seed is not None else parse_seeds(seeds or "")
-    console = Console()
+    console, share = Console(), 1.0 if grouped else GROUPED
     failed = 0
     total: list[Report] = []
-    for report in _run_all(console, numbers, Break(broken) if broken else None):
+    for report in _run_all(console, numbers, Break(broken) if broken else None, share):
         total.append(report)
         if report.violations:
             failed += 1
             if failed <= MAX_SHOWN:
-                _show_violations(console, report, broken)
+                _show_violations(console, report, repeat_command(report.seed, broken, grouped))
     _show_summary(console, total)
     if failed:
         console.print(f"[bold red]{failed} of {len(total)} seeds found something.[/]")
@@ -54,12 +58,15 @@ def fuzz(seed: int | None, seeds: str | None, broken: str | None) -> None:
     console.print(f"[bold green]{len(total)} of {len(total)} seeds: nothing found.[/]")
 
 
-def repeat_command(seed: int, broken: str | None = None) -> str:
+def repeat_command(seed: int, broken: str | None = None, grouped: bool = False) -> str:
     """The one command that repeats a run."""
-    return f"kvrelay fuzz --seed {seed} --break {broken}" if broken else f"make sim SEED={seed}"
+    more = " --grouped" if grouped else ""
+    if broken:
+        return f"kvrelay fuzz --seed {seed} --break {broken}{more}"
+    return f"make sim SEED={seed}" + (" ARGS=--grouped" if grouped else "")
 
 
-def _run_all(console: Console, seeds: range, broken: Break | None) -> list[Report]:
+def _run_all(console: Console, seeds: range, broken: Break | None, grouped: float) -> list[Report]:
     columns = (
         TextColumn("simulating"),
         BarColumn(),
@@ -71,18 +78,18 @@ def _run_all(console: Console, seeds: range, broken: Break | None) -> list[Repor
         task = progress.add_task("seeds", total=len(seeds))
         reports = []
         for seed in seeds:
-            reports.append(run_seed(seed, broken))
+            reports.append(run_seed(seed, broken, grouped))
             progress.advance(task)
     return reports
 
 
-def _show_violations(console: Console, report: Report, broken: str | None) -> None:
+def _show_violations(console: Console, report: Report, repeat: str) -> None:
     console.print(f"[red]seed {report.seed}[/]: {len(report.violations)} violations")
     for violation in report.violations[:MAX_SHOWN]:
         console.print(
             f"  [{violation.at_s:.6f} s] {violation.kind}: {violation.text}", markup=False
         )
-    console.print(f"  repeat it: {repeat_command(report.seed, broken)}", markup=False)
+    console.print(f"  repeat it: {repeat}", markup=False)
 
 
 def _show_summary(console: Console, reports: list[Report]) -> None:

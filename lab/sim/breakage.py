@@ -16,6 +16,8 @@ them.
 - `apart`: all sequences of a failed step are at fault.
 - `turns`: the router sends requests in order of arrival, whosever they are.
 - `passes`: one that memory is missing for is passed without end.
+- `states`: a prefix that is read from a peer counts as read without the states of its end.
+- `again`: a step that failed is run again from where it began, though it may have changed states.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -26,7 +28,10 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+from msgspec import structs
+
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.engine.kv.spec import STATE_WINDOW
 from kvrelay.engine.messages import Preempted
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.progress import StepWatch
@@ -68,6 +73,8 @@ class Break(StrEnum):
     PASSES = "passes"
     OUTPUTS = "outputs"
     AHEAD = "ahead"
+    STATES = "states"
+    AGAIN = "again"
     APART = "apart"
 
 
@@ -118,6 +125,18 @@ class CredulousConnector(Connector):
         return super().on_copy_done(now, replace(done, checksums=checksums))
 
 
+class StatelessConnector(Connector):
+    """Takes states that were offered for states that have come."""
+
+    def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
+        groups = self._kv.windows.groups
+        offered = filter(arrival.takes_offer, arrival.offers)
+        states = {index for index in offered if groups[index % len(groups)].size == STATE_WINDOW}
+        arrival.posted |= states
+        arrival.good |= states
+        return super()._post_offers(now, arrival)
+
+
 class PatientConnector(Connector):
     """Waits for every read to settle."""
 
@@ -149,6 +168,7 @@ _CONNECTORS: dict[Break, type[Connector]] = {
     Break.CONFIRM: TrustingConnector,
     Break.DRAIN: HastyConnector,
     Break.CHECKSUM: CredulousConnector,
+    Break.STATES: StatelessConnector,
     Break.WAIT: PatientConnector,
 }
 
@@ -178,6 +198,9 @@ def break_worker(worker: Worker, broken: Break) -> None:
             return survivors
 
         scheduler.finish_step = forget_the_next  # type: ignore[method-assign]
+    if broken is Break.AGAIN:
+        scheduler = worker.core.scheduler
+        scheduler.config = structs.replace(scheduler.config, has_states=False)
     if broken is Break.APART:
         scheduler = worker.core.scheduler
 

@@ -59,13 +59,19 @@ class _Chain:
 class SimPool:
     """`[num_blocks, block_size]` slots of 64 bits. Owned by one life of one worker. What a group of
     layers holds is marked with its number, and comes out without: a slot of another group's block
-    is none that anybody has written."""
+    is none that anybody has written. A block of states has the last one in all of its slots."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, with_checksums: bool, num_groups: int = 1
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        with_checksums: bool,
+        attention: Attention = FULL,
     ) -> None:
         self.block_size = block_size
-        self.num_groups = num_groups
+        self.num_groups = len(attention.windows)
+        self._num_attending = attention.num_attending
         self.with_checksums = with_checksums
         self.blocks = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
 
@@ -86,9 +92,18 @@ class SimPool:
 
     def write(self, block_ids: list[int], position: int, value: int) -> None:
         first = position // self.block_size * self.num_groups
-        for group, block in enumerate(block_ids[first : first + self.num_groups]):
+        row = block_ids[first : first + self.num_groups]
+        for group, block in enumerate(row[: self._num_attending]):
             assert block >= 0, "KV is written outside the windows"
             self.blocks[block][position % self.block_size] = value ^ group
+        self.write_states(block_ids, position, value)
+
+    def write_states(self, block_ids: list[int], position: int, value: int) -> None:
+        first = position // self.block_size * self.num_groups
+        for group in range(self._num_attending, self.num_groups):
+            block = block_ids[first + group]
+            assert block >= 0, "a state is written outside the windows"
+            self.blocks[block][:] = [value ^ group] * self.block_size
 
     def entries(self, end: int) -> int:
         return -(-end // self.block_size) * self.num_groups
@@ -244,7 +259,7 @@ class SimExecutor:
         if failed or not seq.sample:
             return None
         attended = self._attended(table, end)
-        drawn = [next_token(attended, seq.sampling, end)]
+        drawn, left = [next_token(attended, seq.sampling, end)], [previous]
         logprobs = seq.sampling.logprobs
         if logprobs is not None:
             assert not seq.draft_tokens, "draft tokens where log-probabilities are reported"
@@ -252,10 +267,12 @@ class SimExecutor:
         for position, token in enumerate(seq.draft_tokens, start=end):
             previous = slot_value(previous, token, position)
             pool.write(table, position, previous)
+            left.append(previous)
             attended = self._attended(table, position + 1)
             drawn.append(next_token(attended, seq.sampling, position + 1))
         found = seq.verify(drawn)
         last = end + len(found.more)
+        pool.write_states(table, last - 1, left[len(found.more)])
         return replace(found, forced=forced_after(seq.sampling.grammar, last))
 
     def _attended(self, table: list[int], end: int) -> int:
@@ -268,6 +285,7 @@ class SimExecutor:
         if not positions:
             return PromptOutputs(embedding=seq.pooled)
         slots, *others = self.pool.gather_groups(table, positions.stop)
+        del others[self._attention.num_attending - 1 :]  # states of these positions are gone
         logprobs = []
         if sampling.prompt_logprobs is not None:
             for at in positions:

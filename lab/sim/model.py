@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from kvrelay.engine.kv.spec import STATE_WINDOW
 from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
@@ -36,31 +37,43 @@ _MASK = (1 << 64) - 1
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Which slots a query reads: `window` up to its own, and the sinks. Window 0: all. Each further
-    group of layers has slots of its own, with the same numbers, and a window of its own."""
+    group of layers has slots of its own, with the same numbers, and a window of its own.
+
+    The last `num_states` groups are recurrent layers: a block holds what its last written position
+    left, nothing of those before, so a query reads what the one before it left and changes it."""
 
     window: int = 0
     num_sinks: int = 0
     more_windows: tuple[int, ...] = ()
+    num_states: int = 0
 
     @property
     def windows(self) -> tuple[int, ...]:
-        return (self.window, *self.more_windows)
+        return (self.window, *self.more_windows, *(STATE_WINDOW,) * self.num_states)
+
+    @property
+    def num_attending(self) -> int:
+        """Groups that hold no states."""
+        return 1 + len(self.more_windows)
 
     def read_positions(self, end: int, group: int = 0) -> list[int]:
         """By the query at `end - 1`, in order."""
         window = self.windows[group]
         first = max(0, end - window) if window else 0
-        return [*range(min(self.num_sinks, first)), *range(first, end)]
+        sinks = min(self.num_sinks, first) if group < self.num_attending else 0
+        return [*range(sinks), *range(first, end)]
 
     def attended(self, slots: Sequence[int], end: int, *others: Sequence[int]) -> int:
         """The sum of what the query at `end - 1` reads. `others`: what further groups have in place
         of `slots`."""
-        if not self.window and not self.more_windows:
+        if self.windows == (0,):
             return sum(slots[:end])
         total = 0
         for group, (_, own) in enumerate(zip_longest(self.windows, (slots, *others))):
             read = slots if own is None else own
-            total += sum(read[at] for at in self.read_positions(end, group))
+            is_state = group >= self.num_attending  # it stands for all before it
+            at = [end - 1] if is_state else self.read_positions(end, group)
+            total += sum(read[position] for position in at)
         return total
 
 

@@ -41,7 +41,7 @@ from kvrelay.lab.sim.client import Outcome, SecondWave, SimClient
 from kvrelay.lab.sim.faults import Rot, Sickness
 from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
 from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime, Violation
-from kvrelay.lab.sim.scenario import RoleChange, Scenario, draw_scenario
+from kvrelay.lab.sim.scenario import GROUPED, RoleChange, Scenario, draw_scenario
 from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, WorkerStarted
 
 MACHINES = (Machine("m", "sim", 64.0),)
@@ -211,11 +211,11 @@ STEPS_AHEAD = (0, 1)
 class SimCluster:
     """The nodes of one run, and when what goes wrong."""
 
-    def __init__(self, seed: int, broken: Break | None) -> None:
+    def __init__(self, seed: int, broken: Break | None, grouped: float = GROUPED) -> None:
         self.runtime = SimRuntime(seed)
         more = random.Random(f"{seed}: more")
         last = random.Random(f"{seed}: last")
-        self.scenario: Scenario = draw_scenario(self.runtime.rng, more, last)
+        self.scenario: Scenario = draw_scenario(self.runtime.rng, more, last, grouped)
         self._configs = {
             config.node_id: structs.replace(
                 config, steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)]
@@ -376,9 +376,10 @@ class _WorkerMaker:
         return worker
 
 
-def run_seed(seed: int, broken: Break | None = None) -> Report:
-    """Run one seed. The same seed gives the same events, in every process."""
-    cluster = SimCluster(seed, broken)
+def run_seed(seed: int, broken: Break | None = None, grouped: float = GROUPED) -> Report:
+    """Run one seed. The same seed gives the same events, in every process. `grouped`: as of
+    `draw_scenario`."""
+    cluster = SimCluster(seed, broken, grouped)
     cluster.run()
     runtime = cluster.runtime
     outcomes: Counter[str] = Counter()

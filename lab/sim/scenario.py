@@ -37,6 +37,7 @@ FINGERPRINT = b"simulated model, one layout"
 OTHER_FINGERPRINT = b"simulated model, another layout"
 POISON_STEPS = 0.3
 """How many of the runs have requests that fail all of a step."""
+GROUPED = 0.25
 CROWDED = (False, False, True)
 """Whether a run ends with tenants that keep the memory of all workers in use for long."""
 
@@ -79,14 +80,17 @@ class Scenario:
 
 
 def draw_scenario(
-    rng: random.Random, more: random.Random, last: random.Random | None = None
+    rng: random.Random,
+    more: random.Random,
+    last: random.Random | None = None,
+    grouped: float = GROUPED,
 ) -> Scenario:
     """`more`, and after it `last`: draw what older seeds did not have, so that these keep the
-    rest."""
+    rest. `grouped`: how many of the runs have layers in groups."""
     workers = _draw_workers(rng)
     attention = _draw_attention(more)
     if last is not None:
-        attention = _draw_groups(last, attention)
+        attention = _draw_groups(last, attention, grouped)
     workers = _make_unlike(more, workers, attention)
     routers = ROUTERS[: more.choice((1, 1, 2))]
     checksums = rng.random() < 0.5
@@ -134,14 +138,18 @@ def _draw_attention(more: random.Random) -> Attention:
     return Attention(more.randint(6, 33), more.choice((0, 0, more.randint(1, 5))))
 
 
-def _draw_groups(last: random.Random, attention: Attention) -> Attention:
-    """In a quarter of all, layers attend to different windows: mostly some to everything."""
-    if last.random() < 0.75:
+def _draw_groups(last: random.Random, attention: Attention, grouped: float) -> Attention:
+    """In so many of the runs layers attend to different windows, mostly some to everything, or are
+    recurrent, or both."""
+    if last.random() < 1 - grouped:
         return attention
     more = tuple(last.randint(5, 33) for _ in range(last.choice((1, 1, 2))))
     window = attention.window if last.random() < 0.3 else 0
     sinks = attention.num_sinks or last.choice((0, 0, last.randint(1, 5)))
-    return Attention(window, sinks, more)
+    num_states = last.choice((0, 1, 2))
+    if num_states and last.random() < 0.5:
+        more = ()
+    return Attention(window, sinks, more, num_states)
 
 
 def _pool_tokens(config: WorkerConfig) -> int:
@@ -178,7 +186,8 @@ def _make_unlike(
             config,
             window=attention.window,
             sinks=attention.num_sinks,
-            group_windows=attention.windows if attention.more_windows else (),
+            group_windows=attention.windows if len(attention.windows) > 1 else (),
+            has_states=attention.num_states > 0,
             num_blocks=config.num_blocks * (3 if larger else 1) * len(attention.windows),
             max_model_len=config.max_model_len + (56 if longer else 0),
             fingerprint=OTHER_FINGERPRINT if other else config.fingerprint,

@@ -20,6 +20,7 @@ from kvrelay.router.config import RouterConfig
 from tests.e2e.prompts import blocks_for, greedy, prompts, tokenizer_of
 from tests.e2e.serving import wait_until
 from tests.kvtransfer.tiers.quiet import is_quiet
+from tests.local.test_local_tiers import load_all
 from tests.local.test_migration import at_once as at_once
 from tests.local.test_migration import chase
 from tests.support.local import Completion, LocalCluster
@@ -67,9 +68,13 @@ def test_one_request_at_a_time_and_again_from_every_tier(
         with LocalCluster(
             real_model_dir, prefill=0, engine=engine, host_bytes=host_bytes, **disk
         ) as cluster:
+            load_all(cluster)  # a stall of the first read would let it compute all others
             if source == "host":
-                asked.check([cluster.submit(p, asked.sampling).result(120) for p in asked.prompts])
-                wait_until_on_disk(cluster)
+                answers = []
+                for prompt in asked.prompts:  # each is copied down before it can be evicted
+                    answers.append(cluster.submit(prompt, asked.sampling).result(120))
+                    wait_until_on_disk(cluster)
+                asked.check(answers)
                 pool = cluster.workers["decode-0"].node.core.kv.pool
                 cluster.run(lambda pool=pool: pool.evict(pool.block_hashes()))
             answers = [cluster.submit(p, asked.sampling).result(120) for p in asked.prompts]
@@ -127,7 +132,7 @@ def test_two_pools(real_model_dir: Path, asked: Asked) -> None:
         cluster.wait_idle()
 
 
-def test_requests_that_move_between_workers(
+def test_requests_that_move_between_workers_and_outlive_one(
     real_model_dir: Path, asked: Asked, at_once: None
 ) -> None:
     """They are as at rest, greedy and drawn; they are longer than others, to move several times."""
@@ -142,8 +147,16 @@ def test_requests_that_move_between_workers(
         moved = chase(cluster, [cluster.submit(*each) for each in requests], 120.0)
         assert cluster.status().totals.migrations >= len(requests)
         cluster.wait_idle()
-    assert [answer.failed for answer in [*at_rest, *moved]] == [None] * 2 * len(requests)
-    assert [answer.tokens for answer in moved] == [answer.tokens for answer in at_rest]
+        futures = [cluster.submit(*each) for each in requests]
+        begun = cluster.status().totals.output_tokens + 5 * len(requests)
+        wait_until(lambda: cluster.status().totals.output_tokens >= begun)
+        cluster.kill("decode-0")
+        left = [each.result(120) for each in futures]
+        assert cluster.status().totals.retries
+        cluster.wait_idle()
+    assert [answer.failed for answer in [*at_rest, *moved, *left]] == [None] * 3 * len(requests)
+    for others in (moved, left):
+        assert [answer.tokens for answer in others] == [answer.tokens for answer in at_rest]
     for index, answer in zip(chosen, at_rest[::2], strict=True):
         expected = asked.expected[index]
         assert answer.tokens[: len(expected)] == expected

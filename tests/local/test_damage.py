@@ -1,31 +1,47 @@
-"""A thousand changed bytes in host memory and on disk: each one is noticed, every answer is right,
-and what was lost is stored again."""
+"""Changed bytes on the way between workers, in host memory and on disk: each one is noticed, every
+answer is right, and what was lost is stored again. With windows and states, they change there.
+
+`pytest -m "long or not long" tests/local/test_damage.py` is about layers with windows, too."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks, of_groups
 from kvrelay.engine.request import SamplingParams
+from kvrelay.kvtransfer.agent import CopyBlocks
 from kvrelay.worker import transfers
-from tests.local.test_local import VOCAB, small
-from tests.local.test_local import model_dir as model_dir
-from tests.local.test_local_tiers import assert_clean, load_all, settle, wait_for
+from tests.engine.model.tiny import VOCAB
+from tests.local.test_local import REMOTE, small
+from tests.local.test_local_tiers import MIB, assert_clean, counted, load_all, settle
 from tests.support.local import LocalCluster
 
-BLOCKS_EACH, NUM_PROMPTS = 8, 63
-NUM_BLOCKS = BLOCKS_EACH * NUM_PROMPTS  # all of them are damaged, in each of the two tiers
-PROMPTS = [
-    [(11 * i + 5 * j + i * j) % VOCAB for j in range(16 * BLOCKS_EACH + 1)]
-    for i in range(NUM_PROMPTS)
-]
+PROMPTS = [[(11 * i + 5 * j + i * j) % VOCAB for j in range(129)] for i in range(100)]
 SAMPLING = SamplingParams(max_tokens=4, temperature=0.0)
 ENGINE = small(num_blocks=64)
-MIB = 1 << 20
+
+
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3-next", pytest.param("gemma3", marks=pytest.mark.long)]
+)
+def model(request: pytest.FixtureRequest, checkpoint_of: Callable[..., Path]) -> Path:
+    untied = {"tie_word_embeddings": False} if request.param == "gemma3" else {}
+    return checkpoint_of(request.param, **untied)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with LocalCluster(model, prefill=0, engine=small(num_blocks=2048)) as cluster:
+        answers = cluster.generate(PROMPTS, SAMPLING)
+    assert len({tuple(answer.tokens) for answer in answers}) > len(PROMPTS) // 2
+    return [answer.tokens for answer in answers]
 
 
 def ask(cluster: LocalCluster) -> list[list[int]]:
@@ -41,20 +57,54 @@ def fill(cluster: LocalCluster) -> list[list[int]]:
     return answers
 
 
-def counter(cluster: LocalCluster, name: str) -> float:
+def slots_read_again(cluster: LocalCluster) -> list[int]:
+    """Where the blocks are that each prompt continues after: of groups that have windows or hold
+    states, if any do."""
     node: Any = cluster.workers["decode-0"].node
-    value: float = cluster.run(lambda: node.exchange.tiers.counters.get(name, 0))
+    config, windows, slots = node.config, node.config.kv_windows, []
+    for prompt in PROMPTS:
+        names = hash_blocks(config.fingerprint, UNSALTED, prompt, config.block_size)
+        names = of_groups(names, windows.count)
+        for index in windows.kept(windows.tokens(windows.full(len(prompt) - 1))):
+            if not windows.any or windows.groups[index % windows.count].size:
+                (source,) = cluster.run(lambda n=names[index]: node.exchange.tiers.find([n]))
+                slots.append(source.slot)
+    assert len(slots) == len(set(slots)) >= 100
+    return slots
+
+
+def num_bad(cluster: LocalCluster, tier: str) -> float:
+    node: Any = cluster.workers["decode-0"].node
+    value: float = cluster.run(lambda: node.exchange.tiers.counters.get(f"tier_bad_{tier}", 0))
     return value
 
 
-@pytest.fixture(scope="module")
-def expected(model_dir: Path) -> list[list[int]]:
-    with LocalCluster(model_dir, prefill=0, engine=small(num_blocks=1024)) as cluster:
-        return ask(cluster)
+def test_every_changed_byte_on_the_way_is_noticed(model: Path, expected: list[list[int]]) -> None:
+    """One of each prompt's."""
+    rng, damaged = random.Random(3), set[str]()
+
+    def corrupt(read: CopyBlocks, pool: NDArray[np.uint8]) -> None:
+        node: Any = cluster.workers["decode-0"].node
+        groups = node.config.kv_windows.groups
+        for seq in list(node.core.seqs.values()):
+            found = [
+                block
+                for index, block in enumerate(seq.block_ids)
+                if block in read.dst and (len(groups) == 1 or groups[index % len(groups)].size)
+            ]
+            if found and seq.request_id not in damaged:
+                damaged.add(seq.request_id)
+                pool[rng.choice(found), rng.randrange(pool.shape[1])] ^= 1 << rng.randrange(8)
+
+    with LocalCluster(model, engine=small(), router=REMOTE, corrupt=corrupt) as cluster:
+        assert ask(cluster) == expected
+        noticed = cluster.run(lambda: cluster.host.counters["kv_checksum_mismatch"])
+        assert_clean(cluster)
+    assert (len(damaged), noticed) == (len(PROMPTS), len(PROMPTS))
 
 
 def test_every_changed_byte_in_host_memory_is_noticed(
-    model_dir: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(1)
     arenas: list[Any] = []
@@ -65,41 +115,43 @@ def test_every_changed_byte_in_host_memory_is_noticed(
         return arenas[-1]
 
     monkeypatch.setattr(transfers, "make_arena", make_and_keep)
-    with LocalCluster(model_dir, prefill=0, engine=ENGINE, host_bytes=16 * MIB) as cluster:
+    with LocalCluster(model, prefill=0, engine=ENGINE, host_bytes=64 * MIB) as cluster:
         load_all(cluster)
         assert fill(cluster) == expected
         (host,) = arenas
-        for block in host:
-            block[rng.randrange(len(block))] ^= 1 << rng.randrange(8)
+        slots = slots_read_again(cluster)
+        for slot in slots:
+            host[slot][rng.randrange(len(host[slot]))] ^= 1 << rng.randrange(8)
         assert ask(cluster) == expected
-        assert counter(cluster, "tier_bad_host") == NUM_BLOCKS
+        assert num_bad(cluster, "host") == len(slots)
         assert_clean(cluster)
         assert fill(cluster) == expected
 
 
 def test_every_changed_byte_on_disk_is_noticed(
-    model_dir: Path, expected: list[list[int]], tmp_path: Path
+    model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     rng = random.Random(2)
     tiers: dict[str, Any] = {
-        "disk_bytes": 32 * MIB,
+        "disk_bytes": 64 * MIB,
         "disk_path": str(tmp_path),
         "disk_after_s": 0.0,
     }
-    with LocalCluster(model_dir, prefill=0, engine=ENGINE, **tiers) as cluster:
+    with LocalCluster(model, prefill=0, engine=ENGINE, **tiers) as cluster:
         assert fill(cluster) == expected
+        slots, stored = slots_read_again(cluster), counted(cluster, "disk.used")
     (path,) = tmp_path.rglob("blocks.kv")
     node: Any = cluster.workers["decode-0"].node
     block_bytes = node.config.bytes_per_block
     data = np.memmap(path, np.uint8, "r+")
-    slot = -(-block_bytes // 4096) * 4096
-    for start in range(0, len(data) - block_bytes + 1, slot):
-        data[start + rng.randrange(block_bytes)] ^= 1 << rng.randrange(8)
+    slot_bytes = -(-block_bytes // 4096) * 4096
+    for slot in slots:
+        data[slot * slot_bytes + rng.randrange(block_bytes)] ^= 1 << rng.randrange(8)
     data.flush()
-    with LocalCluster(model_dir, prefill=0, engine=ENGINE, **tiers) as cluster:
+    with LocalCluster(model, prefill=0, engine=ENGINE, **tiers) as cluster:
         load_all(cluster)
-        wait_for(cluster, "disk.used", NUM_BLOCKS)
+        assert counted(cluster, "disk.used") == stored
         assert ask(cluster) == expected
-        assert counter(cluster, "tier_bad_disk") == NUM_BLOCKS
+        assert num_bad(cluster, "disk") == len(slots)
         assert_clean(cluster)
         assert fill(cluster) == expected

@@ -30,12 +30,18 @@ WINDOW = small(window=40, sinks=4, max_num_batched_tokens=64, max_model_len=2000
 KINDS = {"fp8": FP8, "window": WINDOW, "both": small(window=40, sinks=4, kv_dtype="float8_e4m3")}
 
 
-def answer_of(runner: ModelRunner, prompt: list[int], blocks: list[int], count: int) -> list[int]:
-    """`count` greedy tokens, with a table from which no block is taken."""
+def answer_of(
+    runner: ModelRunner,
+    prompt: list[int],
+    blocks: list[int],
+    count: int,
+    sampling: SamplingParams = GREEDY,
+) -> list[int]:
+    """`count` tokens, with a table from which no block is taken."""
     tokens, start = list(prompt), 0
     while len(tokens) < len(prompt) + count:
         fed = tokens[start:]
-        share = ScheduledSeq("r", fed, start, blocks, True, GREEDY, tokens, len(prompt))
+        share = ScheduledSeq("r", fed, start, blocks, True, sampling, tokens, len(prompt))
         (sampled,) = runner.execute(Step(0, [share])).sampled
         assert sampled is not None
         start, tokens = len(tokens), [*tokens, sampled.token]

@@ -32,7 +32,7 @@ from kvrelay.engine.request import (
 )
 from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerUp
+from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerDown, WorkerUp
 from kvrelay.router.router import Router
 from kvrelay.router.status import RouterStatus
 from kvrelay.worker.kv_plan import GIB
@@ -198,6 +198,16 @@ class LocalCluster:
             self.host.deliver(ROUTER, Cancel(request_id))
 
         self._thread.call(forget)
+
+    def kill(self, worker: NodeId) -> None:
+        """It neither hears nor says anything more; the router is told at once, its peers never."""
+
+        def end() -> None:
+            del self.host.nodes[worker]
+            built = self.workers.pop(worker)
+            self.host.deliver(ROUTER, WorkerDown(worker, built.info.epoch, "killed"))
+
+        self._thread.call(end)
 
     def status(self) -> RouterStatus:
         return self._thread.call(lambda: self.router.status(self._thread.loop.time()))

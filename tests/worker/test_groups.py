@@ -3,6 +3,7 @@ would give, out of one pool that the groups of layers share."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,87 +11,19 @@ import pytest
 
 from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks, of_groups
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.engine.kv.window import Windows
-from kvrelay.engine.step import Sampled, Step, StepDone
-from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from tests.worker.test_windows import prompt_of
-from tests.worker.world import BLOCK_SIZE, World, checksum, next_token
+from kvrelay.engine.step import Step
+from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone, KVReady
+from tests.worker.layers import Layered, prompt_of
+from tests.worker.world import BLOCK_SIZE
 
-NUM_SINKS = 3
-LAYOUTS = [(0, 10), (0, 0, 10, 10), (0, 12, 5), (17, 6)]
-OFFSET = 1000  # a group's blocks hold tokens plus this times its number
-
-
-def visible(window: int, end: int) -> list[int]:
-    """Positions that the last of `end` tokens attends to in layers of `window`."""
-    return [p for p in range(end) if not window or p < NUM_SINKS or p >= end - window]
-
-
-class Grouped(World):
-    """Its model reads of each group what its window shows; that has to be in the group's blocks.
-    Checks, after each message, who holds which blocks."""
-
-    def __init__(self, layout: tuple[int, ...], **options: Any) -> None:
-        self.layout = layout
-        super().__init__(**{"group_windows": layout, "sinks": NUM_SINKS, **options})
-        self.windows = Windows.of(BLOCK_SIZE, layout, NUM_SINKS)
-
-    def draw(self, context: list[int]) -> int:
-        end = len(context)
-        return next_token([context[p] for window in self.layout for p in visible(window, end)])
-
-    def reference(self, prompt: list[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(self.draw(tokens))
-        return tokens[len(prompt) :]
-
-    def run(self, node: str, step: Step) -> StepDone:
-        slots = self.slots[node]
-        sampled: list[Sampled | None] = []
-        for seq in step.seqs:
-            drawn = []
-            for position, token in enumerate(seq.input_tokens, start=seq.start):
-                context = [*seq.context, *seq.draft_tokens]
-                for group, window in enumerate(self.layout):
-                    block = self.block(seq.block_ids, position, group)
-                    slots[block][position % BLOCK_SIZE] = token + OFFSET * group
-                    for p in visible(window, position + 1):
-                        held = slots[self.block(seq.block_ids, p, group)][p % BLOCK_SIZE]
-                        assert held == context[p] + OFFSET * group, f"{seq.request_id} at {p}"
-                drawn.append(self.draw(context[: position + 1]))
-            sampled.append(seq.verify(drawn[len(seq.tokens) - 1 :]) if seq.sample else None)
-        checksums = [checksum(slots[block]) for block in step.checksum_blocks]
-        return StepDone(step.step_id, sampled, checksums, 0.01)
-
-    def block(self, table: list[int], position: int, group: int) -> int:
-        block = table[position // BLOCK_SIZE * len(self.layout) + group]
-        assert block >= 0, f"the block of position {position}, group {group} was given back"
-        return block
-
-    def deliver(self, node: str, message: Any) -> None:
-        super().deliver(node, message)
-        worker = self.workers[node]
-        core, exchange = worker.core, worker.exchange
-        moves = [m for m in exchange.tiers._moves.live.values() if Tier.DEVICE in m.way]
-        others = sum(len(move.blocks) for move in moves)
-        others += sum(len(export.blocks) for export in exchange.producer.exports)
-        core.kv.check_integrity(others)
-        for seq in core.seqs.values():
-            held = sum(block >= 0 for block in seq.block_ids)
-            assert held <= core.kv.windows.max_blocks(len(seq.tokens) + 1), seq.request_id
-
-
-def world_of(layout: tuple[int, ...], **options: Any) -> Grouped:
-    world = Grouped(layout, **options)
-    world.decode.exchange.connector.rates.load_s = lambda tier: 0.0  # type: ignore[method-assign]
-    return world
+LAYOUTS = [((0, 10), 0), ((0, 0, 10, 10), 0), ((0, 12, 5), 0), ((17, 6), 0), ((0,), 2), ((0, 9), 1)]
+Layout = tuple[tuple[int, ...], int]  # windows, and groups that hold states
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_decode_holds_what_its_windows_show(layout: tuple[int, ...], remote: bool) -> None:
-    world = world_of(layout, num_blocks=120, prefill_blocks=120, max_num_batched_tokens=16)
+def test_a_decode_holds_what_its_windows_show(layout: Layout, remote: bool) -> None:
+    world = Layered(*layout, num_blocks=120, prefill_blocks=120, max_num_batched_tokens=16)
     prompt = prompt_of(Random(1), 100)
     world.submit("a", prompt, 40, remote=remote)
     most = 0
@@ -109,14 +42,14 @@ def test_a_decode_holds_what_its_windows_show(layout: tuple[int, ...], remote: b
     assert 0 < most <= bound
     moved = [read for node, read in world.log if node == "decode"]
     assert bool(moved) == remote
-    held = len(world.windows.kept(100)) + len(layout)  # the last block is not full
+    held = len(world.windows.kept(100)) + world.windows.count  # the last block is not full
     assert sum(len(read.src) for read in moved) <= held
     world.assert_idle()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_next_turn_goes_on_where_all_groups_can(layout: tuple[int, ...]) -> None:
-    world = world_of(layout, num_blocks=160)
+def test_the_next_turn_goes_on_where_all_groups_can(layout: Layout) -> None:
+    world = Layered(*layout, num_blocks=160)
     prompt = prompt_of(Random(3), 60)
     world.submit("a", prompt, 21, remote=False)
     world.drain()
@@ -127,8 +60,9 @@ def test_the_next_turn_goes_on_where_all_groups_can(layout: tuple[int, ...]) -> 
     assert world.output("b", turn) == world.reference(turn, 6)
     assert world.decode.core.counters["tokens_scheduled"] - fed <= BLOCK_SIZE + 3 + 6
     # Only the first group's prefix is there: nothing can be continued.
-    names = of_groups(hash_blocks(b"tiny", UNSALTED, turn, BLOCK_SIZE), len(layout))
-    windowed = [i for i in range(len(names)) if layout[i % len(layout)]]
+    names = of_groups(hash_blocks(b"tiny", UNSALTED, turn, BLOCK_SIZE), world.windows.count)
+    groups = world.windows.groups
+    windowed = [i for i in range(len(names)) if groups[i % len(groups)].size]
     world.decode.core.kv.pool.evict(names[i] for i in windowed)
     fed = world.decode.core.counters["tokens_scheduled"]
     world.submit("c", turn, 6, remote=False)
@@ -140,9 +74,9 @@ def test_the_next_turn_goes_on_where_all_groups_can(layout: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_session_is_parked_resumed_and_loaded_with_the_windows_of_its_end(
-    layout: tuple[int, ...],
+    layout: Layout,
 ) -> None:
-    world = world_of(layout, num_blocks=400, num_host_blocks=200)
+    world = Layered(*layout, num_blocks=400, num_host_blocks=200)
     prompt = prompt_of(Random(5), 100)
     world.submit("a", prompt, 21, remote=False)
     world.drain()
@@ -173,9 +107,9 @@ def test_a_session_is_parked_resumed_and_loaded_with_the_windows_of_its_end(
     world.assert_idle()
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, (10,)])
-def test_a_prefix_is_fetched_with_the_windows_of_its_end(layout: tuple[int, ...]) -> None:
-    world = world_of(layout, num_blocks=300, num_decode=2, max_num_batched_tokens=16)
+@pytest.mark.parametrize("layout", [*LAYOUTS, ((10,), 0)])
+def test_a_prefix_is_fetched_with_the_windows_of_its_end(layout: Layout) -> None:
+    world = Layered(*layout, num_blocks=300, num_decode=2, max_num_batched_tokens=16)
     prompt = prompt_of(Random(7), 90)
     world.submit("a", prompt, 11, remote=False)
     world.drain()
@@ -188,7 +122,9 @@ def test_a_prefix_is_fetched_with_the_windows_of_its_end(layout: tuple[int, ...]
     moved = [read for node, read in world.log if node == "decode-1"]
     assert sum(len(read.src) for read in moved) == len(world.windows.kept(100))
     # One that has lost the windows exports nothing; one that reads garbage computes it all.
-    world.decode.core.kv.pool.evict(world.decode.core.kv.pool.block_hashes()[-len(layout) :])
+    world.decode.core.kv.pool.evict(
+        world.decode.core.kv.pool.block_hashes()[-world.windows.count :]
+    )
     for name in ("c", "d"):
         other = [*prompt_of(Random(ord(name)), 40), *turn]
         world.submit(name, other, 6, remote=False)
@@ -205,16 +141,60 @@ def test_a_prefix_is_fetched_with_the_windows_of_its_end(layout: tuple[int, ...]
     world.assert_idle()
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_export_that_ends_before_what_it_covers_is_not_waited_for(layout: Layout) -> None:
+    """As when blocks that only a disk had are lost before they are read."""
+    world = Layered(*layout, num_blocks=300, num_decode=2)
+    prompt = prompt_of(Random(7), 90)
+    world.submit("a", prompt, 11, remote=False)
+    world.drain()
+    world.submit("b", prompt, 11, remote=False, decode="decode-1", fetch_from="decode")
+    while not any(isinstance(message, KVReady) for _, message in world.queue):
+        assert world.step()
+    for at, (node, message) in enumerate(world.queue):
+        if isinstance(message, KVReady):
+            blocks, sums = message.block_ids[:-1], message.checksums[:-1]
+            world.queue[at] = node, replace(message, block_ids=blocks, checksums=sums)
+    world.drain()
+    assert world.output("b", prompt) == world.reference(prompt, 11)
+    connector = world.workers["decode-1"].exchange.connector
+    assert connector.failures == {"export_incomplete": 1}
+    world.assert_idle()
+
+
+class Faults:
+    """Steps that fail, and requests whose grammars are not ready when their rows have been run, as
+    on ranks. What fails may do so again only after others have been found well."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng, self._num_steps = rng, 0
+
+    def fault(self, step: Step) -> str | None:
+        self._num_steps += 1
+        if self._num_steps < 40 or step.is_health_check or self._rng.random() > 0.1:
+            return None
+        self._num_steps = 0
+        return "a fault"
+
+    def waits(self, step: Step) -> frozenset[int]:
+        asked = (index for index, seq in enumerate(step.seqs) if seq.sample)
+        return frozenset(index for index in asked if self._rng.random() < 0.03)
+
+
+@pytest.mark.parametrize("seed", range(56))
 def test_groups_share_a_pool_and_answer_right_whatever_comes(seed: int) -> None:
     rng = Random(seed)
-    layout = LAYOUTS[seed % len(LAYOUTS)]
+    layout = [*LAYOUTS, ((10,), 0)][seed % 7]
+    count = len(layout[0]) + layout[1]
     tiers: dict[str, Any] = {}
     if rng.random() < 0.6:
-        tiers = {"num_host_blocks": rng.choice([0, 24, 90]), "num_disk_blocks": rng.choice([0, 90])}
-    most = Windows.of(BLOCK_SIZE, layout, NUM_SINKS).max_blocks(250)
-    world = world_of(
-        layout,
+        tiers = {
+            "num_host_blocks": count * rng.choice([0, 12, 40]),
+            "num_disk_blocks": count * rng.choice([0, 40]),
+        }
+    most = Layered(*layout).windows.max_blocks(250)
+    world = Layered(
+        *layout,
         num_blocks=rng.randint(most, 2 * most),
         prefill_blocks=rng.randint(most, 2 * most),
         max_num_batched_tokens=rng.choice([3, 8, 32]),
@@ -223,6 +203,8 @@ def test_groups_share_a_pool_and_answer_right_whatever_comes(seed: int) -> None:
         disk_after_s=0.0,
         **tiers,
     )
+    faults = Faults(rng)
+    world.fault, world.waits = faults.fault, faults.waits
     shared = prompt_of(rng, 60)
     jobs: dict[str, tuple[list[int], int]] = {}
     for number in range(rng.randint(2, 8)):

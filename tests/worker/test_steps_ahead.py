@@ -14,19 +14,20 @@ from kvrelay.engine.messages import Abort
 from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.engine.step import Execute, Step, StepDone
 from tests.engine.test_repeats import LENGTHS, PROMPTS, cached, ends, serve
-from tests.worker import test_windows as windows
+from tests.worker.layers import Layered
+from tests.worker.test_windows import MOST_BLOCKS, WINDOW
 from tests.worker.world import BLOCK_SIZE, World, reference
 
 
 class Ahead(World):
     """`num_waiting`: how many steps waited behind another, by what the node knew then."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *layout: Any, **options: Any) -> None:
         self.waiting: dict[str, deque[Step]] = {}
         self.sampled: dict[str, list[int | None]] = {}  # by the last step of each node
         self.num_waiting = 0
         self.error: str | None = None  # the next step's
-        super().__init__(steps_ahead=1, **options)
+        super().__init__(*layout, steps_ahead=1, **options)
 
     def perform(self, node: str, effects: list[Any]) -> None:
         for effect in effects:
@@ -191,16 +192,16 @@ def test_a_last_block_that_is_full_is_grown_ahead_and_not_if_there_is_none() -> 
     assert world.decode.core.scheduler.num_preemptions == 0
 
 
-class Sliding(Ahead, windows.Windowed):
+class Sliding(Ahead, Layered):
     """Has a model with a window: what a step reads must not be given back before it."""
 
 
 def test_blocks_before_a_window_are_given_back_only_once_no_step_reads_them() -> None:
-    world = Sliding(num_blocks=windows.MOST_BLOCKS * 3, max_model_len=4000)
+    world = Sliding((WINDOW,), num_blocks=MOST_BLOCKS * 3, max_model_len=4000)
     for name, length in (("a", 3), ("b", 21), ("c", 6)):
         world.submit(name, [5, 6, 7] * length, 300, remote=name == "b")
     world.drain(20_000)
     for name, length in (("a", 3), ("b", 21), ("c", 6)):
-        assert world.output(name, [5, 6, 7] * length) == windows.reference([5, 6, 7] * length, 300)
+        assert world.output(name, [5, 6, 7] * length) == world.reference([5, 6, 7] * length, 300)
     assert world.num_waiting > 250
     world.assert_idle()

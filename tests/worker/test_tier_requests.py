@@ -62,6 +62,19 @@ def test_a_prefix_that_left_the_device_comes_back_from_host_memory() -> None:
     world.assert_idle()
 
 
+def test_a_tier_that_was_slow_once_is_tried_again() -> None:
+    world = world_of()
+    rates = world.decode.exchange.connector.rates
+    finish(world, "a", PROMPT)
+    rates.add(Tier.HOST, 32, 1e6)
+    for name, after_s, is_loaded in (("b", 10.0, False), ("c", 25.0, True)):
+        push_out(world, f"before {name}")
+        world.tick(after_s)
+        finish(world, name, PROMPT)
+        assert ("host" in sources(world, name)) == is_loaded
+    world.assert_idle()
+
+
 def test_a_retained_turn_keeps_the_beginning_that_a_request_without_retention_computed() -> None:
     """One of the two copies of a handoff is not retained; the next turn may be where it is."""
     world = world_of(num_blocks=20)

@@ -23,6 +23,8 @@ SOONER = {  # seeds that show it, where the first ones do not; later changes may
     Break.SUSPECT: (6,),
     Break.TURNS: (2,),
     Break.PASSES: (2,),
+    Break.STATES: (0,),
+    Break.AGAIN: (13,),
 }
 GROUP = 20
 
@@ -147,6 +149,8 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         ),
         (Break.OUTPUTS, {"wrong prompt outputs"}),
         (Break.AHEAD, {"block used with wrong content"}),
+        (Break.STATES, {"block used with wrong content"}),
+        (Break.AGAIN, {"block used with wrong content"}),
         (Break.APART, {"failed without reason"}),
         (Break.TURNS, {"unfair"}),
         (Break.PASSES, {"overtaken"}),

@@ -35,7 +35,8 @@ def test_the_first_seeds_draw_every_kind() -> None:
     assert {len(each.routers) for each in found} == {1, 2}
     assert {bool(worker.window) for worker in workers} == {True, False}
     assert {bool(worker.sinks) for worker in workers} == {True, False}
-    assert {len(worker.group_windows) for worker in workers} == {0, 2, 3}
+    assert {len(worker.group_windows) for worker in workers} >= {0, 2, 3}
+    assert {worker.has_states for worker in workers} == {True, False}
     assert {bool(worker.cores) for worker in workers} == {True, False}
     assert {bool(each.router.ttft_target_s) for each in found} == {True, False}
     for of in ("max_model_len", "fingerprint", "num_blocks"):
@@ -75,7 +76,7 @@ class Bench:
 
     def __init__(self, attention: Attention = Attention(), **faults: object) -> None:
         self.wrong: list[str] = []
-        self.pool = SimPool(16, 4, with_checksums=False)
+        self.pool = SimPool(16, 4, with_checksums=False, attention=attention)
         pools = {Tier.DEVICE: self.pool}
         self.executor = SimExecutor(
             pools,
@@ -137,6 +138,21 @@ def test_blocks_outside_the_windows_are_not_needed() -> None:
             bench.pool.write(table, at, slot)
     done = bench.step(bench.seq("r#1", tokens, len(slots), table))
     assert bench.wrong == []
+    assert done.sampled[0] is not None
+    assert done.sampled[0].token == generate(PROMPT, GREEDY, 100, attention)[0][0]
+
+
+@pytest.mark.parametrize(("moved", "is_right"), [(-1, False), (0, True), (1, False)])
+def test_a_state_has_to_be_that_of_the_token_before(moved: int, is_right: bool) -> None:
+    attention = Attention(num_states=1)
+    bench, tokens, slots = Bench(attention), list(PROMPT), list[int]()
+    extend_slots(slots, tokens)
+    for at, slot in enumerate(slots[:-1]):
+        bench.pool.write(list(range(10)), at, slot)
+    start = len(slots) - 1
+    bench.pool.write_states(list(range(10)), start - 1, slots[start - 1 + moved])
+    done = bench.step(bench.seq("r#1", tokens, start, list(range(10))))
+    assert bench.wrong == ([] if is_right else ["block used with wrong content"])
     assert done.sampled[0] is not None
     assert done.sampled[0].token == generate(PROMPT, GREEDY, 100, attention)[0][0]
 
