@@ -328,7 +328,7 @@ class ModelConfig:
     @property
     def is_layerwise(self) -> bool:
         """Whether a step runs layer by layer where it would run through all of them at once."""
-        return self.changes_queries or self.recurrent is not None
+        return self.changes_queries
 
     @property
     def torch_only(self) -> str:

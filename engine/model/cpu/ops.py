@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvrelay.engine.model.batch import Batch, Limits
-from kvrelay.engine.model.config import KIMI_DELTA_ATTENTION, MAMBA2, ModelConfig
+from kvrelay.engine.model.config import MAMBA2, ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
@@ -27,7 +27,7 @@ from kvrelay.engine.model.cpu.linear import (
     fastest_kind,
     owned,
 )
-from kvrelay.engine.model.cpu.recurrent import CpuRecurrent
+from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, gate_is_silu, norm_step
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.ops import split_queries_and_keys
 from kvrelay.engine.model.recurrence import DeltaRows
@@ -73,7 +73,7 @@ class CpuOps:
             ACTIVATIONS[config.activation],
         )
         self._recurrent: CpuRecurrent | None = None
-        self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
+        self._step = CpuStep(config, library, num_threads, self._buffer, self._attention)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         kind = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
@@ -95,7 +95,9 @@ class CpuOps:
         return self._linear.exact(weight, "router")
 
     def use_states(self, pool: StatePool) -> None:
-        self._recurrent = CpuRecurrent(self._config, pool, self._lib, self._threads, self._buffer)
+        args = (self._lib, self._threads, self._buffer)
+        self._recurrent = CpuRecurrent(self._config, pool, *args)
+        self._step = CpuStep(self._config, *args, self._attention, self._recurrent)
 
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
@@ -113,9 +115,16 @@ class CpuOps:
         """What runs decodes without the calls below; None: it does not know this model."""
         if self._config.is_layerwise:
             return None
-        attention = self._attention.for_decodes()
+        attention, recurrent = self._attention.for_decodes(), self._recurrent
         return CpuDecode(
-            self._config, limits, self._lib, self._threads, attention, weights, self._buffer
+            self._config,
+            limits,
+            self._lib,
+            self._threads,
+            attention,
+            weights,
+            self._buffer,
+            None if recurrent is None else recurrent.for_decodes(),
         )
 
     def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
@@ -201,7 +210,7 @@ class CpuOps:
     ) -> torch.Tensor:
         shape = self._config.recurrent
         assert shape is not None
-        silu, first = shape.kind != KIMI_DELTA_ATTENTION, shape.kind == MAMBA2
+        silu, first = gate_is_silu(shape.kind), shape.kind == MAMBA2
         return self._gate(x, gate, weight, shape.norm_width, silu, first)
 
     def _gate(
@@ -215,9 +224,7 @@ class CpuOps:
     ) -> torch.Tensor:
         assert x.is_contiguous()
         assert gate.stride(1) == 1
-        at, step = None, 0
-        if weight is not None:
-            at, step = weight.data_ptr(), 0 if len(weight) == width else width
+        at, step = None if weight is None else weight.data_ptr(), norm_step(weight, width)
         self._lib.kvr_gate(
             *(x.data_ptr(), gate.data_ptr(), gate.stride(0), gate.shape[1], at, step),
             *(len(x), x.shape[1] // width, width, self._config.rms_norm_eps),

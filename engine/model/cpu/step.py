@@ -20,13 +20,15 @@ from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import constants, structure
-from kvrelay.engine.model.cpu.linear import ACTIVATIONS, Matrix
+from kvrelay.engine.model.cpu.linear import ACTIVATIONS
+from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, address, described_matrix
 from kvrelay.engine.model.sampling.sampler import Masks, is_greedy, is_plain
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
     LatentWeights,
     LayerWeights,
+    RecurrentWeights,
     Weights,
 )
 from kvrelay.engine.request import SamplingParams
@@ -65,7 +67,7 @@ def draw_of(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int, int]
     return heat, s.min_p, s.top_p, s.top_k, s.seed & _WORD, len(seq.context), 0
 
 
-_Matrix, _Experts, _Latent = map(structure, ("Matrix", "Experts", "Latent"))
+_Experts, _Latent = structure("Experts"), structure("Latent")
 _Layer, _Step = structure("Layer"), structure("Step")
 ROW_BLOCK_STEP: int = constants.ROW_BLOCK_STEP
 
@@ -78,11 +80,12 @@ class CpuStep:
         config: ModelConfig,
         library: Any,
         num_threads: int,
-        attention: CpuAttention,
         buffer: Callable[[str, int, int], torch.Tensor],
+        attention: CpuAttention,
+        recurrent: CpuRecurrent | None = None,
     ) -> None:
         self._lib, self._attention, self._buffer = library, attention, buffer
-        self._config = config
+        self._config, self._recurrent = config, recurrent
         self._step = step_of(config, library, num_threads)
         self._widths: dict[str, int] = {}  # width of each buffer
         self._described: Sequence[LayerWeights] | None = None
@@ -95,8 +98,8 @@ class CpuStep:
         hidden_size]."""
         if self._described is not layers:
             self._described = layers
-            self._layers = described(self._config, layers, self._attention, self._lib)
-            self._widths = widths(self._layers, self._config)
+            self._layers = described(self._config, layers, self._attention, self._recurrent)
+            self._widths = widths(self._layers, self._config, self._recurrent)
         assert hidden.is_contiguous()
         step, rows, count = self._step, len(hidden), len(layers)
         step.hidden, step.rows = hidden.data_ptr(), rows
@@ -108,10 +111,13 @@ class CpuStep:
             setattr(step, name, buffer.data_ptr())
         whole = len(batch.sample_rows) == rows
         assert self._layers is not None
+        keeps_kv = whole or self._layers[count - 1].recurrent.project.rows > 0
         self._lib.kvr_layers(
-            ctypes.addressof(self._layers), count if whole else count - 1, ctypes.addressof(step)
+            ctypes.addressof(self._layers), count if keeps_kv else count - 1, ctypes.addressof(step)
         )
-        return hidden if whole else self._last(hidden, buffers["qkv"], count - 1, batch)
+        if not keeps_kv:
+            return self._last(hidden, buffers["qkv"], count - 1, batch)
+        return hidden if whole else hidden.index_select(0, batch.sample_rows)
 
     def _last(
         self, hidden: torch.Tensor, qkv: torch.Tensor, index: int, batch: Batch
@@ -145,40 +151,39 @@ def described(
     config: ModelConfig,
     layers: Sequence[LayerWeights],
     attention: CpuAttention,
-    library: Any,
+    recurrent: CpuRecurrent | None,
 ) -> ctypes.Array[Any]:
-    """As long as the weights and `attention` live."""
+    """As long as the weights, `attention` and `recurrent` live."""
     structs = (_Layer * len(layers))()
     for index, (layer, to) in enumerate(zip(layers, structs, strict=True)):
-        weights = layer.attention
-        matrices = {"out": weights.out}
+        weights, beside = layer.attention, layer.beside
+        matrices = {}
         names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
         norms = {name: getattr(layer, name) for name in names}
-        if isinstance(weights, AttentionWeights):
-            matrices["qkv"] = weights.qkv
-            norms |= {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
+        if isinstance(weights, RecurrentWeights):
+            beside = weights
         else:
-            assert isinstance(weights, LatentWeights)
+            matrices["out"] = weights.out
+            to.rope, to.attention, to.pool = attention.described(index)
+        if beside is not None:
+            assert recurrent is not None
+            to.recurrent = recurrent.described(beside, index)
+        if isinstance(weights, AttentionWeights):
+            matrices |= {"qkv": weights.qkv, "gate": weights.gate}
+            norms |= {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
+        elif isinstance(weights, LatentWeights):
             to.latent = _described_latent(weights, config)
         if layer.mlp is not None:
+            assert layer.mlp.gate is None or layer.experts is not None
             matrices |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
+            matrices["mlp_gate"] = layer.mlp.gate
         for name, matrix in matrices.items():
             setattr(to, name, described_matrix(matrix))
         for name, norm in norms.items():
-            setattr(to, name, _address(norm))
-        to.rope, to.attention, to.pool = attention.described(index)
+            setattr(to, name, address(norm))
         if layer.experts is not None:
             to.experts = described_experts(layer.experts, config)
     return structs
-
-
-def described_matrix(matrix: Matrix) -> Any:
-    bias = _address(matrix.bias)
-    return _Matrix(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _described_latent(weights: LatentWeights, config: ModelConfig) -> Any:
@@ -188,7 +193,7 @@ def _described_latent(weights: LatentWeights, config: ModelConfig) -> Any:
     return _Latent(
         compress=described_matrix(weights.compress),
         queries=described_matrix(weights.queries),
-        q_norm=_address(weights.q_norm),
+        q_norm=address(weights.q_norm),
         kv_norm=weights.kv_norm.data_ptr(),
         key_up=weights.key_up.data.data_ptr(),
         value_up=weights.value_up.data.data_ptr(),
@@ -208,7 +213,7 @@ def described_experts(weights: ExpertsWeights, model: ModelConfig) -> Any:
     assert config is not None
     return _Experts(
         router=described_matrix(weights.router),
-        bias=_address(weights.bias),
+        bias=address(weights.bias),
         gate_ups=experts.gate_ups.data_ptr(),
         downs=experts.downs.data_ptr(),
         count=experts.count,
@@ -224,15 +229,18 @@ def described_experts(weights: ExpertsWeights, model: ModelConfig) -> Any:
     )
 
 
-def widths(layers: ctypes.Array[Any], config: ModelConfig) -> dict[str, int]:
+def widths(
+    layers: ctypes.Array[Any], config: ModelConfig, recurrent: CpuRecurrent | None
+) -> dict[str, int]:
     """Returns the widths of the buffers that a step's rows pass through, `hidden` aside."""
     latent, heads = config.latent, config.num_heads
     return {
-        "qkv": layers[0].qkv.rows if latent is None else heads * config.head_dim,
+        "qkv": heads * config.head_dim if latent else max(each.qkv.rows for each in layers),
         "attended": heads * (config.head_dim if latent is None else latent.rank),
         "gated": max(each.down.depth for each in layers),
         "norm": config.hidden_size,
         "added": config.hidden_size,
+        **({} if recurrent is None else recurrent.widths),
     }
 
 
@@ -253,13 +261,15 @@ class CpuDecode:
         attention: CpuAttention,
         weights: Weights,
         buffer: Callable[[str, int, int], torch.Tensor],
+        recurrent: CpuRecurrent | None = None,
     ) -> None:
-        """`attention` is used for decodes alone."""
+        """`attention` and `recurrent` are used for decodes alone."""
         self._limits, self._lib, self._attention = limits, library, attention
-        layers = described(config, weights.layers, attention, library)
+        self._recurrent, self._num_recurrent = recurrent, len(config.recurrent_layers)
+        layers = described(config, weights.layers, attention, recurrent)
         self._alive, self._buffer = (weights, layers), buffer
         step = step_of(config, library, num_threads)
-        self._widths = {**widths(layers, config), "hidden": step.width}
+        self._widths = {**widths(layers, config, recurrent), "hidden": step.width}
         self._request = _Decode(
             layers=ctypes.addressof(layers),
             table=weights.table.data_ptr(),
@@ -301,15 +311,31 @@ class CpuDecode:
         is_single = count > len(seqs) or masks_of is not None
         request.step.rows, request.max_passes = count, 1 if is_single else self._most(step)
         request.logits = self._buffer("logits", count, request.head.rows).data_ptr()
+        if count > len(seqs):
+            return self._verify(seqs, count)
         passes = self._lib.kvr_decode(ctypes.addressof(request))
         drawn = self._rows["drawn"][: passes * count].tolist()
-        if count > len(seqs):
-            return verify_drafts(seqs, drawn)
         columns = [drawn[row::count] for row in range(count)]
         return [
             Sampled(first, more=tuple(more) if NO_TOKEN not in more else tuple(more[:-1]))
             for first, *more in columns
         ]
+
+    def _verify(self, seqs: Sequence[ScheduledSeq], count: int) -> list[Sampled]:
+        """One pass over `count` rows. What recurrent layers are given is kept, so that the accepted
+        rows can pass them again: only then are states stored."""
+        at, step = ctypes.addressof(self._request), self._request.step
+        if self._recurrent is not None:
+            width = self._widths["projected"]
+            kept = self._buffer("kept", self._num_recurrent * count, width)
+            step.projected, step.kept = kept.data_ptr(), count * width
+        self._lib.kvr_decode(at)
+        verified = verify_drafts(seqs, self._rows["drawn"][:count].tolist())
+        if self._recurrent is not None:
+            counts = np.array([1 + len(each.more) for each in verified], np.int64)
+            self._lib.kvr_replay(at, counts.ctypes.data)
+            step.projected, step.kept = self._buffers["projected"].data_ptr(), 0
+        return verified
 
     def _most(self, step: Step) -> int:
         """Passes, whatever the step says, of which none leaves a block that was looked at."""
@@ -373,6 +399,8 @@ class CpuDecode:
         at = self._attention.hold(self._rows, count, self._splits)
         self._attentions, request.num_attentions = (ctypes.c_void_p * len(at))(*at), len(at)
         request.attentions = ctypes.addressof(self._attentions)
+        if self._recurrent is not None:
+            request.states, request.num_state_groups = self._recurrent.hold(count)
         for name, array in self._rows.items():
             if name != "query_start":
                 setattr(request, name, array.ctypes.data)

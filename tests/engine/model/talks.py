@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import UNKNOWN, Sampled, ScheduledSeq, Step, StepDone
-from tests.engine.model.tiny import BLOCK_SIZE, scheduled, tokens_of
+from tests.engine.model.tiny import BLOCK_SIZE, VOCAB, scheduled, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0, seed=11)
@@ -79,7 +79,8 @@ def drafting(world: World, talks: Sequence[Talk], expected: Sequence[list[int]])
             room = min(len(tokens) - told - 1, -len(talk.tokens) % BLOCK_SIZE, random.randint(0, 5))
             draft = tokens[told : told + room] if told else []
             if draft and random.random() < 0.5:
-                draft[random.randrange(len(draft))] ^= 1
+                at = random.randrange(len(draft))
+                draft[at] = (draft[at] + 1) % VOCAB
             shares.append(talk.next(draft=draft))
         for (talk, _), share, sampled in zip(left, shares, world.run(*shares), strict=True):
             assert sampled is not None

@@ -8,7 +8,13 @@ import torch
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.config import GATED_DELTA_NET, KIMI_DELTA_ATTENTION, MAMBA2, Recurrent
+from kvrelay.engine.model.config import (
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    ModelConfig,
+    Recurrent,
+)
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.ops import CpuOps
@@ -53,6 +59,17 @@ def test_chunks_of_any_length_give_the_bits_of_the_whole(path, whole, length):
         logits = driver.feed(("a", LONG[first : first + length]))[0]
     assert torch.equal(logits, whole[0])
     assert torch.equal(driver.state_pool.memory[0], whole[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"quantization": "int8"}])
+def test_layers_at_once_give_the_bits_of_one_call_after_the_other(path, options, monkeypatch):
+    at_once = Driver(path, "cpu", **options)
+    monkeypatch.setattr(ModelConfig, "is_layerwise", True)
+    one_by_one = Driver(path, "cpu", **options)
+    for parts in ((("a", LONG), ("b", SHORT[:9])), (("b", SHORT[9:10]), ("c", SHORT), ("a", [5]))):
+        one, other = one_by_one.feed(*parts, mute=("b",)), at_once.feed(*parts, mute=("b",))
+        assert torch.equal(one, other)
+    assert torch.equal(at_once.state_pool.memory, one_by_one.state_pool.memory)
 
 
 @pytest.mark.parametrize("threads", [1, 5])

@@ -23,7 +23,8 @@ class World:
 
     def __init__(self, path, **options):
         options = {"dtype": "float32", "num_blocks": 24, "threads": 2, **options}
-        self._groups = range(len(read_config(path).kv_groups()))
+        kv_dtype = options.get("kv_dtype", options["dtype"])
+        self._groups = range(read_config(path).kv_spec(16, kv_dtype).num_groups)
         self._num_blocks = options["num_blocks"]
         options["num_blocks"] *= len(self._groups)
         self.runner = model_runner(path, **options)
@@ -74,6 +75,11 @@ FAMILIES = (
     ("deepseek3", {"kv_dtype": "float8_e4m3"}),
     ("gemma2", {}),
     ("gemma3", {"dtype": "bfloat16"}),
+    ("falcon-h1-norm", {}),
+    ("kimi-linear", {"dtype": "bfloat16"}),
+    ("lfm2-bias", {"kv_dtype": "float8_e4m3"}),
+    ("qwen3-next", {"quantization": "int8"}),
+    ("qwen3.5", {}),
 )
 
 

@@ -32,11 +32,12 @@ typedef struct {
 } Experts;
 
 /* The states that a step loads and stores. Segments of rows, four numbers each: first row, rows, the
- * slot to load (-1: zeros) and the slot to store. A sequence has those from its entry in `chains` to
+ * slot to load (-1: zeros) and the slot to store (-1: nothing is). A sequence has those from its entry in `chains` to
  * the next one's; all but the first go on where the one before ended. */
 typedef struct {
-    const int64_t *segments, *chains; /* [.., 4], [count + 1] */
-    int64_t count, stride;            /* sequences; floats from a slot to the next */
+    int64_t *segments;     /* [.., 4] */
+    const int64_t *chains; /* [count + 1] */
+    int64_t count, stride; /* sequences; floats from a slot to the next */
 } States;
 
 enum { MAX_KERNEL = 8 };

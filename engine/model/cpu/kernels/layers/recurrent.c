@@ -77,7 +77,7 @@ static void convolve_task(void *arg, int64_t task) {
             memmove(inputs, inputs + 1, sizeof *inputs * kept);
         }
         float *to = t->state + segment[3] * t->states->stride + first;
-        for (int64_t j = 0; j < kept; j++)
+        for (int64_t j = 0; segment[3] >= 0 && j < kept; j++)
             memcpy(to + j * c->channels, inputs[j], sizeof(float) * count);
     }
 }
@@ -180,7 +180,7 @@ static void rule_task(void *arg, int64_t task) {
         for (int64_t r = segment[0]; r < segment[0] + segment[1]; r++)
             rule_row(d, r, head, first, memory, memory + dim * COLUMNS);
         float *to = t->state + segment[3] * t->states->stride + at;
-        for (int64_t j = 0; j < dim; j++)
+        for (int64_t j = 0; segment[3] >= 0 && j < dim; j++)
             memcpy(to + j * d->value_dim, memory + j * COLUMNS, bytes);
     }
 }

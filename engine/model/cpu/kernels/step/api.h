@@ -18,24 +18,45 @@ typedef struct {
     int64_t kind, heads, q_rank, rank, nope, rope, value;
 } Latent;
 
-/* Norms and matrices that a layer does not have are NULL; without experts their `count` is 0,
- * without latent attention its `heads`. With experts and an MLP every token passes both. `pool`:
- * the layer's first element in block 0. */
+/* A recurrent layer: what a projection makes of the normed hidden rows passes a convolution and, but of
+ * a short one alone, a memory. `conv` and `rule` lack where rows are. A row of the projection has, of a
+ * short convolution, the gate of its inputs, the gate of its outputs, and inputs; else the convolution's
+ * inputs, the gate of the outputs, and each head's beta and decay (of Mamba 2 one number is both). Or, with
+ * `decay_up` and `gate_up`, what those make decays and the gate from, and each head's beta. */
 typedef struct {
-    Matrix qkv, out, gate_up, down;
+    Matrix project, decay_up, gate_up, out;
+    Convolution conv;
+    DeltaRule rule;
+    const float *norm; /* of outputs, or NULL; the next group of `norm_width` is `norm_step` further */
+    int64_t norm_width, norm_step;
+    const States *states;
+    float *conv_state, *memory; /* of slot 0 */
+    int64_t index;              /* among recurrent layers */
+    int32_t silu, gate_first;   /* as of kvr_gate */
+} Recurrent;
+
+/* Norms and matrices that a layer does not have are NULL; without experts their `count` is 0,
+ * without latent attention its `heads`. With experts and an MLP every token passes both. A recurrent
+ * layer without attention has none, one with both adds up what comes out. `gate`: sigmoid of it
+ * multiplies what attention returns; `mlp_gate`, beside experts alone, one number for the MLP's.
+ * `pool`: the layer's first element in block 0. */
+typedef struct {
+    Matrix qkv, gate, out, gate_up, mlp_gate, down;
     const float *input_norm, *q_norm, *k_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
     const Rope *rope;
     const Attention *attention;
     void *pool;
     Experts experts;
     Latent latent;
+    Recurrent recurrent;
 } Layer;
 
 /* Buffers of `rows` rows each; `norm`, `gated` and `added` have up to ROW_BLOCK_STEP more for each
- * thread. */
+ * thread. `projected`: of a recurrent layer, its projection of all rows, then their decays. */
 typedef struct {
-    float *hidden, *norm, *qkv, *attended, *gated, *added;
+    float *hidden, *norm, *qkv, *attended, *gated, *added, *projected, *recurred;
     int64_t rows, width; /* width: of hidden, norm and added */
+    int64_t kept;        /* from one layer's `projected` to the next one's; 0: they have one place */
     float eps;
     int32_t activation, threads;
 } Step;
@@ -60,13 +81,14 @@ typedef struct {
     int32_t *context_len;         /* [num_seqs] */
     int64_t *tokens, *positions;  /* [rows]: inputs of the next pass */
     int64_t *slots;               /* [num_groups, capacity]: `rows` are used, as of `Rope` */
+    States *states;               /* [num_state_groups], the last ones of all groups */
     Draw *draws;                  /* [rows] */
     const int64_t *stops;         /* stop tokens, sequence after sequence */
     const int64_t *stop_ends;     /* [num_seqs]: where those of a sequence end */
     float *logits;                /* [rows, head.rows], of a pass */
     int64_t *drawn;               /* [max_passes, rows] */
     int64_t num_layers, num_attentions, table_stride, block_size;
-    int64_t num_groups, capacity; /* of layers' KV; rows that there is room for */
+    int64_t num_groups, num_state_groups, capacity; /* of layers; rows that there is room for */
     int64_t num_seqs, tile;       /* tile: queries of one (kvr_attention_tile) */
     int64_t max_passes;           /* if above 1, every sequence has one row */
     Matrix head;
@@ -76,5 +98,10 @@ typedef struct {
     int32_t bf16_table;
 } Decode;
 
-/* Returns how many passes ran: up to `max_passes`, and none after one that drew a stop token. */
+/* Returns how many passes ran: up to `max_passes`, and none after one that drew a stop token. A pass
+ * with draft tokens stores no state of the sequences that have some. */
 int64_t kvr_decode(const Decode *decode);
+
+/* After such a pass, whose `step.kept` was not 0: each of those sequences passes its first `counts`
+ * rows through the recurrent layers again, from the state before them, and stores what comes out. */
+void kvr_replay(const Decode *decode, const int64_t *counts);

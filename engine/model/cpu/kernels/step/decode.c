@@ -11,6 +11,41 @@ static double now(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
+/* The block of a group of states that `position` of a sequence is in. */
+static int64_t state_block(const Decode *d, int64_t group, int64_t seq, int64_t position) {
+    int64_t table = (d->num_groups - d->num_state_groups + group) * d->capacity + seq;
+    return d->block_tables[table * d->table_stride + position / d->block_size];
+}
+
+/* Which states are loaded and stored. Draft tokens may be wrong: what they would leave is not stored. */
+static void plan_states(const Decode *d, int64_t group) {
+    States *states = d->states + group;
+    int64_t *segment = states->segments;
+    for (int64_t s = 0, r = 0; s < d->num_seqs; r += d->query_len[s++], segment += 4) {
+        int64_t at = d->positions[r];
+        segment[0] = r, segment[1] = d->query_len[s];
+        segment[2] = at ? state_block(d, group, s, at - 1) : -1;
+        segment[3] = d->query_len[s] == 1 ? state_block(d, group, s, at) : -1;
+    }
+    states->count = d->num_seqs;
+}
+
+void kvr_replay(const Decode *d, const int64_t *counts) {
+    for (int64_t g = 0; g < d->num_state_groups; g++) {
+        States *states = d->states + g;
+        states->count = 0;
+        for (int64_t s = 0; s < d->num_seqs; s++) {
+            int64_t *to = states->segments + 4 * states->count, first = states->segments[4 * s];
+            if (d->query_len[s] == 1) continue;
+            to[0] = first, to[1] = counts[s], to[2] = states->segments[4 * s + 2];
+            to[3] = state_block(d, g, s, d->positions[first]);
+            states->count++;
+        }
+    }
+    for (int64_t i = 0; i < d->num_layers; i++)
+        if (d->layers[i].recurrent.project.packed) kvr_pass_states(&d->layers[i].recurrent, &d->step);
+}
+
 /* Where each row's token goes, and who does what. */
 static void plan(const Decode *d) {
     for (int64_t s = 0, r = 0; s < d->num_seqs; s++) {
@@ -25,6 +60,7 @@ static void plan(const Decode *d) {
             d->draws[r].position = (uint64_t)at + 1;
         }
     }
+    for (int64_t g = 0; g < d->num_state_groups; g++) plan_states(d, g);
     for (int64_t i = 0; i < d->num_attentions; i++) {
         Attention *a = d->attentions[i];
         int64_t counts[3], heads = a->num_heads / a->group;

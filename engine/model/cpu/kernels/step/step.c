@@ -99,7 +99,7 @@ static void before_attention(const Layer *l, const Step *s, int64_t first) {
 static int converts_gated(const Layer *l) {
     int kind = (int)l->down.kind;
     return kind == l->gate_up.kind && (kind == BF16_PAIRS || kind == AMX) &&
-           converted_width(l->down.depth, kind) <= 2 * l->down.depth;
+           converted_width(l->down.depth, kind) <= 2 * l->down.depth && !l->mlp_gate.packed;
 }
 
 /* hidden += the MLP of the hidden rows, normed, or of `x`, which they were normed to. */
@@ -117,12 +117,23 @@ static void add_mlp(const Layer *l, const Step *s, const float *x) {
         gemm_run(&gate_up, s->threads);
     else
         multiply_normed(s, gate_up, l->mlp_norm);
+    if (l->mlp_gate.packed) {
+        Gemm gate = gemm_of(s, x, &l->mlp_gate, s->added);
+        gemm_run(&gate, s->threads);
+        kvr_gate(s->gated, s->added, 1, 1, NULL, 0, s->rows, 1, down.k, s->eps, 0, 0, s->threads);
+    }
     add(s, down, l->mlp_out_norm);
 }
 
-static void after_attention(const Layer *l, const Step *s) {
-    const float *x = l->experts.count ? s->norm : NULL, *attended = s->attended;
+/* What attention returns is gated, then hidden += its projection. The queries are not needed any more. */
+static void add_attended(const Layer *l, const Step *s) {
     const Latent *latent = &l->latent;
+    const float *attended = s->attended;
+    int64_t gates = l->gate.rows;
+    if (gates) {
+        multiply_normed(s, gemm_of(s, s->hidden, &l->gate, s->qkv), l->input_norm);
+        kvr_gate(s->attended, s->qkv, gates, gates, NULL, 0, s->rows, 1, gates, s->eps, 0, 0, s->threads);
+    }
     if (latent->heads) {
         int64_t rank = latent->rank, width = latent->heads * latent->value;
         float *values = kvr_scratch(SCRATCH_LATENT, sizeof(float) * s->rows * width);
@@ -131,6 +142,13 @@ static void after_attention(const Layer *l, const Step *s) {
         attended = values;
     }
     add(s, gemm_of(s, attended, &l->out, NULL), l->attention_out_norm);
+}
+
+static void after_attention(const Layer *l, const Step *s) {
+    const float *x = l->experts.count ? s->norm : NULL, *norm = l->attention_out_norm;
+    if (l->attention) add_attended(l, s);
+    if (l->recurrent.project.packed)
+        add(s, gemm_of(s, s->recurred, &l->recurrent.out, NULL), l->attention ? NULL : norm);
     if (x) {
         kvr_rms_norm(s->hidden, s->width, l->mlp_norm, s->norm, s->rows, s->width, s->eps, s->threads);
         kvr_add_experts(&l->experts, x, s->hidden, s->rows, s->width, s->activation, s->threads);
@@ -154,6 +172,7 @@ static void row_block_task(void *arg, int64_t block) {
     int64_t first = block * b->rows, own = kvr_thread_index() * b->rows;
     s.rows = s.rows - first < b->rows ? s.rows - first : b->rows, s.threads = 1;
     s.hidden += first * s.width, s.qkv += first * l->qkv.rows, s.attended += first * l->out.depth;
+    s.recurred += first * l->recurrent.out.depth;
     s.norm += own * s.width, s.gated += own * l->down.depth, s.added += own * s.width;
     if (b->behind)
         after_attention(l, &s);
@@ -188,8 +207,11 @@ void kvr_after_attention(const Layer *layer, const Step *s) { run_side(layer, s,
 
 void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
     for (const Layer *l = layers; l < layers + count; l++) {
-        run_side(l, s, 0);
-        kvr_attention(l->attention, s->qkv, s->attended, l->pool);
+        if (l->recurrent.project.packed) kvr_recur(l, s);
+        if (l->attention) {
+            run_side(l, s, 0);
+            kvr_attention(l->attention, s->qkv, s->attended, l->pool);
+        }
         run_side(l, s, 1);
     }
 }

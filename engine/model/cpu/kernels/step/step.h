@@ -10,3 +10,9 @@ INLINE Gemm gemm_of(const Step *s, const float *x, const Matrix *m, float *y) {
     t.kind = (int)m->kind;
     return t;
 }
+
+/* The hidden rows through a recurrent layer, to `recurred`. */
+void kvr_recur(const Layer *layer, const Step *step);
+
+/* The part of that which has states. */
+void kvr_pass_states(const Recurrent *recurrent, const Step *step);
