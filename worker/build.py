@@ -18,7 +18,7 @@ from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import Deliver, Executor
-from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
@@ -28,6 +28,7 @@ from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.agents.ranks import join_ranks
 from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
+from kvrelay.worker.host_tier import kept_bytes as kept_host_bytes
 from kvrelay.worker.kv_plan import (
     BuildError,
     auto_host_bytes,
@@ -65,7 +66,9 @@ class Ranks:
         config = self._own.config
         each = [facts.metadata for facts in self._facts]
         config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
-        return config if self.records else structs.replace(config, num_disk_blocks=0)
+        host_outlives = Tier.HOST in self.records
+        num_disk_blocks = config.num_disk_blocks if Tier.DISK in self.records else 0
+        return structs.replace(config, host_outlives=host_outlives, num_disk_blocks=num_disk_blocks)
 
     def notices(self) -> list[str]:
         """What an operator should know; once, if all ranks say it."""
@@ -88,7 +91,7 @@ class Ranks:
             slots -= {record.slot for record in kept}
             if slots:
                 forgotten = StoreIndex(remove=tuple(sorted(slots)), tier=tier)
-                self._own.storage[tier].store.update(forgotten)
+                self._own.update(forgotten)
                 self._runner.tell(forgotten)
 
 
@@ -126,7 +129,8 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
             model = structs.replace(model, dtype=dtype)
         plan = plan_kv(shape, engine, model.dtype, model.quantization)
-        available_bytes = psutil.virtual_memory().available
+        kept_bytes, taken_bytes = kept_host_bytes(spec.cluster, spec.worker)
+        available_bytes = psutil.virtual_memory().available + taken_bytes
         num_machines = spec.num_machines
         needed_bytes = 0 if on_gpu else plan.needed_bytes // num_machines
         host_bytes = spec.share_of(spec.tiers.set_host_gib)
@@ -134,6 +138,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
             free_bytes = available_bytes - needed_bytes
             here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
+            here = max(here, kept_bytes) if here else 0  # as much as before it died
             host_bytes = here * num_machines
         plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
         if num_machines == 1:  # else this one has a part
@@ -168,15 +173,17 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         return WorkerThreads(
             steps,
             own.memory,
-            {tier: own.storage[tier] for tier in records},
+            {tier: own.storage[tier] for tier in records if tier in own.storage},
             deliver,
             spec.worker,
+            arena=own.arena,
             join_ranks=ranks.join if ranks else None,
             shares_cores=spec.num_peers > 0 and not on_gpu,
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
-    return BuiltWorker(worker, config.info(), make_executor, tuple(notices), lost)
+    info, leave_kv = config.info(), own.leave_kv
+    return BuiltWorker(worker, info, make_executor, tuple(notices), lost, leave_kv)
 
 
 def open_runner(

@@ -14,6 +14,7 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    ORPHANED = "orphaned"  # host memory of workers of this machine that have died
     DISK = "disk"
 
 
