@@ -19,6 +19,7 @@ class Tier(StrEnum):
 
 
 LOWER_TIERS = (Tier.HOST, Tier.DISK)
+ANNOUNCED_TIERS = (Tier.DEVICE, *LOWER_TIERS)  # what routers know; orphaned is announced as host
 
 
 @dataclass(frozen=True, slots=True)
