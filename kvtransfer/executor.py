@@ -267,7 +267,7 @@ class Store(Protocol):
     """What a thread that copies does besides, for the tier that it copies to and from."""
 
     def update(self, change: StoreIndex) -> StoreFailed | None:
-        """Change its index."""
+        """Change the index of the tier."""
         ...
 
     def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone]:

@@ -31,6 +31,7 @@ from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.host_tier import kept_bytes as kept_host_bytes
 from kvrelay.worker.kv_plan import (
     BuildError,
+    KVPlan,
     auto_host_bytes,
     check_memory,
     model_config,
@@ -115,7 +116,6 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
     at_low_priority(lambda: import_module("kvrelay.engine.model.runner"))
-    from kvrelay.engine.model.device import gpu_bytes
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.step_executor import StepExecutor
     from kvrelay.kvtransfer.agent import AgentError
@@ -129,20 +129,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
             model = structs.replace(model, dtype=dtype)
         plan = plan_kv(shape, engine, model.dtype, model.quantization)
-        kept_bytes, taken_bytes = kept_host_bytes(spec.cluster, spec.worker)
-        available_bytes = psutil.virtual_memory().available + taken_bytes
-        num_machines = spec.num_machines
-        needed_bytes = 0 if on_gpu else plan.needed_bytes // num_machines
-        host_bytes = spec.share_of(spec.tiers.set_host_gib)
-        if spec.tiers.host_gib == "auto":  # each of its machines gives as much as this one
-            gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
-            free_bytes = available_bytes - needed_bytes
-            here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
-            here = max(here, kept_bytes) if here else 0  # as much as before it died
-            host_bytes = here * num_machines
-        plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
-        if num_machines == 1:  # else this one has a part
-            check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
+        plan = _with_tiers(plan, spec)
         longest = resolve_max_model_len(shape, engine, plan)
         engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
         spec = replace(spec, model=model, engine=engine)
@@ -184,6 +171,26 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
     info, leave_kv = config.info(), own.leave_kv
     return BuiltWorker(worker, info, make_executor, tuple(notices), lost, leave_kv)
+
+
+def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
+    """`plan` with the tiers that the machine has room for. Raises BuildError."""
+    from kvrelay.engine.model.device import gpu_bytes
+
+    on_gpu, num_machines = spec.on_gpu, spec.num_machines
+    kept_bytes, taken_bytes = kept_host_bytes(spec.cluster, spec.worker)
+    available_bytes = psutil.virtual_memory().available + taken_bytes
+    host_bytes = spec.share_of(spec.tiers.set_host_gib)
+    if spec.tiers.host_gib == "auto":  # each of its machines gives as much as this one
+        gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
+        free_bytes = available_bytes - (0 if on_gpu else plan.needed_bytes // num_machines)
+        here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
+        here = max(here, kept_bytes) if here else 0  # as much as before it died
+        host_bytes = here * num_machines
+    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
+    if num_machines == 1:  # else this one has a part
+        check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
+    return plan
 
 
 def open_runner(

@@ -183,8 +183,8 @@ class WorkerThreads:
         join_ranks: JoinRanks | None = None,
         shares_cores: bool = False,
     ) -> None:
-        """`arena`: as for TransferLoops. `join_ranks`: of a worker of several ranks. `shares_cores`:
-        with other workers of its machine."""
+        """`arena`: as for TransferLoops. `join_ranks`: of a worker of several ranks.
+        `shares_cores`: with other workers of its machine."""
         self._name = name
         self._model = steps
         self._steps: StepThread[Step, StepDone] | LaunchThreads

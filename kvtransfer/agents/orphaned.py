@@ -38,8 +38,8 @@ class Attached:
 
     arena: OrphanedArena
     first: int
-    until: float  # seconds since 1970: all of its blocks have expired by then
-    announced: int = 0  # of its records
+    until: float  # by the clock of the agent: all of its blocks have expired by then
+    announced: int = 0  # records
 
     @property
     def end(self) -> int:
@@ -59,7 +59,7 @@ class OrphanedAgent:
         folder: Path,
         own: Path | None,
         pools: Mapping[Tier, Any],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`folder`: of arenas with blocks of this worker's form; `own`: its own one there;
         `pools`: its memory, `[num_blocks, ...]` each, on the CPU or a GPU."""
@@ -70,13 +70,13 @@ class OrphanedAgent:
         self._clock = clock
         self._attached: list[Attached] = []
         self._watched: dict[Path, FolderLock] = {}  # not held, as long as a worker has it
-        self._list_at = 0.0
+        self._list_at = float("-inf")
 
     def look(self) -> list[StoreFound | StoreGone]:
         """What has changed since the last call."""
         now = self._clock()
         changes: list[StoreFound | StoreGone] = []
-        for each in [a for a in self._attached if a.arena.is_wanted(now) or now > a.until]:
+        for each in [a for a in self._attached if a.arena.is_wanted or now > a.until]:
             self._attached.remove(each)
             each.arena.detach()
             if now > each.until:
@@ -85,14 +85,18 @@ class OrphanedAgent:
                 changes.append(StoreGone(Tier.ORPHANED, each.first, each.arena.num_slots))
         self._list(now)
         for path, lock in list(self._watched.items()):
-            if not is_wanted(path, now) and lock.retry(fcntl.LOCK_SH):
-                del self._watched[path]
+            if not lock.retry(fcntl.LOCK_SH):
+                continue
+            del self._watched[path]
+            if is_wanted(path):
+                lock.release()
+            else:
                 self._attach(now, path, lock)
         return [*changes, *self._announce()]
 
     def _list(self, now: float) -> None:
         """Keep the files of the locks open that may come free."""
-        if self._list_at <= now < self._list_at + LIST_S:
+        if now < self._list_at + LIST_S:
             return
         self._list_at = now
         for path in [path for path, lock in self._watched.items() if not lock.is_in_place]:
@@ -104,7 +108,7 @@ class OrphanedAgent:
 
     def _attach(self, now: float, path: Path, lock: FolderLock) -> None:
         try:
-            arena = OrphanedArena(path, lock, self._clock)
+            arena = OrphanedArena(path, lock)
         except (OSError, ValueError, KeyError) as error:  # it is being made, or removed
             logger.info("%s: nothing to read in %s: %s", self._name, path, error)
             lock.release()
@@ -140,7 +144,7 @@ class OrphanedAgent:
         raise AgentError(f"{peer} is read by another agent")
 
     def disconnect(self, peer: NodeId) -> None:
-        """There is none."""
+        """No peer is ever connected."""
 
     def post_copy(
         self,

@@ -7,12 +7,13 @@ so a worker can be killed at any moment: what the next one finds listed is right
 its checksum, which the reader compares.
 
 When a worker has died, the others of its machine read its blocks at once, each with a shared lock.
-The next worker that takes the folder asks them to leave it by the file `wanted`.
+The next worker that takes the folder asks them to leave it by a lock on the file `wanted`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -33,12 +34,11 @@ from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK, FolderLock
 
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "index.kv"
-WANTED = "wanted"  # its time says when somebody has asked for the folder
-REMOVE_S = 3.0
-WANTED_S = 10.0  # so long nobody else takes the folder for reading
+WANTED = "wanted"  # locked by who waits for the folder
+REMOVE_S = 3.0  # workers that were killed take a moment to end
 VERSION = 1
 HEADER_BYTES = mmap.PAGESIZE
-RESERVE_BYTES = 16 << 20  # of memory are taken at a time: a few milliseconds
+RESERVE_BYTES = 16 << 20  # memory is taken in such pieces, in a few milliseconds each
 RECORD = np.dtype(
     [
         ("name", "V16"),
@@ -130,10 +130,10 @@ class HostArena:
     def __init__(
         self, folder: Path, lock: FolderLock, memory: NDArray[np.uint8], fd: int, clock: Clock
     ) -> None:
-        """`open` makes one."""
+        """Called by `open`."""
         self.folder = folder
         self.memory = memory  # [num_slots, bytes_per_block]
-        self.records: list[DiskRecord] = []  # as of the opening
+        self.records: list[DiskRecord] = []  # what was there when it was opened
         self.has_heir = False  # another worker will take it when this one has ended
         self._lock: FolderLock | None = lock
         self._fd = fd
@@ -161,8 +161,6 @@ class HostArena:
             except BaseException:
                 lock.release()
                 raise
-            finally:
-                (folder / WANTED).unlink(missing_ok=True)
         except OSError as error:
             raise store_error(folder, error, "host memory") from error
 
@@ -244,8 +242,11 @@ def _lock(folder: Path, timeout_s: float) -> FolderLock:
     while True:
         with contextlib.suppress(FileNotFoundError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / WANTED).touch(mode=0o600)
-            lock = FolderLock.take(folder / LOCK, timeout_s, "host memory")
+            wanted = FolderLock.take(folder / WANTED, timeout_s, "host memory")
+            try:
+                lock = FolderLock.take(folder / LOCK, timeout_s, "host memory")
+            finally:
+                wanted.release()
             if lock.is_in_place:
                 return lock
             lock.release()
@@ -272,7 +273,7 @@ def _check_room(folder: Path, missing_bytes: int) -> None:
 class OrphanedArena:
     """The blocks of a worker that has died, to be read. Others may read them, too."""
 
-    def __init__(self, folder: Path, lock: FolderLock, clock: Clock) -> None:
+    def __init__(self, folder: Path, lock: FolderLock, clock: Clock = time.time) -> None:
         """`lock`: held, and owned from now on. Raises OSError, ValueError, KeyError."""
         self.folder = folder
         self._lock = lock
@@ -290,9 +291,10 @@ class OrphanedArena:
         memory = np.frombuffer(self._map, np.uint8, size)
         self.memory = memory.reshape(self.num_slots, self.bytes_per_block)
 
-    def is_wanted(self, now: float) -> bool:
+    @property
+    def is_wanted(self) -> bool:
         """Whether a worker waits for it, or it is not there any more."""
-        return is_wanted(self.folder, now) or not self._lock.is_in_place
+        return is_wanted(self.folder) or not self._lock.is_in_place
 
     def detach(self) -> None:
         del self.memory
@@ -301,11 +303,13 @@ class OrphanedArena:
         self._lock.release()
 
 
-def is_wanted(folder: Path, now: float) -> bool:
-    try:
-        return (folder / WANTED).stat().st_mtime > now - WANTED_S
-    except OSError:
+def is_wanted(folder: Path) -> bool:
+    wanted = FolderLock.look_at(folder / WANTED)
+    if wanted is None:
         return False
+    is_free = wanted.retry(fcntl.LOCK_SH)
+    wanted.release()
+    return not is_free
 
 
 def arenas(folder: Path) -> list[Path]:

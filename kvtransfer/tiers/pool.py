@@ -186,7 +186,7 @@ class TierPool:
         self.num_blocks = len(self._owners)
 
     def forget_slots(self, slots: range, why: str) -> None:
-        """Whatever they hold."""
+        """Forget the entries that have these slots."""
         for slot in slots:
             entry = self._owners[slot]
             if entry is not None:

@@ -211,6 +211,14 @@ OUTLIVES = (False, True, True)
 """Whether host memory outlives its worker, and others read it then; not drawn either."""
 
 
+def _not_drawn(config: WorkerConfig, seed: int, index: int) -> WorkerConfig:
+    return structs.replace(
+        config,
+        steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)],
+        host_outlives=config.num_host_blocks > 0 and OUTLIVES[seed // 2 % len(OUTLIVES)],
+    )
+
+
 class SimCluster:
     """The nodes of one run, and when what goes wrong."""
 
@@ -220,11 +228,7 @@ class SimCluster:
         last = random.Random(f"{seed}: last")
         self.scenario: Scenario = draw_scenario(self.runtime.rng, more, last)
         self._configs = {
-            config.node_id: structs.replace(
-                config,
-                steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)],
-                host_outlives=config.num_host_blocks > 0 and OUTLIVES[seed // 2 % len(OUTLIVES)],
-            )
+            config.node_id: _not_drawn(config, seed, index)
             for index, config in enumerate(self.scenario.workers)
         }
         self.worker_ids = list(self._configs)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ class TestSurvivors:
         self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
     ) -> None:
         agent, clock, pool = reader
-        arena = open_arena(folder, clock=clock)
+        arena = open_arena(folder)
         write(arena, 5, 1)
         assert look(agent, clock) == []  # it lives
         was = arena.memory[5].copy()
@@ -221,37 +222,39 @@ class TestSurvivors:
         agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
         assert (pool[9] == was).all()
 
-        clock.now = 1e12  # whatever the next one writes about the time
-        assert agent.look() == [StoreGone(ORPHANED, 0, SLOTS)]  # nothing there is of use any more
+        clock.now += 60.0  # all of it has expired
+        assert agent.look() == [StoreGone(ORPHANED, 0, SLOTS)]
+        assert not folder.exists()
         with pytest.raises(AgentError, match="is back"):
             agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
 
     def test_one_that_waits_gets_it(
         self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
     ) -> None:
-        import time
-
-        agent, _, _ = reader
-        agent._clock = time.time
+        agent, clock, _ = reader
         arena = open_arena(folder)
         write(arena, 5, 1)
         arena.close()
-        assert len(agent.look()) == 1
-        with pytest.raises(StoreInUse):  # but it has asked
-            open_arena(folder)
-        (folder / "wanted").touch()
-        assert agent.look() == [StoreGone(ORPHANED, 0, SLOTS)]
-        again = open_arena(folder)
+        assert len(look(agent, clock)) == 1
+        with ThreadPoolExecutor(1) as thread:
+            opening = thread.submit(open_arena, folder, lock_timeout_s=10.0)
+            changes: list[StoreFound | StoreGone] = []
+            while not opening.done():
+                changes += look(agent, clock)
+        assert changes == [StoreGone(ORPHANED, 0, SLOTS)]
+        again = opening.result()
         assert contents(again) == {name_of(1): 5}
-        assert agent.look() == []
+        assert look(agent, clock) == []
         again.close()
+        (found,) = look(agent, clock)
+        assert isinstance(found, StoreFound)
 
     def test_two_are_beside_each_other_and_gaps_are_used_again(
         self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
     ) -> None:
         agent, clock, pool = reader
         for number in range(3):
-            arena = open_arena(folder.with_name(f"w{number}"), clock=clock)
+            arena = open_arena(folder.with_name(f"w{number}"))
             write(arena, 2, number)
             arena.close()
         found = look(agent, clock)
