@@ -267,7 +267,7 @@ class Store(Protocol):
     """What a thread that copies does besides, for the tier that it copies to and from."""
 
     def update(self, change: StoreIndex) -> StoreFailed | None:
-        """Change the index of the tier."""
+        """In the order of the copies to and from the tier."""
         ...
 
     def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone]:

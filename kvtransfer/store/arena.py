@@ -130,7 +130,7 @@ class HostArena:
     def __init__(
         self, folder: Path, lock: FolderLock, memory: NDArray[np.uint8], fd: int, clock: Clock
     ) -> None:
-        """Called by `open`."""
+        """`lock`: held, and owned from now on; `fd`: that of the blocks, too."""
         self.folder = folder
         self.memory = memory  # [num_slots, bytes_per_block]
         self.records: list[DiskRecord] = []  # what was there when it was opened
