@@ -122,6 +122,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
     num_host_blocks: int = 0  # KV blocks in host memory, below the device's
     num_disk_blocks: int = 0
+    host_outlives: bool = False  # blocks in host memory are indexed, for when this worker has died
     retention: Retention = DEFAULT_RETENTION  # where a request does not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
     cores: str = ""  # as in WorkerInfo

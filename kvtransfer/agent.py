@@ -91,6 +91,26 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreFound:
+    """To a node: `num_slots` slots of `tier` from `first_slot` on can be read, and hold these. The
+    tier is as large as its slots; more records of the same slots may follow."""
+
+    tier: Tier
+    first_slot: int
+    num_slots: int
+    records: tuple[DiskRecord, ...]  # with slots of the tier, the last used first
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGone:
+    """To a node: these slots of `tier` cannot be read any more."""
+
+    tier: Tier
+    first_slot: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class CopyDone:
     """The transfer has settled: no byte of dst will be written by it from now on."""
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
@@ -24,13 +24,17 @@ from kvrelay.kvtransfer.agent import (
     CopyDone,
     PeerConnected,
     StoreFailed,
+    StoreFound,
+    StoreGone,
     StoreIndex,
     TransferId,
 )
+from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
 from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store import DiskStore, StoreError
+from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.tiers.registry import is_storage
 
 logger = logging.getLogger(__name__)
@@ -69,18 +73,21 @@ class TransferExecutor:
         pools: Mapping[Tier, BlockBytes],
         *,
         share: HeadShare | None = None,
+        reserve: Callable[[Sequence[int]], None] | None = None,
         corrupt: Corrupt | None = None,
         probes: Probes | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`pools`: the worker's own memory, tier by tier, `[num_blocks, bytes_per_block]` each;
-        `share`: the heads that blocks there hold. `corrupt` is called with every good copy into
+        `share`: the heads that blocks there hold. `reserve`: called with slots of host memory
+        before they are written; raises AgentError. `corrupt` is called with every good copy into
         memory, and the pool that it went to, before its checksums are taken: to inject faults.
         `probes`, over the same agent, time a read from each peer; None: that is not done."""
         self._node = node
         self._agent = agent
         self._pools = pools
         self._share = share
+        self._reserve = reserve
         self._corrupt = corrupt
         self._probes = probes
         self._clock = clock
@@ -178,6 +185,8 @@ class TransferExecutor:
         if not request.src and not request.dst:
             return None
         checksums = None
+        if request.dst_tier is Tier.HOST and self._reserve is not None:
+            self._reserve(request.dst)
         if is_storage(request.dst_tier):
             checksums = self._checksums(self._pools[request.src_tier], request.src)
         handle = self._agent.post_copy(
@@ -254,6 +263,52 @@ class TransferExecutor:
         return failed_copy(copy.request, copy.error, self._clock() - copy.started)
 
 
+class Store(Protocol):
+    """What a thread that copies does besides, for the tier that it copies to and from."""
+
+    def update(self, change: StoreIndex) -> StoreFailed | None:
+        """In the order of the copies to and from the tier."""
+        ...
+
+    def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone]:
+        """Called often; what the node has to know that is new."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ArenaExecutor:
+    """Calls on host memory that outlives its worker."""
+
+    def __init__(self, arena: HostArena) -> None:
+        self._arena = arena
+
+    def update(self, change: StoreIndex) -> None:
+        self._arena.update(change)
+
+    def check(self, busy: bool) -> Sequence[StoreFailed]:
+        return ()
+
+    def close(self) -> None:
+        self._arena.close(remove=not self._arena.has_heir)
+
+
+class OrphanedExecutor:
+    """Looks for host memory of workers that have died."""
+
+    def __init__(self, agent: OrphanedAgent) -> None:
+        self._agent = agent
+
+    def update(self, change: StoreIndex) -> None:
+        raise AssertionError(change)
+
+    def check(self, busy: bool) -> Sequence[StoreFound | StoreGone]:
+        return self._agent.look()
+
+    def close(self) -> None:
+        """The agent is closed with its copies."""
+
+
 class StoreExecutor:
     """Blocking calls on the store of a tier, from the one thread that owns it."""
 
@@ -272,26 +327,26 @@ class StoreExecutor:
             return self._failed(_one_line(error))
         return None
 
-    def check(self, busy: bool) -> StoreFailed | None:
+    def check(self, busy: bool) -> list[StoreFailed]:
         """Check the store if it is time to, sooner while it is `busy`. What is wrong is reported
         once, and again only after it has changed."""
         now = self._clock()
         if busy:
             self._check_at = min(self._check_at, now + STORE_CHECK_BUSY_S)
         if now < self._check_at:
-            return None
+            return []
         self._check_at = now + STORE_CHECK_IDLE_S
         recreated = self._store.counters["recreated"]
         try:
             report = self._store.check()
         except Exception as error:
-            return self._failed(_one_line(error))
+            return [self._failed(_one_line(error))]
         if report is None:
-            return None
+            return []
         logger.warning("%s", report)
         if self._store.counters["recreated"] > recreated:
-            return self._failed(report, lost=True)
-        return self._failed(report) if self._store.in_trouble else None
+            return [self._failed(report, lost=True)]
+        return [self._failed(report)] if self._store.in_trouble else []
 
     def close(self) -> None:
         try:

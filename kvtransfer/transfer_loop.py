@@ -19,14 +19,16 @@ from kvrelay.kvtransfer.agent import (
     CopyDone,
     PeerConnected,
     StoreFailed,
+    StoreFound,
+    StoreGone,
     StoreIndex,
 )
-from kvrelay.kvtransfer.executor import SHUTS_DOWN, StoreExecutor, TransferExecutor, failed_copy
+from kvrelay.kvtransfer.executor import SHUTS_DOWN, Store, TransferExecutor, failed_copy
 
 log = logging.getLogger("kvrelay.transfers")
 
 Request = ConnectPeer | CopyBlocks | StoreIndex
-Answer = PeerConnected | CopyDone | StoreFailed
+Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone
 
 SPINS = 20
 """Polls without a pause after something happened: a copy within one host is done in as many."""
@@ -47,14 +49,16 @@ class TransferLoop:
         executor: TransferExecutor,
         on_done: Callable[[Answer], None],
         *,
-        store: StoreExecutor | None = None,
+        store: Store | None = None,
+        idle_wait_s: float = IDLE_WAIT_S,
         max_outstanding: int = 1024,
         name: str = "kv-transfer",
     ) -> None:
-        """`on_done` is called from this loop's thread, or from `submit` for a refusal; it must
-        not block."""
+        """`idle_wait_s`: between two looks at the store. `on_done` is called from this loop's
+        thread, or from `submit` for a refusal; it must not block."""
         self._executor = executor
         self._store = store
+        self._idle_wait_s = idle_wait_s
         self._on_done = on_done
         self._max_outstanding = max_outstanding
         self._lock = threading.Lock()  # guards _outstanding and _stopped
@@ -102,7 +106,7 @@ class TransferLoop:
             wait_s = _wait_s(quiet)
             if self._executor.is_timing:
                 wait_s = min(wait_s, WAIT.base_s)
-            request = self._next(wait_s if self._executor.audit() else IDLE_WAIT_S)
+            request = self._next(wait_s if self._executor.audit() else self._idle_wait_s)
             if isinstance(request, float | int):
                 break  # the time that `stop` allows; every request came before it
             quiet += 1
@@ -150,9 +154,8 @@ class TransferLoop:
 
     def _check_store(self) -> None:
         if self._store is not None:
-            failed = self._store.check(self._executor.audit() > 0)
-            if failed is not None:
-                self._on_done(failed)
+            for change in self._store.check(self._executor.audit() > 0):
+                self._on_done(change)
 
     def _answer(self, answer: Answer | None) -> None:
         with self._lock:

@@ -35,6 +35,7 @@ TIME_OF_DAY = {
     "cluster/state/session_keys": KEPT,
     "cluster/state/session_store": KEPT,
     "engine/logs": "stamps of lines, and the age of files by their own stamps",
+    "kvtransfer/store/arena": KEPT,
     "kvtransfer/store/disk": KEPT,
     "worker/core_dumps": "the age of files, by their own stamps",
     "worker/process": "how long ago this process began, which the kernel stamps",

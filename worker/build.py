@@ -18,7 +18,7 @@ from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import Deliver, Executor
-from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
@@ -28,8 +28,10 @@ from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.agents.ranks import join_ranks
 from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
+from kvrelay.worker.host_tier import kept_bytes as kept_host_bytes
 from kvrelay.worker.kv_plan import (
     BuildError,
+    KVPlan,
     auto_host_bytes,
     check_memory,
     model_config,
@@ -65,7 +67,9 @@ class Ranks:
         config = self._own.config
         each = [facts.metadata for facts in self._facts]
         config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
-        return config if self.records else structs.replace(config, num_disk_blocks=0)
+        host_outlives = Tier.HOST in self.records
+        num_disk_blocks = config.num_disk_blocks if Tier.DISK in self.records else 0
+        return structs.replace(config, host_outlives=host_outlives, num_disk_blocks=num_disk_blocks)
 
     def notices(self) -> list[str]:
         """What an operator should know; once, if all ranks say it."""
@@ -88,7 +92,7 @@ class Ranks:
             slots -= {record.slot for record in kept}
             if slots:
                 forgotten = StoreIndex(remove=tuple(sorted(slots)), tier=tier)
-                self._own.storage[tier].store.update(forgotten)
+                self._own.update(forgotten)
                 self._runner.tell(forgotten)
 
 
@@ -112,7 +116,6 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
     at_low_priority(lambda: import_module("kvrelay.engine.model.runner"))
-    from kvrelay.engine.model.device import gpu_bytes
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.step_executor import StepExecutor
     from kvrelay.kvtransfer.agent import AgentError
@@ -126,18 +129,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
             model = structs.replace(model, dtype=dtype)
         plan = plan_kv(shape, engine, model.dtype, model.quantization)
-        available_bytes = psutil.virtual_memory().available
-        num_machines = spec.num_machines
-        needed_bytes = 0 if on_gpu else plan.needed_bytes // num_machines
-        host_bytes = spec.share_of(spec.tiers.set_host_gib)
-        if spec.tiers.host_gib == "auto":  # each of its machines gives as much as this one
-            gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
-            free_bytes = available_bytes - needed_bytes
-            here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
-            host_bytes = here * num_machines
-        plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
-        if num_machines == 1:  # else this one has a part
-            check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
+        plan = _with_tiers(plan, spec)
         longest = resolve_max_model_len(shape, engine, plan)
         engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
         spec = replace(spec, model=model, engine=engine)
@@ -168,15 +160,37 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         return WorkerThreads(
             steps,
             own.memory,
-            {tier: own.storage[tier] for tier in records},
+            {tier: own.storage[tier] for tier in records if tier in own.storage},
             deliver,
             spec.worker,
+            arena=own.arena,
             join_ranks=ranks.join if ranks else None,
             shares_cores=spec.num_peers > 0 and not on_gpu,
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
-    return BuiltWorker(worker, config.info(), make_executor, tuple(notices), lost)
+    info, leave_kv = config.info(), own.leave_kv
+    return BuiltWorker(worker, info, make_executor, tuple(notices), lost, leave_kv)
+
+
+def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
+    """`plan` with the tiers that the machine has room for. Raises BuildError."""
+    from kvrelay.engine.model.device import gpu_bytes
+
+    on_gpu, num_machines = spec.on_gpu, spec.num_machines
+    kept_bytes, taken_bytes = kept_host_bytes(spec.cluster, spec.worker)
+    available_bytes = psutil.virtual_memory().available + taken_bytes
+    host_bytes = spec.share_of(spec.tiers.set_host_gib)
+    if spec.tiers.host_gib == "auto":  # each of its machines gives as much as this one
+        gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
+        free_bytes = available_bytes - (0 if on_gpu else plan.needed_bytes // num_machines)
+        here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
+        here = max(here, kept_bytes) if here else 0  # as much as before it died
+        host_bytes = here * num_machines
+    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
+    if num_machines == 1:  # else this one has a part
+        check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
+    return plan
 
 
 def open_runner(

@@ -6,7 +6,7 @@ A store that cannot be opened is no reason not to serve: the worker runs without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.checksum import BlockBytes
-from kvrelay.kvtransfer.executor import StoreExecutor, TransferExecutor
+from kvrelay.kvtransfer.executor import Store, StoreExecutor, TransferExecutor
 from kvrelay.kvtransfer.layout import HeadShare
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Storage:
     """What the thread of one tier will own."""
 
     copies: TransferExecutor
-    store: StoreExecutor
+    store: Store
     records: tuple[DiskRecord, ...]  # what the store held when it was opened
 
 
@@ -45,6 +45,7 @@ def open_disk_tier(
     memory: Mapping[Tier, Any],
     pools: Mapping[Tier, BlockBytes],
     share: HeadShare | None = None,
+    reserve: Callable[[Sequence[int]], None] | None = None,
     corrupt: Callable[..., None] | None = None,
     *,
     part: str = "",
@@ -52,8 +53,8 @@ def open_disk_tier(
     """The tier, if `config` has one and it can be opened, and what an operator should know.
 
     `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools, `pools` the
-    same as bytes, `share` the heads that are there. `part`: of the
-    folder, for a rank of several. Raises NoHostMemory."""
+    same as bytes, `share` the heads that are there; `reserve` as for TransferExecutor. `part`: of
+    the folder, for a rank of several. Raises NoHostMemory."""
     from kvrelay.kvtransfer.agent import Agent, AgentError
     from kvrelay.kvtransfer.agents.disk import DiskAgent
     from kvrelay.kvtransfer.agents.staged import StagedAgent
@@ -80,7 +81,10 @@ def open_disk_tier(
         arena = memory[Tier.HOST]
         agent = StagedAgent(disk, memory[Tier.DEVICE], arena, config.num_host_blocks)
     copies = TransferExecutor(
-        config.node_id, config.epoch, agent, pools, share=share, corrupt=corrupt
+        *(config.node_id, config.epoch, agent, pools),
+        share=share,
+        reserve=reserve,
+        corrupt=corrupt,
     )
     storage = Storage(copies, StoreExecutor(store), tuple(store.records))
     return storage, [*store.warnings, *_unused(root, config.fingerprint)]

@@ -89,9 +89,11 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """To a worker's process: end, if you are of this epoch or an older one."""
+    """To a worker's process: end, if you are of this epoch or an older one. `has_heir`: another
+    one takes its place, and the KV that it has in host memory."""
 
     epoch: int
+    has_heir: bool = False
 
 
 register(PeersUpdated, WorkerStarted, UpdatePeers, Adopt, End)

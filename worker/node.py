@@ -32,7 +32,13 @@ from kvrelay.engine.stats import (
     RouterUp,
 )
 from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
-from kvrelay.kvtransfer.agent import CopyDone, PeerConnected, StoreFailed
+from kvrelay.kvtransfer.agent import (
+    CopyDone,
+    PeerConnected,
+    StoreFailed,
+    StoreFound,
+    StoreGone,
+)
 from kvrelay.kvtransfer.messages import (
     CacheOrder,
     KVConfirmed,
@@ -80,6 +86,8 @@ class KVExchange:
             KVRelease: self._on_release,
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
+            StoreFound: lambda now, message: self.tiers.on_store_found(now, message),
+            StoreGone: lambda now, message: self.tiers.on_store_gone(message),
         }
 
     def has_external_kv(self, seq: Sequence) -> bool:

@@ -58,6 +58,7 @@ class BuiltWorker:
     # Told a function to call, once and from any thread, when the worker cannot go on because of
     # something that is not its node. None: there is nothing such.
     when_lost: Callable[[Callable[[Exception], None]], None] | None = None
+    leave_kv: Callable[[], None] = lambda: None  # what is in host memory, to the next worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class WorkerProcess:
         self._failure: BaseException | None = None
         self._started: WorkerStarted | None = None
         self._alone_s = 0.0
+        self.is_alone = False  # it ends because nobody will ever use it again
 
     def start(self) -> WorkerStarted:
         """Listen, and host the node. Raises OSError."""
@@ -154,8 +156,10 @@ class WorkerProcess:
             case Adopt(controller):
                 update_peers(self._wire, [controller])
                 self._wire.send(CONTROLLER, self._started)
-            case End(epoch):
+            case End(epoch, has_heir):
                 if epoch >= self._built.info.epoch:
+                    if has_heir:
+                        self._built.leave_kv()
                     self._ended.set()
             case _:
                 self._host.deliver(to, message)
@@ -171,6 +175,7 @@ class WorkerProcess:
         assert self._wire is not None
         self._alone_s = 0.0 if self._wire.hears(CONTROLLER) else self._alone_s + WATCH_S
         if self._alone_s > self._listening.orphan_s:
+            self.is_alone = True
             why = f"no controller for {self._listening.orphan_s:g} s"
             self._on_failure(self._built.node.node_id, NodeExit(why))
         self._thread.loop.call_later(WATCH_S, self._watch_controller)

@@ -94,11 +94,15 @@ def _split(names: str) -> list[str]:
 
 def kill_workers(cluster: str, worker: NodeId = "", up_to: int | None = None) -> None:
     """End the processes on this machine of all workers of `cluster`, or of one, up to an epoch; by
-    force."""
+    force. With all of them goes their host memory, which one alone leaves to its successor."""
     for module in (MODULE, RANKS_MODULE):
         for process, node, epoch in worker_processes(cluster, module):
             if node == (worker or node) and (up_to is None or epoch <= up_to):
                 kill_all(process)
+    if not worker:
+        from kvrelay.kvtransfer.store.arena import remove_arenas
+
+        remove_arenas(cluster)
 
 
 def kill_all(process: psutil.Process) -> None:

@@ -20,10 +20,12 @@ from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
-from kvrelay.kvtransfer.executor import TransferExecutor, failed_copy
+from kvrelay.kvtransfer.agents.orphaned import LOOK_S
+from kvrelay.kvtransfer.executor import ArenaExecutor, TransferExecutor, failed_copy
 from kvrelay.kvtransfer.ranks import RankAnswers
+from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.tiers.registry import is_storage
-from kvrelay.kvtransfer.transfer_loop import TransferLoop
+from kvrelay.kvtransfer.transfer_loop import IDLE_WAIT_S, TransferLoop
 from kvrelay.worker.disk_tier import Storage
 
 log = logging.getLogger("kvrelay.threads")
@@ -116,12 +118,20 @@ class TransferLoops:
         storage: Mapping[Tier, Storage],
         answer: Callable[[Any], None],
         name: NodeId,
+        arena: HostArena | None = None,
     ) -> None:
-        """`answer`: called from any of the threads."""
+        """`answer`: called from any of the threads. `arena`: of host memory, if it has an index."""
         self._answer = answer
-        self._memory = TransferLoop(memory, answer, name=f"{name}-kv")
+        index = None if arena is None else ArenaExecutor(arena)
+        self._memory = TransferLoop(memory, answer, store=index, name=f"{name}-kv")
         self._storage = {
-            tier: TransferLoop(each.copies, answer, store=each.store, name=f"{name}-{tier}")
+            tier: TransferLoop(
+                each.copies,
+                answer,
+                store=each.store,
+                idle_wait_s=LOOK_S if tier is Tier.ORPHANED else IDLE_WAIT_S,
+                name=f"{name}-{tier}",
+            )
             for tier, each in storage.items()
         }
 
@@ -131,7 +141,7 @@ class TransferLoops:
 
     def submit(self, request: ConnectPeer | CopyBlocks | StoreIndex) -> None:
         match request:
-            case StoreIndex(tier=tier):
+            case StoreIndex(tier=tier) if is_storage(tier):
                 self._submit_to(tier, request)
             case CopyBlocks(src_tier=tier) if is_storage(tier):
                 self._submit_to(tier, request)
@@ -169,11 +179,12 @@ class WorkerThreads:
         deliver: Deliver,
         name: NodeId,
         *,
+        arena: HostArena | None = None,
         join_ranks: JoinRanks | None = None,
         shares_cores: bool = False,
     ) -> None:
-        """`join_ranks`: of a worker of several ranks. `shares_cores`: with other workers of its
-        machine."""
+        """`arena`: as for TransferLoops. `join_ranks`: of a worker of several ranks.
+        `shares_cores`: with other workers of its machine."""
         self._name = name
         self._model = steps
         self._steps: StepThread[Step, StepDone] | LaunchThreads
@@ -188,7 +199,7 @@ class WorkerThreads:
             )
         self._ranks = join_ranks(deliver) if join_ranks else None
         answer = deliver if self._ranks is None else partial(self._ranks.add, 0)
-        self._copies = TransferLoops(memory, storage, answer, name)
+        self._copies = TransferLoops(memory, storage, answer, name, arena)
 
     def perform(self, effect: Effect) -> None:
         match effect:

@@ -24,7 +24,9 @@ from kvrelay.kvtransfer.checksum import BlockBytes, begin_checksums, checksum_bl
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
 from kvrelay.kvtransfer.probes import Probes
+from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
+from kvrelay.worker.host_tier import HostMemory, open_host_memory, open_orphaned
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import TransferLoops
@@ -51,6 +53,7 @@ class Transfers:
     share: HeadShare
     pool: BlockBytes  # the device's
     memory: TransferExecutor
+    arena: HostArena | None  # of its host memory, where that outlives the worker
     storage: Mapping[Tier, Storage]
     notices: tuple[str, ...]
 
@@ -60,9 +63,23 @@ class Transfers:
     def begin_checksums(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
         return begin_checksums(self.pool, block_ids, self.share)
 
+    def update(self, change: StoreIndex) -> None:
+        """Change the index of a tier, before its thread runs."""
+        if change.tier in self.storage:
+            self.storage[change.tier].store.update(change)
+        elif self.arena is not None:
+            self.arena.update(change)
+
+    def leave_kv(self) -> None:
+        """What is in host memory is for the worker that takes the place of this one."""
+        if self.arena is not None:
+            self.arena.has_heir = True
+
     @property
     def facts(self) -> RankFacts:
         records = {tier: each.records for tier, each in self.storage.items()}
+        if self.arena is not None:
+            records[Tier.HOST] = tuple(self.arena.records)
         return RankFacts(self.share, self.config.agent_metadata, records, self.notices)
 
 
@@ -83,21 +100,28 @@ def open_transfers(
     # On a GPU both may follow from the memory that was left.
     plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
     share = BlockLayout(plan.spec).share_of(shard.kv_heads(plan.spec.num_kv_heads))
+    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
+    digest = model.digest(path, max_model_len, quantization)
+    config = worker_config(spec, plan, max_model_len, digest)
+    of_rank = structs.replace(config, bytes_per_block=share.bytes_per_block)
+    part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
     memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
-    if plan.num_host_blocks:
-        memory[Tier.HOST] = make_arena(plan, share.bytes_per_block, on_gpu=spec.on_gpu)
+    of_cluster = f"{spec.cluster}/{part}"
+    host = open_host_tier(of_rank, spec, plan, of_cluster) if plan.num_host_blocks else None
+    arena = None if host is None else host.arena
+    if host is not None:
+        memory[Tier.HOST] = host.blocks
     make_agent = options.make_agent or _nixl_agent
     inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
     agent = RanksAgent(spec.worker, inner, share, shard.rank)
-    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
-    digest = model.digest(path, max_model_len, quantization)
-    config = worker_config(spec, plan, max_model_len, digest, agent.metadata())
+    outlives = arena is not None
+    config = structs.replace(config, agent_metadata=agent.metadata(), host_outlives=outlives)
     pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
-    of_rank = structs.replace(config, bytes_per_block=share.bytes_per_block)
-    part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
+    reserve = None if arena is None else arena.reserve
+    where = memory, pools, share
     try:
         disk, notices = open_disk_tier(
-            of_rank, spec.tiers.disk_path, memory, pools, share, options.corrupt, part=part
+            *(of_rank, spec.tiers.disk_path, *where, reserve, options.corrupt), part=part
         )
     except NoHostMemory as error:
         raise BuildError(
@@ -109,16 +133,21 @@ def open_transfers(
     if runner.launch is not None:
         config = structs.replace(config, steps_ahead=1)
     storage = {} if disk is None else {Tier.DISK: disk}
+    if shard.size == 1:
+        orphaned = open_orphaned(of_rank, of_cluster, arena, *where)
+        storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
     moves = TransferExecutor(
         spec.worker,
         spec.epoch,
         agent,
         pools,
         share=share,
+        reserve=reserve,
         corrupt=options.corrupt,
         probes=Probes(agent),
     )
-    return Transfers(config, share, pools[Tier.DEVICE], moves, storage, tuple(notices))
+    notices = [*notices, *(() if host is None else host.notices)]
+    return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +170,7 @@ class RankTransfers:
         self.facts = opened.facts
         self.checksums = opened.checksums
         self.begin_checksums = opened.begin_checksums
-        self._loops = TransferLoops(opened.memory, opened.storage, tell, name)
+        self._loops = TransferLoops(opened.memory, opened.storage, tell, name, opened.arena)
 
     def receive(self, message: ConnectPeer | CopyBlocks | StoreIndex) -> None:
         self._loops.submit(message)
@@ -150,13 +179,13 @@ class RankTransfers:
         self._loops.close(CLOSE_S)
 
 
-def make_arena(plan: KVPlan, bytes_per_block: int, *, on_gpu: bool) -> Any:
+def open_host_tier(config: WorkerConfig, spec: WorkerSpec, plan: KVPlan, part: str) -> HostMemory:
     """Memory of the host tier, and behind it what the disk of a GPU needs. Raises AgentError."""
-    from kvrelay.kvtransfer.agents.pool import make_host_arena
     from kvrelay.kvtransfer.agents.staged import STAGING_BLOCKS
 
-    spare = STAGING_BLOCKS if on_gpu and plan.num_disk_blocks else 0
-    return make_host_arena(plan.num_host_blocks + spare, bytes_per_block, pinned=on_gpu)
+    spare = STAGING_BLOCKS if spec.on_gpu and plan.num_disk_blocks else 0
+    num_slots = plan.num_host_blocks + spare
+    return open_host_memory(config, part, num_slots, pinned=spec.on_gpu)
 
 
 def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
@@ -166,7 +195,7 @@ def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
 
 
 def worker_config(
-    spec: WorkerSpec, plan: KVPlan, max_model_len: int, model_digest: bytes, metadata: bytes
+    spec: WorkerSpec, plan: KVPlan, max_model_len: int, model_digest: bytes
 ) -> WorkerConfig:
     decided = {
         "num_blocks": plan.num_blocks,
@@ -184,7 +213,6 @@ def worker_config(
         group_windows=plan.spec.windows if plan.spec.num_groups > 1 else (),
         has_states=plan.spec.num_state_groups > 0,
         fingerprint=fingerprint(model_digest, plan.spec),
-        agent_metadata=metadata,
         compatibility=compatibility(model_digest, plan.spec),
         num_host_blocks=plan.num_host_blocks,
         num_disk_blocks=plan.num_disk_blocks,

@@ -17,7 +17,7 @@ from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, session_re
 from kvrelay.cluster.api.incoming import limit_of, owner, read_body
 from kvrelay.cluster.api.limiter import LimitReached
 from kvrelay.cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
-from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier
 from kvrelay.router.messages import SessionInfo, SessionOp, SessionReply
 
 DEFAULT_LIMIT = 20
@@ -150,7 +150,7 @@ def session_json(info: SessionInfo) -> dict[str, Any]:
     """A session for clients. Blocks are KV blocks; one may be in several tiers."""
 
     def by_tier(counts: dict[Tier, int]) -> dict[str, int]:
-        return {str(tier): counts.get(tier, 0) for tier in Tier}
+        return {str(tier): counts.get(tier, 0) for tier in ANNOUNCED_TIERS}
 
     best = info.holders[0].num_blocks if info.holders else {}
     return {

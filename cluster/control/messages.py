@@ -30,11 +30,12 @@ class StartWorker:
 @dataclass(frozen=True, slots=True)
 class StopWorker:
     """Effect: make sure that this epoch of the worker does not run (any more). `gently`: it is
-    asked to end, and ended by force only where it does not."""
+    asked to end, and ended by force only where it does not. `has_heir`: as in `End`."""
 
     worker: NodeId
     epoch: int
     gently: bool = False
+    has_heir: bool = False
 
 
 @dataclass(frozen=True, slots=True)

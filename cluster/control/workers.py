@@ -283,7 +283,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.restarts += 1
         return [
             Note("info", "worker_restarts", f"{worker.node} {why}"),
-            StopWorker(worker.node, worker.epoch, gently=True),
+            StopWorker(worker.node, worker.epoch, gently=True, has_heir=True),
             *self._forget(now, worker, why),
             self.wake(RESTART_S, worker),
         ]

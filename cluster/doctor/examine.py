@@ -32,6 +32,11 @@ def machine_checks(config: Config) -> dict[str, Check]:
         stat = os.statvfs("/dev/shm")
         return system.check_shared_memory(stat.f_blocks * stat.f_frsize)
 
+    def left() -> Finding:
+        from kvrelay.kvtransfer.store.arena import abandoned_arenas, arena_root
+
+        return system.check_left_memory(abandoned_arenas(arena_root()))
+
     def disk_tier() -> Finding:
         if not config.tiers.disk_gib:
             return skipped("disk tier", "tiers.disk_gib is 0")
@@ -46,6 +51,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
         "open files": open_files,
         "locked memory": locked,
         "shared memory": shared,
+        "memory left": left,
         "memory": lambda: system.check_memory(psutil.virtual_memory().available, config, ROOT),
         "CPUs": lambda: system.check_cpus(os.cpu_count() or 1, config, ROOT),
         "MTU": lambda: system.check_mtu(ROOT),

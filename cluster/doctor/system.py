@@ -7,6 +7,7 @@ Each check takes what it looks at, so that it can be shown another machine: `roo
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvrelay.cluster.config import Config
@@ -61,6 +62,20 @@ def check_shared_memory(total: int) -> Finding:
         f"{total / MIB:.0f} MiB at /dev/shm, and processes of a machine pass KV and tasks by it",
         "--shm-size=2g of a container, an emptyDir of medium Memory in a pod, or "
         "mount -o remount,size=2g /dev/shm",
+    )
+
+
+def check_left_memory(left: Iterable[tuple[Path, int]]) -> Finding:
+    """`left`: host memory for KV whose workers are gone, and bytes of each."""
+    check = "memory left"
+    found = list(left)
+    if not found:
+        return ok(check, "no worker has left KV in host memory")
+    size, paths = sum(num_bytes for _, num_bytes in found), " ".join(str(path) for path, _ in found)
+    return warn(
+        check,
+        f"{size / GIB:.1f} GiB of KV of {len(found)} worker(s) that are gone",
+        f"start the server again, which takes it over, or free it: rm -r {paths}",
     )
 
 

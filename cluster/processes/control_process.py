@@ -237,8 +237,8 @@ class ControlProcess:
                 self._publish_soon()
             case StartWorker():
                 self._start_worker(effect)
-            case StopWorker(worker, epoch, gently):
-                self.wire.send(worker, End(epoch))
+            case StopWorker(worker, epoch, gently, has_heir):
+                self.wire.send(worker, End(epoch, has_heir))
                 if gently:
                     self._loop.call_later(END_TIMEOUT_S, self._stop_worker, worker, epoch)
                 else:

@@ -59,6 +59,8 @@ def serve(spec: WorkerSpec, listening: Listening, guardian: BlockingChannel) -> 
         guardian.send(ProcessEnds(f"{type(error).__name__}: {why}{where}"))
         if hangs:  # what it did, others have taken over: its step was late for long
             dumps.dump_gpus()
+        if process.is_alone:
+            process.close()  # nobody will take what it has in host memory
         return 1
     process.close()
     return 0

@@ -14,10 +14,12 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    ORPHANED = "orphaned"  # host memory of workers of this machine that have died
     DISK = "disk"
 
 
 LOWER_TIERS = (Tier.HOST, Tier.DISK)
+ANNOUNCED_TIERS = (Tier.DEVICE, *LOWER_TIERS)  # what routers know; orphaned is announced as host
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,13 +134,13 @@ def make_host_arena(num_blocks: int, bytes_per_block: int, pinned: bool) -> NDAr
             " lower the size of the host tier"
         ) from error
     if pinned:
-        _pin(arena)
+        pin(arena)
     return arena
 
 
-def _pin(arena: NDArray[np.uint8]) -> None:
+def pin(arena: NDArray[np.uint8]) -> None:
     """Page-lock `arena` until it is freed. (torch's own pinned allocations are rounded up to a
-    power of two.)"""
+    power of two.) Raises AgentError."""
     import torch
 
     cuda = torch.cuda.cudart()

@@ -47,14 +47,14 @@ _SQLITE_ADVICE = {
 }
 
 
-def store_error(path: Path, error: OSError | sqlite3.Error) -> StoreError:
+def store_error(path: Path, error: OSError | sqlite3.Error, what: str = "disk store") -> StoreError:
     """What happened at `path`, as a StoreError."""
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno else str(error)
         advice = _ADVICE.get(error.errno or 0)
     else:
         reason, advice = str(error), _SQLITE_ADVICE.get(sqlite_code(error))
-    return StoreError(f"disk store {path}: {reason}; {advice or 'choose another folder'}")
+    return StoreError(f"{what} {path}: {reason}; {advice or 'choose another folder'}")
 
 
 def sqlite_code(error: sqlite3.Error) -> int:

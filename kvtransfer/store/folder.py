@@ -62,9 +62,9 @@ class FolderLock:
         self._fd = fd
 
     @classmethod
-    def take(cls, path: Path, timeout_s: float) -> FolderLock:
+    def take(cls, path: Path, timeout_s: float, what: str = "disk store") -> FolderLock:
         """Waits up to `timeout_s`, for a predecessor that is ending. Raises StoreInUse that names
-        the holder, or OSError."""
+        `what` and the holder, or OSError."""
         deadline = time.monotonic() + timeout_s
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -79,10 +79,31 @@ class FolderLock:
             os.close(fd)
             if time.monotonic() >= deadline:
                 raise StoreInUse(
-                    f"disk store {path.parent}: process {holder} has it open;"
+                    f"{what} {path.parent}: process {holder} has it open;"
                     " end that process, or give this worker another name or folder"
                 )
             time.sleep(RETRY_S)
+
+    @classmethod
+    def look_at(cls, path: Path) -> FolderLock | None:
+        """Not taken yet; None where there is none."""
+        try:
+            return cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError:
+            return None
+
+    @classmethod
+    def try_take(cls, path: Path) -> FolderLock | None:
+        """At once; None if that cannot be."""
+        lock = cls.look_at(path)
+        if lock is None or lock.retry():
+            return lock
+        lock.release()
+        return None
+
+    def retry(self, how: int = fcntl.LOCK_EX) -> bool:
+        """Whether it is held from now on, if `how` is LOCK_SH together with others that read."""
+        return _locked(self._fd, how) and self.is_in_place
 
     @property
     def is_in_place(self) -> bool:

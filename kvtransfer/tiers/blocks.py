@@ -18,7 +18,7 @@ from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.node import Effect, Note
-from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.agent import StoreFound, StoreGone, StoreIndex
 from kvrelay.kvtransfer.tiers.pool import Entry, LeastFirst, TierPool, Usage
 from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 
@@ -159,7 +159,8 @@ class BackingTier:
         return self._takes(entry) and entry.block_hash not in self.pool
 
     def _takes(self, entry: Entry) -> bool:
-        return entry.usage.to_disk or not is_storage(self.pool.tier)
+        spec = TIERS[self.pool.tier]
+        return spec.can_be_written and (entry.usage.to_disk or not spec.is_storage)
 
     def _is_due(self, entry: Entry | None, now: float) -> bool:
         """Not used for a while; or about to be evicted, while there is still room here."""
@@ -186,12 +187,13 @@ class TierBlocks:
         self.pools = {tier: TierPool(tier, size) for tier, size in sizes.items() if size}
         nothing = TierPool(next(iter(TIERS)), 0)  # what a worker without lower tiers has
         self.first = next(iter(self.pools.values()), nothing)
-        self.backing = [
-            BackingTier(self.first, pool, TIERS[tier].write_after_s(config))
-            for tier, pool in self.pools.items()
-            if pool is not self.first and not is_storage(self.first.tier)
-        ]
-        self.indexes = {tier: IndexUpdates(tier) for tier in TIERS if is_storage(tier)}
+        self._write_after_s = {tier: spec.write_after_s(config) for tier, spec in TIERS.items()}
+        self.backing: list[BackingTier] = []
+        for pool in self.pools.values():
+            self._back(pool)
+        indexed = {tier for tier, spec in TIERS.items() if spec.is_storage and spec.can_be_written}
+        indexed |= {Tier.HOST} if config.host_outlives else set()
+        self.indexes = {tier: IndexUpdates(tier) for tier in TIERS if tier in indexed}
         self.usages: dict[bytes, Usage] = {}
         self.counters: dict[str, float] = {}
         self.to_copy: OrderedDict[bytes, None] = OrderedDict()  # from the device, in order
@@ -207,6 +209,32 @@ class TierBlocks:
                 usage = self._usage_of(now, record)
                 found.append((record.slot, record.checksum, usage))
             self.pools[tier].fill(found)
+
+    def _back(self, pool: TierPool) -> None:
+        """`pool` stands behind the first tier, if that is memory."""
+        if pool is not self.first and self.has_memory:
+            self.backing.append(BackingTier(self.first, pool, self._write_after_s[pool.tier]))
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the first tier takes copies, and is memory."""
+        return self.first.num_blocks > 0 and not is_storage(self.first.tier)
+
+    def on_found(self, now: float, found: StoreFound) -> None:
+        pool = self.pools.get(found.tier)
+        if pool is None:
+            pool = self.pools[found.tier] = TierPool(found.tier, 0)
+            for tier in [tier for tier in TIERS if tier in self.pools]:  # the fastest first
+                self.pools[tier] = self.pools.pop(tier)
+            self._back(pool)
+        pool.grow(found.first_slot + found.num_slots)
+        new = [record for record in found.records if record.block_hash not in pool]
+        usages = [self._usage_of(now, record) for record in reversed(new)]
+        pool.fill((r.slot, r.checksum, u) for r, u in zip(reversed(new), usages, strict=True))
+
+    def on_gone(self, gone: StoreGone) -> None:
+        slots = range(gone.first_slot, gone.first_slot + gone.num_slots)
+        self.pools[gone.tier].forget_slots(slots, "lost")
 
     def may_write(self, now: float, tier: Tier) -> bool:
         """Whether `tier` may be written; storage that has failed is left alone for a while."""
@@ -234,6 +262,8 @@ class TierBlocks:
         usage = self.usages.get(block_hash)
         if usage is not None:
             self._touch(now, usage, retention)
+        elif not self.first.num_blocks:
+            return
         elif retention.keep_s > 0 and (retention.to_disk or not is_storage(self.first.tier)):
             usage = self._add_usage(now, block_hash, retention)
         if usage is None:

@@ -17,12 +17,13 @@ from kvrelay.engine.kv.block_hash import of_groups
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.node import Effect, Note, Send
-from kvrelay.kvtransfer.agent import CopyDone, MoveId, StoreFailed
+from kvrelay.kvtransfer.agent import CopyDone, MoveId, StoreFailed, StoreFound, StoreGone
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
 from kvrelay.kvtransfer.tiers.moves import TierMoves
-from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
+from kvrelay.kvtransfer.tiers.registry import TIERS
 
+AS_HOST = (Tier.HOST, Tier.ORPHANED)  # what routers know as host memory of this worker
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0
 ORDER_WINDOW = 64  # blocks of one order that are in progress at a time
@@ -113,8 +114,7 @@ class Tiers:
     @property
     def memory_tier(self) -> Tier | None:
         """The first tier, if it is memory: blocks of storage can be promoted to it for peers."""
-        tier = self._blocks.first.tier
-        return tier if self._pools and not is_storage(tier) else None
+        return self._blocks.first.tier if self._blocks.has_memory else None
 
     def advance(self, now: float) -> list[Effect]:
         """After every message: start what is due."""
@@ -135,6 +135,15 @@ class Tiers:
             self._blocks.forget_store(failed.tier)
             return [Note("warning", f"{failed.tier}_store_lost", text)]
         return self._blocks.on_store_failed(now, failed.tier, text)
+
+    def on_store_found(self, now: float, found: StoreFound) -> list[Effect]:
+        self._blocks.on_found(now, found)
+        self._blocks.count(f"tier_found_{found.tier}", len(found.records))
+        return []
+
+    def on_store_gone(self, gone: StoreGone) -> list[Effect]:
+        self._blocks.on_gone(gone)
+        return []
 
     def tick(self, now: float) -> list[Effect]:
         """About four times a second: what is due because time has passed."""
@@ -184,15 +193,40 @@ class Tiers:
     def take_changes(self) -> tuple[TierHashes, ...]:
         """Net changes since the last call, of blocks that can be read."""
         changes = [pool.take_changes() for pool in self._pools.values()]
-        return tuple(change for change in changes if change is not None)
+        found = {change.tier: change for change in changes if change is not None}
+        if Tier.ORPHANED in self._pools:
+            found = self._as_host(found)
+        return tuple(found.values())
+
+    def _as_host(self, changes: dict[Tier, TierHashes]) -> dict[Tier, TierHashes]:
+        """Blocks of workers that have died are announced as if they were in this one's host
+        memory: they cost as much. What is in both is announced once."""
+        parts = [changes.pop(tier) for tier in AS_HOST if tier in changes]
+        came = {(part.tier, each) for part in parts for each in part.stored}
+        went = {(part.tier, each) for part in parts for each in part.removed}
+
+        def was_announced(name: bytes) -> bool:
+            now = ((t, name) for t in AS_HOST if t in self._pools and self._pools[t].get(name))
+            return any((t, name) in went for t in AS_HOST) or any(e not in came for e in now)
+
+        stored = tuple({name for _, name in came if not was_announced(name)})
+        removed = tuple({name for _, name in went if not self.holds(Tier.HOST, name)})
+        if stored or removed:
+            changes[Tier.HOST] = TierHashes(Tier.HOST, stored, removed)
+        return changes
 
     def snapshot(self) -> tuple[TierHashes, ...]:
         """All blocks that can be read."""
-        return tuple(TierHashes(tier, pool.block_hashes()) for tier, pool in self._pools.items())
+        held: dict[Tier, dict[bytes, None]] = {}
+        for tier, pool in self._pools.items():
+            announced = Tier.HOST if tier in AS_HOST else tier
+            held.setdefault(announced, {}).update(dict.fromkeys(pool.block_hashes()))
+        return tuple(TierHashes(tier, tuple(names)) for tier, names in held.items())
 
     def holds(self, tier: Tier, block_hash: bytes) -> bool:
         """Whether it can be read from there."""
-        return tier in self._pools and self._pools[tier].get(block_hash) is not None
+        tiers = AS_HOST if tier is Tier.HOST else (tier,)
+        return any(t in self._pools and self._pools[t].get(block_hash) is not None for t in tiers)
 
     def written_bytes_per_s(self, tier: Tier) -> float:
         """How fast copies down to `tier` were, since the start; 0 before the first."""

@@ -19,6 +19,7 @@ from kvrelay.engine.node import Effect, Note
 from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
 from kvrelay.kvtransfer.tiers.blocks import BackingTier, TierBlocks
 from kvrelay.kvtransfer.tiers.pool import Entry, TierPool
+from kvrelay.kvtransfer.tiers.registry import is_storage
 
 MAX_MOVE_BLOCKS = 32  # in one move; there is one at a time in each direction
 MOVE_SHARE = 8  # and it has at most 1 / 8 of the blocks of either tier
@@ -61,8 +62,6 @@ class TierMoves:
         self._config = config
         self._kv = kv
         self._blocks = blocks
-        self._sizes = {tier: pool.num_blocks for tier, pool in blocks.pools.items()}
-        self._sizes[Tier.DEVICE] = config.num_blocks
         self._not_before: dict[tuple[Tier, Tier], float] = {}
         self._move_ids = map(MoveId, count())
 
@@ -187,8 +186,12 @@ class TierMoves:
             return 0
         if not self._blocks.may_write(now, dst):
             return 0
-        share = min(self._sizes[src], self._sizes[dst]) // MOVE_SHARE
+        share = min(self._size(src), self._size(dst)) // MOVE_SHARE
         return max(1, min(MAX_MOVE_BLOCKS, share))
+
+    def _size(self, tier: Tier) -> int:
+        pool = self._blocks.pools.get(tier)
+        return self._config.num_blocks if pool is None else pool.num_blocks
 
     def _allocate(self, now: float, pool: TierPool, block_hash: bytes) -> Entry | None:
         entry = pool.allocate(now, self._blocks.usages[block_hash])
@@ -257,13 +260,13 @@ class TierMoves:
     def _fail(self, now: float, move: Move, done: CopyDone) -> list[Effect]:
         self._not_before[move.way] = now + RETRY_S
         # A refused move took no time: the source was not read.
-        if move.src in self._blocks.indexes and done.elapsed_s > 0:
+        if is_storage(move.src) and done.elapsed_s > 0:
             for block in move.blocks:
                 self._blocks.discard(move.src, block.src, block.block_hash, "unreadable")
         text = (
             f"{self._config.node_id}: {len(move.blocks)} blocks were not moved from {move.src} to"
             f" {move.dst}: {done.error}"
         )
-        if move.dst in self._blocks.indexes:
+        if is_storage(move.dst):
             return self._blocks.on_store_failed(now, move.dst, text)
         return [Note("warning", "tier_move_failed", text)]

@@ -166,7 +166,7 @@ class TierPool:
         return tuple(block_hash for block_hash, entry in self._entries.items() if entry.readable)
 
     def fill(self, found: Iterable[tuple[int, int, Usage]]) -> None:
-        """Slot, checksum and usage of each block that is here from the start."""
+        """Slot, checksum and usage of each block that is here already."""
         for slot, checksum, usage in found:
             assert self._owners[slot] is None
             entry = self._enter(usage, slot)
@@ -174,7 +174,23 @@ class TierPool:
             entry.indexed_until = usage.expires_at
             self._changes.note(usage.block_hash, stored=True)
             self._enlist(entry)
-        self._blank = [s for s in range(self.num_blocks - 1, -1, -1) if self._owners[s] is None]
+        slots = range(self.num_blocks - 1, -1, -1)
+        self._blank = [s for s in slots if self._owners[s] is None and not self._pins[s]]
+
+    def grow(self, num_blocks: int) -> None:
+        """Have as many slots, if there are fewer."""
+        more = range(self.num_blocks, num_blocks)
+        self._owners += [None for _ in more]
+        self._pins += [0 for _ in more]
+        self._blank += more
+        self.num_blocks = len(self._owners)
+
+    def forget_slots(self, slots: range, why: str) -> None:
+        """Forget the entries that have these slots."""
+        for slot in slots:
+            entry = self._owners[slot]
+            if entry is not None:
+                self.forget(entry, why)
 
     def allocate(self, now: float, usage: Usage) -> Entry | None:
         """An entry whose slot may be written, for the writer to `commit` or `abandon`; None if all

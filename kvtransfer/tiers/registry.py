@@ -25,12 +25,15 @@ class TierSpec:
     num_blocks: Callable[[WorkerConfig], int]  # 0: the worker has no such tier
     bytes_per_s: float  # into device memory, until a load was measured
     is_storage: bool
+    can_be_written: bool = True
     # Behind the first tier: a block that was not used for this long is written.
     write_after_s: Callable[[WorkerConfig], float] = lambda config: 0.0
 
 
 TIERS: dict[Tier, TierSpec] = {
     Tier.HOST: TierSpec(lambda config: config.num_host_blocks, 2e9, is_storage=False),
+    # Its blocks are copied by the CPU, out of memory that nobody has registered.
+    Tier.ORPHANED: TierSpec(lambda config: 0, 2e9, is_storage=True, can_be_written=False),
     Tier.DISK: TierSpec(
         lambda config: config.num_disk_blocks,
         0.5e9,

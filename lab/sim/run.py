@@ -31,9 +31,9 @@ from kvrelay.cluster.control.messages import (
 )
 from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import Effect, Exit, Node, NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.lab.sim import checkers
 from kvrelay.lab.sim.breakage import Break, break_worker, join_answers, make_controller, make_router
 from kvrelay.lab.sim.checkers import NoProgress, Silence
@@ -207,6 +207,17 @@ RANKS = (1, 1, 2, 4)
 STEPS_AHEAD = (0, 1)
 """That a worker's executor takes; not drawn either."""
 
+OUTLIVES = (False, True, True)
+"""Whether host memory outlives its worker, and others read it then; not drawn either."""
+
+
+def _not_drawn(config: WorkerConfig, seed: int, index: int) -> WorkerConfig:
+    return structs.replace(
+        config,
+        steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)],
+        host_outlives=config.num_host_blocks > 0 and OUTLIVES[seed // 2 % len(OUTLIVES)],
+    )
+
 
 class SimCluster:
     """The nodes of one run, and when what goes wrong."""
@@ -217,9 +228,7 @@ class SimCluster:
         last = random.Random(f"{seed}: last")
         self.scenario: Scenario = draw_scenario(self.runtime.rng, more, last, grouped)
         self._configs = {
-            config.node_id: structs.replace(
-                config, steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)]
-            )
+            config.node_id: _not_drawn(config, seed, index)
             for index, config in enumerate(self.scenario.workers)
         }
         self.worker_ids = list(self._configs)
@@ -258,6 +267,7 @@ class SimCluster:
                 config.num_host_blocks,
                 config.num_disk_blocks,
                 num_ranks=RANKS[(seed // 4 + index) % len(RANKS)],
+                host_outlives=config.host_outlives,
             )
             runtime.prepare(config.node_id, _WorkerMaker(config, broken), shape)
         self.control = SimControl(
@@ -342,7 +352,7 @@ class SimCluster:
         found: Counter[str] = Counter()
         for worker in self.worker_ids:
             node: Any = getattr(self.runtime.life(worker), "node", None)
-            for source in ("host", "disk", "peer"):
+            for source in ("host", "orphaned", "disk", "peer"):
                 found[source] += node.core.counters.get(f"blocks_from_{source}", 0) if node else 0
         return +found
 
@@ -366,11 +376,10 @@ class _WorkerMaker:
     config: WorkerConfig
     broken: Break | None
 
-    def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
+    def __call__(self, epoch: int, records: StoreRecords) -> Node:
         metadata = f"{self.config.node_id}:{epoch}".encode()
         config = structs.replace(self.config, epoch=epoch, agent_metadata=metadata)
-        stored = {Tier.DISK: records}
-        worker = make_worker(config, stored)
+        worker = make_worker(config, records)
         if self.broken is not None:
             break_worker(worker, self.broken)
         return worker

@@ -27,8 +27,17 @@ import msgspec
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
+from kvrelay.kvtransfer.agent import (
+    ConnectPeer,
+    CopyBlocks,
+    CopyDone,
+    StoreFailed,
+    StoreFound,
+    StoreGone,
+    StoreIndex,
+)
 from kvrelay.kvtransfer.ranks import RankAnswers
+from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.lab.sim.executor import POISON, SimAgent, SimExecutor, SimPool
 from kvrelay.lab.sim.faults import Faults
 from kvrelay.lab.sim.model import FULL, Attention
@@ -36,8 +45,9 @@ from kvrelay.lab.virtual_time import VirtualTime
 
 
 @dataclass(slots=True)
-class SimDisk:
-    """Owned by the place of a worker. Invariant: one record a slot, one slot a name."""
+class SimStore:
+    """A disk, or host memory that outlives its worker. Owned by its place.
+    Invariant: one record a slot, one slot a name."""
 
     pool: SimPool
     index: dict[int, tuple[DiskRecord, float]] = field(default_factory=dict)  # with when it was put
@@ -74,6 +84,7 @@ class SimDisk:
         return found
 
 
+ORPHANED_S = 0.02  # so long after a worker has died, others read what it had in host memory
 _MAX_EVENTS = 400_000
 """A run that makes more than this is taken for a livelock."""
 
@@ -95,6 +106,12 @@ class PoolShape:
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     num_ranks: int = 1  # a divisor of block_size
+    host_outlives: bool = False  # its host memory
+
+    @property
+    def reads_orphaned(self) -> bool:
+        """Whether it looks for host memory of others, which have to be of its form."""
+        return self.num_blocks > 0 and self.num_ranks == 1
 
     def pool(self, num_blocks: int, attention: Attention = FULL) -> SimPool:
         return SimPool(
@@ -113,21 +130,22 @@ class SimNode:
     agent: SimAgent
     clock_s: float  # what its clock shows at virtual time 0: no two processes agree
     alive: bool = True
+    orphaned: dict[NodeId, StoreGone] = field(default_factory=dict)  # whose host memory it reads
 
 
 class MakeNode(Protocol):
-    def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
-        """`records`: what the node's disk held when it was opened."""
+    def __call__(self, epoch: int, records: StoreRecords) -> Node:
+        """`records`: what the node's stores held when they were opened."""
         ...
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where a node lives: how to make one, its disk, and the current life, if any."""
+    """Where a node lives: how to make one, what outlives it, and the current life, if any."""
 
     make: MakeNode
     shape: PoolShape
-    disk: SimDisk
+    stores: dict[Tier, SimStore]
     life: SimNode | None = None
     next_epoch: int = 1
 
@@ -173,10 +191,13 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         """A place for a node that does not run yet: `restart` begins its first life."""
         assert node_id not in self._places
         shape = shape or PoolShape(0, 1)
-        self._places[node_id] = _Place(make, shape, SimDisk(shape.pool(shape.num_disk_blocks)))
+        stores = {Tier.DISK: SimStore(shape.pool(shape.num_disk_blocks))}
+        if shape.host_outlives:
+            stores[Tier.HOST] = SimStore(shape.pool(shape.num_host_blocks))
+        self._places[node_id] = _Place(make, shape, stores)
 
-    def disk(self, node_id: NodeId) -> SimDisk:
-        return self._places[node_id].disk
+    def stores(self, node_id: NodeId) -> dict[Tier, SimStore]:
+        return self._places[node_id].stores
 
     def life(self, node_id: NodeId) -> SimNode | None:
         """The current life of a node; None while it is down or if there never was one."""
@@ -188,8 +209,38 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         life = self.life(node_id)
         assert life is not None
         life.alive = False
-        self._places[node_id].life = None
+        place = self._places[node_id]
+        place.life = None
+        if Tier.HOST in place.stores:
+            self.call_at(self.now + ORPHANED_S, lambda: self._find_orphaned(node_id))
         return life.epoch
+
+    def _find_orphaned(self, owner: NodeId) -> None:
+        """Workers of the machine, which is one, see that nobody has this host memory any more."""
+        place = self._places[owner]
+        if place.life is None and place.shape.reads_orphaned:
+            for other in self._places.values():
+                if other.life is not None and other.shape.reads_orphaned:
+                    self._attach(other.life, owner, place.stores[Tier.HOST])
+
+    def _attach(self, life: SimNode, owner: NodeId, store: SimStore) -> None:
+        if owner in life.orphaned:
+            return
+        blocks, records = life.executor.pools[Tier.ORPHANED].blocks, store.records(self.now)
+        first, num_slots = len(blocks), len(store.pool.blocks)
+        blocks += store.pool.blocks
+        life.orphaned[owner] = StoreGone(Tier.ORPHANED, first, num_slots)
+        moved = tuple(replace(record, slot=first + record.slot) for record in records)
+        self._to_self(life, 0.001, StoreFound(Tier.ORPHANED, first, num_slots, moved))
+
+    def _detach(self, owner: NodeId) -> None:
+        """It is back: nobody else reads its host memory."""
+        for other in self._places.values():
+            if other.life is not None and (gone := other.life.orphaned.pop(owner, None)):
+                blocks = other.life.executor.pools[Tier.ORPHANED].blocks
+                for slot in range(gone.first_slot, gone.first_slot + gone.num_slots):
+                    blocks[slot] = [~value for value in blocks[slot]]
+                self._to_self(other.life, 0.001, gone)
 
     def restart(self, node_id: NodeId, epoch: int | None = None) -> Node:
         """Begin the next life of a node that is down: an empty pool, a new epoch."""
@@ -200,8 +251,10 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         pools = {
             Tier.DEVICE: shape.pool(shape.num_blocks, self.attention),
             Tier.HOST: shape.pool(shape.num_host_blocks),
-            Tier.DISK: place.disk.pool,
+            Tier.ORPHANED: shape.pool(0),
+            **{tier: store.pool for tier, store in place.stores.items()},
         }
+        self._detach(node_id)
 
         def violated(kind: str, text: str) -> None:
             self.violate(kind, f"{node_id} epoch {epoch}: {text}")
@@ -217,10 +270,14 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
             self.join_answers,
         )
         clock_s = 0.0 if node_id in self.trusted else self.rng.uniform(0.0, 1000.0)
-        node = place.make(epoch, place.disk.records(self.now))
+        records = {tier: store.records(self.now) for tier, store in place.stores.items()}
+        node = place.make(epoch, records)
         life = SimNode(node_id, epoch, node, executor, agent, clock_s)
         place.life = life
         self._guard(life, lambda: life.node.start(clock_s + self.now))
+        for owner, other in self._places.items():
+            if Tier.HOST in other.stores and other.life is None:
+                self._find_orphaned(owner)
         return life.node
 
     def violate(self, kind: str, text: str) -> None:
@@ -306,15 +363,15 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
                 self._push(arrival - self.now, life, lambda: self._deliver(source, life, message))
 
     def _store(self, life: SimNode, change: StoreIndex) -> None:
-        error = self.faults.store()
+        error = self.faults.store() if change.tier is Tier.DISK else None
         if error is not None:
             self._to_self(life, 0.001, StoreFailed(error))
             return
-        wrong = self.disk(life.node_id).update(
+        wrong = self.stores(life.node_id)[change.tier].update(
             self.now, change, lossless=not self.faults.injected["store error"]
         )
         if wrong is not None:
-            self.violate("disk index", f"{life.node_id} epoch {life.epoch}: {wrong}")
+            self.violate(f"{change.tier} index", f"{life.node_id} epoch {life.epoch}: {wrong}")
 
     def _row_fault(self, attempt: str) -> str | None:
         if self.poison.get(attempt.partition("#")[0]) == "row":

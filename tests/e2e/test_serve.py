@@ -20,6 +20,8 @@ from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.kv.spec import DTYPE_BYTES
 from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.kvtransfer.store.arena import SHARED_MEMORY
+from kvrelay.kvtransfer.store.folder import BLOCKS
 from tests.e2e.serving import KVRELAY, MODEL, ask, status, wait_until, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -45,6 +47,14 @@ def logged(state_dir: Path, *options: str) -> str:
     config.write_text(f'[sessions]\nstate_dir = "{state_dir}"\n[api]\nport = 0\n')
     command = [*KVRELAY, "logs", "--config", str(config), "--lines", "0", *options]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def arena_of(pid: int) -> Path:
+    """The file that a worker has its host memory in."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    files = {line.split()[-1] for line in maps.splitlines() if line.endswith(f"/{BLOCKS}")}
+    (path,) = (path for path in files if path.startswith(str(SHARED_MEMORY)))
+    return Path(path)
 
 
 def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
@@ -160,14 +170,18 @@ def test_health_and_status_name_both_workers(served: Served) -> None:
 
 @pytest.mark.parametrize("worker", [pytest.param("prefill-0", marks=pytest.mark.long), "decode-0"])
 def test_a_worker_that_was_killed_comes_back(served: Served, worker: str) -> None:
-    os.kill(worker_of(status(served.url), worker)["pid"], signal.SIGKILL)
+    """With what it had in host memory."""
+    before = worker_of(status(served.url), worker)
+    os.kill(before["pid"], signal.SIGKILL)
 
     def is_back() -> bool:
         entry = worker_of(status(served.url), worker)
-        return (entry["epoch"], entry["state"]) == (2, "up")
+        kept = entry["num_host_blocks"] >= before["num_host_blocks"]
+        return (entry["epoch"], entry["state"]) == (2, "up") and kept
 
     wait_until(is_back, 60, f"{worker} is not back")
     assert "Paris" in ask(served.url)
+    assert worker != "decode-0" or before["num_host_blocks"] > 0
 
 
 def test_after_all_that_an_audit_finds_nothing_left_over(served: Served) -> None:
@@ -213,7 +227,10 @@ def test_what_has_happened_is_logged_and_no_more_and_no_prompt(
 def test_it_stops_on_a_signal_and_leaves_nothing_behind(served: Served, state_dir: Path) -> None:
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert children
+    host_memory = arena_of(worker_of(status(served.url), "decode-0")["pid"])
+    assert host_memory.exists()
     assert served.stop() == 0
+    assert not host_memory.exists()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
     assert "Traceback" not in "".join(served.lines)

@@ -246,17 +246,17 @@ class TestTheStore:
         clock, store = Clock(), FakeStore()
         executor = StoreExecutor(store, clock=clock)  # type: ignore[arg-type]
 
-        def look(news: str | None, in_trouble: bool) -> StoreFailed | None:
+        def look(news: str | None, in_trouble: bool) -> list[StoreFailed]:
             store.news, store.in_trouble = [news], in_trouble
             clock.now += STORE_CHECK_IDLE_S
             return executor.check(False)
 
-        assert look("it is read-only", in_trouble=True) == StoreFailed("it is read-only")
-        assert look(None, in_trouble=True) is None
-        assert look("in order again", in_trouble=False) is None
-        assert look("it vanished; it starts empty", in_trouble=False) == StoreFailed(
-            "it vanished; it starts empty", lost=True
-        )
+        assert look("it is read-only", in_trouble=True) == [StoreFailed("it is read-only")]
+        assert look(None, in_trouble=True) == []
+        assert look("in order again", in_trouble=False) == []
+        assert look("it vanished; it starts empty", in_trouble=False) == [
+            StoreFailed("it vanished; it starts empty", lost=True)
+        ]
         assert "it starts empty" in caplog.text
 
     def test_it_is_looked_after_more_often_while_it_is_busy(self) -> None:

@@ -192,8 +192,8 @@ class FakeStore:
         self.events.append(change)
         return StoreFailed("slot 9 is not there") if 9 in change.remove else None
 
-    def check(self, busy: bool) -> StoreFailed | None:
-        return None if self.news.empty() else self.news.get()
+    def check(self, busy: bool) -> list[StoreFailed]:
+        return [] if self.news.empty() else [self.news.get()]
 
     def close(self) -> None:
         self.events.append("closed")

@@ -108,13 +108,14 @@ def test_every_changed_byte_in_host_memory_is_noticed(
 ) -> None:
     rng = random.Random(1)
     arenas: list[Any] = []
-    make_arena = transfers.make_arena
+    open_host_tier = transfers.open_host_tier
 
-    def make_and_keep(*args: Any, **options: Any) -> Any:
-        arenas.append(make_arena(*args, **options))
-        return arenas[-1]
+    def open_and_keep(*args: Any, **options: Any) -> Any:
+        opened = open_host_tier(*args, **options)
+        arenas.append(opened.blocks)
+        return opened
 
-    monkeypatch.setattr(transfers, "make_arena", make_and_keep)
+    monkeypatch.setattr(transfers, "open_host_tier", open_and_keep)
     with LocalCluster(model, prefill=0, engine=ENGINE, host_bytes=64 * MIB) as cluster:
         load_all(cluster)
         assert fill(cluster) == expected

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -112,11 +113,12 @@ class LocalCluster:
         corrupt: Callable[..., None] | None = None,
         host_bytes: int = 0,
         disk_bytes: int = 0,
+        name: str = "",
         **tiers: Any,
     ) -> None:
         """`engines`: of the workers of a role, in place of `engine`. `host_bytes`, `disk_bytes`: of
         every worker. `tiers`: as in TiersSection. Two clusters with the same disk_path continue
-        each other."""
+        each other, and two of one `name` may by what is left in host memory."""
         self._thread = LoopThread("local-cluster")
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
         self.router = Router(ROUTER, router, clock=time.perf_counter)
@@ -126,7 +128,7 @@ class LocalCluster:
         tiers |= {"host_gib": host_bytes / GIB, "disk_gib": disk_bytes / GIB}
         self._specs = [
             WorkerSpec(
-                cluster="local",
+                cluster=name or f"local-{os.getpid()}",
                 worker=f"{role}-{i if role is Role.PREFILL else i - prefill}",
                 role=role,
                 epoch=1,

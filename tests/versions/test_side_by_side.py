@@ -51,8 +51,8 @@ def older(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names: set[str] = set()
     made = transfers.worker_config
 
-    def config(spec: WorkerSpec, plan: Any, length: int, model: bytes, data: bytes) -> WorkerConfig:
-        new = made(spec, plan, length, model, data)
+    def config(spec: WorkerSpec, plan: Any, length: int, model: bytes) -> WorkerConfig:
+        new = made(spec, plan, length, model)
         if spec.worker not in names:
             return new
         version = layout.LAYOUT_VERSION - 1

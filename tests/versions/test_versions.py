@@ -55,6 +55,7 @@ POSITIONAL = {
     "ModelConfig.weight_scales": "(matrix, factor): both or none",
     "Decision.flips": "(worker, role): in a log that only its own version replays",
 }
+NOT_SENT = {"Tier": ["orphaned"]}  # values of enums; this one is announced as "host"
 GONE: dict[str, str] = {}  # fields that no version needs: why
 PICKLES = {
     "engine/model/parallel": "ranks of one worker, once they have compared versions",
@@ -146,7 +147,8 @@ def test_enums_have_the_values_of_the_last_release() -> None:
     """A message with another value is lost to the last release as a whole."""
     now = record.described(NOW["codec"] | NOW["channel"])
     enums = {name for name, schema in LAST["named"].items() if schema["kind"] == "enum"}
-    assert {n: now[n]["values"] for n in enums} == {n: LAST["named"][n]["values"] for n in enums}
+    sent = {n: [v for v in now[n]["values"] if v not in NOT_SENT.get(n, ())] for n in enums}
+    assert sent == {n: LAST["named"][n]["values"] for n in enums}
 
 
 @pytest.mark.parametrize("name", list(record.KEPT))

@@ -185,9 +185,9 @@ def test_memory_of_the_host_tier_counts() -> None:
 
 def test_a_worker_can_say_what_its_kv_is_made_of() -> None:
     plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
-    ours = worker_config(spec_of(tiers=TiersSection(retention_s=60.0)), plan, 8192, bytes(32), b"")
+    ours = worker_config(spec_of(tiers=TiersSection(retention_s=60.0)), plan, 8192, bytes(32))
     half = dataclasses.replace(plan, spec=MODEL.kv_spec(16, "bfloat16"))
-    theirs = worker_config(spec_of(), half, 8192, bytes(32), b"")
+    theirs = worker_config(spec_of(), half, 8192, bytes(32))
     assert ours.retention.keep_s == 60.0
     assert ours.fingerprint != theirs.fingerprint
     assert dict(ours.compatibility)["model"] == "0" * 12

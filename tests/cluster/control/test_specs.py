@@ -48,7 +48,7 @@ def test_workers_of_any_size_have_kv_of_one_layout() -> None:
     plans = [plan_kv(MODEL, spec.engine, "float32") for spec in specs]
     assert [(plan.num_ranks, plan.num_copies) for plan in plans] == [(1, 1), (3, 1), (9, 3)]
     both = list(zip(specs, plans, strict=True))
-    configs = [worker_config(spec, plan, 8192, bytes(32), b"") for spec, plan in both]
+    configs = [worker_config(spec, plan, 8192, bytes(32)) for spec, plan in both]
     assert len({each.fingerprint for each in configs}) == 1
     assert len({each.compatibility for each in configs}) == 1
     assert len({each.bytes_per_block for each in configs}) == 1

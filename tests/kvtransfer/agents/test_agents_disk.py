@@ -26,7 +26,7 @@ from tests.kvtransfer.store.stores import files_up_to, open_store
 
 SIZE = 5000  # not a multiple of a page
 NUM_DEVICE, NUM_HOST, NUM_SLOTS = 200, 300, 400  # a transfer is more than one batch of NIXL's
-DEVICE, HOST, DISK = Tier
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
 
 @dataclass

@@ -1,0 +1,110 @@
+"""What is lost when a decode worker is killed: how long its streams are silent, and what the next
+turns of its conversations compute again.
+
+    python -m benchmarks.kv.outlive [--rounds 5] [--streams 16] [--output 400]
+
+Each round has texts that no worker has seen. They are streamed, the worker is killed in mid-stream,
+and when its successor is up the same conversations go on. Last, the same requests run undisturbed:
+the answers must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import time
+from typing import Any
+
+import httpx
+
+from benchmarks.elastic.load import longest_silence
+from benchmarks.serving.first_light import MODEL
+from benchmarks.serving.served import Served
+from kvrelay.lab.bench.load import LoadSpec, RequestTiming, make_prompts, run_load
+
+BACK_S = 60.0
+INPUT = 100  # tokens of each prompt, about
+NEXT_TURN = "Go on, in other words."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--output", type=int, default=400)
+    parser.add_argument("--begun", type=float, default=6.0, help="seconds before the kill")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--prefill", type=int, default=1)
+    args = parser.parse_args()
+    names = ("--prefill", str(args.prefill), "--decode", "1")
+    with Served({}, args.model, *names) as served:
+        rounds = [asyncio.run(one_round(served.url, seed, args)) for seed in range(args.rounds)]
+    for name in rounds[0]:
+        values = [each[name] for each in rounds]
+        print(f"{name:16}{statistics.median(values):9.3f}   ", *(f"{v:.3f}" for v in values))
+
+
+async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
+    number = seed + int(time.time())  # texts of no earlier run either
+    spec = LoadSpec(
+        *(url, args.model, args.streams),
+        concurrency=args.streams,
+        input_len=INPUT,
+        output_len=args.output,
+        seed=number,
+    )
+    async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
+        running = asyncio.ensure_future(run_load(spec))
+        await asyncio.sleep(args.begun)
+        before = await worker(http)
+        os.kill(before["pid"], signal.SIGKILL)
+        killed_at = time.monotonic()
+        timings, _ = await running
+        deadline = time.monotonic() + BACK_S
+        while (now := await worker(http))["state"] != "up" or now["pid"] == before["pid"]:
+            assert time.monotonic() < deadline, f"the decode worker is not back: {now}"
+            await asyncio.sleep(0.05)
+        back_s = time.monotonic() - killed_at
+        cached = await next_turns(http, args.model, make_prompts(spec), timings)
+    reference, _ = await run_load(spec)
+    texts = sorted(each.text for each in reference)
+    good = [each for each in timings if each.error is None]
+    return {
+        "failed": len(timings) - len(good),
+        "altered": sum(each.text not in texts for each in good),
+        "silence_s": longest_silence(good),
+        "undisturbed_s": longest_silence(reference),
+        "next_cached": cached,
+        "back_s": back_s,
+    }
+
+
+async def next_turns(
+    http: httpx.AsyncClient, model: str, prompts: list[Any], timings: list[RequestTiming]
+) -> float:
+    """The share of the conversations' tokens that their next turns find in a cache."""
+
+    async def ask(prompt: Any, timing: RequestTiming) -> tuple[int, int]:
+        turns = [("user", prompt), ("assistant", timing.text), ("user", NEXT_TURN)]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
+        answer = await http.post("/v1/chat/completions", json=body)
+        answer.raise_for_status()
+        usage = answer.json()["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    pairs = zip(prompts, timings, strict=True)
+    found = await asyncio.gather(*(ask(prompt, timing) for prompt, timing in pairs))
+    return sum(cached for _, cached in found) / sum(all_of for all_of, _ in found)
+
+
+async def worker(http: httpx.AsyncClient) -> dict[str, Any]:
+    found: list[dict[str, Any]] = (await http.get("/status")).json()["workers"]
+    return next(each for each in found if each["role"] == "decode")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Reads blocks that workers of this machine had in host memory when they died.
+
+Life of an arena here: its worker has died, so that its lock is free -> attached, its blocks are
+announced to the node -> read, by copies that the calling thread makes -> left: another worker wants
+it, or has removed it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import AgentError, StoreFound, StoreGone
+from kvrelay.kvtransfer.agents.pool import is_on_gpu, pool_bytes
+from kvrelay.kvtransfer.store.arena import OrphanedArena, arenas, is_wanted, remove_arena
+from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+LIST_S = 1.0  # between two looks for arenas that are new
+MAX_FOUND = 2048  # records that are announced in one look
+"""Between two looks for a worker that has died. What it was doing is here within milliseconds."""
+
+
+@dataclass(slots=True, eq=False)
+class Attached:
+    """An arena, whose slots are `[first, first + num_slots)` of the tier."""
+
+    arena: OrphanedArena
+    first: int
+    until: float  # by the clock of the agent: all of its blocks have expired by then
+    announced: int = 0  # records
+
+    @property
+    def end(self) -> int:
+        return self.first + self.arena.num_slots
+
+
+class OrphanedAgent:
+    """Implements kvtransfer.agent.Agent for reads from arenas of `folder` into a worker's own
+    memory, and finds the arenas. Owned by a thread of the worker.
+
+    Invariant: a copy is over when `post_copy` returns, so an arena can be left at any other time.
+    """
+
+    def __init__(
+        self,
+        name: NodeId,
+        folder: Path,
+        own: Path | None,
+        pools: Mapping[Tier, Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`folder`: of arenas with blocks of this worker's form; `own`: its own one there;
+        `pools`: its memory, `[num_blocks, ...]` each, on the CPU or a GPU."""
+        self._name = name
+        self._folder = folder
+        self._own = own
+        self._pools = dict(pools)
+        self._clock = clock
+        self._attached: list[Attached] = []
+        self._watched: dict[Path, FolderLock] = {}  # not held, as long as a worker has it
+        self._list_at = float("-inf")
+
+    def look(self) -> list[StoreFound | StoreGone]:
+        """What has changed since the last call."""
+        now = self._clock()
+        changes: list[StoreFound | StoreGone] = []
+        for each in [a for a in self._attached if a.arena.is_wanted or now > a.until]:
+            self._attached.remove(each)
+            each.arena.detach()
+            if now > each.until:
+                remove_arena(each.arena.folder)
+            if each.announced:
+                changes.append(StoreGone(Tier.ORPHANED, each.first, each.arena.num_slots))
+        self._list(now)
+        for path, lock in list(self._watched.items()):
+            if not lock.retry(fcntl.LOCK_SH):
+                continue
+            del self._watched[path]
+            if is_wanted(path):
+                lock.release()
+            else:
+                self._attach(now, path, lock)
+        return [*changes, *self._announce()]
+
+    def _list(self, now: float) -> None:
+        """Keep the files of the locks open that may come free."""
+        if now < self._list_at + LIST_S:
+            return
+        self._list_at = now
+        for path in [path for path, lock in self._watched.items() if not lock.is_in_place]:
+            self._watched.pop(path).release()
+        known = {self._own, *self._watched, *(each.arena.folder for each in self._attached)}
+        for path in arenas(self._folder):
+            if path not in known and (lock := FolderLock.look_at(path / LOCK)) is not None:
+                self._watched[path] = lock
+
+    def _attach(self, now: float, path: Path, lock: FolderLock) -> None:
+        try:
+            arena = OrphanedArena(path, lock)
+        except (OSError, ValueError, KeyError) as error:  # it is being made, or removed
+            logger.info("%s: nothing to read in %s: %s", self._name, path, error)
+            lock.release()
+            return
+        until = now + max((record.keep_s for record in arena.records), default=0.0)
+        self._attached.append(Attached(arena, self._room_for(arena.num_slots), until))
+        self._attached.sort(key=lambda each: each.first)
+
+    def _announce(self) -> list[StoreFound | StoreGone]:
+        found: list[StoreFound | StoreGone] = []
+        for each in self._attached:
+            part = each.arena.records[each.announced : each.announced + MAX_FOUND]
+            if part:
+                each.announced += len(part)
+                records = tuple(replace(r, slot=each.first + r.slot) for r in part)
+                num_slots = each.arena.num_slots
+                found.append(StoreFound(Tier.ORPHANED, each.first, num_slots, records))
+        return found
+
+    def _room_for(self, num_slots: int) -> int:
+        """The first gap between the arenas that are attached."""
+        first = 0
+        for each in self._attached:
+            if each.first - first >= num_slots:
+                break
+            first = each.end
+        return first
+
+    def metadata(self) -> bytes:
+        return b""
+
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
+        raise AgentError(f"{peer} is read by another agent")
+
+    def disconnect(self, peer: NodeId) -> None:
+        """No peer is ever connected."""
+
+    def post_copy(
+        self,
+        peer: NodeId,
+        src: list[int],
+        dst: list[int],
+        src_tier: Tier = Tier.DEVICE,
+        dst_tier: Tier = Tier.DEVICE,
+    ) -> None:
+        if peer != self._name or src_tier is not Tier.ORPHANED or dst_tier not in self._pools:
+            raise AgentError(f"{self._name} copies no blocks from {src_tier} to {dst_tier} here")
+        pool = self._pools[dst_tier]
+        for each in self._attached:
+            here = [i for i, slot in enumerate(src) if each.first <= slot < each.end]
+            if here:
+                found = each.arena.memory[[src[i] - each.first for i in here]]
+                _write(pool, [dst[i] for i in here], found)
+        if not all(any(a.first <= slot < a.end for a in self._attached) for slot in src):
+            raise AgentError("the worker whose host memory this was is back")
+
+    def poll(self, handle: None) -> bool:
+        return True
+
+    def release(self, handle: None) -> bool:
+        return True
+
+    def close(self) -> None:
+        for each in self._attached:
+            each.arena.detach()
+        for lock in self._watched.values():
+            lock.release()
+        self._attached.clear()
+        self._watched.clear()
+
+
+def _write(pool: Any, blocks: Sequence[int], found: np.ndarray[Any, Any]) -> None:
+    if not is_on_gpu(pool):
+        pool_bytes(pool)[list(blocks)] = found
+        return
+    import torch
+
+    target = pool.flatten(1).view(torch.uint8)
+    target[list(blocks)] = torch.from_numpy(found).to(target.device)
+    torch.cuda.current_stream(target.device).synchronize()

@@ -1,0 +1,358 @@
+"""Host memory for KV blocks that outlives its worker: two files of shared memory, and a lock.
+
+The folder: `blocks.kv`, the blocks one after the other; `index.kv`, a page that says what blocks
+these are, then a record for each slot; `lock`, held by the worker that writes here. Processes map
+both files. A slot leaves the index before it is written again, and enters it after it was written,
+so a worker can be killed at any moment: what the next one finds listed is right, or does not fit
+its checksum, which the reader compares.
+
+When a worker has died, the others of its machine read its blocks at once, each with a shared lock.
+The next worker that takes the folder asks them to leave it by a lock on the file `wanted`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.kvtransfer.agent import AgentError, StoreIndex
+from kvrelay.kvtransfer.store.errors import StoreError, store_error
+from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK, FolderLock
+
+SHARED_MEMORY = Path("/dev/shm")
+INDEX = "index.kv"
+WANTED = "wanted"  # locked by who waits for the folder
+REMOVE_S = 3.0  # workers that were killed take a moment to end
+VERSION = 1
+HEADER_BYTES = mmap.PAGESIZE
+RESERVE_BYTES = 16 << 20  # memory is taken in such pieces, in a few milliseconds each
+RECORD = np.dtype(
+    [
+        ("name", "V16"),
+        ("checksum", "<u8"),
+        ("expires_at", "<f8"),  # seconds since 1970
+        ("number", "<u8"),  # grows with each record that is written
+        ("check", "<u8"),  # over the fields before it; 0: the slot has no block
+    ]
+)
+_CHECKED_BYTES = RECORD.itemsize - 8
+
+Clock = Callable[[], float]
+
+
+def arena_root(machine: Path = SHARED_MEMORY) -> Path:
+    """Where arenas of this user lie. Raises StoreError where others could read or change them."""
+    root = machine / f"kvrelay-{os.getuid()}"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.lstat()
+    except OSError as error:
+        raise store_error(root, error, "host memory") from error
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
+        raise StoreError(
+            f"host memory {root}: it must be a folder that only user {os.getuid()} can read;"
+            " remove it"
+        )
+    return root
+
+
+class ArenaIndex:
+    """The records of an arena's slots, in memory that processes share."""
+
+    def __init__(self, fd: int, num_slots: int, *, writable: bool) -> None:
+        how = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        size = HEADER_BYTES + num_slots * RECORD.itemsize
+        self._map = mmap.mmap(fd, size, prot=how)
+        self._rows = np.frombuffer(self._map, RECORD, num_slots, HEADER_BYTES)
+        self._number = 0
+
+    def read(self, now: float) -> list[DiskRecord]:
+        """What is listed, the last written first; each block once."""
+        rows = self._rows.copy()
+        slots = np.flatnonzero((rows["check"] != 0) & (rows["expires_at"] > now))
+        slots = slots[np.argsort(rows["number"][slots])[::-1]]
+        found: dict[bytes, DiskRecord] = {}
+        for slot in slots.tolist():
+            row = rows[slot]
+            if _check(row.tobytes()) != int(row["check"]):
+                continue
+            name = row["name"].tobytes()
+            keep_s = float(row["expires_at"]) - now
+            found.setdefault(name, DiskRecord(slot, name, int(row["checksum"]), keep_s))
+        if len(slots):
+            self._number = int(rows["number"][slots].max())
+        return list(found.values())
+
+    def update(self, change: StoreIndex, now: float) -> None:
+        for slot in change.remove:
+            self._rows[slot]["check"] = 0
+        for record in change.put:
+            row = self._rows[record.slot]
+            row["check"] = 0
+            row["name"] = np.void(record.block_hash)
+            row["checksum"] = record.checksum
+            row["expires_at"] = now + record.keep_s
+            self._number += 1
+            row["number"] = self._number
+            row["check"] = _check(row.tobytes())
+
+    def clear(self) -> None:
+        self._rows["check"] = 0
+
+    def close(self) -> None:
+        del self._rows
+        self._map.close()
+
+
+def _check(row: bytes) -> int:
+    return xxh3_64_intdigest(row[:_CHECKED_BYTES], seed=VERSION) or 1
+
+
+class HostArena:
+    """Memory that this process alone writes. Owned by the worker's thread that copies in memory.
+
+    Invariant: `memory` stays mapped as long as this object is there, even after `close`; what the
+    index lists was written, and has memory of its own."""
+
+    def __init__(
+        self, folder: Path, lock: FolderLock, memory: NDArray[np.uint8], fd: int, clock: Clock
+    ) -> None:
+        """`lock`: held, and owned from now on; `fd`: that of the blocks, too."""
+        self.folder = folder
+        self.memory = memory  # [num_slots, bytes_per_block]
+        self.records: list[DiskRecord] = []  # what was there when it was opened
+        self.has_heir = False  # another worker will take it when this one has ended
+        self._lock: FolderLock | None = lock
+        self._fd = fd
+        self._index: ArenaIndex | None = None
+        self._clock = clock
+        self._reserved_bytes = 0
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        identity: Mapping[str, str],
+        bytes_per_block: int,
+        num_slots: int,
+        lock_timeout_s: float,
+        clock: Clock = time.time,
+    ) -> HostArena:
+        """Takes the folder, or makes it; blocks of another identity are forgotten. Raises
+        StoreError, StoreInUse."""
+        try:
+            lock = _lock(folder, lock_timeout_s)
+            try:
+                return cls._open(folder, lock, identity, bytes_per_block, num_slots, clock)
+            except BaseException:
+                lock.release()
+                raise
+        except OSError as error:
+            raise store_error(folder, error, "host memory") from error
+
+    @classmethod
+    def _open(
+        cls,
+        folder: Path,
+        lock: FolderLock,
+        identity: Mapping[str, str],
+        bytes_per_block: int,
+        num_slots: int,
+        clock: Clock,
+    ) -> HostArena:
+        header = _header(identity, bytes_per_block)
+        size = num_slots * bytes_per_block
+        blocks = os.open(folder / BLOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        index = os.open(folder / INDEX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            is_known = os.pread(index, HEADER_BYTES, 0) == header
+            if not is_known:  # also gives the memory back
+                os.ftruncate(blocks, 0)
+                os.ftruncate(index, 0)
+                os.pwrite(index, header, 0)
+            _check_room(folder, size - os.fstat(blocks).st_blocks * 512)
+            os.ftruncate(blocks, size)
+            os.ftruncate(index, HEADER_BYTES + num_slots * RECORD.itemsize)
+            mapped = mmap.mmap(blocks, size)
+            with contextlib.suppress(OSError):  # a kernel that has none for shared memory
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+            memory = np.frombuffer(mapped, np.uint8).reshape(num_slots, bytes_per_block)
+            arena = cls(folder, lock, memory, blocks, clock)
+            arena._index = ArenaIndex(index, num_slots, writable=True)
+            arena.records = arena._index.read(clock())
+        except BaseException:
+            os.close(blocks)
+            raise
+        finally:
+            os.close(index)
+        return arena
+
+    def reserve(self, slots: Sequence[int]) -> None:
+        """Take the memory of these slots, which are written next. To write where there is none
+        would end the process. Raises AgentError."""
+        end = (max(slots) + 1) * self.memory.shape[1]
+        if end <= self._reserved_bytes:
+            return
+        first, size = self._reserved_bytes, self.memory.nbytes
+        wanted = min(size, -(-end // RESERVE_BYTES) * RESERVE_BYTES)
+        try:
+            os.posix_fallocate(self._fd, first, wanted - first)
+        except OSError as error:
+            raise AgentError(
+                f"{wanted / 2**30:.2f} GiB of host memory for KV: {os.strerror(error.errno or 0)};"
+                f" make room in {self.folder}, or lower tiers.host_gib"
+            ) from error
+        self._reserved_bytes = wanted
+
+    def update(self, change: StoreIndex) -> None:
+        """Change the index; it is kept from when this returns, whatever happens to the process."""
+        if self._index is not None:
+            self._index.update(change, self._clock())
+
+    def close(self, *, remove: bool = False) -> None:
+        """Another may take it from now on; `remove`: there is nothing to take. `memory` stays."""
+        if self._lock is None:
+            return
+        if remove:
+            _remove(self.folder)
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+        os.close(self._fd)
+        self._lock.release()
+        self._lock = None
+
+
+def _lock(folder: Path, timeout_s: float) -> FolderLock:
+    """Also of a folder that is being removed: then of the next one there."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            wanted = FolderLock.take(folder / WANTED, timeout_s, "host memory")
+            try:
+                lock = FolderLock.take(folder / LOCK, timeout_s, "host memory")
+            finally:
+                wanted.release()
+            if lock.is_in_place:
+                return lock
+            lock.release()
+
+
+def _header(identity: Mapping[str, str], bytes_per_block: int) -> bytes:
+    facts = {"version": str(VERSION), "bytes_per_block": str(bytes_per_block), **identity}
+    header = json.dumps(facts, sort_keys=True).encode()
+    assert len(header) <= HEADER_BYTES, header
+    return header.ljust(HEADER_BYTES, b"\0")
+
+
+def _check_room(folder: Path, missing_bytes: int) -> None:
+    """Raises StoreError where the file system could not hold the blocks."""
+    found = os.statvfs(folder)
+    free_bytes = found.f_bavail * found.f_frsize
+    if missing_bytes > free_bytes:
+        raise StoreError(
+            f"host memory {folder}: {missing_bytes / 2**30:.1f} GiB are needed,"
+            f" {free_bytes / 2**30:.1f} GiB are free in that file system"
+        )
+
+
+class OrphanedArena:
+    """The blocks of a worker that has died, to be read. Others may read them, too."""
+
+    def __init__(self, folder: Path, lock: FolderLock, clock: Clock = time.time) -> None:
+        """`lock`: held, and owned from now on. Raises OSError, ValueError, KeyError."""
+        self.folder = folder
+        self._lock = lock
+        with open(folder / INDEX, "rb") as index, open(folder / BLOCKS, "rb") as blocks:
+            facts = json.loads(index.read(HEADER_BYTES).rstrip(b"\0"))
+            self.bytes_per_block = int(facts["bytes_per_block"])
+            num_bytes = os.fstat(blocks.fileno()).st_size
+            num_records = (os.fstat(index.fileno()).st_size - HEADER_BYTES) // RECORD.itemsize
+            self.num_slots = min(num_bytes // self.bytes_per_block, num_records)
+            self._map = mmap.mmap(blocks.fileno(), num_bytes, prot=mmap.PROT_READ)
+            rows = ArenaIndex(index.fileno(), self.num_slots, writable=False)
+            self.records = rows.read(clock())
+            rows.close()
+        size = self.num_slots * self.bytes_per_block
+        memory = np.frombuffer(self._map, np.uint8, size)
+        self.memory = memory.reshape(self.num_slots, self.bytes_per_block)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a worker waits for it, or it is not there any more."""
+        return is_wanted(self.folder) or not self._lock.is_in_place
+
+    def detach(self) -> None:
+        del self.memory
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        self._lock.release()
+
+
+def is_wanted(folder: Path) -> bool:
+    wanted = FolderLock.look_at(folder / WANTED)
+    if wanted is None:
+        return False
+    is_free = wanted.retry(fcntl.LOCK_SH)
+    wanted.release()
+    return not is_free
+
+
+def arenas(folder: Path) -> list[Path]:
+    """Folders of arenas in `folder`, whoever has them."""
+    try:
+        return [each for each in folder.iterdir() if (each / INDEX).exists()]
+    except OSError:
+        return []
+
+
+def abandoned_arenas(root: Path) -> Iterable[tuple[Path, int]]:
+    """Those under `root` that no process has, with the bytes of memory that each takes."""
+    for index in sorted(root.rglob(INDEX)):
+        lock = FolderLock.try_take(index.parent / LOCK)
+        if lock is not None:
+            lock.release()
+            yield index.parent, (index.parent / BLOCKS).stat().st_blocks * 512
+
+
+def remove_arena(folder: Path) -> bool:
+    """Gives its memory back, unless a process has it."""
+    lock = FolderLock.try_take(folder / LOCK)
+    if lock is None:
+        return False
+    _remove(folder)
+    lock.release()
+    return True
+
+
+def remove_arenas(cluster: str) -> None:
+    """All of `cluster` on this machine, whose workers were ended: they may take a moment."""
+    deadline = time.monotonic() + REMOVE_S
+    with contextlib.suppress(StoreError):
+        root = arena_root() / cluster
+        while root.exists() and time.monotonic() < deadline:
+            for folder, _ in abandoned_arenas(root):
+                remove_arena(folder)
+            time.sleep(0.02)
+
+
+def _remove(folder: Path) -> None:
+    """With the folders that it was the last one in."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for parent in folder.parents:
+            parent.rmdir()

@@ -1,0 +1,268 @@
+"""Host memory that outlives its worker: what the next one finds, and what others read meanwhile."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.kvtransfer.agent import AgentError, StoreFound, StoreGone, StoreIndex
+from kvrelay.kvtransfer.agents.orphaned import LIST_S, OrphanedAgent
+from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.store import StoreError, StoreInUse
+from kvrelay.kvtransfer.store.arena import (
+    HEADER_BYTES,
+    INDEX,
+    RECORD,
+    RESERVE_BYTES,
+    HostArena,
+    abandoned_arenas,
+    arena_root,
+    remove_arena,
+)
+
+SIZE, SLOTS = 8192, 64
+HOST, DEVICE, ORPHANED = Tier.HOST, Tier.DEVICE, Tier.ORPHANED
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def open_arena(folder: Path, identity: str = "a", **given: Any) -> HostArena:
+    options: dict[str, Any] = {
+        "identity": {"model": identity},
+        "bytes_per_block": SIZE,
+        "num_slots": SLOTS,
+        "lock_timeout_s": 0.0,
+    }
+    return HostArena.open(folder, **options | given)
+
+
+def write(arena: HostArena, slot: int, number: int, keep_s: float = 60.0) -> None:
+    arena.reserve([slot])
+    arena.memory[slot] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+    (checksum,) = checksum_blocks(arena.memory, [slot])
+    arena.update(StoreIndex(put=(DiskRecord(slot, name_of(number), checksum, keep_s),), tier=HOST))
+
+
+def contents(arena: Any) -> dict[bytes, int]:
+    """Slots by name; each has the bytes of its checksum."""
+    for record in arena.records:
+        assert checksum_blocks(arena.memory, [record.slot]) == [record.checksum]
+    return {record.block_hash: record.slot for record in arena.records}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cluster" / "decode-0"
+
+
+class TestTheNextWorker:
+    def test_it_finds_what_was_listed_the_last_written_first(self, folder: Path) -> None:
+        arena = open_arena(folder)
+        for slot, number in ((3, 1), (5, 2), (1, 3)):
+            write(arena, slot, number)
+        arena.update(StoreIndex(remove=(5,), tier=HOST))
+        write(arena, 3, 4)
+        arena.close()
+        again = open_arena(folder)
+        assert contents(again) == {name_of(4): 3, name_of(3): 1}
+        assert [record.block_hash for record in again.records] == [name_of(4), name_of(3)]
+        again.close(remove=True)
+        assert not folder.exists()
+
+    def test_it_finds_nothing_of_another_form_nor_of_what_has_expired(self, folder: Path) -> None:
+        arena = open_arena(folder)
+        write(arena, 0, 1)
+        write(arena, 1, 2, keep_s=-1.0)
+        arena.close()
+        again = open_arena(folder)
+        assert contents(again) == {name_of(1): 0}
+        again.close()
+        other = open_arena(folder, "b")
+        assert other.records == []
+        assert not other.memory.any()
+        other.close()
+        assert open_arena(folder).records == []
+
+    def test_it_may_have_another_size(self, folder: Path) -> None:
+        arena = open_arena(folder)
+        write(arena, 1, 1)
+        write(arena, 40, 2)
+        arena.close()
+        smaller = open_arena(folder, num_slots=16)
+        assert contents(smaller) == {name_of(1): 1}
+        smaller.close()
+        larger = open_arena(folder, num_slots=128)
+        assert contents(larger) == {name_of(1): 1}
+        write(larger, 127, 3)
+        larger.close()
+
+    def test_a_changed_record_is_not_found(self, folder: Path) -> None:
+        arena = open_arena(folder)
+        for slot in range(SLOTS):
+            write(arena, slot, slot)
+        arena.close()
+        rng, index = random.Random(1), folder / INDEX
+        whole = bytearray(index.read_bytes())
+        for slot in range(0, SLOTS, 2):
+            at = HEADER_BYTES + slot * RECORD.itemsize + rng.randrange(RECORD.itemsize)
+            whole[at] ^= 1 << rng.randrange(8)
+        index.write_bytes(whole)
+        again = open_arena(folder)
+        assert contents(again) == {name_of(slot): slot for slot in range(1, SLOTS, 2)}
+
+    def test_one_that_lives_has_it_alone(self, folder: Path) -> None:
+        arena = open_arena(folder)
+        with pytest.raises(StoreInUse, match=f"process {os.getpid()} has it open"):
+            open_arena(folder)
+        arena.close()
+
+    def test_one_that_was_killed_at_any_moment_leaves_what_fits(self, folder: Path) -> None:
+        for seed in range(4):
+            started = multiprocessing.get_context("fork").Process(target=_write_on, args=(folder,))
+            started.start()
+            while not (folder / INDEX).exists():
+                pass
+            started.join(0.05 + 0.02 * seed)
+            assert started.pid is not None
+            os.kill(started.pid, signal.SIGKILL)
+            started.join()
+            arena = open_arena(folder)
+            assert contents(arena)
+            arena.close()
+
+
+def _write_on(folder: Path) -> None:
+    arena, rng = open_arena(folder), random.Random(os.getpid())
+    while True:
+        slot = rng.randrange(SLOTS)
+        arena.update(StoreIndex(remove=(slot,), tier=HOST))
+        write(arena, slot, rng.randrange(1000))
+
+
+class TestMemory:
+    def test_it_is_taken_as_it_comes_into_use(self, folder: Path) -> None:
+        arena = open_arena(folder, num_slots=4 * RESERVE_BYTES // SIZE)
+        blocks = folder / "blocks.kv"
+        assert blocks.stat().st_blocks == 0
+        arena.reserve([0, 7])
+        assert blocks.stat().st_blocks * 512 == RESERVE_BYTES
+        arena.reserve([RESERVE_BYTES // SIZE])
+        assert blocks.stat().st_blocks * 512 == 2 * RESERVE_BYTES
+        arena.close()
+
+    def test_more_than_there_is_room_for_is_refused_in_words(self, folder: Path) -> None:
+        with pytest.raises(StoreError, match=r"GiB are needed, .* GiB are free"):
+            open_arena(folder, num_slots=1 << 30)
+
+    def test_a_root_that_others_can_read_is_refused(self, tmp_path: Path) -> None:
+        root = arena_root(tmp_path)
+        assert root.stat().st_mode & 0o777 == 0o700
+        root.chmod(0o755)
+        with pytest.raises(StoreError, match="only user"):
+            arena_root(tmp_path)
+
+    def test_what_nobody_has_can_be_removed(self, tmp_path: Path, folder: Path) -> None:
+        held, left = open_arena(folder), open_arena(folder.with_name("decode-1"))
+        left.reserve([0])
+        left.close()
+        (found,) = abandoned_arenas(tmp_path)
+        assert found == (left.folder, SLOTS * SIZE)
+        assert not remove_arena(held.folder)
+        assert remove_arena(left.folder)
+        assert list(abandoned_arenas(tmp_path)) == []
+        held.close()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def reader(folder: Path) -> Iterator[tuple[OrphanedAgent, Clock, Any]]:
+    clock, pool = Clock(), np.zeros((SLOTS, SIZE), np.uint8)
+    agent = OrphanedAgent("me", folder.parent, None, {DEVICE: pool}, clock)
+    yield agent, clock, pool
+    agent.close()
+
+
+def look(agent: OrphanedAgent, clock: Clock) -> list[StoreFound | StoreGone]:
+    clock.now += LIST_S
+    return agent.look()
+
+
+class TestSurvivors:
+    def test_they_read_what_the_dead_one_had_and_leave_it_to_the_next(
+        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+    ) -> None:
+        agent, clock, pool = reader
+        arena = open_arena(folder)
+        write(arena, 5, 1)
+        assert look(agent, clock) == []  # it lives
+        was = arena.memory[5].copy()
+        arena.close()
+        (found,) = look(agent, clock)
+        assert isinstance(found, StoreFound)
+        (record,) = found.records
+        assert (found.num_slots, record.block_hash, record.slot) == (SLOTS, name_of(1), 5)
+        agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
+        assert (pool[9] == was).all()
+
+        clock.now += 60.0  # all of it has expired
+        assert agent.look() == [StoreGone(ORPHANED, 0, SLOTS)]
+        assert not folder.exists()
+        with pytest.raises(AgentError, match="is back"):
+            agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
+
+    def test_one_that_waits_gets_it(
+        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+    ) -> None:
+        agent, clock, _ = reader
+        arena = open_arena(folder)
+        write(arena, 5, 1)
+        arena.close()
+        assert len(look(agent, clock)) == 1
+        with ThreadPoolExecutor(1) as thread:
+            opening = thread.submit(open_arena, folder, lock_timeout_s=10.0)
+            changes: list[StoreFound | StoreGone] = []
+            while not opening.done():
+                changes += look(agent, clock)
+        assert changes == [StoreGone(ORPHANED, 0, SLOTS)]
+        again = opening.result()
+        assert contents(again) == {name_of(1): 5}
+        assert look(agent, clock) == []
+        again.close()
+        (found,) = look(agent, clock)
+        assert isinstance(found, StoreFound)
+
+    def test_two_are_beside_each_other_and_gaps_are_used_again(
+        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+    ) -> None:
+        agent, clock, pool = reader
+        for number in range(3):
+            arena = open_arena(folder.with_name(f"w{number}"))
+            write(arena, 2, number)
+            arena.close()
+        found = look(agent, clock)
+        firsts = {each.first_slot for each in found}
+        assert firsts == {0, SLOTS, 2 * SLOTS}
+        for each in found:
+            assert isinstance(each, StoreFound)
+            (record,) = each.records
+            assert record.slot == each.first_slot + 2
+            agent.post_copy("me", [record.slot], [0], ORPHANED, DEVICE)
+            assert checksum_blocks(pool, [0]) == [record.checksum]

@@ -1,0 +1,111 @@
+"""Host memory of a worker for KV, and that of others on its machine which have died.
+
+Memory lies where it outlives the worker, if there is room: the next worker of the machine finds it
+warm, and until then the others read it. Where there is none it is the process's own, and ends with
+it; that is no reason not to serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
+from kvrelay.kvtransfer.checksum import BlockBytes
+from kvrelay.kvtransfer.executor import OrphanedExecutor, TransferExecutor
+from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.store import StoreError, StoreInUse, places
+from kvrelay.kvtransfer.store.arena import HostArena, arena_root
+from kvrelay.kvtransfer.store.folder import BLOCKS
+from kvrelay.worker.disk_tier import Storage
+
+LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
+NOTICE = "host memory for KV ends with this worker"
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    blocks: Any  # [num_slots, bytes_per_block]
+    arena: HostArena | None  # None: it ends with the process
+    notices: tuple[str, ...] = ()
+
+
+def open_host_memory(
+    config: WorkerConfig, part: str, num_slots: int, *, pinned: bool
+) -> HostMemory:
+    """`config`: of the rank; `part`: of the machine's shared memory, for this cluster, and for a
+    rank of several. Raises AgentError where there is no memory."""
+    from kvrelay.kvtransfer.agents.pool import make_host_arena, pin
+
+    try:
+        arena = _open_arena(arena_root() / part, config, num_slots)
+    except StoreError as error:
+        blocks = make_host_arena(num_slots, config.bytes_per_block, pinned)
+        return HostMemory(blocks, None, (f"{NOTICE}: {error}",))
+    try:
+        if pinned:
+            arena.reserve([num_slots - 1])
+            pin(arena.memory)
+    except BaseException:
+        arena.close()
+        raise
+    return HostMemory(arena.memory, arena)
+
+
+def _open_arena(root: Path, config: WorkerConfig, num_slots: int) -> HostArena:
+    """The first place that no other process has. Raises StoreError."""
+    identity = {f"compatibility.{name}": value for name, value in config.compatibility}
+    in_use: StoreInUse | None = None
+    for folder in places(root, config.fingerprint, config.node_id):
+        try:
+            return HostArena.open(
+                folder,
+                identity=identity,
+                bytes_per_block=config.bytes_per_block,
+                num_slots=num_slots,
+                lock_timeout_s=LOCK_TIMEOUT_S,
+            )
+        except StoreInUse as error:
+            in_use = error
+    assert in_use is not None
+    raise in_use
+
+
+def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:
+    """Of host memory that a worker of this name has left on this machine: its size, and how much of
+    that is taken from what the machine has available."""
+    try:
+        root = arena_root() / cluster
+    except StoreError:
+        return 0, 0
+    found = [path.stat() for path in root.rglob(f"{worker}/{BLOCKS}")]
+    return sum(s.st_size for s in found), sum(s.st_blocks * 512 for s in found)
+
+
+def open_orphaned(
+    config: WorkerConfig,
+    part: str,
+    own: HostArena | None,
+    memory: Mapping[Tier, Any],
+    pools: Mapping[Tier, BlockBytes],
+    share: HeadShare | None = None,
+) -> Storage | None:
+    """What reads host memory of workers of this machine that have died; None where that cannot be.
+    `part`: as for `open_host_memory`; `memory`: the worker's own, `pools`: the same as bytes."""
+    try:
+        root = arena_root() / part
+    except StoreError:
+        return None
+    place = root / config.fingerprint.hex()
+    own_folder = None if own is None else own.folder
+    agent = OrphanedAgent(config.node_id, place, own_folder, memory)
+    reserve = None if own is None else own.reserve
+    copies = TransferExecutor(
+        config.node_id, config.epoch, agent, pools, share=share, reserve=reserve
+    )
+    return Storage(copies, OrphanedExecutor(agent), ())
