@@ -28,7 +28,7 @@ from tests.engine.model.tiny import write_checkpoint
 from tests.support.local import LocalCluster
 
 MODEL = "gemma3-270m"
-GEOMETRY = {  # of the KV of Gemma 3 270M
+GEOMETRY = {  # as Gemma 3 270M has it, so that its KV is that
     "num_hidden_layers": 18,
     "num_key_value_heads": 1,
     "num_attention_heads": 1,

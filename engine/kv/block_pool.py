@@ -58,12 +58,9 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._changes = NetChanges()
-        self.kinds = bytearray(num_blocks)  # by block; set by whoever tells kinds of blocks apart
-        self.evictions = [0] * NUM_KINDS
-
-    @property
-    def num_evictions(self) -> int:
-        return sum(self.evictions)
+        self.num_evictions = 0
+        self.kinds = bytearray()  # by block, set by their owner; empty: all are of one kind
+        self.evictions = [0] * NUM_KINDS  # by kind, where there are several
 
     def num_used_of(self, kind: int) -> int:
         """Blocks of `kind` that have a reference. Cost: O(num_blocks)."""
@@ -136,16 +133,21 @@ class BlockPool:
         few. Blank blocks are taken first, then the least recently used evictable ones."""
         if count > self.num_free:
             return None
-        blocks: list[int] = []
-        for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
-            else:
-                block, _ = self._evictable.popitem(last=False)
-                self._forget_hash(block)
-                self.evictions[self.kinds[block]] += 1
-            self._refs[block] = 1
+        first = max(0, len(self._blank) - count)
+        blocks = self._blank[first:]
+        blocks.reverse()
+        del self._blank[first:]
+        num_evicted = count - len(blocks)
+        for _ in range(num_evicted):
+            block, _ = self._evictable.popitem(last=False)
+            self._forget_hash(block)
             blocks.append(block)
+        for block in blocks:
+            self._refs[block] = 1
+        self.num_evictions += num_evicted
+        if num_evicted and self.kinds:
+            for block in blocks[-num_evicted:]:
+                self.evictions[self.kinds[block]] += 1
         return blocks
 
     def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:

@@ -34,7 +34,10 @@ class KVCacheManager:
         self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
         self._tables: dict[Sequence, list[int]] = {}
         self._parting: set[int] = set()
+        self._has_windows = self.windows.any
         self._kinds = [GROUP_KINDS.index(window.kind) for window in self.windows.groups]
+        if len(self._kinds) > 1:
+            self.pool.kinds = bytearray(num_blocks)
 
     def usable_hashes(self, seq: Sequence) -> list[bytes]:
         """Hashes of the blocks that a prefix hit may cover: the last token is always computed,
@@ -46,7 +49,7 @@ class KVCacheManager:
         """How many blocks, from the first, need not be computed; with windows, some of them may be
         missing."""
         block_hashes = self.usable_hashes(seq)
-        if not self.windows.any:
+        if not self._has_windows:
             return len(self.pool.lookup(block_hashes))
         return self.windows.reach(
             len(block_hashes), lambda index: self.pool.is_cached(block_hashes[index])
@@ -65,7 +68,7 @@ class KVCacheManager:
         num_computed, windows = self.windows.tokens(len(table)), self.windows
         goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
         end = windows.end(goal, len(seq.tokens))
-        if windows.any:
+        if self._has_windows:
             needs = windows.needs(goal, len(seq.tokens))[len(table) :]
         else:
             needs = [True] * (end - len(table))
@@ -87,7 +90,7 @@ class KVCacheManager:
         leaves there is kept. Windows of its earlier turns have been passed, and are evicted first.
         `is_below`: whether a lower tier has a block."""
         windows, names = self.windows, self.usable_hashes(seq)
-        if not windows.any:
+        if not self._has_windows:
             return
 
         def has(index: int) -> bool:
@@ -121,12 +124,11 @@ class KVCacheManager:
             return False
         for index, block in zip(missing, fresh, strict=False):
             table[index] = seq.block_ids[index] = block
-            self.pool.kinds[block] = self._kinds[index % len(self._kinds)]
         more = fresh[len(missing) :]
-        if len(self._kinds) > 1:
-            self._set_kinds(more, len(table))
         seq.block_ids += more
         table += more
+        if self.pool.kinds:
+            self._set_kinds(table, first=covered)
         seq.num_covered = end
         return True
 
@@ -134,7 +136,7 @@ class KVCacheManager:
         """Free the blocks that no later position of `seq` reads, and allocate as many for the next
         tokens of a prompt: otherwise other sequences would be admitted in their place, and be
         preempted for it."""
-        if not self.windows.any:
+        if not self._has_windows:
             return
         table, gone = self._tables[seq], self.windows.freed(seq.slid_at, seq.num_computed)
         if not gone:
@@ -195,14 +197,14 @@ class KVCacheManager:
             if is_new and collect[index % len(collect)]:
                 self.newly_sealed.append((block, block_hash, seq.retention))
             seq.num_sealed = index + 1
-        if self.windows.any and seq.retention.keep_s > 0:
+        if self._has_windows and seq.retention.keep_s > 0:
             self._pass_ends(seq, table)
 
     def release(self, seq: Sequence) -> None:
         """Free all blocks; nothing writes to them any more. Sealed ones stay cached, to be evicted
         first if the request's retention is 0."""
         table = self._tables.pop(seq, [])
-        if self.windows.any and self.collect_sealed and seq.retention.keep_s > 0:
+        if self._has_windows and self.collect_sealed and seq.retention.keep_s > 0:
             self._collect_kept(seq, table, seq.num_sealed)
         new = [block for block in table[seq.num_hits :] if block != NO_BLOCK]
         hits = [block for block in table[: seq.num_hits] if block != NO_BLOCK]
@@ -244,7 +246,7 @@ class KVCacheManager:
         that it must not; None if its block table is valid. Without `thorough`, only the blocks to
         be written are checked."""
         held, table, windows = self._tables[seq], seq.block_ids, self.windows
-        if count == 1 and not windows.any and (not thorough or table == held):
+        if count == 1 and not self._has_windows and (not thorough or table == held):
             at = start // self.block_size  # a decode, as most are
             if at < len(held) and table[at] == held[at] and self.pool.is_private(held[at]):
                 return None
@@ -276,19 +278,18 @@ class KVCacheManager:
     def _set_table(self, seq: Sequence, table: list[int]) -> None:
         self._tables[seq] = table
         seq.block_ids = list(table)
-        if len(self._kinds) > 1:
-            self._set_kinds(table, 0)
+        if self.pool.kinds:
+            self._set_kinds(table, first=0)
 
-    def _set_kinds(self, blocks: list[int], first: int) -> None:
-        """`blocks`: those of a table's entries from `first` on."""
-        for index, block in enumerate(blocks, start=first):
-            if block != NO_BLOCK:
-                self.pool.kinds[block] = self._kinds[index % len(self._kinds)]
+    def _set_kinds(self, table: list[int], first: int) -> None:
+        for index in range(first, len(table)):
+            if table[index] != NO_BLOCK:
+                self.pool.kinds[table[index]] = self._kinds[index % len(self._kinds)]
 
     def _cached(self, seq: Sequence) -> list[int]:
         """The beginning of a table: cached blocks, NO_BLOCK where none is needed."""
         block_hashes, pool, windows = self.usable_hashes(seq), self.pool, self.windows
-        if not windows.any:
+        if not self._has_windows:
             return pool.lookup(block_hashes)
         if seq.is_remote:  # it is continued at its end only
             kept = windows.kept_of(0, len(block_hashes), len(seq.tokens))

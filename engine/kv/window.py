@@ -34,7 +34,7 @@ class Window:
 
     @property
     def kind(self) -> str:
-        """A value of GROUP_KINDS."""
+        """By what a later query reads: see GROUP_KINDS."""
         return GROUP_KINDS[0 if not self.size else 2 if self.size == STATE_WINDOW else 1]
 
     @property

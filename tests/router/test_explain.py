@@ -230,3 +230,11 @@ def test_the_reason_of_a_handoff_is_that_of_the_prefill_worker() -> None:
 )
 def test_seconds_are_short_and_never_nothing(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+def test_tokens_that_were_computed_for_want_of_a_state_are_told() -> None:
+    s = Script("prefill-0", "decode-0")
+    s.submit(tokens=range(40))
+    after(s, 0.5, "prefill-0", 40, 7, num_cached_tokens=8, recomputed={"state": 24})
+    after(s, 0.1, "decode-0", 41, 999, finish=STOP)
+    assert explained(s).recomputed == {"state": 24}

@@ -109,6 +109,16 @@ def test_the_context_is_the_models_as_far_as_kv_holds_it() -> None:
         resolve(max_model_len=8193)
 
 
+def test_a_pool_that_does_not_hold_a_row_of_all_groups_is_an_error() -> None:
+    model = dataclasses.replace(MODEL, num_layers=12, windows=(*(512,) * 5, 0) * 2)
+    assert len(model.kv_groups()) > 2
+    engine = EngineSection(num_blocks=2)
+    with pytest.raises(
+        BuildError, match=r"16 tokens need 6 blocks, 6 groups .* there are 2; raise"
+    ):
+        resolve_max_model_len(model, engine, plan_kv(model, engine, "float32"))
+
+
 def test_what_kv_costs_is_told_from_what_a_worker_reports() -> None:
     info = WorkerInfo("decode-0", Role.DECODE, 1, 1000, 16, 46_080 * 8, 8192, 512, b"f")
     first, second = kv_lines(MODEL, [info, info])

@@ -283,3 +283,21 @@ def test_percentiles_are_values_that_occurred() -> None:
     values = [5.0, 1.0, 2.0, 4.0, 3.0]
     assert [percentile(values, p) for p in (0, 20, 50, 99, 100)] == [1.0, 1.0, 3.0, 5.0, 5.0]
     assert percentile([], 50) is None
+
+
+def test_status_shows_what_groups_of_layers_hold_where_there_are_several() -> None:
+    worker = {"worker": "decode-0", "role": "decode", "state": "up", "num_blocks": 100}
+    counts = {"num_groups": 5, "num_used": 61, "num_cached": 72, "num_evicted": 83}
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(status_table(STATUS | {"workers": [worker]}))
+    assert "evicted" not in captured.get()
+    groups = [{"kind": "window"} | counts]
+    with console.capture() as captured:
+        console.print(status_table(STATUS | {"workers": [worker | {"groups": groups}]}))
+    (row,) = [line for line in captured.get().splitlines() if "sliding window" in line]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "decode-0",
+        "sliding window",
+        *("5", "61", "72", "83"),
+    ]

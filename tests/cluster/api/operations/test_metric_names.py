@@ -160,3 +160,24 @@ def test_links_that_are_avoided_are_shown_with_what_they_lost() -> None:
     ClusterCollector(registry, lambda: status)
     labels = {"source": "prefill-0", "reader": "decode-0", "kind": "handoff"}
     assert registry.get_sample_value("kvrelay_router_kv_lost_share", labels) == 0.5
+
+
+def test_groups_of_layers_have_a_label_and_models_with_one_have_no_such_metrics() -> None:
+    counts = {"num_groups": 1, "num_used": 5, "num_cached": 7, "num_evicted": 9}
+    groups = [{"kind": kind} | counts for kind in ("full", "window", "state")]
+    counters = {"evictions": 27.0, "prefix_tokens_recomputed:state": 48.0}
+    worker = WORKER | {"groups": groups, "counters": counters}
+    labels = {"worker": "w", "role": "decode"}
+    value = scrape_of({"workers": [worker]})
+    assert value("kvrelay_worker_group_used_blocks", group="full", **labels) == 5
+    assert value("kvrelay_worker_group_cached_blocks", group="window", **labels) == 7
+    assert value("kvrelay_worker_group_evictions_total", group="state", **labels) == 9
+    name = "kvrelay_prefix_tokens_recomputed_total"
+    assert value(name, cause="state", **labels) == 48
+    assert value(name, cause="window", **labels) == 0
+    assert value(name, cause="full", **labels) is None
+    event = "prefix_tokens_recomputed:state"
+    assert value("kvrelay_worker_events_total", event=event, **labels) is None
+    value = scrape_of({"workers": [WORKER | {"counters": {"evictions": 27.0}}]})
+    assert value("kvrelay_worker_group_used_blocks", group="full", **labels) is None
+    assert value(name, cause="state", **labels) is None
