@@ -25,7 +25,8 @@ from tests.local.test_migration import at_once as at_once
 from tests.local.test_migration import chase
 from tests.support.local import Completion, LocalCluster
 
-pytestmark = pytest.mark.e2e
+# On a machine that does much beside it, the reference alone takes minutes.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MAX_TOKENS = 12
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt goes through the prefill worker

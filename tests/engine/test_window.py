@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.window import Window, Windows
 from kvrelay.engine.stats import Role
 from tests.engine.configs import worker_config
@@ -122,6 +124,21 @@ def test_reach_is_the_longest_prefix_that_can_be_continued(
     assert windows.reach(len(there), there.__getitem__) == expected
 
 
+def config_of(num_blocks: int, max_model_len: int, **windows: Any) -> WorkerConfig:
+    return worker_config(
+        node_id="w",
+        role=Role.DECODE,
+        epoch=1,
+        num_blocks=num_blocks,
+        block_size=16,
+        bytes_per_block=1,
+        max_model_len=max_model_len,
+        fingerprint=b"",
+        max_num_batched_tokens=512,
+        **windows,
+    )
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "most"),
     [(1000, 66 + 32), (72, 72), (67, 67), (66, 67), (40, 67)],  # with fewer than 67 it never fits
@@ -129,19 +146,7 @@ def test_reach_is_the_longest_prefix_that_can_be_continued(
 def test_a_prompt_takes_a_step_ahead_of_its_window_where_the_pool_has_room(
     num_blocks: int, most: int
 ) -> None:
-    config = worker_config(
-        node_id="w",
-        role=Role.DECODE,
-        epoch=1,
-        num_blocks=num_blocks,
-        block_size=16,
-        bytes_per_block=1,
-        max_model_len=20_000,
-        fingerprint=b"",
-        window=1024,
-        sinks=4,
-        max_num_batched_tokens=512,
-    )
+    config = config_of(num_blocks, 20_000, window=1024, sinks=4)
     assert config.kv_windows.max_blocks(20_000) == config.info().max_seq_blocks == most
     assert config.kv_windows.max_blocks(100) == 7
 
@@ -151,18 +156,7 @@ def test_ahead_of_its_windows_a_prompt_takes_what_the_longest_leaves() -> None:
         windows = Windows.of(16, (0, *(512,) * 5))
         longest = windows.most_tokens(num_blocks)
         assert longest is not None
-        config = worker_config(
-            node_id="w",
-            role=Role.DECODE,
-            epoch=1,
-            num_blocks=num_blocks,
-            block_size=16,
-            bytes_per_block=1,
-            max_model_len=longest,
-            fingerprint=b"",
-            group_windows=(0, *(512,) * 5),
-            max_num_batched_tokens=512,
-        )
+        config = config_of(num_blocks, longest, group_windows=(0, *(512,) * 5))
         assert config.kv_windows.max_blocks(longest) <= num_blocks
         ahead = {window.chunk_blocks for window in config.kv_windows.groups[1:]}
         assert ahead == {1}

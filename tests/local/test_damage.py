@@ -80,7 +80,7 @@ def num_bad(cluster: LocalCluster, tier: str) -> float:
 
 
 def test_every_changed_byte_on_the_way_is_noticed(model: Path, expected: list[list[int]]) -> None:
-    """One of each prompt's."""
+    """One byte changes in a block of each prompt."""
     rng, damaged = random.Random(3), set[str]()
 
     def corrupt(read: CopyBlocks, pool: NDArray[np.uint8]) -> None:

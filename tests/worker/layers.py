@@ -118,6 +118,6 @@ class Layered(World):
                 self.most_held = max(self.most_held, held)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Of one that decodes: one in each window is taken before another one is given back."""
+        """A decode holds so many: one in each window is taken before another one is given back."""
         rows = -(-(num_tokens + 1) // BLOCK_SIZE)
         return sum(min(rows, w.num_blocks + 1) if w.size else rows for w in self.windows.groups)

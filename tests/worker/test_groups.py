@@ -17,6 +17,7 @@ from tests.worker.layers import Layered, prompt_of
 from tests.worker.world import BLOCK_SIZE
 
 LAYOUTS = [((0, 10), 0), ((0, 0, 10, 10), 0), ((0, 12, 5), 0), ((17, 6), 0), ((0,), 2), ((0, 9), 1)]
+ONE = ((10,), 0)  # every layer has the same window
 Layout = tuple[tuple[int, ...], int]  # windows, and groups that hold states
 
 
@@ -72,7 +73,7 @@ def test_the_next_turn_goes_on_where_all_groups_can(layout: Layout) -> None:
     world.assert_idle()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, ONE])
 def test_a_session_is_parked_resumed_and_loaded_with_the_windows_of_its_end(
     layout: Layout,
 ) -> None:
@@ -107,7 +108,7 @@ def test_a_session_is_parked_resumed_and_loaded_with_the_windows_of_its_end(
     world.assert_idle()
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, ((10,), 0)])
+@pytest.mark.parametrize("layout", [*LAYOUTS, ONE])
 def test_a_prefix_is_fetched_with_the_windows_of_its_end(layout: Layout) -> None:
     world = Layered(*layout, num_blocks=300, num_decode=2, max_num_batched_tokens=16)
     prompt = prompt_of(Random(7), 90)
@@ -184,7 +185,7 @@ class Faults:
 @pytest.mark.parametrize("seed", range(56))
 def test_groups_share_a_pool_and_answer_right_whatever_comes(seed: int) -> None:
     rng = Random(seed)
-    layout = [*LAYOUTS, ((10,), 0)][seed % 7]
+    layout = [*LAYOUTS, ONE][seed % 7]
     count = len(layout[0]) + layout[1]
     tiers: dict[str, Any] = {}
     if rng.random() < 0.6:

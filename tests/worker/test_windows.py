@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.request import Refusal
-from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from tests.worker.layers import NUM_SINKS, Layered, prompt_of
 from tests.worker.world import BLOCK_SIZE
 
@@ -109,32 +107,6 @@ def test_the_tiers_keep_the_sinks_and_the_window_and_a_later_turn_loads_them() -
     assert world.output("b", turn) == world.reference(turn, 6)
     assert world.decode.core.counters["tokens_scheduled"] - fed <= BLOCK_SIZE + 3 + 6
     assert world.decode.core.counters["blocks_from_host"] > 0
-    world.assert_idle()
-
-
-def test_a_session_is_parked_and_resumed_without_its_middle() -> None:
-    world = windowed(num_blocks=40, num_host_blocks=64)
-    prompt = prompt_of(Random(5), 100)
-    world.submit("a", prompt, 21, remote=False)
-    world.drain()
-    tokens = [*prompt, *world.reference(prompt, 21)]
-    names = hash_blocks(b"tiny", UNSALTED, tokens, BLOCK_SIZE)
-    pool = world.decode.core.kv.pool
-    assert pool.num_cached > MOST_BLOCKS  # there was room for the middle
-    for action in (CacheAction.PARK, CacheAction.RESUME):
-        world.deliver("decode", CacheOrder(action, "router", action, tuple(names)))
-        world.drain()
-        on_device = pool.num_cached
-        assert on_device == 0 if action is CacheAction.PARK else 0 < on_device <= MOST_BLOCKS
-        # Those of the prompt's end too, where another request may go on.
-        assert world.decode.exchange.tiers.num_blocks(Tier.HOST) <= 2 * MOST_BLOCKS
-    answers = [m.num_blocks for m in world.to_router if isinstance(m, CacheOrderDone)]
-    assert answers == [len(names), len(names)]
-    fed = world.decode.core.counters["tokens_scheduled"]
-    world.submit("b", [*tokens, 9, 9, 9], 6, remote=False)
-    world.drain()
-    assert world.output("b", [*tokens, 9, 9, 9]) == world.reference([*tokens, 9, 9, 9], 6)
-    assert world.decode.core.counters["tokens_scheduled"] - fed <= BLOCK_SIZE + 3 + 6
     world.assert_idle()
 
 

@@ -56,18 +56,21 @@ LONGROPE = {
     "partial_rotary_factor": 0.5,
 }
 PHI3 = {"pad_token_id": 0}
-LATENT = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
+EXPERTS = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
+}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    **EXPERTS,
 }
 GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 48}
 GEMMA3 = {
@@ -85,12 +88,7 @@ GLM4 = {
     "head_dim": 32,
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.7,
+    **EXPERTS,
 }
 GROWTH = rope(
     "yarn",

@@ -15,11 +15,11 @@ from kvrelay.lab.sim.run import Report, run_seed
 
 NUM_SEEDS = 40
 SOONER = {  # seeds that show it, where the first ones do not; later changes may move them
-    Break.AHEAD: (17,),
+    Break.AHEAD: (74,),
     Break.CONFIRM: (27,),
     Break.CHECKSUM: (5,),
     Break.RESCUE: (25,),
-    Break.WAIT: (20,),
+    Break.WAIT: (41,),
     Break.SUSPECT: (6,),
     Break.TURNS: (2,),
     Break.PASSES: (2,),
