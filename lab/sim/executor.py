@@ -59,13 +59,20 @@ class _Chain:
 class SimPool:
     """`[num_blocks, block_size]` slots of 64 bits. Owned by one life of one worker. What a group of
     layers holds is marked with its number, and comes out without: a slot of another group's block
-    is none that anybody has written."""
+    is none that anybody has written. All slots of a block of the last `num_states` groups are the
+    state of its sequence."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, with_checksums: bool, num_groups: int = 1
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        with_checksums: bool,
+        num_groups: int = 1,
+        num_states: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.num_groups = num_groups
+        self.num_groups, self.num_states = num_groups, num_states
         self.with_checksums = with_checksums
         self.blocks = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
 
@@ -81,14 +88,39 @@ class SimPool:
         del slots[end:]
         return [slot ^ group for slot in slots] if group else slots
 
+    def slot(self, block_ids: list[int], position: int) -> int:
+        """As of the first group."""
+        block = block_ids[position // self.block_size * self.num_groups]
+        return self.blocks[block][position % self.block_size] if block >= 0 else UNWRITTEN
+
     def gather_groups(self, block_ids: list[int], end: int) -> list[list[int]]:
         return [self.gather(block_ids, end, group) for group in range(self.num_groups)]
 
     def write(self, block_ids: list[int], position: int, value: int) -> None:
         first = position // self.block_size * self.num_groups
-        for group, block in enumerate(block_ids[first : first + self.num_groups]):
+        end = first + self.num_groups - self.num_states
+        for group, block in enumerate(block_ids[first:end]):
             assert block >= 0, "KV is written outside the windows"
             self.blocks[block][position % self.block_size] = value ^ group
+
+    def states(self, block_ids: list[int], position: int) -> list[int]:
+        """Those that are there before `position`, which may be of other tokens."""
+        if not self.num_states or not position:
+            return [0] * self.num_states
+        end = self.entries(position)
+        blocks = enumerate(
+            block_ids[end - self.num_states : end], self.num_groups - self.num_states
+        )
+        return [self.blocks[block][0] ^ group for group, block in blocks]
+
+    def store(self, block_ids: list[int], position: int, states: list[int]) -> None:
+        """Those after the token at `position`."""
+        end = self.entries(position + 1)
+        for back, state in enumerate(reversed(states), start=1):
+            assert block_ids[end - back] >= 0, "a state is written outside the windows"
+            self.blocks[block_ids[end - back]][:] = [
+                state ^ self.num_groups - back
+            ] * self.block_size
 
     def entries(self, end: int) -> int:
         return -(-end // self.block_size) * self.num_groups
@@ -127,6 +159,8 @@ class SimExecutor:
         self._chains: dict[str, _Chain] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._sampled: list[Sampled | None] = []  # by the last step that has ended
+        # States after each position that this step has passed, by request.
+        self._states: dict[tuple[str, int], list[int]] = {}
         self._left_out = False  # some of that step were
         self.failed_in_a_row = 0  # steps
 
@@ -191,6 +225,7 @@ class SimExecutor:
 
     def _finish(self, ended: _InFlight, elapsed_s: float, error: str | None) -> StepDone:
         step, tables, error = ended.step, ended.tables, error or ended.error
+        self._states.clear()
         sampled = [
             None if index in ended.failed else self._run(seq, table, failed=error is not None)
             for index, (seq, table) in enumerate(zip(step.seqs, tables, strict=True))
@@ -229,45 +264,67 @@ class SimExecutor:
                 break
             for seq, table, new in zip(step.seqs, tables, tokens, strict=True):
                 position = seq.start + 1 + repeat
-                before = pool.gather(table, position)[-1]
-                pool.write(table, position, slot_value(before, new[-1], position))
-                attended = self._attended(table, position + 1)
+                self._pass(seq, table, position, new[-1])
+                pool.store(table, position, self._states[seq.request_id, position])
+                attended = self._attended(seq, table, position + 1)
                 new.append(next_token(attended, seq.sampling, position + 1))
         return [Sampled(new[0], None, tuple(new[1:])) for new in tokens]
 
     def _run(self, seq: ScheduledSeq, table: list[int], *, failed: bool) -> Sampled | None:
         pool, end = self.pool, seq.start + len(seq.tokens)
-        previous = pool.gather(table, seq.start)[-1] if seq.start else 0
         for position, token in enumerate(seq.tokens, start=seq.start):
-            previous = slot_value(previous, token, position)
-            pool.write(table, position, UNWRITTEN if failed else previous)
+            self._pass(seq, table, position, token)
+            states = self._states[seq.request_id, position]
+            if failed:
+                pool.write(table, position, UNWRITTEN)
+                states = [UNWRITTEN] * len(states)
+            if failed or not seq.draft_tokens:
+                pool.store(table, position, states)
         if failed or not seq.sample:
             return None
-        attended = self._attended(table, end)
+        attended = self._attended(seq, table, end)
         drawn = [next_token(attended, seq.sampling, end)]
         logprobs = seq.sampling.logprobs
         if logprobs is not None:
             assert not seq.draft_tokens, "draft tokens where log-probabilities are reported"
             return Sampled(drawn[0], logprobs_of(attended, drawn[0], end, logprobs))
         for position, token in enumerate(seq.draft_tokens, start=end):
-            previous = slot_value(previous, token, position)
-            pool.write(table, position, previous)
-            attended = self._attended(table, position + 1)
+            self._pass(seq, table, position, token)
+            attended = self._attended(seq, table, position + 1)
             drawn.append(next_token(attended, seq.sampling, position + 1))
         found = seq.verify(drawn)
         last = end + len(found.more)
+        if seq.draft_tokens:  # a state that a rejected one has changed would be lost
+            pool.store(table, last - 1, self._states[seq.request_id, last - 1])
         return replace(found, forced=forced_after(seq.sampling.grammar, last))
 
-    def _attended(self, table: list[int], end: int) -> int:
-        slots, *others = self.pool.gather_groups(table, end)
+    def _pass(self, seq: ScheduledSeq, table: list[int], position: int, token: int) -> None:
+        """`token` leaves a slot; of states, what comes of them is known, but not stored."""
+        pool = self.pool
+        previous = pool.slot(table, position - 1) if position else 0
+        pool.write(table, position, slot_value(previous, token, position))
+        states = self._states.get((seq.request_id, position - 1)) or pool.states(table, position)
+        after = [slot_value(state, token, position) for state in states]
+        self._states[seq.request_id, position] = after
+
+    def _attended(self, seq: ScheduledSeq, table: list[int], end: int) -> int:
+        slots, *others = self._gather(seq, table, end)
         return self._attention.attended(slots, end, *others)
+
+    def _gather(self, seq: ScheduledSeq, table: list[int], end: int) -> list[list[int]]:
+        """As `SimPool.gather_groups`; states are those that this step has passed."""
+        groups = self.pool.gather_groups(table, end)
+        for group, slots in enumerate(groups[len(groups) - self.pool.num_states :]):
+            for position in range(seq.start, end):
+                slots[position] = self._states[seq.request_id, position][group]
+        return groups
 
     def _prompt_outputs(self, seq: ScheduledSeq, table: list[int]) -> PromptOutputs:
         """What the tokens of this step give; the embedding is a sum until the prompt ends."""
         positions, sampling = seq.output_positions, seq.sampling
         if not positions:
             return PromptOutputs(embedding=seq.pooled)
-        slots, *others = self.pool.gather_groups(table, positions.stop)
+        slots, *others = self._gather(seq, table, positions.stop)
         logprobs = []
         if sampling.prompt_logprobs is not None:
             for at in positions:

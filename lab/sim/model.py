@@ -36,20 +36,28 @@ _MASK = (1 << 64) - 1
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Which slots a query reads: `window` up to its own, and the sinks. Window 0: all. Each further
-    group of layers has slots of its own, with the same numbers, and a window of its own."""
+    group of layers has slots of its own, with the same numbers, and a window of its own. The last
+    ones may be recurrent: what they read is a state, which a block holds once, and which stands for
+    all tokens up to the last one that has passed."""
 
     window: int = 0
     num_sinks: int = 0
     more_windows: tuple[int, ...] = ()
+    num_states: int = 0  # groups
 
     @property
     def windows(self) -> tuple[int, ...]:
         return (self.window, *self.more_windows)
 
+    def is_state(self, group: int) -> bool:
+        return group >= len(self.windows) - self.num_states
+
     def read_positions(self, end: int, group: int = 0) -> list[int]:
         """By the query at `end - 1`, in order."""
         window = self.windows[group]
         first = max(0, end - window) if window else 0
+        if self.is_state(group):
+            return [*range(first, end)]
         return [*range(min(self.num_sinks, first)), *range(first, end)]
 
     def attended(self, slots: Sequence[int], end: int, *others: Sequence[int]) -> int:
@@ -60,7 +68,8 @@ class Attention:
         total = 0
         for group, (_, own) in enumerate(zip_longest(self.windows, (slots, *others))):
             read = slots if own is None else own
-            total += sum(read[at] for at in self.read_positions(end, group))
+            positions = [end - 1] if self.is_state(group) else self.read_positions(end, group)
+            total += sum(read[at] for at in positions)
         return total
 
 

@@ -96,12 +96,13 @@ class PoolShape:
     num_disk_blocks: int = 0
     num_ranks: int = 1  # a divisor of block_size
 
-    def pool(self, num_blocks: int, num_groups: int = 1) -> SimPool:
+    def pool(self, num_blocks: int, attention: Attention = FULL) -> SimPool:
         return SimPool(
             num_blocks,
             self.block_size,
             with_checksums=self.with_checksums,
-            num_groups=num_groups,
+            num_groups=len(attention.windows),
+            num_states=attention.num_states,
         )
 
 
@@ -201,7 +202,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         epoch, shape = place.next_epoch if epoch is None else epoch, place.shape
         place.next_epoch = epoch + 1
         pools = {
-            Tier.DEVICE: shape.pool(shape.num_blocks, len(self.attention.windows)),
+            Tier.DEVICE: shape.pool(shape.num_blocks, self.attention),
             Tier.HOST: shape.pool(shape.num_host_blocks),
             Tier.DISK: place.disk.pool,
         }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.spec import STATE_WINDOW
 from kvrelay.engine.kv.tier import LOWER_TIERS, Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
@@ -135,13 +136,16 @@ def _draw_attention(more: random.Random) -> Attention:
 
 
 def _draw_groups(last: random.Random, attention: Attention) -> Attention:
-    """In a quarter of all, layers attend to different windows: mostly some to everything."""
+    """In a quarter of all, layers attend to different windows: mostly some to everything. The last
+    ones of half of these are recurrent."""
     if last.random() < 0.75:
         return attention
     more = tuple(last.randint(5, 33) for _ in range(last.choice((1, 1, 2))))
     window = attention.window if last.random() < 0.3 else 0
     sinks = attention.num_sinks or last.choice((0, 0, last.randint(1, 5)))
-    return Attention(window, sinks, more)
+    if last.random() < 0.5:
+        return Attention(window, sinks, more)
+    return Attention(window, sinks, (*more[:-1], STATE_WINDOW), num_states=1)
 
 
 def _pool_tokens(config: WorkerConfig) -> int:
@@ -179,6 +183,7 @@ def _make_unlike(
             window=attention.window,
             sinks=attention.num_sinks,
             group_windows=attention.windows if attention.more_windows else (),
+            has_states=attention.num_states > 0,
             num_blocks=config.num_blocks * (3 if larger else 1) * len(attention.windows),
             max_model_len=config.max_model_len + (56 if longer else 0),
             fingerprint=OTHER_FINGERPRINT if other else config.fingerprint,

@@ -36,6 +36,7 @@ def test_the_first_seeds_draw_every_kind() -> None:
     assert {bool(worker.window) for worker in workers} == {True, False}
     assert {bool(worker.sinks) for worker in workers} == {True, False}
     assert {len(worker.group_windows) for worker in workers} == {0, 2, 3}
+    assert {worker.has_states for worker in workers} == {True, False}
     assert {bool(worker.cores) for worker in workers} == {True, False}
     assert {bool(each.router.ttft_target_s) for each in found} == {True, False}
     for of in ("max_model_len", "fingerprint", "num_blocks"):
@@ -75,7 +76,8 @@ class Bench:
 
     def __init__(self, attention: Attention = Attention(), **faults: object) -> None:
         self.wrong: list[str] = []
-        self.pool = SimPool(16, 4, with_checksums=False)
+        groups = {"num_groups": len(attention.windows), "num_states": attention.num_states}
+        self.pool = SimPool(16, 4, with_checksums=False, **groups)
         pools = {Tier.DEVICE: self.pool}
         self.executor = SimExecutor(
             pools,
@@ -139,6 +141,26 @@ def test_blocks_outside_the_windows_are_not_needed() -> None:
     assert bench.wrong == []
     assert done.sampled[0] is not None
     assert done.sampled[0].token == generate(PROMPT, GREEDY, 100, attention)[0][0]
+
+
+def test_a_state_is_that_after_the_accepted_draft_tokens() -> None:
+    attention = Attention(more_windows=(2,), num_states=1)
+    prompt = PROMPT[:16]
+    expected = generate(prompt, replace(GREEDY, max_tokens=4), 100, attention)[0]
+    bench, table = Bench(attention), list(range(12))
+    tokens = [*prompt, bench.step(bench.seq("r#1", list(prompt), 0, table)).sampled[0].token]
+    for draft, accepted in (((expected[1] ^ 1, 3), 0), ((expected[2], expected[3] ^ 1), 1)):
+        seq = bench.seq("r#1", list(tokens), len(tokens) - 1, table)
+        seq.draft_tokens = list(draft)
+        (sampled,) = bench.step(seq).sampled
+        assert len(sampled.more) == accepted
+        tokens += [sampled.token, *sampled.more]
+    assert tokens[len(prompt) :] == expected
+    assert bench.wrong == []
+    at = len(tokens) - 1
+    bench.pool.store(table, at - 1, [1])  # as after a token that was not accepted
+    bench.step(bench.seq("r#1", tokens, at, table))
+    assert bench.wrong == ["block used with wrong content"]
 
 
 def test_a_grammar_forces_tokens_and_its_executor_tells_which_follow() -> None:
