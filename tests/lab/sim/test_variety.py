@@ -157,6 +157,25 @@ def test_a_state_has_to_be_that_of_the_token_before(moved: int, is_right: bool) 
     assert done.sampled[0].token == generate(PROMPT, GREEDY, 100, attention)[0][0]
 
 
+def test_a_state_is_that_after_the_accepted_draft_tokens() -> None:
+    attention = Attention(num_states=1)
+    prompt = PROMPT[:16]
+    expected = generate(prompt, replace(GREEDY, max_tokens=4), 100, attention)[0]
+    bench, table = Bench(attention), list(range(12))
+    (first,) = bench.step(bench.seq("r#1", list(prompt), 0, table)).sampled
+    assert first is not None
+    tokens = [*prompt, first.token]
+    for draft, accepted in (((expected[1] ^ 1, 3), 0), ((expected[2], expected[3] ^ 1), 1)):
+        seq = bench.seq("r#1", list(tokens), len(tokens) - 1, table)
+        seq.draft_tokens = list(draft)
+        (sampled,) = bench.step(seq).sampled
+        assert sampled is not None
+        assert len(sampled.more) == accepted
+        tokens += [sampled.token, *sampled.more]
+    assert tokens[len(prompt) :] == expected
+    assert bench.wrong == []
+
+
 def test_a_grammar_forces_tokens_and_its_executor_tells_which_follow() -> None:
     sampling = replace(GREEDY, grammar="5 3", max_tokens=20)
     output, _ = generate(PROMPT, sampling, 100)
