@@ -82,7 +82,7 @@ def open_transfers(
     model = model_config(path, spec.engine)
     # On a GPU both may follow from the memory that was left.
     plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
-    share = BlockLayout(plan.spec).share_of(shard.kv_heads(plan.spec.num_kv_heads))
+    share = BlockLayout(plan.spec).share(shard.rank, shard.size)
     memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
     if plan.num_host_blocks:
         memory[Tier.HOST] = make_arena(plan, share.bytes_per_block, on_gpu=spec.on_gpu)

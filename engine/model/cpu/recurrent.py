@@ -17,6 +17,7 @@ from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 
 _States, _Convolution, _DeltaRule = map(structure, ("States", "Convolution", "DeltaRule"))
+_MAX_PIECE = 256  # channels of one task, as in layers/api.h
 
 
 class CpuRecurrent:
@@ -32,6 +33,15 @@ class CpuRecurrent:
     ) -> None:
         self._shape, self._pool, self._lib = config.recurrent, pool, library
         self._threads, self._buffer = num_threads, buffer
+        self._pieces = np.array(
+            [
+                (run.first + at, min(_MAX_PIECE, run.width - at), start + at, run.copies)
+                for run in pool.layout.runs()
+                for start in (run.unit * pool.unit_stride + run.at,)
+                for at in range(0, run.width, _MAX_PIECE)
+            ],
+            np.int64,
+        )
         self._states: list[Any] = []  # one for each group of layers
         self._alive: list[Any] = []
 
@@ -51,6 +61,7 @@ class CpuRecurrent:
                     segments=segments.ctypes.data,
                     chains=chains.ctypes.data,
                     count=len(starts),
+                    unit_stride=self._pool.unit_stride,
                 )
             )
 
@@ -66,12 +77,15 @@ class CpuRecurrent:
             weight=weights.conv.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             y=out.data_ptr(),
+            pieces=self._pieces.ctypes.data,
             x_stride=x.stride(0),
             channels=channels,
             kernel=kernel,
             silu=silu,
+            num_pieces=len(self._pieces),
+            unit_channels=self._pool.layout.unit_channels,
         )
-        self._call(self._lib.kvr_convolve, conv, layer, "conv")
+        self._call(self._lib.kvr_convolve, conv, layer, self._pool.conv(layer))
         return out
 
     def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
@@ -95,16 +109,17 @@ class CpuRecurrent:
             decay_width=decay.shape[1] // shape.num_heads,
             num_heads=shape.num_heads,
             num_key_heads=shape.num_key_heads,
+            unit_heads=self._pool.layout.num_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
         )
-        self._call(self._lib.kvr_delta_rule, rule, layer, "memory")
+        self._call(self._lib.kvr_delta_rule, rule, layer, self._pool.memory_of(layer))
         return out
 
-    def _call(self, kernel: Any, described: Any, layer: int, name: str) -> None:
+    def _call(self, kernel: Any, described: Any, layer: int, state: torch.Tensor) -> None:
         kernel(
             ctypes.addressof(self._states[self._pool.group(layer)]),
             ctypes.addressof(described),
-            self._pool.view(layer, name).data_ptr(),
+            state.data_ptr(),
             self._threads,
         )
