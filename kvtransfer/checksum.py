@@ -77,7 +77,8 @@ def checksum_blocks(
 
 
 def head_weights(share: HeadShare | None) -> NDArray[np.uint64]:
-    """What the sums of a block's heads are multiplied by, in the order of `share`."""
+    """What the sums of a block's heads are multiplied by, in the order of `share`; 0: those that
+    are another rank's to tell."""
     if share is None:
         return np.ones(1, np.uint64)
     return _weights(share)
@@ -87,7 +88,8 @@ def head_weights(share: HeadShare | None) -> NDArray[np.uint64]:
 def _weights(share: HeadShare) -> NDArray[np.uint64]:
     planes = np.arange(share.num_planes, dtype=np.uint64)[:, None] * np.uint64(share.num_heads)
     heads = planes + np.array(share.heads, np.uint64)
-    return (np.uint64(2) * heads + np.uint64(1)).reshape(-1)
+    own = [head in share.own_heads for head in share.heads]
+    return np.where(own, np.uint64(2) * heads + np.uint64(1), np.uint64(0)).reshape(-1)
 
 
 def _checksum(block: NDArray[np.uint8], weights: NDArray[np.uint64]) -> int:

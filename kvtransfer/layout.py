@@ -3,6 +3,10 @@
 The pool is `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, so a block
 is one contiguous run of bytes in device memory, host memory, a file and on the wire, and the heads
 of a tensor-parallel rank are one contiguous run inside each (layer, k or v) plane of the block.
+
+Where some blocks hold states of recurrent layers, KV heads come first in all of them, and a rank's
+share of any block is one run: of `num_units` parts of the same bytes, of keys and values or of a
+state alike. These are the heads of a `HeadShare` then, in one plane.
 """
 
 from __future__ import annotations
@@ -29,16 +33,27 @@ class HeadShare:
     num_heads: int  # KV heads of the model, over all ranks
     num_planes: int  # k and v of each layer
     bytes_per_head: int  # in one plane of one block
+    # Which even part of these heads is good here, where ranks with the same keys and values have
+    # different states. Others have the other parts.
+    part: int = 0
+    num_parts: int = 1
 
     @property
     def is_valid(self) -> bool:
-        positive = min(self.size, self.num_heads, self.num_planes, self.bytes_per_head) > 0
-        return positive and 0 <= self.rank < self.size and self.num_heads % self.size == 0
+        sizes = (self.size, self.num_heads, self.num_planes, self.bytes_per_head, self.num_parts)
+        divided = min(sizes) > 0 and self.num_heads % (self.size * self.num_parts) == 0
+        return divided and 0 <= self.rank < self.size and 0 <= self.part < self.num_parts
 
     @property
     def heads(self) -> range:
         share = self.num_heads // self.size
         return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
+    def own_heads(self) -> range:
+        """Those of its heads that others read here, and that its checksums tell."""
+        count = len(self.heads) // self.num_parts
+        return self.heads[self.part * count :][:count]
 
     @property
     def bytes_per_block(self) -> int:
@@ -69,20 +84,21 @@ class BlockLayout:
         assert block_id >= 0, block_id
         return block_id * self.bytes_per_block, self.bytes_per_block
 
-    def share_of(self, heads: range) -> HeadShare:
-        """What a rank has that holds these; it may not be the only one that does."""
-        return self.share(heads.start // len(heads), self.spec.num_kv_heads // len(heads))
-
     def share(self, rank: int, tp_size: int) -> HeadShare:
-        """What a tensor-parallel rank has. `num_kv_heads` is a multiple of `tp_size`."""
+        """What a tensor-parallel rank has. One of `num_kv_heads` and `tp_size` is a multiple of the
+        other."""
         spec = self.spec
-        share = HeadShare(
-            rank=rank,
-            size=tp_size,
-            num_heads=spec.num_kv_heads,
-            num_planes=spec.num_planes * spec.num_layers,
-            bytes_per_head=spec.bytes_per_head,
-        )
+        size = min(tp_size, spec.num_kv_heads)
+        assert size > 0, tp_size
+        assert tp_size % size == 0, tp_size
+        copies = tp_size // size
+        copy = rank % copies
+        if spec.num_state_groups:
+            each = spec.bytes_per_block // spec.num_units
+            share = HeadShare(rank // copies, size, spec.num_units, 1, each, copy, copies)
+        else:
+            planes = spec.num_planes * spec.num_layers
+            share = HeadShare(rank // copies, size, spec.num_kv_heads, planes, spec.bytes_per_head)
         assert share.is_valid, share
         return share
 
@@ -97,10 +113,10 @@ def head_overlap(src: HeadShare, dst: HeadShare) -> tuple[CopySpan, ...]:
         dst.num_planes,
         dst.bytes_per_head,
     ), (src, dst)
-    if src.heads == dst.heads:
+    if src.own_heads == dst.heads:
         return (CopySpan(0, 0, src.bytes_per_block),)
-    first = max(src.heads.start, dst.heads.start)
-    count = min(src.heads.stop, dst.heads.stop) - first
+    first = max(src.own_heads.start, dst.heads.start)
+    count = min(src.own_heads.stop, dst.heads.stop) - first
     if count <= 0:
         return ()
     head = src.bytes_per_head
@@ -125,6 +141,8 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
     )
     if spec.num_groups > 1:
         shape = f"{shape}groups {spec.windows} {spec.num_state_groups}\n"
+    if spec.num_state_groups:
+        shape = f"{shape}units {spec.num_units}\n"
     data = shape.encode() + model
     return blake2b(data, digest_size=FINGERPRINT_BYTES, person=b"kvrelay-layout").digest()
 

@@ -102,7 +102,7 @@ def add_checksums(of_ranks: Iterable[Sequence[int]]) -> list[int]:
 
 def first_with_heads(shares: Sequence[HeadShare]) -> list[bool]:
     """For each rank, whether those before it have other heads."""
-    heads = [share.heads for share in shares]
+    heads = [share.own_heads for share in shares]
     return [each not in heads[:rank] for rank, each in enumerate(heads)]
 
 

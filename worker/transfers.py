@@ -99,10 +99,10 @@ def open_transfers(
     model = model_config(path, spec.engine)
     # On a GPU both may follow from the memory that was left.
     plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
-    share = BlockLayout(plan.spec).share_of(shard.kv_heads(plan.spec.num_kv_heads))
     quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
     digest = model.digest(path, max_model_len, quantization)
     config = worker_config(spec, plan, max_model_len, digest)
+    share = BlockLayout(plan.spec).share(shard.rank, shard.size)
     of_rank = structs.replace(config, bytes_per_block=share.bytes_per_block)
     part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
     memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}

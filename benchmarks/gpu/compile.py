@@ -24,6 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kvrelay.engine.model.config import (
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    Recurrent,
+)
 from kvrelay.engine.model.gpu import attention_prefill
 from kvrelay.engine.model.gpu import latent as latent_kernels
 from kvrelay.engine.model.gpu.attention_decode import decode_attention
@@ -34,7 +40,11 @@ from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
 from kvrelay.engine.model.gpu.latent import latent_decode, latent_prefill
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
+from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.sampling import Draws, draw
+from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.weights import RecurrentWeights
 from kvrelay.kvtransfer.agents.checksum_kernels import Checksums
 from kvrelay.kvtransfer.checksum import head_weights
 from kvrelay.kvtransfer.layout import HeadShare
@@ -156,6 +166,29 @@ def write_latent(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: latent_write(q, c, pool, 1, longs, longs, (angles, angles))
 
 
+def recurrent(kind: str, groups: int, dims: tuple[int, int], rule: bool) -> Callable[[], object]:
+    """The launch of a layer with 32 heads; dims: of keys and values. A decode's, or of a prompt's
+    convolution both launches."""
+    keys, values = dims
+    channels = 2 * groups * keys + 32 * values
+    shape = Recurrent(kind, 4, channels, False, 32, groups, keys, values)
+    layout = shape.layout(4)
+    memory = torch.zeros(2, 4 * layout.unit_size * 4, dtype=torch.uint8)
+    made = GpuRecurrent(shape, StatePool(memory, layout, {0: (0, 0)}), 96)
+    by_keys = keys if kind == KIMI_DELTA_ATTENTION else 1
+    weights = RecurrentWeights(
+        None, torch.zeros(4, channels), torch.zeros(channels), None, torch.zeros(32),
+        torch.zeros(32 * by_keys), None, torch.zeros(32) if kind == MAMBA2 else None,
+    )  # fmt: skip
+    longs, ints = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    where = Where(torch.zeros(64, 32, dtype=torch.int32), longs, longs, ints, ints)
+    x, beta = (torch.zeros(64, width, dtype=torch.bfloat16) for width in (channels, 32))
+    decay = beta if by_keys == 1 else torch.zeros(64, 32 * keys, dtype=torch.bfloat16)
+    if rule:
+        return lambda: made.delta_rule(DeltaRows(x, decay, beta), weights, 0, where)
+    return lambda: [made.convolve(x, weights, 0, where, length, silu=True) for length in (1, 64)]
+
+
 def int8_linear(rows: int) -> Callable[[], object]:
     weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
     return lambda: int8.linear(weight[:rows], int8.int8_matrix(weight, None))
@@ -195,6 +228,11 @@ CASES = {
     "write latent fp8": write_latent(FP8),
     "norm": lambda: rms_norm(ROWS, ROWS[0], 1e-5),
     "gate": lambda: gated(ROWS, "silu"),
+    "convolution": recurrent(GATED_DELTA_NET, 16, (128, 128), rule=False),
+    "convolution, Mamba 2": recurrent(MAMBA2, 1, (256, 64), rule=False),
+    "delta rule": recurrent(GATED_DELTA_NET, 16, (128, 128), rule=True),
+    "delta rule, by keys": recurrent(KIMI_DELTA_ATTENTION, 32, (128, 128), rule=True),
+    "delta rule, Mamba 2": recurrent(MAMBA2, 1, (256, 64), rule=True),
     "int8": int8_linear(4),
     "int8, many rows": int8_linear(256),
     "fp8 inputs": lambda: fp8.quantize_rows(torch.zeros(4, 4096).bfloat16()),

@@ -12,7 +12,9 @@ SCALE_BYTES = {"float8_e4m3": 1}  # for each token of each head of each plane; o
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """Shape of the KV cache: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size,
-    head_dim]`. With several groups of layers, a block holds the layers of one of them.
+    head_dim]`. With several groups of layers, a block holds the layers of one of them. Where some
+    hold states, `num_kv_heads` comes before `num_layers`, so that a rank's share of a block is one
+    run of bytes.
 
     In float8_e4m3 what a head holds of a block, `[block_size, head_dim]` numbers, is followed by
     its scales, `[block_size]` bytes: a number's value is `number * 2**(scale - 127)` (E8M0, as in
@@ -26,6 +28,7 @@ class KVSpec:
     num_planes: int = 2  # keys and values; 1: one latent for both
     windows: tuple[int, ...] = (0,)  # positions that each group's layers attend to; 0: all
     num_state_groups: int = 0  # the last ones: their blocks hold states of recurrent layers
+    num_units: int = 1  # parts of a block that ranks divide among them where there are states
 
     @property
     def num_groups(self) -> int:

@@ -10,13 +10,15 @@ import json
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from hashlib import blake2b
-from math import ceil, prod
+from itertools import count as count_from
+from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.cache_dir import file_digest, version_of
 from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVSpec
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.state_layout import StateLayout
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
@@ -150,6 +152,7 @@ class Experts:
         return range(self.first_layer, num_layers, self.step)
 
 
+UNIT_ALIGNMENT = 16  # bytes, for vectors of float32
 GROUP_COST = 0.01  # a block more for each `block_size` tokens, in shares of all KV
 
 
@@ -170,13 +173,21 @@ class Recurrent:
     scales: tuple[float, ...] = ()  # Mamba 2: the five parts of the first projection times these
     beside_attention: bool = False  # a layer has both, and adds up what comes out
 
-    @property
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns those of one sequence, by name."""
-        shapes: dict[str, tuple[int, ...]] = {"conv": (self.conv_kernel - 1, self.conv_channels)}
-        if self.num_heads:
-            shapes["memory"] = (self.num_heads, self.key_dim, self.value_dim)
-        return shapes
+    def splits(self, num_units: int) -> bool:
+        """Whether its heads, or channels, can be divided among so many units."""
+        count, groups = self.num_heads or self.conv_channels, self.num_key_heads or num_units
+        shared = self.kind == MAMBA2 and num_units % groups == 0  # a group may be divided
+        return count % num_units == 0 and (shared or groups % num_units == 0)
+
+    def layout(self, num_units: int) -> StateLayout:
+        """Returns where a layer's state lies, in so many units, which `splits` allows."""
+        rows = self.conv_kernel - 1
+        if not self.num_heads:
+            return StateLayout(num_units, rows, (self.conv_channels // num_units,), (1,))
+        heads, copies = self.num_heads // num_units, max(1, num_units // self.num_key_heads)
+        keys = self.num_key_heads * copies // num_units * self.key_dim
+        parts, copied = (keys, keys, heads * self.value_dim), (copies, copies, 1)
+        return StateLayout(num_units, rows, parts, copied, heads, self.key_dim, self.value_dim)
 
     @property
     def width(self) -> int:
@@ -190,8 +201,12 @@ class Recurrent:
             return 3 * self.conv_channels
         if self.kind == KIMI_DELTA_ATTENTION:
             return self.conv_channels + 2 * self.value_dim + self.num_heads
-        numbers = 1 if self.kind == MAMBA2 else 2  # each head's
-        return self.conv_channels + self.width + numbers * self.num_heads
+        return self.conv_channels + self.width + self.num_numbers * self.num_heads
+
+    @property
+    def num_numbers(self) -> int:
+        """How many of the outputs of the first projection are single numbers, for each head."""
+        return 2 if self.kind == GATED_DELTA_NET else 1
 
     @property
     def norm_width(self) -> int:
@@ -279,18 +294,26 @@ class ModelConfig:
         return beside or self.kind(layer) == ATTENTION
 
     @property
-    def state_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """For each layer, the float32 tensors by name that a sequence's state has in it; {}: it is
-        not recurrent."""
-        if self.recurrent is None:
-            return ({},) * self.num_layers
-        shapes = self.recurrent.state_shapes
-        return tuple(shapes if kind == self.recurrent.kind else {} for kind in self.layer_kinds)
+    def recurrent_layers(self) -> list[int]:
+        kind = None if self.recurrent is None else self.recurrent.kind
+        return [layer for layer, each in enumerate(self.layer_kinds) if each == kind]
 
     @property
-    def bytes_per_state(self) -> int:
-        """A sequence's state in all recurrent layers together; 0: there are none."""
-        return sum(4 * prod(shape) for each in self.state_shapes for shape in each.values())
+    def num_state_units(self) -> int:
+        """Into how many parts blocks are cut where there are states: the most that divide the heads
+        of attention and of recurrent layers, and of which each is a part of a KV head, or several.
+        A number of ranks that divides them divides the states."""
+        own, kv_heads = self.recurrent, self.num_kv_heads
+        if own is None:
+            return 1
+        most = gcd(self.num_heads, own.num_heads or own.conv_channels)
+        fits = (n for n in range(most, 0, -1) if not (most % n or (n % kv_heads and kv_heads % n)))
+        return next(filter(own.splits, fits))
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """Where each recurrent layer has its state; None: there are no such layers."""
+        return None if self.recurrent is None else self.recurrent.layout(self.num_state_units)
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -386,32 +409,31 @@ class ModelConfig:
     def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
         """Blocks have more tokens than `block_size` where they have to hold the state of a
         recurrent layer. Such layers are in groups after the others, as many in a block as fit."""
-        spec = self.attention_spec(block_size, dtype)
-        state_bytes = self.bytes_per_layer_state
-        if not state_bytes:
+        spec, layout = self.attention_spec(block_size, dtype), self.state_layout
+        if layout is None:
             return spec
-        size = block_size * -(-state_bytes // spec.bytes_per_block)
-        spec = replace(spec, block_size=size)
-        num_groups = -(-len(self.recurrent_layers) // (spec.bytes_per_block // state_bytes))
+        units, size = layout.num_units, 4 * layout.unit_size
+        whole = next(  # numbers in a unit have to be aligned
+            count
+            for count in count_from(-(-units * size // spec.bytes_per_block))
+            if count * spec.bytes_per_block % (UNIT_ALIGNMENT * units) == 0
+        )
+        spec = replace(spec, block_size=block_size * whole)
+        in_block = spec.bytes_per_block // units // size
+        num_groups = -(-len(self.recurrent_layers) // in_block)
         windows = (*spec.windows, *(STATE_WINDOW for _ in range(num_groups)))
-        return replace(spec, windows=windows, num_state_groups=num_groups)
-
-    @property
-    def recurrent_layers(self) -> list[int]:
-        return [layer for layer, shapes in enumerate(self.state_shapes) if shapes]
-
-    @property
-    def bytes_per_layer_state(self) -> int:
-        """A sequence's state in one recurrent layer; 0: there are none."""
-        return self.bytes_per_state // len(self.recurrent_layers) if self.bytes_per_state else 0
+        return replace(spec, windows=windows, num_state_groups=num_groups, num_units=units)
 
     def state_places(self, spec: KVSpec) -> dict[int, tuple[int, int]]:
         """For each recurrent layer its group of those that hold states, and the first float32 of
-        its state in the group's blocks."""
-        size = self.bytes_per_layer_state
-        in_block = spec.bytes_per_block // size if size else 1
+        its state in each unit of the group's blocks."""
+        layout = self.state_layout
+        if layout is None:
+            return {}
+        size = layout.unit_size
+        in_block = spec.bytes_per_block // layout.num_units // (4 * size)
         return {
-            layer: (index // in_block, index % in_block * size // 4)
+            layer: (index // in_block, index % in_block * size)
             for index, layer in enumerate(self.recurrent_layers)
         }
 

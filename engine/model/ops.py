@@ -49,8 +49,9 @@ class Ops(Protocol):
         """Prepare [gate; up], each [width, in], for `gated`."""
         ...
 
-    def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        """Prepare the weight of a norm."""
+    def vector(self, weight: torch.Tensor, role: str = "") -> torch.Tensor:
+        """Prepare the weight of a norm, or what a recurrent layer has beside its matrices: `role`
+        is "heads" for what its heads have in turn, "channels" for those of its convolution."""
         ...
 
     def heads(self, weight: torch.Tensor, role: str) -> Any:
@@ -198,7 +199,7 @@ class TensorOps:
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._device, self._dtype, copy=True)  # not a view of the file
 
-    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+    def vector(self, weight: torch.Tensor, role: str = "") -> torch.Tensor:
         return weight.to(self._device, torch.float32, copy=True)
 
     def heads(self, weight: torch.Tensor, role: str) -> torch.Tensor:
@@ -235,15 +236,14 @@ class TensorOps:
     def convolve(
         self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
     ) -> torch.Tensor:
-        states = self._states.view(layer, "conv")
-        out = convolve(x.float(), weights, states, self._spans(layer))
+        out = convolve(x.float(), weights, self._states, layer, self._spans(layer))
         return (F.silu(out) if silu else out).to(x.dtype)
 
     def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
-        shape, states = self._config.recurrent, self._states.view(layer, "memory")
+        shape, spans = self._config.recurrent, self._spans(layer)
         assert shape is not None
         inputs = delta_inputs(rows, weights, shape.key_dim, shape.num_key_heads)
-        return delta_rule(inputs, states, self._spans(layer)).flatten(1).to(rows.qkv.dtype)
+        return delta_rule(inputs, self._states, layer, spans).flatten(1).to(rows.qkv.dtype)
 
     def _spans(self, layer: int) -> StateSpans:
         assert self._batch is not None

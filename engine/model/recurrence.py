@@ -1,7 +1,7 @@
 """Recurrent layers in plain torch: the reference for the kernels.
 
 Everything is float32 and has one order, token by token, so that a prompt cut anywhere leaves the
-states and results of the whole. `states` [num_slots, *shape] is a view of the pool in one layer.
+states and results of the whole.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.model.states import NO_STATE, StateSpans
+from kvrelay.engine.model.states import StatePool, StateSpans
 from kvrelay.engine.model.weights import RecurrentWeights
 
 _EPS = 1e-6  # added to the squared lengths of queries and keys
 
 
 def convolve(
-    x: torch.Tensor, weights: RecurrentWeights, states: torch.Tensor, spans: StateSpans
+    x: torch.Tensor, weights: RecurrentWeights, pool: StatePool, layer: int, spans: StateSpans
 ) -> torch.Tensor:
     """x [N, channels] -> [N, channels]: each with the inputs before it in its sequence."""
     out = torch.empty_like(x)
-    for rows, before, slot in _segments(states, spans):
+    for rows, load, slot in _segments(spans):
+        before = pool.load_conv(layer, load)
         inputs = torch.cat((before, x[rows]))
         count = len(inputs) - len(before)
         total = torch.zeros_like(inputs[:count])
@@ -33,7 +34,7 @@ def convolve(
         for index, weight in enumerate(weights.conv):
             total += weight * inputs[index : index + count]
         out[rows] = total
-        states[slot] = inputs[count:]
+        pool.store_conv(layer, slot, inputs[count:])
     return out
 
 
@@ -85,11 +86,12 @@ def delta_inputs(
     )
 
 
-def delta_rule(x: DeltaInputs, states: torch.Tensor, spans: StateSpans) -> torch.Tensor:
+def delta_rule(x: DeltaInputs, pool: StatePool, layer: int, spans: StateSpans) -> torch.Tensor:
     """[N, H, value_dim]: what the memory [H, key_dim, value_dim] says of each query, once it has
     decayed and what it says of the key was corrected, or the value added."""
     out = torch.empty_like(x.values)
-    for rows, memory, slot in _segments(states, spans):
+    for rows, load, slot in _segments(spans):
+        memory = pool.load_memory(layer, load)
         for row in range(rows.start, rows.stop):
             key = x.keys[row].unsqueeze(-1)
             memory = memory * x.kept[row].unsqueeze(-1)
@@ -100,12 +102,11 @@ def delta_rule(x: DeltaInputs, states: torch.Tensor, spans: StateSpans) -> torch
             out[row] = (memory * x.queries[row].unsqueeze(-1)).sum(1)
             if x.skip is not None:
                 out[row] += x.skip * x.values[row]
-        states[slot] = memory
+        pool.store_memory(layer, slot, memory)
     return out
 
 
-def _segments(states: torch.Tensor, spans: StateSpans) -> Iterator[tuple[slice, torch.Tensor, int]]:
-    """Rows, the state before them, and the slot that takes the state after them."""
+def _segments(spans: StateSpans) -> Iterator[tuple[slice, int, int]]:
+    """Rows, the slot of the state before them, and the slot that takes the state after them."""
     for (first, count), load, store in zip(spans.rows, spans.load, spans.store, strict=True):
-        state = torch.zeros_like(states[0]) if load == NO_STATE else states[load].clone()
-        yield slice(first, first + count), state, store
+        yield slice(first, first + count), load, store

@@ -19,6 +19,7 @@ import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -32,6 +33,7 @@ from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops
+from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
 from kvrelay.engine.model.sampling.grammar import Grammars
 from kvrelay.engine.model.sampling.sampler import (
@@ -57,8 +59,8 @@ GREEDY = SamplingParams(temperature=0.0)
 class ModelRunner:
     """Owns the weights and the KV pool of one worker. `kv_pool` is one contiguous tensor,
     `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, or with FP8 KV
-    bytes, `[num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head]` (as in `KVSpec`);
-    others may read blocks that no step writes."""
+    bytes, `[num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head]`, and with states,
+    KV heads come first (as in `KVSpec`); others may read blocks that no step writes."""
 
     def __init__(
         self,
@@ -85,7 +87,8 @@ class ModelRunner:
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
-        self.kv_spec = self._own.kv_spec(engine.block_size, kv_dtype)
+        spec = self.config.kv_spec(engine.block_size, kv_dtype)
+        self.kv_spec = replace(spec, num_kv_heads=self._own.num_kv_heads)
         self.max_model_len = _most_positions(self.config, engine.max_model_len)
         self.kv_pool = self._pool(engine.num_blocks or 1, kv_pool)
         threads = engine.threads or torch.get_num_threads()
@@ -95,12 +98,11 @@ class ModelRunner:
         self._decode: CpuDecode | None = None
         with torch.inference_mode():
             own = self._ops(threads)
-            if places := self.config.state_places(self.kv_spec):
-                blocks = self.kv_pool.view(torch.uint8).view(len(self.kv_pool), -1)
-                own.use_states(StatePool(blocks, self.config.state_shapes, places))
+            if self.kv_spec.num_state_groups:
+                own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
             weights = load_weights(model_dir, self.config, ops, progress)
-            self._decoder = Decoder(self.config, weights, ops)
+            self._decoder = Decoder(self._own, weights, ops)
             if member is not None:
                 member.group.wait_for_all()
             with self._first_launches():
@@ -238,6 +240,8 @@ class ModelRunner:
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
         spec = self.kv_spec
         shape: tuple[int, ...] = (num_blocks, spec.num_layers, spec.num_planes, spec.num_kv_heads)
+        if spec.num_state_groups:
+            shape = (num_blocks, spec.num_kv_heads, spec.num_layers, spec.num_planes)
         if spec.dtype in TORCH_DTYPES:
             kind = TORCH_DTYPES[spec.dtype]
             shape += (spec.block_size, spec.head_dim)
@@ -259,6 +263,20 @@ class ModelRunner:
                 f"{spec.bytes_per_block} bytes: {str(error).splitlines()[0]}"
             ) from error
 
+    def _by_layers(self) -> torch.Tensor:
+        """A view of the pool with the layers before the KV heads."""
+        order = (0, 2, 3, 1, *range(4, self.kv_pool.dim()))
+        return self.kv_pool.permute(order) if self.kv_spec.num_state_groups else self.kv_pool
+
+    def _states(self, whole: KVSpec) -> StatePool:
+        """What this rank has of the states, in the blocks of the pool."""
+        shard = Shard(0, 1) if self._member is None else self._member.group.shard
+        layout = shard.state_layout(self.config)
+        blocks = self.kv_pool.view(torch.uint8).view(len(self.kv_pool), -1)
+        units = shard.stored_units(self.config)
+        first = shard.rank * layout.num_units - units.start
+        return StatePool(blocks, layout, self.config.state_places(whole), (len(units), first))
+
     def _fit_pool(self, ops: Any) -> None:
         """Make the pool of what memory is left. Raises ModelError."""
         from kvrelay.engine.model.gpu.steps import GIB, after_a_step, batch_of_nothing, spread
@@ -278,7 +296,7 @@ class ModelRunner:
                 " engine.max_num_batched_tokens"
             )
         self.kv_pool = self._pool(num_blocks, None)
-        ops.use_pool(self.kv_pool)
+        ops.use_pool(self._by_layers())
         spec = self.kv_spec
         windows = Windows.of(spec.block_size, spec.windows, self.config.num_sinks)
         longest = windows.most_tokens(num_blocks)
@@ -290,7 +308,7 @@ class ModelRunner:
 
     def _ops(self, num_threads: int) -> Ops:
         kind, weights = TORCH_DTYPES[self.dtype], self._quantization
-        own, pool, longest = self._own, self.kv_pool, self.max_model_len
+        own, pool, longest = self._own, self._by_layers(), self.max_model_len
         if self.device.type == "cpu":
             self._check_backends()
             try:

@@ -134,7 +134,7 @@ def ranks_to_read(
     for rank, share in enumerate(shares):
         if share is None or not share.is_valid:
             raise AgentError(f"{peer} does not say which heads its rank {rank} has")
-        same.setdefault(share.heads, []).append(rank)
+        same.setdefault(share.own_heads, []).append(rank)
     for heads, ranks in same.items():
         if missing.intersection(heads):
             missing.difference_update(heads)

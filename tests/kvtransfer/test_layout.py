@@ -93,6 +93,36 @@ def test_equal_shares_are_one_span_and_partial_ones_one_span_a_plane(
         assert spans == ()
 
 
+STATES = replace(SPEC, windows=(0, 2), num_state_groups=1, num_units=4)
+PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4)]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("src_size", "dst_size"), PAIRS)
+def test_states_arrive_from_the_ranks_that_compute_them(
+    num_kv_heads: int, src_size: int, dst_size: int
+) -> None:
+    """Ranks with the same KV heads have the same keys and values, and good states of a part."""
+    spec = replace(STATES, num_kv_heads=num_kv_heads)
+    whole, bad = np.arange(spec.bytes_per_block).reshape(spec.num_units, -1), -1
+    sources = []
+    for rank in range(src_size):
+        share = BlockLayout(spec).share(rank, src_size)
+        state = np.full((len(share.heads), whole.shape[1]), bad)
+        first = share.own_heads.start - share.heads.start
+        state[first : first + len(share.own_heads)] = whole[share.own_heads]
+        sources.append((share, state.ravel()))
+    assert sorted(u for share, _ in sources for u in share.own_heads) == [*range(spec.num_units)]
+    for rank in range(dst_size):
+        wanted = BlockLayout(spec).share(rank, dst_size)
+        assert wanted.bytes_per_block == spec.bytes_per_block // min(dst_size, num_kv_heads)
+        got = np.full(wanted.bytes_per_block, bad)
+        for share, state in sources:
+            for span in head_overlap(share, wanted):
+                got[span.dst : span.dst + span.length] = state[span.src : span.src + span.length]
+        assert np.array_equal(got, whole[wanted.heads].ravel())
+
+
 @given(specs_and_tp())
 def test_ranks_share_the_heads_without_gap_or_overlap(spec_and_tp: tuple[KVSpec, int]) -> None:
     spec, tp_size = spec_and_tp
@@ -101,7 +131,7 @@ def test_ranks_share_the_heads_without_gap_or_overlap(spec_and_tp: tuple[KVSpec,
     assert sum(share.bytes_per_block for share in shares) == spec.bytes_per_block
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 3), (2, 2), (-1, 2), (0, 0), (0, 8)])
+@pytest.mark.parametrize(("rank", "size"), [(0, 3), (2, 2), (-1, 2), (0, 0), (0, 6), (8, 8)])
 def test_heads_that_cannot_be_shared_so_are_refused(rank: int, size: int) -> None:
     with pytest.raises(AssertionError):
         BlockLayout(SPEC).share(rank, size)

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from kvrelay.cluster.config import ClusterSection, Config, ModelSection, load_config
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
@@ -22,6 +24,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
+from kvrelay.kvtransfer.agent import CopyBlocks
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
 from tests.engine.model.tiny import FAMILIES, make_checkpoint, tokens_of
@@ -184,6 +187,54 @@ def test_kv_of_two_ranks_comes_back_from_host_memory_and_from_disk(
         load_all(cluster)
         assert ask(cluster) == expected
         assert loses or num_cached_of(cluster) == num_cached
+        assert_clean(cluster)
+
+
+@pytest.mark.long  # PYTHONPATH=. pytest -m long tests/local/test_local_parallel.py
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["falcon-h1-norm", "kimi-linear", "lfm2-bias", "qwen3-next"])
+def test_states_of_ranks_are_handed_over_and_come_back_as_those_of_one(
+    tmp_path: Path, family: str
+) -> None:
+    """Two ranks read from one, one from two and two from two; a state that is damaged on the way is
+    noticed; what two have put on disk comes back to them."""
+    path = tmp_path / "model"
+    path.mkdir()
+    make_checkpoint(family, path)
+    prompts = [tokens_of(length, seed=length) for length in (3, 40, 200)]
+    engine = EngineSection(threads=2, num_blocks=160, max_num_batched_tokens=64)
+    two = replace(engine, tensor_parallel_size=2)
+    with LocalCluster(path, prefill=0, engine=engine) as cluster:
+        expected = [answer.tokens for answer in cluster.generate(prompts, GREEDY)]
+    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
+    corrupted: list[CopyBlocks] = []
+
+    def corrupt(read: CopyBlocks, pool: NDArray[np.uint8]) -> None:
+        if not corrupted:
+            pool[read.dst[-1], 0] ^= 0x01  # the last group's block, which has states
+            corrupted.append(read)
+
+    for src, dst in ((engine, two), (two, engine), (two, two)):
+        engines = {Role.PREFILL: src, Role.DECODE: dst}
+        with LocalCluster(path, engines=engines, router=HAND_OVER, corrupt=corrupt) as cluster:
+            answers = cluster.generate(prompts, GREEDY)
+            cluster.wait_idle()
+            totals = cluster.status().totals
+            assert [answer.tokens for answer in answers] == expected
+            assert (totals.handoffs, len(corrupted)) == (3, 1)
+            cluster.check()
+    tiers: dict[str, Any] = {"host_bytes": 4 * MIB, "disk_bytes": 16 * MIB, "disk_after_s": 0.0}
+    tiers["disk_path"] = str(tmp_path / "disk")
+    with LocalCluster(path, prefill=0, engine=two, **tiers) as cluster:
+        assert [cluster.generate([each], GREEDY)[0].tokens for each in prompts] == expected
+        settle(cluster)
+        assert_clean(cluster)
+    with LocalCluster(path, prefill=0, engine=two, **tiers) as cluster:
+        load_all(cluster)
+        turn = [*prompts[2], *expected[2][:6]]
+        (answer,) = cluster.generate([turn], SamplingParams(max_tokens=6, temperature=0.0))
+        assert answer.tokens == expected[2][6:]
+        assert answer.num_cached_tokens > 0
         assert_clean(cluster)
 
 

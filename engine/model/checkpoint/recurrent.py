@@ -65,11 +65,11 @@ def recurrent_weights(
         project = torch.cat(rows)
     return RecurrentWeights(
         project=ops.matrix(project, None, "recurrent"),
-        conv=_conv(get, name + "conv1d", shape, ops),
+        conv=ops.vector(_conv(get, name + "conv1d", shape), "channels"),
         conv_bias=None,
         out=ops.matrix(get(name + "out_proj.weight", config.hidden_size, width), None, "out"),
-        rate=ops.vector(-get(name + "A_log", shape.num_heads).float().exp()),
-        decay_bias=ops.vector(get(name + "dt_bias", shape.num_heads)),
+        rate=ops.vector(-get(name + "A_log", shape.num_heads).float().exp(), "heads"),
+        decay_bias=ops.vector(get(name + "dt_bias", shape.num_heads), "heads"),
         norm=ops.vector(get(name + "norm.weight", shape.value_dim)),
     )
 
@@ -77,12 +77,12 @@ def recurrent_weights(
 def _short_convolution(get: Get, shape: Recurrent, width: int, ops: Ops) -> RecurrentWeights:
     conv_bias = in_bias = out_bias = None
     if shape.has_biases:
-        conv_bias = ops.vector(get("conv.conv.bias", width))
+        conv_bias = ops.vector(get("conv.conv.bias", width), "channels")
         in_bias, out_bias = get("conv.in_proj.bias", 3 * width), get("conv.out_proj.bias", width)
     rows = get("conv.in_proj.weight", 3 * width, width)
     return RecurrentWeights(
         project=ops.matrix(rows, in_bias, "recurrent"),
-        conv=_conv(get, "conv.conv", shape, ops),
+        conv=ops.vector(_conv(get, "conv.conv", shape), "channels"),
         conv_bias=conv_bias,
         out=ops.matrix(get("conv.out_proj.weight", width, width), out_bias, "out"),
     )
@@ -102,18 +102,18 @@ def _mamba2(get: Get, shape: Recurrent, hidden: int, ops: Ops) -> RecurrentWeigh
         values, key, query = channels.split([width, keys, keys], dim=-1)
         return torch.cat((query, key, values), dim=-1)
 
-    conv, bias = _conv(get, "mamba.conv1d", shape, ops), None
+    bias = None
     if shape.has_biases:
-        bias = ops.vector(ordered(get("mamba.conv1d.bias", shape.conv_channels)))
+        bias = ops.vector(ordered(get("mamba.conv1d.bias", shape.conv_channels)), "channels")
     return RecurrentWeights(
         project=ops.matrix(torch.cat((query, key, values, gate, numbers)), None, "recurrent"),
-        conv=ordered(conv).contiguous(),
+        conv=ops.vector(ordered(_conv(get, "mamba.conv1d", shape)), "channels"),
         conv_bias=bias,
         out=ops.matrix(get("mamba.out_proj.weight", hidden, width), None, "out"),
-        rate=ops.vector(-get("mamba.A_log", heads).float().exp()),
-        decay_bias=ops.vector(get("mamba.dt_bias", heads)),
-        norm=ops.vector(get("mamba.norm.weight", width)) if shape.has_norm else None,
-        skip=ops.vector(get("mamba.D", heads)),
+        rate=ops.vector(-get("mamba.A_log", heads).float().exp(), "heads"),
+        decay_bias=ops.vector(get("mamba.dt_bias", heads), "heads"),
+        norm=ops.vector(get("mamba.norm.weight", width), "heads") if shape.has_norm else None,
+        skip=ops.vector(get("mamba.D", heads), "heads"),
     )
 
 
@@ -125,20 +125,20 @@ def _kimi_delta(get: Get, shape: Recurrent, hidden: int, ops: Ops) -> RecurrentW
     decay, gate = (get(f"{name}{part}_b_proj.weight", width, dim) for part in "fg")
     return RecurrentWeights(
         project=ops.matrix(torch.cat(rows), None, "recurrent"),
-        conv=ops.vector(torch.cat(convs).squeeze(1).T.contiguous()),
+        conv=ops.vector(torch.cat(convs).squeeze(1).T.contiguous(), "channels"),
         conv_bias=None,
         out=ops.matrix(get(name + "o_proj.weight", hidden, width), None, "out"),
-        rate=ops.vector(-get(name + "A_log", 1, 1, heads, 1).flatten().float().exp()),
-        decay_bias=ops.vector(get(name + "dt_bias", width)),
+        rate=ops.vector(-get(name + "A_log", 1, 1, heads, 1).flatten().float().exp(), "heads"),
+        decay_bias=ops.vector(get(name + "dt_bias", width), "heads"),
         norm=ops.vector(get(name + "o_norm.weight", dim)),
         decay_up=ops.matrix(decay, None, "decay"),
         gate_up=ops.matrix(gate, None, "open"),
     )
 
 
-def _conv(get: Get, name: str, shape: Recurrent, ops: Ops) -> torch.Tensor:
+def _conv(get: Get, name: str, shape: Recurrent) -> torch.Tensor:
     weight = get(name + ".weight", shape.conv_channels, 1, shape.conv_kernel)
-    return ops.vector(weight.squeeze(1).T.contiguous())
+    return weight.squeeze(1).T.contiguous()
 
 
 def _ungrouped(get: Get, shape: Recurrent, hidden: int) -> torch.Tensor:

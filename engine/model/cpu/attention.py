@@ -249,7 +249,7 @@ class CpuAttention:
 
 def _check(config: ModelConfig, pool: torch.Tensor, library: Any) -> None:
     """Raises KernelsUnavailable for what the kernels do not handle."""
-    assert pool[0, 0, 0].is_contiguous()  # whole, or the heads of one rank
+    assert pool[0, 0, 0, 0].is_contiguous()
     width, latent = library.kvr_vector_width(), config.latent
     if config.head_dim % width:
         raise KernelsUnavailable(f"head_dim {config.head_dim} is not a multiple of {width}")

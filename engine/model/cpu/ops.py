@@ -85,7 +85,7 @@ class CpuOps:
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
         return self._linear.gated_matrix(weight, role)
 
-    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+    def vector(self, weight: torch.Tensor, role: str = "") -> torch.Tensor:
         return owned(weight, torch.float32)
 
     def heads(self, weight: torch.Tensor, role: str) -> Heads:

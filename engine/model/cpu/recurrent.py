@@ -20,6 +20,7 @@ from kvrelay.engine.model.weights import RecurrentWeights
 
 _States, _Convolution, _DeltaRule = map(structure, ("States", "Convolution", "DeltaRule"))
 _Matrix, _Recurrent = structure("Matrix"), structure("Recurrent")
+_MAX_PIECE = 256  # channels of one task, as in layers/api.h
 
 
 def described_matrix(matrix: Matrix | None) -> Any:
@@ -47,13 +48,23 @@ class CpuRecurrent:
     ) -> None:
         self._pool, self._lib, self._config = pool, library, config
         self._threads, self._buffer = num_threads, buffer
+        self._pieces = np.array(
+            [
+                (run.first + at, min(_MAX_PIECE, run.width - at), start + at, run.copies)
+                for run in pool.layout.runs()
+                for start in (run.unit * pool.unit_stride + run.at,)
+                for at in range(0, run.width, _MAX_PIECE)
+            ],
+            np.int64,
+        )
         self._states = self._no_states()
         self._alive: list[Any] = []
 
     def _no_states(self) -> ctypes.Array[Any]:
         """One for each group of layers."""
         count = 1 + max(map(self._pool.group, self._config.recurrent_layers))
-        return (_States * count)(*(_States(stride=self._pool.stride) for _ in range(count)))
+        strides = {"stride": self._pool.stride, "unit_stride": self._pool.unit_stride}
+        return (_States * count)(*(_States(**strides) for _ in range(count)))
 
     def for_decodes(self) -> CpuRecurrent:
         """Another over the same pool, with states of its own: `begin` does not change them."""
@@ -108,8 +119,8 @@ class CpuRecurrent:
             norm_width=shape.norm_width if has_memory else 0,
             norm_step=norm_step(norm, shape.norm_width) if has_memory else 0,
             states=self._states_of(layer),
-            conv_state=self._pool.view(layer, "conv").data_ptr(),
-            memory=self._pool.view(layer, "memory").data_ptr() if has_memory else None,
+            conv_state=self._pool.conv(layer).data_ptr(),
+            memory=self._pool.memory_of(layer).data_ptr() if has_memory else None,
             index=self._config.recurrent_layers.index(layer),
             silu=gate_is_silu(shape.kind),
             gate_first=shape.kind == MAMBA2,
@@ -123,9 +134,12 @@ class CpuRecurrent:
         return _Convolution(
             weight=weights.conv.data_ptr(),
             bias=address(weights.conv_bias),
+            pieces=self._pieces.ctypes.data,
             channels=channels,
             kernel=kernel,
             silu=silu,
+            num_pieces=len(self._pieces),
+            unit_channels=self._pool.layout.unit_channels,
         )
 
     def _rule(self, weights: RecurrentWeights) -> Any:
@@ -140,6 +154,7 @@ class CpuRecurrent:
             decay_width=len(bias) // shape.num_heads,
             num_heads=shape.num_heads,
             num_key_heads=shape.num_key_heads,
+            unit_heads=self._pool.layout.num_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
         )
@@ -151,7 +166,7 @@ class CpuRecurrent:
         out = self._buffer("convolved", len(x), weights.conv.shape[1])
         conv = self._convolution(weights, silu)
         conv.x, conv.x_stride, conv.y = x.data_ptr(), x.stride(0), out.data_ptr()
-        self._call(self._lib.kvr_convolve, conv, layer, "conv")
+        self._call(self._lib.kvr_convolve, conv, layer, self._pool.conv(layer))
         return out
 
     def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
@@ -162,14 +177,14 @@ class CpuRecurrent:
             setattr(rule, f"{name}_stride", each.stride(0))
         out = self._buffer("recurrent_out", len(rows.qkv), rule.num_heads * rule.value_dim)
         rule.y = out.data_ptr()
-        self._call(self._lib.kvr_delta_rule, rule, layer, "memory")
+        self._call(self._lib.kvr_delta_rule, rule, layer, self._pool.memory_of(layer))
         return out
 
-    def _call(self, kernel: Any, described: Any, layer: int, name: str) -> None:
+    def _call(self, kernel: Any, described: Any, layer: int, state: torch.Tensor) -> None:
         kernel(
             self._states_of(layer),
             ctypes.addressof(described),
-            self._pool.view(layer, name).data_ptr(),
+            state.data_ptr(),
             self._threads,
         )
 

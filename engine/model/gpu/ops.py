@@ -31,10 +31,13 @@ from kvrelay.engine.model.gpu.latent import (
 )
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
+from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.staging import to_device
 from kvrelay.engine.model.ops import TensorOps, choose_experts
 from kvrelay.engine.model.quantize import quantize
-from kvrelay.engine.model.weights import ExpertsWeights
+from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FP8_CAPABILITY = (8, 9)  # for KV in FP8
@@ -65,6 +68,13 @@ class TritonOps(TensorOps):
         self._tiles: torch.Tensor | None = None  # sequences with more than one token
         self._num_splits = 0  # sequences with one token; 0: there is none
         self._sink_queries: torch.Tensor | None = None
+        self._recurrent: GpuRecurrent | None = None
+
+    def use_states(self, pool: StatePool) -> None:
+        assert self._config.recurrent is not None
+        self._recurrent = GpuRecurrent(self._config.recurrent, pool, self._pool.block_size)
+        self._first_states = 1 + max(group for group, _ in self._places.values())
+        self._states = pool
 
     def use_pool(self, pool: torch.Tensor) -> None:
         """In place of the one before: of as many blocks as there are, the rest alike."""
@@ -183,10 +193,13 @@ class TritonOps(TensorOps):
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
         batch, tables = self._batch, self._rope_of(layer)
         assert batch is not None
-        assert tables is not None
         group, place = self._places[layer]
-        slots = batch.slots_of(group)
-        latent_write(q_rope, latent, self._pool, place, batch.positions, slots, tables)
+        slots, positions = batch.slots_of(group), batch.positions
+        if tables is None:  # all are rotated by no angle
+            shape = (1, q_rope.shape[2] // 2)
+            tables = (q_rope.new_ones(shape).float(), q_rope.new_zeros(shape).float())
+            positions = torch.zeros_like(positions)
+        latent_write(q_rope, latent, self._pool, place, positions, slots, tables)
 
     def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         c = self._config
@@ -204,6 +217,25 @@ class TritonOps(TensorOps):
             softcap=c.attention_softcap,
         )
         return out
+
+    def convolve(
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
+    ) -> torch.Tensor:
+        assert self._batch is not None
+        assert self._recurrent is not None
+        longest = max(count for _, count, _ in self._batch.spans)
+        where = self._where(layer)
+        return self._recurrent.convolve(x, weights, layer, where, longest, silu)
+
+    def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
+        assert self._recurrent is not None
+        return self._recurrent.delta_rule(rows, weights, layer, self._where(layer))
+
+    def _where(self, layer: int) -> Where:
+        batch, group = self._batch, self._first_states + self._states.group(layer)
+        assert batch is not None
+        places = (batch.tables_of(group), batch.slots_of(group), batch.positions)
+        return Where(*places, batch.query_start, batch.query_len)
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> mixture.ExpertWeights:
         if self._quantization == "int8":  # in fp8 they stay as they are
@@ -264,8 +296,6 @@ def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantiza
         raise KernelsUnavailable("model.quantization = fp8 needs model.dtype = bfloat16")
     if config.torch_only:
         raise KernelsUnavailable(f"{config.torch_only} are not handled")
-    if config.recurrent is not None:
-        raise KernelsUnavailable(f"recurrent layers ({config.recurrent.kind}) are not handled")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
     if config.latent is not None and any(config.windows):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.config import MAMBA2, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.parallel.link import MakeCompanion
@@ -239,6 +239,10 @@ class ParallelOps:
     def _rows(self, whole: torch.Tensor, role: str) -> torch.Tensor:
         """Takes the rank's rows from each of the projections that are stacked in `whole`."""
         model, part = self._model, self._shard.part
+        if role == "recurrent":
+            assert model.recurrent is not None
+            own = self._shard.projected(model.recurrent)
+            return torch.cat([whole[rows.start : rows.stop] for rows in own])
         if role == "qkv":
             dim, kv = model.head_dim, self._shard.kv_heads(model.num_kv_heads)
             keys = slice(kv.start * dim, kv.stop * dim)
@@ -247,6 +251,15 @@ class ParallelOps:
             return torch.cat([queries[part(len(queries))], *(each[keys] for each in others)])
         stacked = whole.chunk(ROWS[role])
         return torch.cat([each[part(len(each))] for each in stacked])
+
+    def vector(self, weight: torch.Tensor, role: str = "") -> torch.Tensor:
+        if role == "heads":
+            weight = weight[self._shard.part(len(weight))]
+        elif role == "channels":
+            assert self._model.recurrent is not None
+            own = self._shard.channels(self._model.recurrent)
+            weight = torch.cat([weight[..., each.start : each.stop] for each in own], dim=-1)
+        return self._inner.vector(weight, role)
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
         return self._inner.gated_matrix(self._rows(weight, role), role)
@@ -287,6 +300,23 @@ class ParallelOps:
         scale = torch.rsqrt(squares / len(weight) + model.rms_norm_eps)
         return (weight[part] * (wide * scale).to(x.dtype)).to(x.dtype)
 
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Where ranks divide what Mamba 2 norms together, squares are added up over them."""
+        shape = self._model.recurrent
+        assert shape is not None
+        groups = shape.num_key_heads
+        if shape.kind != MAMBA2 or weight is None or groups % self._shard.size == 0:
+            return self._inner.gated_norm(x, gate, weight)
+        wide = self._inner.gated_norm(x, gate, None).float()
+        (own,) = self._shard.key_heads(shape)
+        squares = wide.new_zeros(len(wide), groups)
+        squares[:, own] = wide.square().sum(-1)
+        self._group.sum(squares)
+        scale = torch.rsqrt(squares[:, own] / shape.norm_width + self._model.rms_norm_eps)
+        return (wide * scale.unsqueeze(1) * weight).to(x.dtype)
+
     def attention(
         self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -315,5 +345,13 @@ class ParallelOps:
 
 SUMMED = ("out", "down", "shared_down")
 """Roles of matrices that are cut by columns."""
-ROWS = {"qkv": 3, "queries": 1, "gate_up": 2, "shared_gate_up": 2}
+ROWS = {
+    "qkv": 3,
+    "queries": 1,
+    "gate_up": 2,
+    "shared_gate_up": 2,
+    "open": 1,
+    "decay": 1,
+    "recurrent": 0,  # as `Shard.projected` says
+}
 """Roles of matrices that are cut by rows, and how many projections are stacked in each."""

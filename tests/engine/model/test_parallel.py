@@ -28,6 +28,7 @@ BLOCKS = {"a": [5, 3, 1, 7, 9], "b": [2]}
 CHOSEN = (
     *("llama", "linear", "qwen2", "gemma3", "mixtral", "qwen3-moe", "deepseek2", "deepseek3"),
     *("minimax-m2", "mistral4"),
+    *("falcon-h1-norm", "kimi-linear", "lfm2-bias", "qwen3-next"),
 )
 
 
@@ -77,10 +78,27 @@ def compare(path: Path, ranks: Ranks) -> None:
         got = logprobs(ranks.execute, alone.kv_spec.num_groups, *parts)
         torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-4)
     num_heads, size = alone.config.num_kv_heads, len(ranks.runners)
+    if alone.config.recurrent is not None:
+        compare_units(alone, ranks)
+        return
     for rank, runner in enumerate(ranks.runners):  # every rank has its heads of all blocks
         heads = Shard(rank, size).kv_heads(num_heads)
         expected = alone.kv_pool[:, :, :, heads.start : heads.stop]
         torch.testing.assert_close(runner.kv_pool, expected, rtol=0.0, atol=1e-4)
+
+
+def compare_units(alone: ModelRunner, ranks: Ranks) -> None:
+    """Every rank has its part of all blocks, of keys and values and of states."""
+    config, size, num_blocks = alone.config, len(ranks.runners), len(alone.kv_pool)
+    whole = alone.kv_pool.view(num_blocks, config.num_state_units, -1)
+    for rank, runner in enumerate(ranks.runners):
+        shard = Shard(rank, size)
+        own = range(config.num_state_units)[shard.part(config.num_state_units)]
+        stored = shard.stored_units(config)
+        got = runner.kv_pool.view(num_blocks, len(stored), -1)[:, own.start - stored.start :]
+        expected = whole[:, own.start : own.stop]
+        assert expected.abs().amax((1, 2)).count_nonzero() > alone.kv_spec.num_groups
+        torch.testing.assert_close(got[:, : len(own)], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", CHOSEN)
@@ -90,7 +108,7 @@ def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "mixtral", "deepseek3", "gpt-oss", "llama4", "mimo-v2"]
+    "family", ["qwen2", "mixtral", "deepseek3", "gpt-oss", "llama4", "mimo-v2", "falcon-h1-norm"]
 )
 def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     def unavailable(_folder: Path) -> None:
@@ -107,6 +125,13 @@ def test_more_ranks_than_kv_heads_have_copies_of_them(family, tmp_path, monkeypa
     monkeypatch.setitem(FAMILIES, family, (kind, changes | {"num_attention_heads": 4}))
     make_checkpoint(family, tmp_path)
     compare(tmp_path, Ranks(tmp_path, 4, tmp_path / "meeting"))
+
+
+def test_ranks_with_copies_of_kv_heads_have_states_of_their_own(tmp_path):
+    make_checkpoint("qwen3.5", tmp_path, {"num_key_value_heads": 1})
+    config = read_config(tmp_path)
+    assert (config.num_state_units, len(Shard(1, 2).stored_units(config))) == (2, 2)
+    compare(tmp_path, Ranks(tmp_path, 2, tmp_path / "meeting"))
 
 
 def test_sizes_that_do_not_divide_the_model_are_refused_with_those_that_do(llama):

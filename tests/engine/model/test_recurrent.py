@@ -16,8 +16,8 @@ from kvrelay.engine.model.config import (
     Recurrent,
 )
 from kvrelay.engine.model.cpu import kernels
-from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.ops import CpuOps
+from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.states import NO_STATE, StatePool, StateSpans
 from kvrelay.engine.model.torch_ops import TorchOps
@@ -26,9 +26,11 @@ from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.tiny import (
     BLOCK_SIZE,
     MAX_LEN,
+    NUM_SLOTS,
     Driver,
     make_checkpoint,
     make_pool,
+    make_states,
     tokens_of,
 )
 
@@ -127,13 +129,13 @@ def assert_near(state: torch.Tensor, other: torch.Tensor) -> None:
 def ops_with_states(config, threads=2):
     """Both sets, with states of the same numbers, and their pools."""
     pool, made = make_pool(config, torch.float32), []
-    states = torch.randn(6, config.bytes_per_state // 4).view(torch.uint8)
+    states = make_states(config)
     library = kernels.load(default_cache_dir())
     for ops in (
         CpuOps(config, pool, torch.float32, MAX_LEN, library, threads),
         TorchOps(config, pool, torch.float32, MAX_LEN),
     ):
-        memory = StatePool(states.clone(), config.state_shapes)
+        memory = StatePool(states.memory.clone(), states.layout, states.places)
         ops.use_states(memory)
         made.append((ops, memory))
     return made
@@ -153,6 +155,7 @@ def test_kernels_equal_torch(sizes, kind, threads):
     channels = 2 * key_heads * key_dim + heads * value_dim
     shape = Recurrent(kind, 4, channels, False, heads, key_heads, key_dim, value_dim)
     config = replace(config_of(), recurrent=shape, layer_kinds=(kind, "attention"))
+    config = replace(config, num_heads=heads, num_kv_heads=heads)
     torch.manual_seed(3)
     num_decays = heads * key_dim if kind == KIMI_DELTA_ATTENTION else heads
     weights = RecurrentWeights(
@@ -188,44 +191,54 @@ def batch_of(num_rows: int) -> Batch:
     return Batch(*(nothing,) * 8, spans=(), states=(SPANS,))
 
 
-def test_gpu_kernels_refuse_them_by_name(tmp_path):
-    pytest.importorskip("triton")
-    from kvrelay.engine.model.gpu.ops import TritonOps
-
-    make_checkpoint("lfm2", tmp_path)
-    config = read_config(tmp_path)
-    pool = make_pool(config, torch.float32)
-    with pytest.raises(KernelsUnavailable, match=r"recurrent layers \(short_convolution\)"):
-        TritonOps(config, pool, torch.float32, MAX_LEN)
-
-
 def test_segments_of_one_sequence_are_one_chain():
     assert SPANS.chains() == [range(1), range(1, 3), range(3, 4)]
 
 
-def test_bytes_of_a_state_are_those_of_all_recurrent_layers(tmp_path):
-    make_checkpoint("qwen3.5", tmp_path)
-    config = read_config(tmp_path)
-    shapes = {"conv": (3, 2 * 2 * 24 + 4 * 40), "memory": (4, 24, 40)}
-    assert config.state_shapes == (shapes, {}, shapes)
-    assert config.bytes_per_state == 2 * 4 * (3 * 256 + 4 * 24 * 40)
-
-
 def test_a_block_holds_the_states_of_as_many_layers_as_fit(path):
     config = read_config(path)
+    layout = config.state_layout
     for block_size in (16, 48):
         spec, plain = (
             make(block_size, "float32") for make in (config.kv_spec, config.attention_spec)
         )
-        places = config.state_places(spec)
+        places, size = config.state_places(spec), layout.unit_size
+        unit = spec.bytes_per_block // layout.num_units
+        assert spec.bytes_per_block % (16 * layout.num_units) == 0
+        assert spec.num_units == layout.num_units
         assert spec.block_size % block_size == 0
         assert spec.windows == (*plain.windows, *(2,) * spec.num_state_groups)
         assert [*places] == config.recurrent_layers
         assert {group for group, _ in places.values()} == {*range(spec.num_state_groups)}
-        size = config.bytes_per_layer_state // 4
         for group, first in places.values():
             others = [at for other, at in places.values() if other == group and at != first]
             assert all(abs(at - first) >= size for at in others)
-            assert 4 * (first + size) <= spec.bytes_per_block
-        smaller = replace(spec, block_size=spec.block_size - block_size)
-        assert spec.block_size == block_size or smaller.bytes_per_block < 4 * size
+            assert 4 * (first + size) <= unit
+        smaller = plain.bytes_per_block * (spec.block_size // block_size - 1)
+        too_small = smaller < 4 * size * layout.num_units
+        assert too_small or smaller % (16 * layout.num_units)
+
+
+def test_what_a_state_has_lies_in_units_that_ranks_have_runs_of(path):
+    """Whatever is stored comes back; a rank finds its heads where the whole model put them."""
+    whole = read_config(path)
+    states, (layer, *_) = make_states(whole, torch.nan), whole.recurrent_layers
+    channels, heads = whole.recurrent.conv_channels, whole.recurrent.num_heads
+    conv = torch.randn(states.layout.conv_rows, channels)
+    states.store_conv(layer, 3, conv)
+    assert torch.equal(states.load_conv(layer, 3), conv)
+    if heads:
+        memory = torch.randn(heads, whole.recurrent.key_dim, whole.recurrent.value_dim)
+        states.store_memory(layer, 3, memory)
+        assert torch.equal(states.load_memory(layer, 3), memory)
+    size = whole.num_state_units
+    for rank in range(size):
+        shard, units = Shard(rank, size), states.memory.view(NUM_SLOTS, size, -1)
+        own = units[:, rank : rank + 1].flatten(1).contiguous()
+        part = StatePool(own, shard.state_layout(whole), states.places)
+        mine = torch.cat(
+            [conv[:, each.start : each.stop] for each in shard.channels(whole.recurrent)], 1
+        )
+        assert torch.equal(part.load_conv(layer, 3), mine)
+        if heads:
+            assert torch.equal(part.load_memory(layer, 3), memory[shard.part(heads)])

@@ -131,7 +131,10 @@ MAMBA = {
 }
 HYBRID = {  # families with recurrent layers
     "falcon-h1": (transformers.FalconH1Config, MAMBA),
-    "falcon-h1-norm": (transformers.FalconH1Config, {**MAMBA, "mamba_rms_norm": True}),
+    "falcon-h1-norm": (
+        transformers.FalconH1Config,
+        {**MAMBA, "mamba_rms_norm": True, "mamba_n_groups": 1},
+    ),
     "kimi-linear": (
         transformers.KimiLinearConfig,
         {
@@ -143,7 +146,7 @@ HYBRID = {  # families with recurrent layers
             "pad_token_id": 0,
             "rms_norm_eps": 1e-2,  # not that of the latents' norms
             "linear_head_dim": 40,
-            "linear_num_heads": 3,
+            "linear_num_heads": 2,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
@@ -392,6 +395,15 @@ def make_ops(
     return CpuOps(config, pool, dtype, MAX_LEN, library, threads, quantization, low_precision)
 
 
+def make_states(config: ModelConfig, filler: float | None = None) -> StatePool:
+    """All recurrent layers in a slot; full of `filler`, or random."""
+    layout, layers = config.state_layout, config.recurrent_layers
+    slots = torch.randn(NUM_SLOTS, layout.num_units * layout.unit_size * len(layers))
+    slots = slots if filler is None else torch.full_like(slots, filler)
+    places = {layer: (0, at * layout.unit_size) for at, layer in enumerate(layers)}
+    return StatePool(slots.view(torch.uint8), layout, places)
+
+
 class Driver:
     """Feeds sequences to a decoder; each has its own scattered blocks."""
 
@@ -421,9 +433,8 @@ class Driver:
         self._start: dict[str, int] = {}
         self._windows = self.config.attention_spec(BLOCK_SIZE, "float32").windows
         self.states: dict[str, int] = {}  # slot of each sequence
-        if size := self.config.bytes_per_state:
-            slots = torch.full((NUM_SLOTS, size // 4), torch.nan).view(torch.uint8)
-            self.state_pool = StatePool(slots, self.config.state_shapes)
+        if self.config.recurrent is not None:
+            self.state_pool = make_states(self.config, torch.nan)
             made.use_states(self.state_pool)
 
     def feed(
@@ -458,7 +469,7 @@ class Driver:
             return self._decoder.forward(batch).clone()
 
     def _spans(self, parts: tuple[tuple[str, list[int]], ...]) -> StateSpans | None:
-        if not self.config.bytes_per_state:
+        if self.config.recurrent is None:
             return None
         rows, load, store, first = [], [], [], 0
         for name, tokens in parts:

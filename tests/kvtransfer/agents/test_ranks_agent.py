@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,7 @@ class Ranked:
         self, make: AgentMaker, name: str, layout: BlockLayout, size: int, cache: np.ndarray
     ) -> None:
         heads = [Shard(rank, size).kv_heads(layout.spec.num_kv_heads) for rank in range(size)]
-        self.shares = [layout.share_of(each) for each in heads]
+        self.shares = [layout.share(rank, size) for rank in range(size)]
         self.pools = [np.ascontiguousarray(cache[:, :, h.start : h.stop]) for h in heads]
         self.agents = [
             RanksAgent(name, make.over(f"{name}-{rank}", pool, pool.copy(), share), share, rank)
@@ -87,6 +89,29 @@ def test_readers_with_the_same_heads_spread_over_ranks_that_have_them() -> None:
     latent = layout(1).share(0, 1)  # which all ranks have
     read_from = [ranks_to_read("p", latent, reader, [latent] * 4) for reader in range(4)]
     assert read_from == [[0], [1], [2], [3]]
+
+
+def test_readers_of_states_read_each_part_where_it_is_good() -> None:
+    spec = replace(layout(2).spec, windows=(0, 2), num_state_groups=1, num_units=4)
+    shares = [[BlockLayout(spec).share(rank, size) for rank in range(size)] for size in (1, 2, 4)]
+    one, two, four = shares
+    assert [share.own_heads for share in four] == [range(at, at + 1) for at in range(4)]
+    assert ranks_to_read("p", one[0], 0, four) == [0, 1, 2, 3]
+    assert [ranks_to_read("p", each, rank, four) for rank, each in enumerate(two)] == [
+        [0, 1],
+        [2, 3],
+    ]
+    assert [ranks_to_read("p", each, r, four) for r, each in enumerate(four)] == [
+        *([0, 1], [0, 1], [2, 3], [2, 3])
+    ]
+    assert [ranks_to_read("p", each, r, two) for r, each in enumerate(four)] == [[0], [0], [1], [1]]
+    block = np.arange(spec.bytes_per_block, dtype=np.uint8).reshape(1, 4, -1)
+    blocks = [block[:, s.heads.start : s.heads.stop].copy().reshape(1, -1) for s in four]
+    halves = spec.bytes_per_block // 4
+    blocks[0][:, halves:] += 1  # a state that it does not compute
+    sums = add_checksums([checksum_blocks(b, [0], s) for b, s in zip(blocks, four, strict=True)])
+    assert first_with_heads(four) == [True] * 4
+    assert sums == checksum_blocks(block.reshape(1, -1), [0], one[0])
 
 
 def test_a_rank_that_is_lost_fails_the_copy_once_the_others_have_settled(make: AgentMaker) -> None:

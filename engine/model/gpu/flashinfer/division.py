@@ -100,6 +100,8 @@ def divide(
     if pool.is_fp8:
         lacks.append("KV in FP8 has a scale per token")
     none = (False,) * config.num_layers
+    if config.recurrent is not None:
+        return Division(none, none, False, (*lacks, "blocks with states have KV heads first"))
     latent = config.latent
     if latent is not None:
         dims = (latent.nope_dim + latent.rope_dim, latent.value_dim)

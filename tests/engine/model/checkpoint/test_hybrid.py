@@ -2,6 +2,7 @@
 cut to a few layers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -178,8 +179,9 @@ def read(tmp_path):
 def test_qwen3_next_has_three_delta_nets_for_each_attention(read):
     config = read(QWEN3_NEXT)
     assert config.layer_kinds == ((GATED_DELTA_NET,) * 3 + (ATTENTION,)) * 2
-    assert config.state_shapes[0] == {"conv": (3, 8192), "memory": (32, 128, 128)}
-    assert config.bytes_per_state == 6 * 4 * (3 * 8192 + 32 * 128 * 128)
+    layout = config.state_layout
+    assert (layout.num_units, layout.parts, layout.copies) == (16, (128, 128, 256), (1, 1, 1))
+    assert 16 * layout.unit_size == 3 * 8192 + 32 * 128 * 128
     assert config.ropes == (Rope(1e7, 64),)
     assert (config.output_gate, config.qk_norm, config.norm_offset) == (True, True, 1.0)
     sizes = {"num_experts": 512, "num_per_token": 10, "intermediate_size": 512}
@@ -199,7 +201,8 @@ def test_lfm2_names_its_layers_with_attention(read):
     config = read(LFM2)
     assert config.layer_kinds == (SHORT_CONVOLUTION, SHORT_CONVOLUTION, ATTENTION)
     assert (config.intermediate_size, config.rms_norm_eps) == (8192, 1e-5)
-    assert config.bytes_per_state == 2 * 4 * 2 * 2048
+    layout = config.state_layout
+    assert layout.num_units * layout.unit_size == 2 * 2048
     assert config.tie_word_embeddings
 
 
@@ -207,7 +210,10 @@ def test_falcon_h1_has_both_in_every_layer(read):
     config = read(FALCON_H1)
     assert config.layer_kinds == (MAMBA2,) * 2
     assert config.attends(0)
-    assert config.state_shapes[1] == {"conv": (3, 3584), "memory": (48, 256, 64)}
+    layout = config.state_layout  # keys and queries of all heads, and those of a part
+    parts, copies = (256, 256, 3072 // layout.num_units), (layout.num_units, layout.num_units, 1)
+    assert (layout.parts, layout.copies) == (parts, copies)
+    assert layout.num_units * layout.num_heads == 48
     assert dict(config.weight_scales)["self_attn.k_proj"] == 0.5
     assert config.recurrent is not None
     assert config.recurrent.scales == (0.3125, 0.3125, 0.15625, 0.625, 0.375)
@@ -246,6 +252,40 @@ def test_what_would_change_the_result_is_refused_by_name(read, fields, changes, 
         read(fields, **changes)
 
 
-def test_tensor_parallelism_is_refused_by_name(read):
-    with pytest.raises(ModelError, match=r"recurrent layers \(mamba2\); possible: 1"):
-        check_divides(read(FALCON_H1), 2)
+@pytest.mark.parametrize(
+    ("published", "sizes"),
+    [
+        (QWEN3_NEXT, "1, 2, 4, 8, 16"),
+        (QWEN3_5_MOE, "1, 2, 4, 8, 16"),
+        (LFM2, "1, 2, 4, 8, 16, 32"),
+        (FALCON_H1, "1, 2, 4, 8"),
+        (KIMI_LINEAR, "1, 2, 4, 8, 16, 32"),
+    ],
+)
+def test_published_models_are_divided_among_these_many_ranks(read, published, sizes):
+    config = read(published)
+    with pytest.raises(ModelError, match=f"; possible: {sizes}$"):
+        check_divides(config, 5)
+    for size in map(int, sizes.split(",")):
+        check_divides(config, size)
+        assert config.num_state_units % size == 0
+
+
+def test_sizes_that_do_not_divide_recurrent_layers_are_refused_by_name(read):
+    model = read(QWEN3_NEXT, num_attention_heads=24, intermediate_size=5376)
+    model = replace(model, experts=None)
+    with pytest.raises(
+        ModelError, match=r"= 3 .* heads of recurrent layers \(32\); possible: 1, 2,"
+    ):
+        check_divides(model, 3)
+    model = replace(model, recurrent=replace(model.recurrent, num_heads=48))
+    with pytest.raises(ModelError, match=r"= 6 .* key heads of recurrent layers \(16\); possible:"):
+        check_divides(model, 6)
+    mamba = read(FALCON_H1, num_attention_heads=12, mamba_n_groups=2, intermediate_size=4608)
+    with pytest.raises(ModelError, match=r"= 3 .* KV heads \(2\); possible: 1, 2, 4"):
+        check_divides(mamba, 3)
+    three = replace(mamba, num_kv_heads=3)
+    with pytest.raises(
+        ModelError, match=r"= 3 .* groups of recurrent layers \(2\); possible: 1, 6"
+    ):
+        check_divides(three, 3)

@@ -22,7 +22,7 @@ class InterpretedRunner(ModelRunner):
     def _ops(self, num_threads: int) -> Any:
         from kvrelay.engine.model.gpu.ops import TritonOps
 
-        return TritonOps(self._own, self.kv_pool, TORCH_DTYPES[self.dtype], self.max_model_len)
+        return TritonOps(self._own, self._by_layers(), TORCH_DTYPES[self.dtype], self.max_model_len)
 
 
 class Checksums:
@@ -30,7 +30,7 @@ class Checksums:
 
     def __init__(self, made: ModelRunner, shard: Shard, tell: Any = None) -> None:
         spec = made.config.kv_spec(made.kv_spec.block_size, made.dtype)
-        self.facts = self.share = BlockLayout(spec).share_of(shard.kv_heads(spec.num_kv_heads))
+        self.facts = self.share = BlockLayout(spec).share(shard.rank, shard.size)
         assert isinstance(self.share, HeadShare)
         self.pool = block_bytes(made.kv_pool, self.share)
 

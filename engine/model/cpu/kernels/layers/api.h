@@ -38,19 +38,24 @@ typedef struct {
     int64_t *segments;     /* [.., 4] */
     const int64_t *chains; /* [count + 1] */
     int64_t count, stride; /* sequences; floats from a slot to the next */
+    int64_t unit_stride;   /* floats from one of a slot's units to the next */
 } States;
 
 enum { MAX_KERNEL = 8 };
 
-/* A causal convolution of each channel. A slot has the last kernel - 1 inputs, [.., channels]. */
+/* A causal convolution of each channel. A unit of a slot has the last kernel - 1 inputs of its channels,
+ * in rows of `unit_channels`. Pieces of channels, four numbers each: first channel, channels (at most
+ * MAX_PIECE), where they are in the slot, and in how many units from there on. */
+enum { MAX_PIECE = 256 };
 typedef struct {
     const float *x;            /* rows are `x_stride` apart */
     const float *weight, *bias; /* [kernel, channels], the oldest input's first; [channels] or NULL */
     float *y;                  /* [rows, channels] */
-    int64_t x_stride, channels, kernel, silu;
+    const int64_t *pieces; /* [num_pieces, 4] */
+    int64_t x_stride, channels, kernel, silu, num_pieces, unit_channels;
 } Convolution;
 
-/* A memory [key_dim, value_dim] of each head, which a slot has one after the other. By the gated delta
+/* A memory [key_dim, value_dim] of each head, of which a unit has `unit_heads` in turn. By the gated delta
  * rule keys and queries are made as long as one and key_dim ** -0.5, and a correction is scaled by
  * sigmoid(beta). With `skip`, by Mamba 2, the value is scaled by softplus(decay + decay_bias), and
  * skip * value added to the output. */
@@ -62,10 +67,10 @@ typedef struct {
     const float *skip;        /* [num_heads], or NULL */
     float *y;                 /* [rows, num_heads, value_dim] */
     int64_t qkv_stride, decay_stride, beta_stride, decay_width;
-    int64_t num_heads, num_key_heads, key_dim, value_dim;
+    int64_t num_heads, num_key_heads, unit_heads, key_dim, value_dim;
 } DeltaRule;
 
-/* state: of slot 0, in this layer. */
+/* state: where slot 0 has it, in this layer. */
 void kvr_convolve(const States *states, const Convolution *conv, float *state, int threads);
 void kvr_delta_rule(const States *states, const DeltaRule *rule, float *state, int threads);
 

@@ -10,7 +10,6 @@
 #include "api.h"
 
 #define COLUMNS (4 * VL) /* of a head's matrix, which one task has; 128 keys of them fit L1 */
-#define CHANNELS 256     /* of one task */
 #define ELEMENTS 8192    /* of one task, about: less is not worth another thread */
 
 /* Up to VL numbers; what is missing is zero. */
@@ -58,34 +57,34 @@ static void convolve_row(const Convolution *c, const float *const *inputs, float
 static void convolve_task(void *arg, int64_t task) {
     const Convolved *t = arg;
     const Convolution *c = t->conv;
-    int64_t blocks = (c->channels + CHANNELS - 1) / CHANNELS, first = task % blocks * CHANNELS;
-    int64_t count = min_of(CHANNELS, c->channels - first), kept = c->kernel - 1;
-    const int64_t *chain = t->states->chains + task / blocks;
-    float loaded[MAX_KERNEL][CHANNELS];
+    const int64_t *piece = c->pieces + task % c->num_pieces * 4, first = piece[0], kept = c->kernel - 1;
+    const int64_t *chain = t->states->chains + task / c->num_pieces;
+    size_t bytes = sizeof(float) * piece[1];
+    float loaded[MAX_KERNEL][MAX_PIECE];
     const float *inputs[MAX_KERNEL]; /* of the next row: those before it, then its own */
     for (int64_t g = chain[0]; g < chain[1]; g++) {
         const int64_t *segment = t->states->segments + 4 * g;
-        const float *from = t->state + segment[2] * t->states->stride + first;
+        const float *from = t->state + segment[2] * t->states->stride + piece[2];
         for (int64_t j = 0; j < kept && g == chain[0]; j++) {
             memset(loaded[j], 0, sizeof loaded[j]);
-            if (segment[2] >= 0) memcpy(loaded[j], from + j * c->channels, sizeof(float) * count);
+            if (segment[2] >= 0) memcpy(loaded[j], from + j * c->unit_channels, bytes);
             inputs[j] = loaded[j];
         }
         for (int64_t r = segment[0]; r < segment[0] + segment[1]; r++) {
             inputs[kept] = c->x + r * c->x_stride + first;
-            convolve_row(c, inputs, c->y + r * c->channels + first, first, count);
+            convolve_row(c, inputs, c->y + r * c->channels + first, first, piece[1]);
             memmove(inputs, inputs + 1, sizeof *inputs * kept);
         }
-        float *to = t->state + segment[3] * t->states->stride + first;
-        for (int64_t j = 0; segment[3] >= 0 && j < kept; j++)
-            memcpy(to + j * c->channels, inputs[j], sizeof(float) * count);
+        if (segment[3] < 0) continue;
+        float *to = t->state + segment[3] * t->states->stride + piece[2];
+        for (int64_t u = 0; u < piece[3]; u++, to += t->states->unit_stride)
+            for (int64_t j = 0; j < kept; j++) memcpy(to + j * c->unit_channels, inputs[j], bytes);
     }
 }
 
 void kvr_convolve(const States *states, const Convolution *conv, float *state, int threads) {
     Convolved t = {states, conv, state};
-    int64_t blocks = (conv->channels + CHANNELS - 1) / CHANNELS;
-    kvr_parallel(threads, states->count * blocks, convolve_task, &t);
+    kvr_parallel(threads, states->count * conv->num_pieces, convolve_task, &t);
 }
 
 typedef struct {
@@ -169,7 +168,8 @@ static void rule_task(void *arg, int64_t task) {
     int64_t first = task % blocks * COLUMNS, head = task / blocks % d->num_heads;
     const int64_t *chain = t->states->chains + task / blocks / d->num_heads;
     size_t bytes = sizeof(float) * min_of(COLUMNS, d->value_dim - first);
-    int64_t at = head * dim * d->value_dim + first;
+    int64_t at = head / d->unit_heads * t->states->unit_stride;
+    at += head % d->unit_heads * dim * d->value_dim + first;
     float *memory = kvr_scratch(SCRATCH_TASK, sizeof(float) * dim * (COLUMNS + 3));
     for (int64_t g = chain[0]; g < chain[1]; g++) {
         const int64_t *segment = t->states->segments + 4 * g;

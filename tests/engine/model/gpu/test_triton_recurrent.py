@@ -1,0 +1,168 @@
+"""Recurrent layers on a GPU beside plain torch: interpreted where there is no GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.model.paged import DEVICE
+
+pytest.importorskip("triton")
+
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.config import (
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+    Recurrent,
+)
+from kvrelay.engine.model.gpu.ops import TritonOps
+from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.model.weights import RecurrentWeights
+from kvrelay.engine.step import Step
+from tests.engine.model.cpu.test_kernels import config_of
+from tests.engine.model.gpu.triton_ranks import InterpretedRunner
+from tests.engine.model.runners import model_runner, sections
+from tests.engine.model.test_runner import generate
+from tests.engine.model.tiny import MAX_LEN, make_checkpoint, scheduled, tokens_of
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+SIZE, NUM_BLOCKS = 4, 48  # tokens of a block, so that a few meet its end
+LIMITS = Limits(NUM_BLOCKS, SIZE, MAX_LEN, 50, group_windows=(0, 2), num_state_groups=1)
+# First position and tokens: decodes at a sequence's first token, within a block and at its first,
+# prompts from a block's middle, over several, and of many tiles.
+PARTS = ((0, 1), (6, 1), (8, 1), (3, 2), (5, 7), (0, 18))
+
+
+def shape_of(kind: str, groups: int = 2) -> Recurrent:
+    if kind == SHORT_CONVOLUTION:
+        return Recurrent(kind, 3, 140)
+    return Recurrent(kind, 4, 2 * groups * 24 + 2 * 18, False, 2, groups, 24, 18)
+
+
+class Case:
+    """A layer of `kind`, and what a step is given."""
+
+    def __init__(self, kind: str, groups: int, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(3)
+        self.dtype, shape = dtype, shape_of(kind, groups)
+        self.config = config_of(heads=4, kv_heads=2)
+        self.config = replace(self.config, recurrent=shape, layer_kinds=("attention", kind))
+        self.layout, heads = self.config.state_layout, shape.num_heads
+        decays = heads * (shape.key_dim if kind == KIMI_DELTA_ATTENTION else 1)
+        self.weights = RecurrentWeights(
+            project=None,
+            conv=torch.randn(shape.conv_kernel, shape.conv_channels).to(DEVICE),
+            conv_bias=torch.randn(shape.conv_channels).to(DEVICE) if groups > 1 else None,
+            out=None,
+            rate=-torch.rand(heads).to(DEVICE),
+            decay_bias=torch.randn(decays).to(DEVICE),
+            skip=torch.randn(heads).to(DEVICE) if kind == MAMBA2 else None,
+        )
+        sizes = (shape.conv_channels, heads, decays)
+        rows = torch.randn(sum(count for _, count in PARTS), sum(sizes)) * 2
+        self.parts = rows.to(DEVICE, dtype).split(sizes, dim=1)  # columns of wider rows
+        floats = self.layout.num_units * self.layout.unit_size + 5 * self.layout.num_units
+        self.memory = torch.randn(NUM_BLOCKS, floats).to(DEVICE)
+
+    def ops(self, kind: type) -> tuple[TorchOps | TritonOps, torch.Tensor]:
+        """And the states that it changes, float32."""
+        pool = torch.zeros(NUM_BLOCKS, 2, 2, 2, SIZE, 16, dtype=self.dtype, device=DEVICE)
+        ops = kind(self.config, pool, self.dtype, MAX_LEN)
+        states = StatePool(self.memory.clone().view(torch.uint8), self.layout, {1: (0, 3)})
+        ops.use_states(states)
+        return ops, states.memory.view(torch.float32)
+
+    def run(self, ops: TorchOps | TritonOps, batch: Batch, rows: slice = slice(None)) -> list:
+        ops.begin(batch)
+        qkv, beta, decay = (each[rows] for each in self.parts)
+        if not self.config.recurrent.num_heads:
+            return [ops.convolve(qkv, self.weights, 1, silu=False)]
+        mixed = ops.convolve(qkv, self.weights, 1, silu=True)
+        # The rule is given the same by both, so what is compared is not what a rounding did.
+        return [mixed, ops.delta_rule(DeltaRows(qkv, decay, beta), self.weights, 1)]
+
+
+def batch_of(parts=PARTS) -> Batch:
+    free = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist())
+    seqs = []
+    for first, (start, count) in enumerate(parts):
+        blocks = [next(free) for _ in range(2 * -(-(start + count) // SIZE))]
+        seqs.append(scheduled([1] * count, start, blocks, request_id=str(first)))
+    return Batch.from_step(Step(0, seqs), LIMITS, DEVICE)
+
+
+KINDS = [
+    (GATED_DELTA_NET, 2),
+    (KIMI_DELTA_ATTENTION, 2),
+    (MAMBA2, 2),
+    (MAMBA2, 1),  # keys and queries that all heads share, which are stored more than once
+    (SHORT_CONVOLUTION, 2),
+]
+CASES = [(*kind, torch.float32) for kind in KINDS]
+CASES += [(GATED_DELTA_NET, 1, torch.float16), (SHORT_CONVOLUTION, 2, torch.float16)]
+
+
+@pytest.mark.parametrize(("kind", "groups", "dtype"), CASES)
+def test_kernels_equal_torch(kind, groups, dtype):
+    case, batch = Case(kind, groups, dtype), batch_of()
+    (ours, mine), (theirs, expected) = case.ops(TritonOps), case.ops(TorchOps)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    for got, wanted in zip(case.run(ours, batch), case.run(theirs, batch), strict=True):
+        torch.testing.assert_close(got, wanted, **close)
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    changed = (expected != case.memory).any(1).sum().item()
+    assert changed == sum((start + n - 1) // SIZE - start // SIZE + 1 for start, n in PARTS)
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(KIMI_DELTA_ATTENTION, 2), (MAMBA2, 1)])
+def test_tokens_one_by_one_give_the_bits_of_the_whole(kind, groups):
+    case = Case(kind, groups)
+    (whole, expected), (single, got) = case.ops(TritonOps), case.ops(TritonOps)
+    both = batch_of([(0, 9)])
+    outputs = case.run(whole, both, slice(0, 9))
+    for at in range(9):
+        one = Batch.from_step(
+            Step(0, [scheduled([1], at, blocks_of(both), request_id="a")]), LIMITS, DEVICE
+        )
+        for each, wanted in zip(case.run(single, one, slice(at, at + 1)), outputs, strict=True):
+            assert torch.equal(each[0], wanted[at])
+    assert torch.equal(got, expected)
+
+
+def blocks_of(batch: Batch) -> list[int]:
+    both = torch.stack((batch.tables_of(0)[0], batch.tables_of(1)[0]), dim=1)
+    return both.flatten().tolist()
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(GATED_DELTA_NET, 2), (MAMBA2, 1)])
+def test_rows_that_only_fill_up_a_pass_change_no_state(kind, groups):
+    case, batch = Case(kind, groups), batch_of([(4, 1), (0, 2)])
+    filling = replace(batch, more_slots=torch.full_like(batch.more_slots, -1))
+    ours, states = case.ops(TritonOps)
+    assert all(each.isfinite().all() for each in case.run(ours, filling, slice(0, 3)))
+    assert torch.equal(states, case.memory)
+
+
+LONG = [  # PYTHONPATH=. pytest -m long tests/engine/model/gpu/test_triton_recurrent.py
+    pytest.param(family, marks=pytest.mark.long)
+    for family in ("qwen3-next", "kimi-linear", "falcon-h1-norm")
+]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a runner of its own on a GPU")
+@pytest.mark.parametrize("family", ["lfm2-bias", *LONG])
+def test_a_model_gives_the_tokens_that_the_cpu_gives(family, tmp_path):
+    """A prompt, and decodes by the passes that graphs hold."""
+    make_checkpoint(family, tmp_path)
+    options = {"num_blocks": 60, "dtype": "float32", "max_num_seqs": 2, "max_model_len": 256}
+    model, engine = sections(options | {"device": "cpu"})
+    ours, theirs = InterpretedRunner(tmp_path, model, engine), model_runner(tmp_path, **options)
+    assert ours._steps is not None
+    prompt, blocks = tokens_of(6, seed=4), list(range(ours.kv_spec.num_groups))
+    expected = generate(theirs, prompt, blocks, 4, temperature=0.0)
+    assert generate(ours, prompt, blocks, 4, temperature=0.0) == expected
+    assert len({*expected}) > 1
