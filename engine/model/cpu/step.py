@@ -197,6 +197,7 @@ def _described_latent(weights: LatentWeights, config: ModelConfig) -> Any:
         kv_norm=weights.kv_norm.data_ptr(),
         key_up=weights.key_up.data.data_ptr(),
         value_up=weights.value_up.data.data_ptr(),
+        scale=latent.scale,
         kind=weights.key_up.kind,
         heads=config.num_heads,
         q_rank=latent.q_rank or 0,

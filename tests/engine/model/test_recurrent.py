@@ -65,13 +65,15 @@ def test_chunks_of_any_length_give_the_bits_of_the_whole(path, whole, length):
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"quantization": "int8"}])
 def test_layers_at_once_give_the_bits_of_one_call_after_the_other(path, options, monkeypatch):
-    at_once = Driver(path, "cpu", **options)
-    monkeypatch.setattr(ModelConfig, "is_layerwise", True)
-    one_by_one = Driver(path, "cpu", **options)
-    for parts in ((("a", LONG), ("b", SHORT[:9])), (("b", SHORT[9:10]), ("c", SHORT), ("a", [5]))):
-        one, other = one_by_one.feed(*parts, mute=("b",)), at_once.feed(*parts, mute=("b",))
-        assert torch.equal(one, other)
-    assert torch.equal(at_once.state_pool.memory, one_by_one.state_pool.memory)
+    steps = (("a", LONG), ("b", SHORT[:9])), (("b", SHORT[9:10]), ("c", SHORT), ("a", [5]))
+    drivers = [Driver(path, "cpu", **options) for _ in range(2)]
+    logits = []
+    for driver, is_layerwise in zip(drivers, (False, True), strict=True):
+        monkeypatch.setattr(ModelConfig, "is_layerwise", is_layerwise)
+        logits.append([driver.feed(*parts, mute=("b",)) for parts in steps])
+    assert all(map(torch.equal, *logits))
+    at_once, one_by_one = (driver.state_pool.memory for driver in drivers)
+    assert torch.equal(at_once, one_by_one)
 
 
 @pytest.mark.parametrize("threads", [1, 5])

@@ -16,6 +16,7 @@ typedef struct {
     const float *q_norm, *kv_norm;
     const char *key_up, *value_up; /* of each head: [rank, nope] and [value, rank] */
     int64_t kind, heads, q_rank, rank, nope, rope, value;
+    float scale; /* of latents, before they are normed */
 } Latent;
 
 /* A recurrent layer: what a projection makes of the normed hidden rows passes a convolution and, but of

@@ -53,6 +53,7 @@ static void latent_row(void *arg, int64_t r) {
     float *compressed = t->compressed + r * t->width, *latent = compressed + l->q_rank;
     int64_t from = l->nope + l->rope, to = l->rank + l->rope;
     if (t->norms) {
+        for (int64_t i = 0; l->scale != 1 && i < l->q_rank + l->rank; i++) compressed[i] *= l->scale;
         if (l->q_norm) normalise(compressed, l->q_norm, compressed, l->q_rank, t->step->eps);
         normalise(latent, l->kv_norm, latent, l->rank, t->step->eps);
         return;
