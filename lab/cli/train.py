@@ -15,7 +15,7 @@ from rich.table import Table
 def train_hybrid(folder: Path) -> None:
     """Train a hybrid model of 5 million parameters into FOLDER: kvrelay serve FOLDER.
 
-    A few minutes on two cores. It speaks like Python's reference and answers from what a
+    A few minutes on two cores. It has the words of Python's reference, and answers from what a
     conversation has told it, which its gated delta nets keep in their states.
     """
     from kvrelay.lab.training.hybrid import train
