@@ -54,7 +54,7 @@ IMPURE_PLACES = (
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
 RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")
-TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store")
+TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store", "lab/training/")
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 
 

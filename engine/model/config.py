@@ -7,7 +7,7 @@ transformers is imported here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from hashlib import blake2b
 from itertools import count as count_from
@@ -44,6 +44,7 @@ ALWAYS_DIGESTED = {
 ATTENTION = "attention"
 GATED_DELTA_NET, KIMI_DELTA_ATTENTION = "gated_delta_net", "kimi_delta_attention"
 MAMBA2, SHORT_CONVOLUTION = "mamba2", "short_convolution"
+MLP, EXPERTS = "mlp", "experts"  # layers that mix no tokens
 
 
 def _digested(value: Any) -> Any:
@@ -256,7 +257,8 @@ class ModelConfig:
     num_sinks: int = 0  # first positions that windowed layers attend to as well
     # Layers that rotate attend to positions of their own chunk, of so many, alone. 0: to all.
     attention_chunk: int = 0
-    activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
+    # Or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes; or "squared_relu": no gate.
+    activation: str = "silu"
     learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
     sinks_in_windows: bool = False  # only layers with a window have them
     # Where the pool, of one shape, holds more than the checkpoint: each layer's KV heads there, of
@@ -282,11 +284,34 @@ class ModelConfig:
     output_gate: bool = False  # sigmoid(gate), a projection of its own, multiplies attention
     recurrent: Recurrent | None = None
     layer_kinds: tuple[str, ...] = ()  # for each layer ATTENTION or recurrent.kind; (): the first
+    # A layer is one of what others have two of: its kind may be MLP or EXPERTS too, and what mixes
+    # tokens has neither behind it.
+    single_blocks: bool = False
     weight_scales: tuple[tuple[str, float], ...] = ()  # matrices are multiplied as they are loaded
 
     def kind(self, layer: int) -> str:
-        """Returns ATTENTION, or the kind of a recurrent layer."""
+        """Returns ATTENTION, the kind of a recurrent layer, or MLP or EXPERTS."""
         return self.layer_kinds[layer] if self.layer_kinds else ATTENTION
+
+    def mixes(self, layer: int) -> bool:
+        """Whether tokens read others in it: it has attention, is recurrent, or both."""
+        return self.kind(layer) not in (MLP, EXPERTS)
+
+    def has_experts(self, layer: int) -> bool:
+        if self.single_blocks:
+            return self.kind(layer) == EXPERTS
+        return self.experts is not None and layer in self.experts.sparse_layers(self.num_layers)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether it has an MLP that is no expert."""
+        if self.single_blocks:
+            return self.kind(layer) == MLP
+        return not self.has_experts(layer)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether what comes into an MLP is projected twice, and one multiplies the other."""
+        return self.activation != "squared_relu"
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has keys and values; a recurrent one may, too."""
@@ -351,7 +376,7 @@ class ModelConfig:
     @property
     def is_layerwise(self) -> bool:
         """Whether a step runs layer by layer where it would run through all of them at once."""
-        return self.changes_queries
+        return self.changes_queries or self.single_blocks
 
     @property
     def torch_only(self) -> str:
@@ -463,30 +488,35 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Counts all matrices, tables and norms; biases are left out."""
-        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layers = self.num_layers * norms + self._mixer_parameters
-        dense, expert = 3 * self.hidden_size * self.intermediate_size, self.experts
-        if expert is None:
-            return layers + self.num_layers * dense + tables + self.hidden_size
-        width = expert.num_experts * expert.intermediate_size + expert.shared_size
-        sparse = self.hidden_size * (3 * width + expert.num_experts + expert.shared_gate)
-        num_sparse = len(expert.sparse_layers(self.num_layers))
-        layers += (self.num_layers - num_sparse) * dense + num_sparse * sparse
-        return layers + tables + self.hidden_size
+        projections = (2 + self.is_gated) * self.hidden_size
+        total = tables + self._norm_parameters + self._mixer_parameters
+        total += self._count(self.has_mlp) * projections * self.intermediate_size
+        if (expert := self.experts) is not None:
+            width = expert.num_experts * expert.intermediate_size + expert.shared_size
+            choice = self.hidden_size * (expert.num_experts + expert.shared_gate)
+            total += self._count(self.has_experts) * (projections * width + choice)
+        return total
+
+    @property
+    def _norm_parameters(self) -> int:
+        """Counts those of the residual stream's norms."""
+        each = 4 if self.sandwich_norms else 1 if self.single_blocks else 2
+        return (self.num_layers * each + 1) * self.hidden_size
+
+    def _count(self, which: Callable[[int], bool]) -> int:
+        return sum(map(which, range(self.num_layers)))
 
     @property
     def num_float32(self) -> int:
         """Counts those of `num_parameters` that are kept in float32 whatever the dtype: norms,
         choices of experts, and the second projection of a latent."""
-        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
-        total = self.num_layers * norms + self.hidden_size
+        total = self._norm_parameters
         if self.experts is not None:
-            num_sparse = len(self.experts.sparse_layers(self.num_layers))
-            total += num_sparse * self.hidden_size * self.experts.num_experts
+            total += self._count(self.has_experts) * self.hidden_size * self.experts.num_experts
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
-            total += self._num_attending * up
+            total += self._count(self.attends) * up
         if self.recurrent is not None:
             total += self.layer_kinds.count(self.recurrent.kind) * self.recurrent.num_float32
         return total
@@ -499,12 +529,8 @@ class ModelConfig:
             return self.num_layers * self._attention_parameters
         count = self.layer_kinds.count(recurrent.kind)
         matrices = recurrent.num_matrices(self.hidden_size)
-        total = self._num_attending * self._attention_parameters
+        total = self._count(self.attends) * self._attention_parameters
         return total + count * (matrices + recurrent.num_float32)
-
-    @property
-    def _num_attending(self) -> int:
-        return sum(map(self.attends, range(self.num_layers)))
 
     @property
     def _attention_parameters(self) -> int:

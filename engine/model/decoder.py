@@ -53,14 +53,22 @@ class Decoder:
 
     def _run_layers(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         for index, layer in enumerate(self._weights.layers):
-            self._attend(hidden, layer, index)
-            self._feed_forward(hidden, layer)
+            if layer.attention is not None:
+                self._attend(hidden, layer, layer.attention, index)
+            if layer.mlp is not None or layer.experts is not None:
+                self._feed_forward(hidden, layer)
         if len(batch.sample_rows) == len(hidden):  # all of them, in order
             return hidden
         return hidden.index_select(0, batch.sample_rows)
 
-    def _attend(self, hidden: torch.Tensor, layer: LayerWeights, index: int) -> None:
-        ops, attention = self._ops, layer.attention
+    def _attend(
+        self,
+        hidden: torch.Tensor,
+        layer: LayerWeights,
+        attention: AttentionWeights | LatentWeights | RecurrentWeights,
+        index: int,
+    ) -> None:
+        ops = self._ops
         x = ops.rms_norm(hidden, layer.input_norm)
         if isinstance(attention, AttentionWeights):
             qkv = ops.linear(x, attention.qkv)  # [N, (num_heads + 2 * num_kv_heads) * head_dim]

@@ -46,7 +46,7 @@ class Ops(Protocol):
         ...
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
-        """Prepare [gate; up], each [width, in], for `gated`."""
+        """Prepare [gate; up], each [width, in], or without a gate the latter, for `gated`."""
         ...
 
     def vector(self, weight: torch.Tensor, role: str = "") -> torch.Tensor:
@@ -87,7 +87,8 @@ class Ops(Protocol):
         ...
 
     def gated(self, x: torch.Tensor, matrix: Any) -> torch.Tensor:
-        """[n, in] -> [n, width]: activation(x @ gate) * (x @ up), with the model's activation."""
+        """[n, in] -> [n, width]: activation(x @ gate) * (x @ up), with the model's activation; one
+        that has no gate is activation(x @ up)."""
         ...
 
     def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -146,7 +147,8 @@ class Ops(Protocol):
         ...
 
     def experts(self, gate_ups: Any, downs: Any) -> Any:
-        """Prepare stacked experts: gate_ups [E, 2 * width, hidden], downs [E, hidden, width]."""
+        """Prepare stacked experts: gate_ups [E, 2 * width, hidden], or without a gate half as many
+        rows, and downs [E, hidden, width]."""
         ...
 
     def expert_biases(

@@ -307,6 +307,8 @@ class TorchOps(TensorOps):
         return planes[0], planes[-1]
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not self._config.is_gated:
+            return gate_up.relu().square()
         gate, up = gate_up.chunk(2, dim=-1)
         if self._config.activation == "clamped_swish":
             gate, up = gate.clamp(max=SWISH_LIMIT), up.clamp(-SWISH_LIMIT, SWISH_LIMIT)

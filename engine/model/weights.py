@@ -59,7 +59,7 @@ class RecurrentWeights:
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
-    gate_up: Any
+    gate_up: Any  # rows of both; with an activation that has no gate, those of the latter
     down: Any
     gate: Any = None  # one row, of what multiplies the output; None: nothing does
 
@@ -77,10 +77,11 @@ class ExpertsWeights:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer, prepared: matrices as `Ops.matrix` made them. It has an MLP, experts, or both:
-    then every token passes the MLP, too."""
+    then every token passes the MLP, too. In models of single blocks it has those or what mixes
+    tokens, and one norm before it."""
 
     input_norm: torch.Tensor
-    attention: AttentionWeights | LatentWeights | RecurrentWeights
+    attention: AttentionWeights | LatentWeights | RecurrentWeights | None
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp: MLPWeights | None

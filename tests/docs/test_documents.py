@@ -21,7 +21,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 DOTTED = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+)`")
 FILE = re.compile(rf"`((?:{'|'.join([*PACKAGES, 'tests', 'benchmarks', 'docs'])})/[\w./-]+)`")
 STATUS = re.compile(r"# \d+\. [^\n]+\n\nStatus: (Accepted|Superseded( in part)? by \[ADR \d+\])")
-COMMAND = re.compile(r"kvrelay (?!-)([a-z]+)")
+COMMAND = re.compile(r"kvrelay (?!-)([a-z-]+)")
 
 
 def name_of(path: Path) -> str:

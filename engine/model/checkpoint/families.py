@@ -18,6 +18,7 @@ from kvrelay.engine.model.checkpoint.llama4 import llama4
 from kvrelay.engine.model.checkpoint.mimo import mimo_v2
 from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.names import TEXT_KINDS
+from kvrelay.engine.model.checkpoint.nemotron import nemotron_h
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
@@ -573,6 +574,7 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Mistral4ForCausalLM": _mistral4,
     "FalconH1ForCausalLM": _falcon_h1,
     "Lfm2ForCausalLM": _lfm2,
+    "NemotronHForCausalLM": lambda raw: base(**nemotron_h(raw)),
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _text_of,

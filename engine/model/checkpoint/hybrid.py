@@ -36,7 +36,7 @@ def qwen3_next(raw: Raw) -> dict[str, Any]:
     value_dim = count(raw, "linear_value_head_dim", 128)
     shape = Recurrent(
         kind=GATED_DELTA_NET,
-        conv_kernel=_kernel(raw, "linear_conv_kernel_dim", 4),
+        conv_kernel=kernel(raw, "linear_conv_kernel_dim", 4),
         conv_channels=2 * key_heads * key_dim + heads * value_dim,
         num_heads=heads,
         num_key_heads=key_heads,
@@ -75,7 +75,7 @@ def lfm2(raw: Raw) -> dict[str, Any]:
         "tie_word_embeddings": bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
         "recurrent": Recurrent(
             kind=SHORT_CONVOLUTION,
-            conv_kernel=_kernel(raw, "conv_L_cache", 3),
+            conv_kernel=kernel(raw, "conv_L_cache", 3),
             conv_channels=count(raw, "hidden_size"),
             has_biases=bool(raw.get("conv_bias")),
         ),
@@ -87,20 +87,14 @@ def falcon_h1(raw: Raw) -> dict[str, Any]:
     """Fields of ModelConfig: each layer has attention and Mamba 2. Multipliers of activations are
     those of the weights beside them. Raises ModelError."""
     refuse(raw, "attention_bias", "mamba_proj_bias", "projectors_bias")
-    least, most = raw.get("time_step_limit") or (0.0, math.inf)
-    if least or most not in (math.inf, {"__float__": "Infinity"}):
-        raise ModelError(
-            f"config.json: time_step_limit {least} to {most} is not supported, only 0 to infinity"
-        )
+    check_steps(raw)
     has_norm = bool(raw.get("mamba_rms_norm"))
     if has_norm and raw.get("mamba_norm_before_gate", True):
         raise ModelError("config.json: mamba_norm_before_gate true is not supported, only false")
     heads, groups = count(raw, "mamba_n_heads", 128), count(raw, "mamba_n_groups", 1)
     width = count(raw, "mamba_d_ssm", count(raw, "mamba_expand", 2) * count(raw, "hidden_size"))
-    if width % heads or heads % groups:
-        raise ModelError(
-            f"config.json: mamba_d_ssm {width} in {heads} heads of {groups} groups is impossible"
-        )
+    if width % heads:
+        raise ModelError(f"config.json: mamba_d_ssm {width} in {heads} heads is impossible")
     scales = {
         key: number(raw, f"{key}_multiplier", 1.0)
         for key in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "lm_head")
@@ -108,7 +102,6 @@ def falcon_h1(raw: Raw) -> dict[str, Any]:
     gate, down = numbers({"mlp_multipliers": [1.0] * 2, **raw}, "mlp_multipliers", 2)
     parts = numbers({"ssm_multipliers": [1.0] * 5, **raw}, "ssm_multipliers", 5)
     into = scales["attention_in"]
-    state = count(raw, "mamba_d_state", 256)
     return {
         "embed_scale": number(raw, "embedding_multiplier", 1.0),
         "weight_scales": (
@@ -121,14 +114,12 @@ def falcon_h1(raw: Raw) -> dict[str, Any]:
             ("mamba.out_proj", scales["ssm_out"]),
             ("lm_head", scales["lm_head"]),
         ),
-        "recurrent": Recurrent(
-            kind=MAMBA2,
-            conv_kernel=_kernel(raw, "mamba_d_conv", 4),
-            conv_channels=width + 2 * groups * state,
+        "recurrent": mamba2(
+            conv_kernel=kernel(raw, "mamba_d_conv", 4),
             has_biases=bool(raw.get("mamba_conv_bias", True)),
             num_heads=heads,
             num_key_heads=groups,
-            key_dim=state,
+            key_dim=count(raw, "mamba_d_state", 256),
             value_dim=width // heads,
             has_norm=has_norm,
             scales=tuple(part * scales["ssm_in"] for part in parts),
@@ -136,6 +127,24 @@ def falcon_h1(raw: Raw) -> dict[str, Any]:
         ),
         "layer_kinds": (MAMBA2,) * count(raw, "num_hidden_layers"),
     }
+
+
+def mamba2(**sizes: Any) -> Recurrent:
+    """Layers of Mamba 2, by the fields of Recurrent that these are. Raises ModelError."""
+    heads, groups = sizes["num_heads"], sizes["num_key_heads"]
+    if heads % groups:
+        raise ModelError(f"config.json: {heads} Mamba heads in {groups} groups is impossible")
+    channels = heads * sizes["value_dim"] + 2 * groups * sizes["key_dim"]
+    return Recurrent(kind=MAMBA2, conv_channels=channels, **sizes)
+
+
+def check_steps(raw: Raw) -> None:
+    """Raises ModelError if those of Mamba 2 are limited."""
+    least, most = raw.get("time_step_limit") or (0.0, math.inf)
+    if least or most not in (math.inf, {"__float__": "Infinity"}):
+        raise ModelError(
+            f"config.json: time_step_limit {least} to {most} is not supported, only 0 to infinity"
+        )
 
 
 KIMI_NAMES = {
@@ -175,7 +184,7 @@ def kimi_linear(raw: Raw) -> tuple[Raw, dict[str, Any]]:
         "layer_ropes": (-1,) * layers,
         "recurrent": Recurrent(
             kind=KIMI_DELTA_ATTENTION,
-            conv_kernel=_kernel(stated, "linear_conv_kernel_dim", 4),
+            conv_kernel=kernel(stated, "linear_conv_kernel_dim", 4),
             conv_channels=3 * heads * dim,
             num_heads=heads,
             num_key_heads=heads,
@@ -186,11 +195,12 @@ def kimi_linear(raw: Raw) -> tuple[Raw, dict[str, Any]]:
     }
 
 
-def _kernel(raw: Raw, key: str, default: int) -> int:
-    kernel = count(raw, key, default)
-    if not 2 <= kernel <= MAX_KERNEL:
-        raise ModelError(f"config.json: {key} is {kernel}; 2 to {MAX_KERNEL} is supported")
-    return kernel
+def kernel(raw: Raw, key: str, default: int) -> int:
+    """How many inputs a convolution has. Raises ModelError."""
+    inputs = count(raw, key, default)
+    if not 2 <= inputs <= MAX_KERNEL:
+        raise ModelError(f"config.json: {key} is {inputs}; 2 to {MAX_KERNEL} is supported")
+    return inputs
 
 
 def _kinds(raw: Raw, named: list[str], recurrent: str, kind: str) -> tuple[str, ...]:

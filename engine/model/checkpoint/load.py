@@ -365,14 +365,13 @@ class _Layer:
         self._prefix = f"{root}layers.{index}."
 
     def load(self) -> LayerWeights:
-        c, experts = self._config, self._config.experts
-        is_sparse = experts is not None and self._index in experts.sparse_layers(c.num_layers)
-        if not is_sparse:
-            mlp: MLPWeights | None = self._mlp("mlp.", c.intermediate_size, "")
-        else:
-            assert experts is not None
-            has = experts.shared_size
-            name = "mlp.shared_expert." if experts.shared_gate else "mlp.shared_experts."
+        c, experts, mlp = self._config, None, None
+        if c.has_mlp(self._index):
+            mlp = self._mlp("mlp.", c.intermediate_size, "")
+        elif c.has_experts(self._index):
+            assert c.experts is not None
+            experts, has = self._experts(), c.experts.shared_size
+            name = "mlp.shared_expert." if c.experts.shared_gate else "mlp.shared_experts."
             mlp = self._mlp(name, has, "shared_") if has else None
         attention_out = mlp_out = None
         before_mlp = "post_attention_layernorm"
@@ -380,13 +379,14 @@ class _Layer:
             attention_out = self._norm("post_attention_layernorm", c.hidden_size)
             before_mlp = "pre_feedforward_layernorm"
             mlp_out = self._norm("post_feedforward_layernorm", c.hidden_size)
+        input_norm = self._norm("input_layernorm", c.hidden_size)
         return LayerWeights(
-            input_norm=self._norm("input_layernorm", c.hidden_size),
-            attention=self._mixer(),
+            input_norm=input_norm,
+            attention=self._mixer() if c.mixes(self._index) else None,
             attention_out_norm=attention_out,
-            mlp_norm=self._norm(before_mlp, c.hidden_size),
+            mlp_norm=input_norm if c.single_blocks else self._norm(before_mlp, c.hidden_size),
             mlp=mlp,
-            experts=self._experts() if is_sparse else None,
+            experts=experts,
             mlp_out_norm=mlp_out,
             beside=self._recurrent() if c.recurrent and c.recurrent.beside_attention else None,
         )
@@ -423,8 +423,8 @@ class _Layer:
     def _mlp(self, prefix: str, width: int, role: str) -> MLPWeights:
         other = prefix.replace("mlp.", "block_sparse_moe.")  # as Kimi-Linear has them
         prefix = other if self._has(other + "down_proj.weight") else prefix
-        parts = ((prefix + "gate_proj", width), (prefix + "up_proj", width))
-        gate_up = self._stacked(prefix + "gate_up_proj", parts)
+        names = ("gate_proj", "up_proj") if self._config.is_gated else ("up_proj",)
+        gate_up = self._stacked(prefix + "gate_up_proj", tuple((prefix + n, width) for n in names))
         down = self._get(prefix + "down_proj.weight", self._config.hidden_size, width)
         gate, experts = None, self._config.experts
         if role and experts is not None and experts.shared_gate:
@@ -520,10 +520,10 @@ class _Layer:
         assert experts is not None
         if experts.has_biases:
             return self._experts_with_biases(experts)
-        prefix, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
+        prefix, parts = "mlp.", ("gate_proj", "up_proj", "down_proj")
         bias_name = "gate.e_score_correction_bias"
         if self._checkpoint.has(self._prefix + "block_sparse_moe.gate.weight"):
-            prefix, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
+            prefix, parts = "block_sparse_moe.", ("w1", "w3", "w2")
             if not self._has(prefix + bias_name):
                 bias_name = "e_score_correction_bias"
         number, width = experts.num_experts, experts.intermediate_size
@@ -541,7 +541,7 @@ class _Layer:
             gate_ups = self._get(name + "gate_up_proj", number, 2 * width, c.hidden_size)
             downs = self._get(name + "down_proj", number, c.hidden_size, width)
         else:
-            gate_ups, downs = self._stacked_experts(name, (gate, up, down))
+            gate_ups, downs = self._stacked_experts(name, parts[not c.is_gated :])
         return ExpertsWeights(
             router=self._ops.router(router),
             bias=bias,
@@ -580,20 +580,19 @@ class _Layer:
         return self._get(name, number, columns, rows).transpose(1, 2)
 
     def _stacked_experts(
-        self, prefix: str, names: tuple[str, str, str]
+        self, prefix: str, names: tuple[str, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         c, experts = self._config, self._config.experts
         assert experts is not None
-        (gate, up, down), number, width = names, experts.num_experts, experts.intermediate_size
+        (*into, down), number, width = names, experts.num_experts, experts.intermediate_size
         gate_ups = downs = None
         for index in range(number):
             name = f"{prefix}{index}."
-            first = self._get(f"{name}{gate}.weight", width, c.hidden_size)
+            rows = [self._get(f"{name}{part}.weight", width, c.hidden_size) for part in into]
             if gate_ups is None or downs is None:
-                gate_ups = first.new_empty(number, 2 * width, c.hidden_size)
-                downs = first.new_empty(number, c.hidden_size, width)
-            gate_ups[index, :width] = first
-            gate_ups[index, width:] = self._get(f"{name}{up}.weight", width, c.hidden_size)
+                gate_ups = rows[0].new_empty(number, len(rows) * width, c.hidden_size)
+                downs = rows[0].new_empty(number, c.hidden_size, width)
+            gate_ups[index] = torch.cat(rows)
             downs[index] = self._get(f"{name}{down}.weight", c.hidden_size, width)
         assert gate_ups is not None
         assert downs is not None

@@ -40,6 +40,16 @@ LLAMA4: Renames = (
     (".mlp.", ".feed_forward."),
 )
 
+NEMOTRON_H: Renames = (
+    ("model.embed_tokens.", "backbone.embeddings."),
+    ("model.norm.", "backbone.norm_f."),
+    ("model.layers.", "backbone.layers."),
+    (".input_layernorm.", ".norm."),
+    (".self_attn.", ".mixer."),
+    (".mamba.", ".mixer."),
+    (".mlp.", ".mixer."),
+)
+
 MIMO: Renames = ((".self_attn.sinks", ".self_attn.attention_sink_bias"),)
 
 
@@ -47,6 +57,8 @@ def renames_of(names: Collection[str]) -> Renames:
     """What a checkpoint with tensors of these names calls those that are asked for."""
     if "tok_embeddings.weight" in names and "model.embed_tokens.weight" not in names:
         return MISTRAL
+    if "backbone.norm_f.weight" in names:
+        return NEMOTRON_H
     if any(".feed_forward.router." in name for name in names):
         return LLAMA4
     if any(name.endswith(".attention_sink_bias") for name in names):

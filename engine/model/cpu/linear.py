@@ -29,7 +29,7 @@ FP16: int = constants.FP16
 AMX: int = constants.AMX
 INT16: int = constants.INT16
 LOW_PRECISION = (AMX, FP16, BF16_PAIRS, INT16)  # fastest first
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # as in activation.h
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "squared_relu": 3}  # as in activation.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class CpuLinear:
         self._bf16 = dtype == torch.bfloat16
         self._quantization = quantization
         self._low_precision, self._activation = low_precision, activation
+        self._has_gate = activation != ACTIVATIONS["squared_relu"]
         self._buffer = buffer
         self._memory = HugePages()
 
@@ -92,9 +93,14 @@ class CpuLinear:
         return self._packed(weight, wide, role, self._kind(weight, role))
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
-        return self._packed(weight, None, role, self._kind(weight, role), gated=True)
+        kind = self._kind(weight, role)
+        return self._packed(weight, None, role, kind, gated=self._has_gate)
 
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        if not self._has_gate:
+            out = self.linear(x, matrix)
+            self._lib.kvr_squared_relu(out.data_ptr(), *out.shape, self._threads)
+            return out
         out = self._buffer(matrix.role, len(x), matrix.rows // 2)
         self._multiply(x, matrix, None, out, activation=self._activation)
         return out
@@ -146,7 +152,7 @@ class CpuLinear:
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         count, _, width = downs.shape
         kind = self._kind(downs, "experts")
-        gated = self._stack(gate_ups, kind, gated=True)
+        gated = self._stack(gate_ups, kind, gated=self._has_gate)
         return Experts(count, width, gated, self._stack(downs, kind), kind)
 
     def _kind(self, weight: torch.Tensor, role: str) -> int:

@@ -157,6 +157,7 @@ def described(
     structs = (_Layer * len(layers))()
     for index, (layer, to) in enumerate(zip(layers, structs, strict=True)):
         weights, beside = layer.attention, layer.beside
+        assert weights is not None
         matrices = {}
         names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
         norms = {name: getattr(layer, name) for name in names}

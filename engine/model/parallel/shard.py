@@ -125,6 +125,8 @@ def check_divides(
 def _indivisible(model: ModelConfig, size: int) -> str:
     """What `size` does not divide; "" if there is nothing."""
     recurrent = model.recurrent
+    if model.single_blocks and size > 1:
+        return f"layers of one block ({recurrent.kind if recurrent else 'attention'})"
     counts = {
         "attention heads": model.num_heads,
         "intermediate_size": model.intermediate_size,

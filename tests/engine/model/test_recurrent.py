@@ -37,7 +37,7 @@ from tests.engine.model.tiny import (
 LONG, SHORT = tokens_of(90, seed=1), tokens_of(21, seed=2)
 
 
-KINDS = ("falcon-h1-norm", "kimi-linear", "lfm2-bias", "qwen3-next")
+KINDS = ("falcon-h1-norm", "kimi-linear", "lfm2-bias", "nemotron-h", "qwen3-next")
 
 
 @pytest.fixture(scope="module", params=KINDS)

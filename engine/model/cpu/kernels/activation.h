@@ -52,7 +52,7 @@ INLINE vf vtanh(vf x) {
     return (vf)(((vi)(series * x + x) & small) | ((vi)whole & ~small));
 }
 
-enum { NO_ACTIVATION, SILU, GELU_TANH };
+enum { NO_ACTIVATION, SILU, GELU_TANH, SQUARED_RELU /* without a gate */ };
 
 /* Both are gates: g / (1 + exp(-u)). The tanh form of GELU is one: (1 + tanh(v)) / 2 = 1 / (1 + exp(-2v)). */
 INLINE vf gate_argument(vf g, int activation) {

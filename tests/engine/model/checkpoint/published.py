@@ -276,6 +276,13 @@ NEMOTRON3 = {
     "num_key_value_heads": 2, "routed_scaling_factor": 2.5, "ssm_state_size": 128,
     "tie_word_embeddings": False, "topk_group": 1, "use_conv_bias": True, "vocab_size": 131072,
 }
+LFM2 = {
+    "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_multiple_of": 256,
+    "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048,
+    "max_position_embeddings": 128000, "norm_eps": 1e-5, "num_attention_heads": 32,
+    "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0,
+    "model_type": "lfm2", "vocab_size": 65536,
+}
 FALCON_H1 = {
     "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "head_dim": 64,
     "embedding_multiplier": 5.656854249492381, "hidden_size": 1024, "hidden_act": "silu",
@@ -575,24 +582,17 @@ MODELS = (
         transformers.MiMoV2FlashConfig,
         changes={"swa_num_attention_heads": 32, "swa_num_key_value_heads": 4},  # as few
     ),
-    unknown("Nemotron 3", PUBLISHED, named("NemotronHForCausalLM", NEMOTRON3)),
+    Published("Nemotron 3", PUBLISHED, named("NemotronHForCausalLM", NEMOTRON3),
+        transformers.NemotronHConfig, 4,  # transformers cuts steps at time_step_min
+        changes={"hybrid_override_pattern": "MEM*", "time_step_min": 1e-30}),
     Published(
-        "LFM2",
-        SIZES,
-        named("Lfm2ForCausalLM", {
-            "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_multiple_of": 256,
-            "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048,
-            "max_position_embeddings": 128000, "norm_eps": 1e-5, "num_attention_heads": 32,
-            "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0,
-            "model_type": "lfm2", "vocab_size": 65536,
-        }), transformers.Lfm2Config, layers=4),
+        "LFM2", SIZES, named("Lfm2ForCausalLM", LFM2), transformers.Lfm2Config, layers=4),
     Published(  # whose logits would be too close to each other
         "Falcon-H1", PUBLISHED, named("FalconH1ForCausalLM", FALCON_H1),
         transformers.FalconH1Config, layers=4, changes={"lm_head_multiplier": 1.0},
     ),
     Published(
-        "Phi-4-mini",
-        SIZES,
+        "Phi-4-mini", SIZES,
         named("Phi3ForCausalLM", PHI4_MINI),
         transformers.Phi3Config,
         changes={"hidden_size": 6 * 128},  # which makes the size of its heads

@@ -2,6 +2,7 @@
 cut to a few layers."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from kvrelay.engine.model.config import (
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
     MAMBA2,
+    MLP,
     SHORT_CONVOLUTION,
     Experts,
     ModelConfig,
@@ -166,6 +168,29 @@ KIMI_LINEAR = {  # Kimi-Linear-48B-A3B
     "vocab_size": 163840,
 }
 
+NEMOTRON_H = {  # Nemotron-H-8B
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_head_dim": 128,
+    "conv_kernel": 4,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M*-",
+    "intermediate_size": 21504,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "max_position_embeddings": 8192,
+    "mlp_hidden_act": "relu2",
+    "n_groups": 8,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "ssm_state_size": 128,
+    "time_step_limit": [0.0, math.inf],
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+
 
 @pytest.fixture
 def read(tmp_path):
@@ -244,12 +269,34 @@ def test_kimi_linear_counts_its_layers_from_one(read):
         (FALCON_H1, {"mamba_n_heads": 47}, "mamba_d_ssm 3072 in 47 heads"),
         (FALCON_H1, {"ssm_multipliers": [1.0]}, "ssm_multipliers is 1 numbers"),
         (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope False"),
+        (NEMOTRON_H, {"hybrid_override_pattern": "M-X"}, "a layer that is 'X'"),
+        (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'"),
+        (NEMOTRON_H, {"moe_latent_size": 1024}, "moe_latent_size 1024"),
+        (NEMOTRON_H, {"n_groups": 7}, "128 Mamba heads in 7 groups"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_would_change_the_result_is_refused_by_name(read, fields, changes, told):
     with pytest.raises(ModelError, match=told):
         read(fields, **changes)
+
+
+def test_nemotron_h_has_one_block_a_layer(read):
+    config = read(NEMOTRON_H)
+    assert config.layer_kinds == (MAMBA2, MLP, MAMBA2, ATTENTION, MLP)
+    assert config.kv_groups() == ((0, (3,)),)
+    assert config.recurrent_layers == [0, 2]
+    assert [config.has_mlp(layer) for layer in range(5)] == [False, True, False, False, True]
+    assert (config.head_dim, config.rope(3), config.is_gated) == (128, None, False)
+    mixer = 4096 * (18560 + 8192) + 4 * 10240 + 2 * 128 + 8192  # Mamba 2 has so many
+    attention, mlp = 2 * 4096 * 128 * (32 + 8), 2 * 4096 * 21504
+    rest = 6 * 4096 + 2 * 131072 * 4096
+    assert config.num_parameters == 2 * mixer + attention + 2 * mlp + rest
+
+
+def test_ranks_of_layers_of_one_block_are_refused_by_name(read):
+    with pytest.raises(ModelError, match=r"layers of one block \(mamba2\); possible: 1"):
+        check_divides(read(NEMOTRON_H), 2)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,9 @@ void kvr_rope_write(const Rope *rope, float *qkv, const float *q_norm, const flo
 void kvr_latent_write(const Rope *rope, float *q_rope, int64_t token_stride, int64_t head_stride,
                       float *latent, int64_t latent_stride, void *pool, int64_t count, int threads);
 
+/* The square of what is positive in x [rows, width], in place; the rest becomes zero. */
+void kvr_squared_relu(float *x, int64_t rows, int64_t width, int threads);
+
 /* hidden += the experts' output of x; both [rows, width]. */
 void kvr_add_experts(const Experts *experts, const float *x, float *hidden, int64_t rows,
                      int64_t width, int activation, int threads);

@@ -121,6 +121,23 @@ static void add_rows(void *arg, int64_t task) {
     }
 }
 
+typedef struct {
+    float *x;
+    int64_t rows, width;
+} Rows;
+
+static void square_rows(void *arg, int64_t task) {
+    const Rows *t = arg;
+    int64_t end = (task + 1) * ROWS < t->rows ? (task + 1) * ROWS : t->rows;
+    for (int64_t i = task * ROWS * t->width; i < end * t->width; i++)
+        t->x[i] = t->x[i] > 0 ? t->x[i] * t->x[i] : 0;
+}
+
+void kvr_squared_relu(float *x, int64_t rows, int64_t width, int threads) {
+    Rows t = {x, rows, width};
+    kvr_parallel(threads, (rows + ROWS - 1) / ROWS, square_rows, &t);
+}
+
 /* x, hidden: [rows, width]; what the experts make of x is added to hidden. */
 void kvr_add_experts(const Experts *e, const float *x, float *hidden, int64_t rows, int64_t width,
                      int activation, int threads) {
@@ -146,8 +163,10 @@ void kvr_add_experts(const Experts *e, const float *x, float *hidden, int64_t ro
     starts[0] = 0;
     kvr_parallel(threads, tasks, sort_rows, &t);
     int kind = (int)e->kind;
-    run_experts(t.sorted, width, e->gate_ups, kind, 2 * e->width, activation, starts, e->count, t.gated,
-                threads);
+    int has_gate = activation != SQUARED_RELU;
+    run_experts(t.sorted, width, e->gate_ups, kind, (1 + has_gate) * e->width, has_gate ? activation : 0,
+                starts, e->count, t.gated, threads);
+    if (!has_gate) kvr_squared_relu(t.gated, routed, e->width, threads);
     run_experts(t.gated, e->width, e->downs, kind, width, 0, starts, e->count, t.down, threads);
     kvr_parallel(threads, tasks, add_rows, &t);
 }

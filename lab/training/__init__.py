@@ -1,0 +1,1 @@
+"""A small hybrid model, trained here: `kvrelay train-hybrid`."""
