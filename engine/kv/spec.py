@@ -10,9 +10,27 @@ SCALE_BYTES = {"float8_e4m3": 1}  # for each token of each head of each plane; o
 
 
 @dataclass(frozen=True, slots=True)
+class KVHeads:
+    """What a layer keeps of a token: a key and a value for each head."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    def numbers(self, dtype: str) -> int:
+        """With scales, which are numbers where there are some."""
+        return self.num_heads * (self.key_dim + self.value_dim + 2 * SCALE_BYTES.get(dtype, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class KVSpec:
     """Shape of the KV cache: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size,
     head_dim]`. With several groups of layers, a block holds the layers of one of them.
+
+    Where layers keep heads of different shapes, a block is divided among its own heads, whatever
+    their number, and each part has the head's keys and values of one layer after the other. Then
+    `[num_kv_heads, block_size, head_dim]` tells of all blocks into what parts ranks may cut them
+    and how large these are, there is one layer and one plane, and scales count as numbers.
 
     In float8_e4m3 what a head holds of a block, `[block_size, head_dim]` numbers, is followed by
     its scales, `[block_size]` bytes: a number's value is `number * 2**(scale - 127)` (E8M0, as in
@@ -26,6 +44,7 @@ class KVSpec:
     num_planes: int = 2  # keys and values; 1: one latent for both
     windows: tuple[int, ...] = (0,)  # positions that each group's layers attend to; 0: all
     num_state_groups: int = 0  # the last ones: their blocks hold states of recurrent layers
+    heads: tuple[KVHeads, ...] = ()  # for each group with keys, if they differ
 
     @property
     def num_groups(self) -> int:
@@ -35,8 +54,8 @@ class KVSpec:
     @property
     def bytes_per_head(self) -> int:
         """What one head of one plane of one layer takes in a block."""
-        per_token = self.head_dim * DTYPE_BYTES[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
-        return self.block_size * per_token
+        scale = 0 if self.heads else SCALE_BYTES.get(self.dtype, 0)
+        return self.block_size * (self.head_dim * DTYPE_BYTES[self.dtype] + scale)
 
     @property
     def bytes_per_block(self) -> int:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.cache_dir import file_digest, version_of
-from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVSpec
+from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVHeads, KVSpec
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.kv_layout import Layers, kv_groups, mixed_spec
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
@@ -83,9 +84,10 @@ def check_unchanged(before: dict[Path, tuple[int, ...]], files: Iterable[Path]) 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """How rotary frequencies are scaled. `linear` uses `factor` alone, `llama3` the two bounds,
-    `yarn` the two betas, `longrope` the two lists of factors."""
+    `yarn` the two betas, `longrope` the two lists of factors, `proportional` the number of those
+    that turn at all."""
 
-    kind: str  # "linear" | "llama3" | "yarn" | "longrope"
+    kind: str  # "linear" | "llama3" | "yarn" | "longrope" | "proportional"
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -96,6 +98,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0  # cos and sin are multiplied by it
+    turning: int = 0  # the first ones
 
     def is_long(self, max_model_len: int) -> bool:
         """Whether longrope uses its long factors. The same for every position: a cached key is
@@ -145,12 +148,12 @@ class Experts:
     step: int = 1  # from `first_layer` on, every so many layers; the others have an MLP
     has_biases: bool = False  # the router, and both projections of each expert
     scales_inputs: bool = False  # the one chosen expert's weight multiplies what goes in (Llama 4)
+    # Gemma 4: beside an MLP, with norms of its own before and behind, and one before the router.
+    # Each expert's weight is multiplied by a number more.
+    has_norms: bool = False
 
     def sparse_layers(self, num_layers: int) -> range:
         return range(self.first_layer, num_layers, self.step)
-
-
-GROUP_COST = 0.01  # a block more for each `block_size` tokens, in shares of all KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +247,14 @@ class ModelConfig:
     activation: str = "silu"  # or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes
     learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
     sinks_in_windows: bool = False  # only layers with a window have them
-    # Where the pool, of one shape, holds more than the checkpoint: each layer's KV heads there, of
-    # which it has copies, and the size of a head's values, which have zeros behind.
-    stored_kv_heads: tuple[int, ...] = ()
-    stored_value_dim: int = 0
+    # For each layer, where they differ. Then num_kv_heads is what divides all of theirs, and
+    # head_dim the size of the largest key.
+    layer_heads: tuple[KVHeads, ...] = ()
+    kv_owners: tuple[int, ...] = ()  # for each layer, whose keys and values it reads. (): its own
+    sharing_mlp: int = 1  # so many times as wide an MLP in layers that read another's
+    value_norm: bool = False  # RMSNorm of each head's value, without a weight
+    layer_inputs: int = 0  # numbers of each token that a layer has beside its input (Gemma 3n, 4)
+    layer_scales: bool = False  # a layer's output is multiplied by a number
     value_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
@@ -277,6 +284,28 @@ class ModelConfig:
         """Whether a layer has keys and values; a recurrent one may, too."""
         beside = self.recurrent is not None and self.recurrent.beside_attention
         return beside or self.kind(layer) == ATTENTION
+
+    def kv_owner(self, layer: int) -> int:
+        return self.kv_owners[layer] if self.kv_owners else layer
+
+    def keeps_kv(self, layer: int) -> bool:
+        """Whether it has keys and values of its own."""
+        return self.attends(layer) and self.kv_owner(layer) == layer
+
+    @property
+    def last_kv_layer(self) -> int:
+        """In layers behind it, rows after which nothing is sampled leave nothing."""
+        layers = range(self.num_layers - 1, 0, -1)
+        return next((layer for layer in layers if self.kv_owner(layer) == layer), 0)
+
+    def kv_heads(self, layer: int) -> KVHeads:
+        """Those of a tensor-parallel rank, where the model is a rank's."""
+        if self.layer_heads:
+            return self.layer_heads[layer]
+        return KVHeads(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    def mlp_width(self, layer: int) -> int:
+        return self.intermediate_size * (1 if self.keeps_kv(layer) else self.sharing_mlp)
 
     @property
     def state_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
@@ -314,7 +343,7 @@ class ModelConfig:
     def rotated_half(self, layer: int) -> int:
         """Half of the rotated dimensions of a head, or of all if none is rotated."""
         rope = self.rope(layer)
-        return (self.head_dim if rope is None else rope.dim) // 2
+        return (self.kv_heads(layer).key_dim if rope is None else rope.dim) // 2
 
     @property
     def score_scale(self) -> float:
@@ -328,7 +357,10 @@ class ModelConfig:
     @property
     def is_layerwise(self) -> bool:
         """Whether a step runs layer by layer where it would run through all of them at once."""
-        return self.changes_queries or self.recurrent is not None
+        has_norms = self.experts is not None and self.experts.has_norms
+        return (
+            self.changes_queries or self.recurrent is not None or has_norms or self.layer_inputs > 0
+        )
 
     @property
     def torch_only(self) -> str:
@@ -345,38 +377,32 @@ class ModelConfig:
         some layer attends to all."""
         return max(self.windows) if self.windows and all(self.windows) else 0
 
-    def kv_groups(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Layers whose KV shares a block, with the window that they all have, in groups of one
-        size; the last of each window may have fewer layers. First those that attend to most."""
-        by_window: dict[int, list[int]] = {}
-        for layer in filter(self.attends, range(self.num_layers)):
-            by_window.setdefault(self.kv_window(layer), []).append(layer)
-        counts = [len(layers) for layers in by_window.values()]
-        # Room that is left empty, where it weighs most, and what a further block costs to handle.
-        size = min(
-            range(1, max(counts) + 1),
-            key=lambda size: (
-                max(-(-count // size) * size / count for count in counts)
-                + GROUP_COST * sum(-(-count // size) for count in counts)
-            ),
-        )
-        return tuple(
-            (window, tuple(by_window[window][at : at + size]))
-            for window in sorted(by_window, key=lambda window: (window > 0, -window))
-            for at in range(0, len(by_window[window]), size)
-        )
+    def kv_groups(self) -> tuple[tuple[int, Layers], ...]:
+        """Layers whose KV shares a block, with the window that they all have; the last of each
+        window may have fewer layers. First those that attend to most."""
+        classes: dict[tuple[int, KVHeads], Layers] = {}
+        for layer in filter(self.keeps_kv, range(self.num_layers)):
+            key = self.kv_window(layer), self.kv_heads(layer)
+            classes[key] = (*classes.get(key, ()), layer)
+        return kv_groups(classes)
 
     def kv_places(self) -> dict[int, tuple[int, int]]:
-        """For each layer with keys and values its group, and where it is in the group's blocks."""
-        return {
+        """For each layer with keys and values, its own or another's, the group that has them, and
+        where they are in the group's blocks."""
+        places = {
             layer: (group, index)
             for group, (_, layers) in enumerate(self.kv_groups())
             for index, layer in enumerate(layers)
         }
+        layers = filter(self.attends, range(self.num_layers))
+        return {layer: places[self.kv_owner(layer)] for layer in layers}
 
     def attention_spec(self, block_size: int, dtype: str) -> KVSpec:
         """The shape of KV, without states."""
         groups = self.kv_groups()
+        if self.layer_heads:
+            sizes = ((window, self.kv_heads(layers[0]), len(layers)) for window, layers in groups)
+            return mixed_spec(tuple(sizes), block_size, dtype)
         planes = 2 if self.latent is None else 1
         layers = max(len(layers) for _, layers in groups)
         windows = tuple(window for window, _ in groups)
@@ -443,28 +469,40 @@ class ModelConfig:
         """Counts all matrices, tables and norms; biases are left out."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        layers = self.num_layers * norms + self._mixer_parameters
-        dense, expert = 3 * self.hidden_size * self.intermediate_size, self.experts
-        if expert is None:
-            return layers + self.num_layers * dense + tables + self.hidden_size
-        width = expert.num_experts * expert.intermediate_size + expert.shared_size
-        sparse = self.hidden_size * (3 * width + expert.num_experts + expert.shared_gate)
-        num_sparse = len(expert.sparse_layers(self.num_layers))
-        layers += (self.num_layers - num_sparse) * dense + num_sparse * sparse
-        return layers + tables + self.hidden_size
+        total = self.num_layers * norms + self._mixer_parameters + tables + self.hidden_size
+        if each := self.layer_inputs:
+            total += each + (self.vocab_size + self.hidden_size) * self.num_layers * each
+            total += self.num_layers * (2 * each + 1) * self.hidden_size
+        expert, sparse = self.experts, 0
+        sparse_layers = () if expert is None else expert.sparse_layers(self.num_layers)
+        if expert is not None:
+            width = expert.num_experts * expert.intermediate_size + expert.shared_size
+            sparse = self.hidden_size * (3 * width + expert.num_experts + expert.shared_gate)
+            sparse += self._expert_norms
+        dense = (layer for layer in range(self.num_layers) if layer not in sparse_layers)
+        total += sum(3 * self.hidden_size * self.mlp_width(layer) for layer in dense)
+        return total + len(sparse_layers) * sparse
+
+    @property
+    def _expert_norms(self) -> int:
+        experts = self.experts
+        has = experts is not None and experts.has_norms
+        return 4 * self.hidden_size + experts.num_experts if experts and has else 0
 
     @property
     def num_float32(self) -> int:
         """Counts those of `num_parameters` that are kept in float32 whatever the dtype: norms,
         choices of experts, and the second projection of a latent."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
-        total = self.num_layers * norms + self.hidden_size
+        norms += self.hidden_size if self.layer_inputs else 0
+        total = self.num_layers * norms + self.hidden_size + self.layer_inputs
         if self.experts is not None:
             num_sparse = len(self.experts.sparse_layers(self.num_layers))
-            total += num_sparse * self.hidden_size * self.experts.num_experts
+            each = self.hidden_size * self.experts.num_experts + self._expert_norms
+            total += num_sparse * each
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
-            total += self._num_attending * up
+            total += len(self._attending) * up
         if self.recurrent is not None:
             total += self.layer_kinds.count(self.recurrent.kind) * self.recurrent.num_float32
         return total
@@ -472,26 +510,29 @@ class ModelConfig:
     @property
     def _mixer_parameters(self) -> int:
         """Counts those of all layers' attention, or of what they have in place of it."""
-        recurrent = self.recurrent
+        total, recurrent = sum(map(self._attention_parameters, self._attending)), self.recurrent
         if recurrent is None:
-            return self.num_layers * self._attention_parameters
+            return total
         count = self.layer_kinds.count(recurrent.kind)
         matrices = recurrent.num_matrices(self.hidden_size)
-        total = self._num_attending * self._attention_parameters
         return total + count * (matrices + recurrent.num_float32)
 
     @property
-    def _num_attending(self) -> int:
-        return sum(map(self.attends, range(self.num_layers)))
+    def _attending(self) -> list[int]:
+        return [*filter(self.attends, range(self.num_layers))]
 
-    @property
-    def _attention_parameters(self) -> int:
+    def _attention_parameters(self, layer: int) -> int:
         if (latent := self.latent) is None:
-            heads = (2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
-            norms = 2 * self.head_dim if self.qk_norm else 0
+            kv = self.kv_heads(layer)
+            heads = (1 + self.output_gate) * kv.key_dim + kv.value_dim  # queries and outputs
+            width = self.num_heads * heads
+            norms = kv.key_dim if self.qk_norm else 0
+            if self.keeps_kv(layer):
+                width += kv.num_heads * (kv.key_dim + kv.value_dim)
+                norms *= 2
             if self.norms_all_heads:
-                norms = (self.num_heads + self.num_kv_heads) * self.head_dim
-            return self.hidden_size * self.head_dim * heads + norms
+                norms = (self.num_heads + kv.num_heads) * kv.key_dim
+            return self.hidden_size * width + norms
         queries = self.num_heads * (latent.nope_dim + latent.rope_dim)
         q_rank = latent.q_rank or 0
         total = (self.hidden_size + 1) * q_rank + queries * (q_rank or self.hidden_size)

@@ -31,7 +31,9 @@ def engine_of(**changes: Any) -> EngineSection:
     return EngineSection(**{"num_blocks": 256, "max_num_batched_tokens": 64, **changes})
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gemma2", "gpt-oss", *HYBRID])
+@pytest.fixture(
+    scope="module", params=["gemma3", "gemma2", "gpt-oss", "gemma4", "mimo-v2", *HYBRID]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     make_checkpoint(request.param, path)

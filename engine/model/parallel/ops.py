@@ -238,15 +238,24 @@ class ParallelOps:
 
     def _rows(self, whole: torch.Tensor, role: str) -> torch.Tensor:
         """Takes the rank's rows from each of the projections that are stacked in `whole`."""
-        model, part = self._model, self._shard.part
-        if role == "qkv":
-            dim, kv = model.head_dim, self._shard.kv_heads(model.num_kv_heads)
-            keys = slice(kv.start * dim, kv.stop * dim)
-            widths = [heads * dim for heads in (model.num_heads, *(model.num_kv_heads,) * 2)]
-            queries, *others = whole.split(widths)
-            return torch.cat([queries[part(len(queries))], *(each[keys] for each in others)])
+        part = self._shard.part
         stacked = whole.chunk(ROWS[role])
         return torch.cat([each[part(len(each))] for each in stacked])
+
+    def qkv(self, weight: torch.Tensor, bias: torch.Tensor | None, layer: int) -> _Matrix:
+        own = None if bias is None else self._of_heads(bias, layer)
+        return _Matrix(self._inner.qkv(self._of_heads(weight, layer), own, layer))
+
+    def _of_heads(self, whole: torch.Tensor, layer: int) -> torch.Tensor:
+        """Takes the rank's heads from rows of queries and, if there are some, keys and values."""
+        model, kv = self._model, self._model.kv_heads(layer)
+        own, rows = self._shard.kv_heads(kv.num_heads), model.num_heads * kv.key_dim
+        queries, at = whole[:rows][self._shard.part(rows)], rows
+        parts = [queries]
+        for dim in (kv.key_dim, kv.value_dim) if model.keeps_kv(layer) else ():
+            parts.append(whole[at + own.start * dim : at + own.stop * dim])
+            at += kv.num_heads * dim
+        return torch.cat(parts)
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
         return self._inner.gated_matrix(self._rows(weight, role), role)
@@ -306,14 +315,16 @@ class ParallelOps:
         projections = [each[:, part] for each in gate_ups.chunk(2, dim=1)]
         return self._inner.experts(torch.cat(projections, dim=1), downs[:, :, part].contiguous())
 
-    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
+    def add_experts(
+        self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
+    ) -> None:
         own = torch.zeros_like(hidden)
-        self._inner.add_experts(own, x, layer)
+        self._inner.add_experts(own, x, layer, routed)
         self._group.sum(own)
         hidden += own
 
 
 SUMMED = ("out", "down", "shared_down")
 """Roles of matrices that are cut by columns."""
-ROWS = {"qkv": 3, "queries": 1, "gate_up": 2, "shared_gate_up": 2}
+ROWS = {"queries": 1, "gate_up": 2, "shared_gate_up": 2}
 """Roles of matrices that are cut by rows, and how many projections are stacked in each."""

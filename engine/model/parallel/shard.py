@@ -36,6 +36,10 @@ class Shard:
             model,
             num_heads=model.num_heads // self.size,
             num_kv_heads=len(self.kv_heads(model.num_kv_heads)),
+            layer_heads=tuple(
+                replace(each, num_heads=len(self.kv_heads(each.num_heads)))
+                for each in model.layer_heads
+            ),
             intermediate_size=model.intermediate_size // self.size,
             experts=experts,
         )
@@ -89,6 +93,9 @@ def _indivisible(model: ModelConfig, size: int) -> str:
             return f"{name} ({count})"
     if model.num_kv_heads % size and size % model.num_kv_heads:
         return f"KV heads ({model.num_kv_heads})"
+    counts_of_heads = sorted({each.num_heads for each in model.layer_heads})
+    if len(counts_of_heads) > 1 and model.num_kv_heads % size:  # blocks would differ in bytes
+        return f"KV heads, which are {' or '.join(map(str, counts_of_heads))} by layer"
     return ""
 
 

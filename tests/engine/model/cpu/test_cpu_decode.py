@@ -74,6 +74,8 @@ FAMILIES = (
     ("deepseek3", {"kv_dtype": "float8_e4m3"}),
     ("gemma2", {}),
     ("gemma3", {"dtype": "bfloat16"}),
+    ("gemma4", {}),
+    ("gemma4", {"kv_dtype": "float8_e4m3"}),
 )
 
 
