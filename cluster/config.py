@@ -84,7 +84,7 @@ class TenantEntry(Section, frozen=True):
 
 ToolParser = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek",
-    "glm", "kimi", "minimax", "harmony", "seed_oss", "llama4_json",
+    "glm", "kimi", "minimax", "harmony", "seed_oss", "llama4_json", "gemma4",
 ]  # fmt: skip
 
 
@@ -113,11 +113,11 @@ class ApiSection(Section, frozen=True):
     cors_origins: Annotated[str, matching(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
     # text; or hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm, kimi, minimax,
-    # harmony, seed_oss, llama4_json
+    # harmony, seed_oss, llama4_json, gemma4
     tool_parser: ToolParser = "auto"
-    # "think" takes <think> tags out of the text, "mistral" [THINK], "seed_oss" <seed:think>; "none"
-    # leaves them; "auto" goes by the template
-    reasoning_parser: Literal["auto", "think", "mistral", "seed_oss", "none"] = "auto"
+    # "think" takes <think> tags out of the text, "mistral" [THINK], "seed_oss" <seed:think>,
+    # "gemma4" <|channel>; "none" leaves them; "auto" goes by the template
+    reasoning_parser: Literal["auto", "think", "mistral", "seed_oss", "gemma4", "none"] = "auto"
     # false: a special token that is written in a message, a tool or its result is text, as with
     # split_special_tokens of transformers; true: whoever writes <|im_end|> ends the turn
     parse_special_tokens_in_messages: bool = False

@@ -143,6 +143,8 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
         shape = f"{shape}groups {spec.windows} {spec.num_state_groups}\n"
     if spec.num_state_groups:
         shape = f"{shape}units {spec.num_units}\n"
+    if spec.heads:
+        shape += " ".join(f"{h.num_heads} {h.key_dim} {h.value_dim}" for h in spec.heads) + "\n"
     data = shape.encode() + model
     return blake2b(data, digest_size=FINGERPRINT_BYTES, person=b"kvrelay-layout").digest()
 
@@ -155,4 +157,5 @@ def compatibility(model: bytes, spec: KVSpec) -> tuple[tuple[str, str], ...]:
         ("layout", str(LAYOUT_VERSION)),
         *((name, str(getattr(spec, name))) for name in fields),
         ("windows", str(spec.windows)),
+        *((("heads", str(spec.heads)),) if spec.heads else ()),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.engine.config import EngineSection
-from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.kv.spec import DTYPE_BYTES, SCALE_BYTES, KVSpec
 from kvrelay.engine.kv.window import Window, Windows
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
@@ -161,32 +161,40 @@ def check_memory(plans: Sequence[KVPlan], available_bytes: int, host_bytes: int 
     )
 
 
+def _token_lines(model: ModelConfig, info: WorkerInfo) -> list[str]:
+    """What a token costs, by kind of layer."""
+    dtype = next(
+        each
+        for each in DTYPE_BYTES
+        if not info.bytes_per_block % model.kv_spec(info.block_size, each).bytes_per_block
+    )
+    layers = [*filter(model.keeps_kv, range(model.num_layers))]
+    kinds = Counter((model.kv_window(layer), model.kv_heads(layer)) for layer in layers)
+    planes, size = 1 if model.latent else 2, DTYPE_BYTES[dtype]
+    costs = {kind: kind[1].numbers(dtype) * size * planes // 2 for kind in kinds}
+    scale = f" + {SCALE_BYTES[dtype]} of scale" if dtype in SCALE_BYTES else ""
+    lines = []
+    for (window, heads), count in kinds.items():
+        dims = {heads.key_dim, heads.value_dim}
+        per_head = f"{' and '.join(map(str, sorted(dims)))} head_dim x {size} bytes"
+        per_head = f"({per_head}{scale})" if scale else per_head
+        each = f"{'2 (K, V)' if planes > 1 else '1 (latent)'} x {count} layers"
+        line = f"{each} x {heads.num_heads} KV heads x {per_head}"
+        lines.append(f"{line}, of the last {window:,} tokens" if window else line)
+    total = sum(costs[kind] * count for kind, count in kinds.items())
+    kept = sum(costs[kind] * count for kind, count in kinds.items() if not kind[0])
+    if 0 < kept < total:
+        lines.append(f"{kept:,} bytes for each token of a long sequence")
+    first = f"KV cache: {total:,} bytes a token = "
+    return [first + lines[0], *(" " * 10 + line for line in lines[1:])]
+
+
 def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
     """For people: what a token of KV costs and how many tokens fit into a worker and its tiers."""
     if not infos:
         return []
-    info, groups = infos[0], model.kv_groups()
-    per_layer = info.bytes_per_block // info.block_size // max(len(each) for _, each in groups)
-    per_token = per_layer * model.num_layers
-    planes = "2 (K, V)" if model.latent is None else "1 (latent)"
-    num_heads = int(planes[0]) * model.num_layers * model.num_kv_heads
-    value_bytes, scale_bytes = divmod(per_token // num_heads, model.head_dim)
-    per_head = f"{model.head_dim} head_dim x {value_bytes} bytes"
-    if scale_bytes:
-        per_head = f"({per_head} + {scale_bytes} of scale)"
-    lines = [
-        f"KV cache: {per_token:,} bytes a token = {planes} x {model.num_layers} layers"
-        f" x {model.num_kv_heads} KV heads x {per_head}",
-    ]
-    if len(groups) > 1:
-        windows = Counter(model.kv_window(layer) for _, layers in groups for layer in layers)
-        lines += [
-            f"          {count} of the layers keep the last {window:,} tokens"
-            for window, count in windows.items()
-            if window
-        ]
-        kept = windows[0] * per_layer
-        lines.append(f"          {kept:,} bytes for each token of a long sequence, beside these")
+    info = infos[0]
+    lines = _token_lines(model, info)
     pools: dict[str, int] = {}  # the smallest of each role: workers of other sizes have other pools
     for each in infos:
         pools[each.role] = min(each.num_blocks, pools.get(each.role, each.num_blocks))

@@ -24,12 +24,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvrelay.engine.model.config import (
-    GATED_DELTA_NET,
-    KIMI_DELTA_ATTENTION,
-    MAMBA2,
-    Recurrent,
-)
 from kvrelay.engine.model.gpu import attention_prefill
 from kvrelay.engine.model.gpu import latent as latent_kernels
 from kvrelay.engine.model.gpu.attention_decode import decode_attention
@@ -43,6 +37,12 @@ from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.sampling import Draws, draw
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.state_layout import (
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    Recurrent,
+)
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 from kvrelay.kvtransfer.agents.checksum_kernels import Checksums

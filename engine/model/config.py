@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.cache_dir import file_digest, version_of
-from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVSpec
+from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVHeads, KVSpec
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.state_layout import StateLayout
+from kvrelay.engine.model.kv_layout import Layers, kv_groups, mixed_spec
+from kvrelay.engine.model.state_layout import Recurrent, StateLayout
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
@@ -42,8 +43,6 @@ ALWAYS_DIGESTED = {
     }.items()
 }
 ATTENTION = "attention"
-GATED_DELTA_NET, KIMI_DELTA_ATTENTION = "gated_delta_net", "kimi_delta_attention"
-MAMBA2, SHORT_CONVOLUTION = "mamba2", "short_convolution"
 MLP, EXPERTS = "mlp", "experts"  # layers that mix no tokens
 
 
@@ -86,9 +85,10 @@ def check_unchanged(before: dict[Path, tuple[int, ...]], files: Iterable[Path]) 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """How rotary frequencies are scaled. `linear` uses `factor` alone, `llama3` the two bounds,
-    `yarn` the two betas, `longrope` the two lists of factors."""
+    `yarn` the two betas, `longrope` the two lists of factors, `proportional` the number of those
+    that turn at all."""
 
-    kind: str  # "linear" | "llama3" | "yarn" | "longrope"
+    kind: str  # "linear" | "llama3" | "yarn" | "longrope" | "proportional"
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -99,6 +99,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0  # cos and sin are multiplied by it
+    turning: int = 0  # the first ones
 
     def is_long(self, max_model_len: int) -> bool:
         """Whether longrope uses its long factors. The same for every position: a cached key is
@@ -148,86 +149,15 @@ class Experts:
     step: int = 1  # from `first_layer` on, every so many layers; the others have an MLP
     has_biases: bool = False  # the router, and both projections of each expert
     scales_inputs: bool = False  # the one chosen expert's weight multiplies what goes in (Llama 4)
+    # Gemma 4: beside an MLP, with norms of its own before and behind, and one before the router.
+    # Each expert's weight is multiplied by a number more.
+    has_norms: bool = False
 
     def sparse_layers(self, num_layers: int) -> range:
         return range(self.first_layer, num_layers, self.step)
 
 
 UNIT_ALIGNMENT = 16  # bytes, for vectors of float32
-GROUP_COST = 0.01  # a block more for each `block_size` tokens, in shares of all KV
-
-
-@dataclass(frozen=True, slots=True)
-class Recurrent:
-    """Layers that keep a state of each sequence, float32, in place of keys and values: the last
-    inputs of a convolution and, but for a short convolution alone, a matrix for each head."""
-
-    kind: str  # GATED_DELTA_NET, KIMI_DELTA_ATTENTION, MAMBA2 or SHORT_CONVOLUTION
-    conv_kernel: int
-    conv_channels: int
-    has_biases: bool = False  # the convolution and both projections
-    num_heads: int = 0  # those of values; 0: no matrices
-    num_key_heads: int = 0  # each is shared by consecutive heads of values
-    key_dim: int = 0  # a head's
-    value_dim: int = 0  # a head's
-    has_norm: bool = True  # outputs pass a norm and a gate; else the gate alone
-    scales: tuple[float, ...] = ()  # Mamba 2: the five parts of the first projection times these
-    beside_attention: bool = False  # a layer has both, and adds up what comes out
-
-    def splits(self, num_units: int) -> bool:
-        """Whether its heads, or channels, can be divided among so many units."""
-        count, groups = self.num_heads or self.conv_channels, self.num_key_heads or num_units
-        shared = self.kind == MAMBA2 and num_units % groups == 0  # a group may be divided
-        return count % num_units == 0 and (shared or groups % num_units == 0)
-
-    def layout(self, num_units: int) -> StateLayout:
-        """Returns where a layer's state lies, in so many units, which `splits` allows."""
-        rows = self.conv_kernel - 1
-        if not self.num_heads:
-            return StateLayout(num_units, rows, (self.conv_channels // num_units,), (1,))
-        heads, copies = self.num_heads // num_units, max(1, num_units // self.num_key_heads)
-        keys = self.num_key_heads * copies // num_units * self.key_dim
-        parts, copied = (keys, keys, heads * self.value_dim), (copies, copies, 1)
-        return StateLayout(num_units, rows, parts, copied, heads, self.key_dim, self.value_dim)
-
-    @property
-    def width(self) -> int:
-        """How many inputs the output projection has."""
-        return self.num_heads * self.value_dim or self.conv_channels
-
-    @property
-    def num_projected(self) -> int:
-        """How many outputs the first projection has."""
-        if self.kind == SHORT_CONVOLUTION:
-            return 3 * self.conv_channels
-        if self.kind == KIMI_DELTA_ATTENTION:
-            return self.conv_channels + 2 * self.value_dim + self.num_heads
-        return self.conv_channels + self.width + self.num_numbers * self.num_heads
-
-    @property
-    def num_numbers(self) -> int:
-        """How many of the outputs of the first projection are single numbers, for each head."""
-        return 2 if self.kind == GATED_DELTA_NET else 1
-
-    @property
-    def norm_width(self) -> int:
-        """How many outputs are normed together."""
-        return self.width // self.num_key_heads if self.kind == MAMBA2 else self.value_dim
-
-    @property
-    def num_float32(self) -> int:
-        """Counts parameters that are no matrices: of the convolution, decays and the norm."""
-        total = self.conv_kernel * self.conv_channels + self.num_heads
-        if self.kind == MAMBA2:
-            return total + self.num_heads + self.has_norm * self.width
-        return total + self.value_dim
-
-    def num_matrices(self, hidden_size: int) -> int:
-        """Counts the numbers in the projections of a layer."""
-        total = hidden_size * (self.num_projected + self.width)
-        if self.kind == KIMI_DELTA_ATTENTION:
-            total += 2 * self.value_dim * self.width
-        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +191,14 @@ class ModelConfig:
     activation: str = "silu"
     learned_sinks: bool = False  # each head has a score more, of nothing, in every softmax
     sinks_in_windows: bool = False  # only layers with a window have them
-    # Where the pool, of one shape, holds more than the checkpoint: each layer's KV heads there, of
-    # which it has copies, and the size of a head's values, which have zeros behind.
-    stored_kv_heads: tuple[int, ...] = ()
-    stored_value_dim: int = 0
+    # For each layer, where they differ. Then num_kv_heads is what divides all of theirs, and
+    # head_dim the size of the largest key.
+    layer_heads: tuple[KVHeads, ...] = ()
+    kv_owners: tuple[int, ...] = ()  # for each layer, whose keys and values it reads. (): its own
+    sharing_mlp: int = 1  # so many times as wide an MLP in layers that read another's
+    value_norm: bool = False  # RMSNorm of each head's value, without a weight
+    layer_inputs: int = 0  # numbers of each token that a layer has beside its input (Gemma 3n, 4)
+    layer_scales: bool = False  # a layer's output is multiplied by a number
     value_scale: float = 1.0
     attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
@@ -318,6 +252,28 @@ class ModelConfig:
         beside = self.recurrent is not None and self.recurrent.beside_attention
         return beside or self.kind(layer) == ATTENTION
 
+    def kv_owner(self, layer: int) -> int:
+        return self.kv_owners[layer] if self.kv_owners else layer
+
+    def keeps_kv(self, layer: int) -> bool:
+        """Whether it has keys and values of its own."""
+        return self.attends(layer) and self.kv_owner(layer) == layer
+
+    @property
+    def last_kv_layer(self) -> int:
+        """In layers behind it, rows after which nothing is sampled leave nothing."""
+        layers = range(self.num_layers - 1, 0, -1)
+        return next((layer for layer in layers if self.kv_owner(layer) == layer), 0)
+
+    def kv_heads(self, layer: int) -> KVHeads:
+        """Those of a tensor-parallel rank, where the model is a rank's."""
+        if self.layer_heads:
+            return self.layer_heads[layer]
+        return KVHeads(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    def mlp_width(self, layer: int) -> int:
+        return self.intermediate_size * (1 if self.keeps_kv(layer) else self.sharing_mlp)
+
     @property
     def recurrent_layers(self) -> list[int]:
         kind = None if self.recurrent is None else self.recurrent.kind
@@ -362,7 +318,7 @@ class ModelConfig:
     def rotated_half(self, layer: int) -> int:
         """Half of the rotated dimensions of a head, or of all if none is rotated."""
         rope = self.rope(layer)
-        return (self.head_dim if rope is None else rope.dim) // 2
+        return (self.kv_heads(layer).key_dim if rope is None else rope.dim) // 2
 
     @property
     def score_scale(self) -> float:
@@ -376,7 +332,8 @@ class ModelConfig:
     @property
     def is_layerwise(self) -> bool:
         """Whether a step runs layer by layer where it would run through all of them at once."""
-        return self.changes_queries or self.single_blocks
+        has_norms = self.experts is not None and self.experts.has_norms
+        return self.changes_queries or self.single_blocks or has_norms or self.layer_inputs > 0
 
     @property
     def torch_only(self) -> str:
@@ -393,38 +350,32 @@ class ModelConfig:
         some layer attends to all."""
         return max(self.windows) if self.windows and all(self.windows) else 0
 
-    def kv_groups(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Layers whose KV shares a block, with the window that they all have, in groups of one
-        size; the last of each window may have fewer layers. First those that attend to most."""
-        by_window: dict[int, list[int]] = {}
-        for layer in filter(self.attends, range(self.num_layers)):
-            by_window.setdefault(self.kv_window(layer), []).append(layer)
-        counts = [len(layers) for layers in by_window.values()]
-        # Room that is left empty, where it weighs most, and what a further block costs to handle.
-        size = min(
-            range(1, max(counts) + 1),
-            key=lambda size: (
-                max(-(-count // size) * size / count for count in counts)
-                + GROUP_COST * sum(-(-count // size) for count in counts)
-            ),
-        )
-        return tuple(
-            (window, tuple(by_window[window][at : at + size]))
-            for window in sorted(by_window, key=lambda window: (window > 0, -window))
-            for at in range(0, len(by_window[window]), size)
-        )
+    def kv_groups(self) -> tuple[tuple[int, Layers], ...]:
+        """Layers whose KV shares a block, with the window that they all have; the last of each
+        window may have fewer layers. First those that attend to most."""
+        classes: dict[tuple[int, KVHeads], Layers] = {}
+        for layer in filter(self.keeps_kv, range(self.num_layers)):
+            key = self.kv_window(layer), self.kv_heads(layer)
+            classes[key] = (*classes.get(key, ()), layer)
+        return kv_groups(classes)
 
     def kv_places(self) -> dict[int, tuple[int, int]]:
-        """For each layer with keys and values its group, and where it is in the group's blocks."""
-        return {
+        """For each layer with keys and values, its own or another's, the group that has them, and
+        where they are in the group's blocks."""
+        places = {
             layer: (group, index)
             for group, (_, layers) in enumerate(self.kv_groups())
             for index, layer in enumerate(layers)
         }
+        layers = filter(self.attends, range(self.num_layers))
+        return {layer: places[self.kv_owner(layer)] for layer in layers}
 
     def attention_spec(self, block_size: int, dtype: str) -> KVSpec:
         """The shape of KV, without states."""
         groups = self.kv_groups()
+        if self.layer_heads:
+            sizes = ((window, self.kv_heads(layers[0]), len(layers)) for window, layers in groups)
+            return mixed_spec(tuple(sizes), block_size, dtype)
         planes = 2 if self.latent is None else 1
         layers = max(len(layers) for _, layers in groups)
         windows = tuple(window for window, _ in groups)
@@ -489,20 +440,30 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Counts all matrices, tables and norms; biases are left out."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        projections = (2 + self.is_gated) * self.hidden_size
+        each, projections = self.layer_inputs, (2 + self.is_gated) * self.hidden_size
         total = tables + self._norm_parameters + self._mixer_parameters
-        total += self._count(self.has_mlp) * projections * self.intermediate_size
+        total += (self.vocab_size + 3 * self.hidden_size) * self.num_layers * each
+        dense = filter(self.has_mlp, range(self.num_layers))
+        total += sum(projections * self.mlp_width(layer) for layer in dense)
         if (expert := self.experts) is not None:
             width = expert.num_experts * expert.intermediate_size + expert.shared_size
             choice = self.hidden_size * (expert.num_experts + expert.shared_gate)
-            total += self._count(self.has_experts) * (projections * width + choice)
+            each_layer = projections * width + choice + self._expert_norms
+            total += self._count(self.has_experts) * each_layer
         return total
 
     @property
     def _norm_parameters(self) -> int:
-        """Counts those of the residual stream's norms."""
+        """Counts those of the residual stream's norms, and of a layer's inputs."""
         each = 4 if self.sandwich_norms else 1 if self.single_blocks else 2
-        return (self.num_layers * each + 1) * self.hidden_size
+        each += 1 if self.layer_inputs else 0
+        return (self.num_layers * each + 1) * self.hidden_size + self.layer_inputs
+
+    @property
+    def _expert_norms(self) -> int:
+        experts = self.experts
+        has = experts is not None and experts.has_norms
+        return 4 * self.hidden_size + experts.num_experts if experts and has else 0
 
     def _count(self, which: Callable[[int], bool]) -> int:
         return sum(map(which, range(self.num_layers)))
@@ -513,7 +474,8 @@ class ModelConfig:
         choices of experts, and the second projection of a latent."""
         total = self._norm_parameters
         if self.experts is not None:
-            total += self._count(self.has_experts) * self.hidden_size * self.experts.num_experts
+            each = self.hidden_size * self.experts.num_experts + self._expert_norms
+            total += self._count(self.has_experts) * each
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
             total += self._count(self.attends) * up
@@ -524,22 +486,26 @@ class ModelConfig:
     @property
     def _mixer_parameters(self) -> int:
         """Counts those of all layers' attention, or of what they have in place of it."""
-        recurrent = self.recurrent
+        attending, recurrent = filter(self.attends, range(self.num_layers)), self.recurrent
+        total = sum(map(self._attention_parameters, attending))
         if recurrent is None:
-            return self.num_layers * self._attention_parameters
+            return total
         count = self.layer_kinds.count(recurrent.kind)
         matrices = recurrent.num_matrices(self.hidden_size)
-        total = self._count(self.attends) * self._attention_parameters
         return total + count * (matrices + recurrent.num_float32)
 
-    @property
-    def _attention_parameters(self) -> int:
+    def _attention_parameters(self, layer: int) -> int:
         if (latent := self.latent) is None:
-            heads = (2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
-            norms = 2 * self.head_dim if self.qk_norm else 0
+            kv = self.kv_heads(layer)
+            heads = (1 + self.output_gate) * kv.key_dim + kv.value_dim  # queries and outputs
+            width = self.num_heads * heads
+            norms = kv.key_dim if self.qk_norm else 0
+            if self.keeps_kv(layer):
+                width += kv.num_heads * (kv.key_dim + kv.value_dim)
+                norms *= 2
             if self.norms_all_heads:
-                norms = (self.num_heads + self.num_kv_heads) * self.head_dim
-            return self.hidden_size * self.head_dim * heads + norms
+                norms = (self.num_heads + kv.num_heads) * kv.key_dim
+            return self.hidden_size * width + norms
         queries = self.num_heads * (latent.nope_dim + latent.rope_dim)
         q_rank = latent.q_rank or 0
         total = (self.hidden_size + 1) * q_rank + queries * (q_rank or self.hidden_size)

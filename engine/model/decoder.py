@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import SHORT_CONVOLUTION, ModelConfig
+from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.state_layout import SHORT_CONVOLUTION
 from kvrelay.engine.model.weights import (
     AttentionWeights,
+    ExpertsNorms,
+    ExpertsWeights,
     LatentWeights,
     LayerWeights,
     RecurrentWeights,
@@ -25,6 +28,7 @@ class Decoder:
         self._weights = weights
         self._ops = ops
         self._growth: torch.Tensor | None = None  # what this step's queries grow by, [N, 1]
+        self._inputs: torch.Tensor | None = None  # [num_layers, N, layer_inputs]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits of `batch.sample_rows`, float32 [R, vocab_size], valid until the next call."""
@@ -40,6 +44,7 @@ class Decoder:
         if self._config.embed_scale != 1.0:
             # Rounded as the residual stream is: models in bfloat16 were trained with that.
             hidden *= torch.tensor(self._config.embed_scale, dtype=hidden.dtype).item()
+        self._inputs = self._inputs_of(hidden, batch)
         sampled = ops.run_layers(hidden, weights.layers, batch)
         if sampled is None:
             sampled = self._run_layers(hidden, batch)
@@ -52,14 +57,24 @@ class Decoder:
         return ops.cap(logits, cap) if cap else logits
 
     def _run_layers(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        c, rows = self._config, batch.sample_rows
+        is_whole = len(rows) == len(hidden)  # all of them, in order
+        # Behind the last layer with keys and values of its own, other rows leave nothing.
+        selects = not is_whole and not c.changes_queries and rows.device.type == "cpu"
         for index, layer in enumerate(self._weights.layers):
             if layer.attention is not None:
                 self._attend(hidden, layer, layer.attention, index)
             if layer.mlp is not None or layer.experts is not None:
                 self._feed_forward(hidden, layer)
-        if len(batch.sample_rows) == len(hidden):  # all of them, in order
-            return hidden
-        return hidden.index_select(0, batch.sample_rows)
+            self._end(hidden, layer, index)
+            if selects and index == c.last_kv_layer < c.num_layers - 1:
+                if not len(rows):
+                    break
+                hidden, is_whole = hidden.index_select(0, rows), True
+                if self._inputs is not None:
+                    self._inputs = self._inputs.index_select(1, rows)
+                self._ops.begin(batch.sampled())
+        return hidden if is_whole else hidden.index_select(0, rows)
 
     def _attend(
         self,
@@ -86,6 +101,27 @@ class Decoder:
         self._add(hidden, attended, attention.out, layer.attention_out_norm)
         if layer.beside is not None:
             self._add(hidden, self._recur(x, layer.beside, index), layer.beside.out, None)
+
+    def _inputs_of(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """What each layer has of each token beside the hidden rows, [num_layers, N, layer_inputs]:
+        half of it from a table, half from the token's embedding."""
+        ops, weights, each = self._ops, self._weights.inputs, self._config.layer_inputs
+        if weights is None:
+            return None
+        found = ops.embed(weights.table, batch.tokens)
+        found *= torch.tensor(each**0.5, dtype=found.dtype).item()
+        made = ops.linear(hidden, weights.project) * self._config.hidden_size**-0.5
+        found += ops.rms_norm(made.view(-1, each), weights.norm).view_as(found)
+        return found.mul_(0.5**0.5).view(len(hidden), -1, each).transpose(0, 1).contiguous()
+
+    def _end(self, hidden: torch.Tensor, layer: LayerWeights, index: int) -> None:
+        if layer.inputs is not None:
+            assert self._inputs is not None
+            gate = self._ops.linear(hidden, layer.inputs.gate)
+            x = self._ops.activated(gate, self._inputs[index])
+            self._add(hidden, x, layer.inputs.project, layer.inputs.norm)
+        if layer.scale != 1.0:
+            hidden *= layer.scale
 
     def _growth_of(self, batch: Batch) -> torch.Tensor | None:
         c = self._config
@@ -163,6 +199,9 @@ class Decoder:
         return ops.gated_norm(said, gate, layer.norm)
 
     def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:
+        if layer.experts is not None and layer.experts.norms is not None:
+            self._feed_forward_beside(hidden, layer, layer.experts, layer.experts.norms)
+            return
         x = self._ops.rms_norm(hidden, layer.mlp_norm)
         if layer.experts is not None:
             self._ops.add_experts(hidden, x, layer.experts)
@@ -171,6 +210,24 @@ class Decoder:
             if layer.mlp.gate is not None:
                 gated = self._ops.gate(gated, self._ops.linear(x, layer.mlp.gate))
             self._add(hidden, gated, layer.mlp.down, layer.mlp_out_norm)
+
+    def _feed_forward_beside(
+        self,
+        hidden: torch.Tensor,
+        layer: LayerWeights,
+        experts: ExpertsWeights,
+        norms: ExpertsNorms,
+    ) -> None:
+        """An MLP and experts, each with norms of its own."""
+        ops, mlp = self._ops, layer.mlp
+        assert mlp is not None
+        assert layer.mlp_out_norm is not None
+        gated = ops.gated(ops.rms_norm(hidden, layer.mlp_norm), mlp.gate_up)
+        out = ops.rms_norm(ops.linear(gated, mlp.down), norms.mlp_output).clone()
+        routed, made = ops.rms_norm(hidden, norms.router).clone(), torch.zeros_like(hidden)
+        ops.add_experts(made, ops.rms_norm(hidden, norms.input), experts, routed)
+        out += ops.rms_norm(made, norms.output)
+        hidden += ops.rms_norm(out, layer.mlp_out_norm)
 
     def _add(
         self, hidden: torch.Tensor, x: torch.Tensor, matrix: object, norm: torch.Tensor | None

@@ -15,14 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import (
-    KIMI_DELTA_ATTENTION,
-    MAMBA2,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-)
+from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
 from kvrelay.engine.model.recurrence import DeltaRows, convolve, delta_inputs, delta_rule
+from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2
 from kvrelay.engine.model.states import StatePool, StateSpans
 from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
@@ -43,6 +38,10 @@ class Ops(Protocol):
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Any:
         """Prepare a weight [out, in] for `linear`; `role` names the buffer of its results."""
+        ...
+
+    def qkv(self, weight: torch.Tensor, bias: torch.Tensor | None, layer: int) -> Any:
+        """Prepare rows of queries and, if the layer has its own, of keys and values."""
         ...
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
@@ -91,6 +90,10 @@ class Ops(Protocol):
         that has no gate is activation(x @ up)."""
         ...
 
+    def activated(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[n, width] each: activation(gate) * x, with the model's activation; x is overwritten."""
+        ...
+
     def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """cap * tanh(logits / cap), in place."""
         ...
@@ -117,7 +120,8 @@ class Ops(Protocol):
         k_norm: torch.Tensor | None,
     ) -> None:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: norm (where given) and
-        rotate queries and keys in place, and write keys and values to the pool."""
+        rotate queries and keys in place, and write keys and values to the pool. Queries alone in a
+        layer that reads another's keys and values."""
         ...
 
     def attention(
@@ -157,9 +161,16 @@ class Ops(Protocol):
         """Prepare those of stacked experts: [E, 2 * width], and [E, hidden]."""
         ...
 
-    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
+    def add_experts(
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        layer: Any,
+        routed: torch.Tensor | None = None,
+    ) -> None:
         """x [N, hidden_size] is sent to the experts of `layer` (`ExpertsWeights`) that its router
-        chooses, by float32 logits; their weighted outputs are added to hidden."""
+        chooses, by float32 logits of `routed`, or of x; their weighted outputs are added to
+        hidden."""
         ...
 
     def convolve(
@@ -198,6 +209,9 @@ class TensorOps:
         self._batch: Batch | None = None
         self._places = config.kv_places()  # where each layer has its KV
 
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Any:
+        raise NotImplementedError
+
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._device, self._dtype, copy=True)  # not a view of the file
 
@@ -209,6 +223,9 @@ class TensorOps:
 
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)
+
+    def qkv(self, weight: torch.Tensor, bias: torch.Tensor | None, layer: int) -> Any:
+        return self.matrix(weight, bias, "qkv")
 
     def expert_biases(
         self, gate_up: torch.Tensor, down: torch.Tensor
@@ -277,6 +294,25 @@ class TensorOps:
         return None if index < 0 else self._ropes[index]
 
 
+def kv_planes(pool: torch.Tensor, config: ModelConfig) -> dict[int, list[torch.Tensor]]:
+    """Views of what each layer reads of the pool: its keys and its values, or its latents, each
+    [num_blocks, num_heads, block_size, dim], or [num_blocks, num_heads, bytes] in FP8."""
+    places = config.kv_places()
+    if not config.layer_heads:
+        return {layer: [*pool[:, index].unbind(1)] for layer, (_, index) in places.items()}
+    is_fp8 = pool.dtype == torch.uint8
+    per_token = config.attention_spec(1, "float8_e4m3" if is_fp8 else "float32").head_dim
+    size = pool.shape[4] // per_token if is_fp8 else pool.shape[4]
+    planes = {}
+    for layer, (_, index) in places.items():
+        heads = config.kv_heads(layer)
+        widths = [size * (dim + is_fp8) for dim in (heads.key_dim, heads.value_dim)]
+        of_heads = pool.flatten(1).unflatten(1, (heads.num_heads, -1))
+        both = of_heads.narrow(2, index * sum(widths), sum(widths)).split(widths, dim=2)
+        planes[layer] = [each if is_fp8 else each.unflatten(2, (size, -1)) for each in both]
+    return planes
+
+
 def split_queries_and_keys(
     qkv: torch.Tensor, config: ModelConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,7 +346,7 @@ def choose_experts(
     weights = scores.gather(-1, chosen)
     if experts.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    weights = weights * experts.scale
+    weights = weights * (experts.scale if layer.scales is None else layer.scales[chosen])
     if experts.scales_inputs:
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
     return x, chosen, weights
@@ -339,6 +375,8 @@ def _scaled(
     LongRoPE: each has a divisor of its own (Ding et al. 2024)."""
     if scaling.kind == "linear":
         return freq / scaling.factor
+    if scaling.kind == "proportional":
+        return (freq / scaling.factor).where(torch.arange(len(freq)) < scaling.turning, 0.0)
     if scaling.kind == "longrope":
         long = scaling.is_long(max_positions)
         return freq / torch.tensor(scaling.long_factors if long else scaling.short_factors)

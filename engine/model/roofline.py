@@ -152,10 +152,12 @@ def prefill_roofline_s(
     rates: Rates, weights: Weights, config: ModelConfig, num_tokens: int
 ) -> float:
     """How long a prompt of `num_tokens` takes up to its first token."""
-    pairs = sum(
-        _pairs(num_tokens, config.window(layer)) for layer in range(config.num_layers)
-    )  # query and key, over all layers
-    attention = 4.0 * config.num_heads * config.head_dim * pairs
+    heads = [config.kv_heads(layer) for layer in range(config.num_layers)]
+    pairs = sum(  # numbers of a query that meet a key, and of values, over all layers
+        (each.key_dim + each.value_dim) * _pairs(num_tokens, config.window(layer))
+        for layer, each in enumerate(heads)
+    )
+    attention = 2.0 * config.num_heads * pairs
     flops = weights.flops(num_tokens, 1) + attention
     return max(weights.num_bytes(num_tokens) / rates.read_bytes_per_s, flops / rates.flops_per_s)
 

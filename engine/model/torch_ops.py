@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,8 @@ import torch.nn.functional as F
 from kvrelay.engine.model import fp8
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
-from kvrelay.engine.model.ops import TensorOps, choose_experts
+from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
 from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
-from kvrelay.engine.model.weights import ExpertsWeights
 
 SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
 MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
@@ -58,13 +58,14 @@ class TorchOps(TensorOps):
 
     def use_pool(self, pool: torch.Tensor) -> None:
         """In place of the one before: of as many blocks as there are, the rest alike."""
-        self._numbers, self._scales = pool, pool
-        if self._is_fp8:
-            self._numbers, self._scales = fp8.parts(pool, self._config.head_dim)
-
-    @property
-    def _size(self) -> int:
-        return self._numbers.shape[4]
+        self._planes: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # and their scales
+        for layer, planes in kv_planes(pool, self._config).items():
+            heads = self._config.kv_heads(layer)
+            dims = zip(planes, (heads.key_dim, heads.value_dim), strict=False)
+            self._planes[layer] = [
+                fp8.parts(plane, dim) if self._is_fp8 else (plane, plane) for plane, dim in dims
+            ]
+            self._size = self._planes[layer][0][0].shape[2]
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         bits = bits_of(self._quantization, role)
@@ -111,16 +112,20 @@ class TorchOps(TensorOps):
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
     ) -> None:
-        c = self._config
-        heads = qkv.view(len(qkv), -1, c.head_dim)  # [N, num_heads + 2 * num_kv_heads, head_dim]
-        queries, keys, values = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        if q_norm is not None and k_norm is not None:
+        c, kv = self._config, self._config.kv_heads(layer)
+        num_keys = kv.num_heads if c.keeps_kv(layer) else 0
+        both, values = qkv.split_with_sizes(
+            ((c.num_heads + num_keys) * kv.key_dim, num_keys * kv.value_dim), dim=1
+        )
+        both = both.unflatten(1, (-1, kv.key_dim))  # [N, num_heads + num_keys, key_dim]
+        queries, keys = both[:, : c.num_heads], both[:, c.num_heads :]
+        if q_norm is not None:
             queries.copy_(self.rms_norm(queries, q_norm))
+        if k_norm is not None:
             keys.copy_(self.rms_norm(keys, k_norm))
         self._to_sinks = self._seen_from_sinks(queries, layer)
         angles = self._angles(layer, None)
         if angles is not None:
-            both = heads[:, : c.num_heads + c.num_kv_heads]
             both.copy_(_rotated(both, angles))
         if self._is_fp8:
             half = c.rotated_half(layer)
@@ -128,8 +133,12 @@ class TorchOps(TensorOps):
             keys.copy_(fp8.hadamard_inverse(keys, half))
             if self._to_sinks is not None:
                 self._to_sinks = fp8.hadamard(self._to_sinks, half).to(self._dtype)
-        self._write(layer, 0, keys)
-        self._write(layer, 1, values)
+        if num_keys:
+            values = values.unflatten(1, (num_keys, kv.value_dim))
+            if c.value_norm:
+                values = self.rms_norm(values, torch.ones(1, device=values.device))
+            self._write(layer, 0, keys)
+            self._write(layer, 1, values)
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
         rank = latent.shape[1] - q_rope.shape[2]
@@ -163,10 +172,9 @@ class TorchOps(TensorOps):
         return queries.clone() if angles is None else _rotated(queries, angles)
 
     def _write(self, layer: int, plane: int, heads: torch.Tensor) -> None:
-        """Takes heads: [N, num_kv_heads, head_dim]."""
-        group, index = self._places[layer]
-        block, offset = self._slots[group]
-        numbers, scales = self._numbers[:, index, plane], self._scales[:, index, plane]
+        """Takes heads: [N, num_kv_heads, dim]."""
+        block, offset = self._slots[self._places[layer][0]]
+        numbers, scales = self._planes[layer][plane]
         if numbers.dtype == torch.uint8:
             heads, scale = fp8.encode(heads)
             scales[block, :, offset] = scale
@@ -175,9 +183,9 @@ class TorchOps(TensorOps):
     def attention(
         self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        c, self._sinks = self._config, sinks
-        queries = qkv[:, : c.num_heads * c.head_dim].view(len(qkv), c.num_heads, c.head_dim)
-        return self._attended(queries, self._to_sinks, layer, c.head_dim).flatten(1)
+        c, self._sinks, kv = self._config, sinks, self._config.kv_heads(layer)
+        queries = qkv[:, : c.num_heads * kv.key_dim].unflatten(1, (c.num_heads, kv.key_dim))
+        return self._attended(queries, self._to_sinks, layer, kv.value_dim).flatten(1)
 
     def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         assert self._config.latent is not None
@@ -292,17 +300,15 @@ class TorchOps(TensorOps):
     def _read(
         self, tables: torch.Tensor, columns: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at positions `columns` [S, K]: each [S, num_kv_heads, K, head_dim]. With
+        """Keys and values at positions `columns` [S, K]: each [S, num_kv_heads, K, dim]. With
         latents both are the same."""
-        index = self._places[layer][1]
         blocks = tables.long().gather(1, columns // self._size)
         offsets = columns % self._size
         planes = []
-        for plane in range(self._numbers.shape[2]):
-            found = self._numbers[:, index, plane][blocks, :, offsets]  # [S, K, heads, head_dim]
+        for numbers, scales in self._planes[layer]:
+            found = numbers[blocks, :, offsets]  # [S, K, heads, head_dim]
             if found.dtype == torch.uint8:
-                scales = self._scales[:, index, plane][blocks, :, offsets]
-                found = fp8.decode(found, scales, self._dtype)
+                found = fp8.decode(found, scales[blocks, :, offsets], self._dtype)
             planes.append(found.to(self._dtype).transpose(1, 2))
         return planes[0], planes[-1]
 
@@ -323,9 +329,15 @@ class TorchOps(TensorOps):
             gate_ups, downs = (dequantize(*quantize(each, bits)) for each in (gate_ups, downs))
         return gate_ups.to(self._device, self._dtype), downs.to(self._device, self._dtype)
 
-    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+    def activated(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._gated(torch.cat((gate, x), dim=-1))
+
+    def add_experts(
+        self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
+    ) -> None:
         gate_ups, downs = layer.experts
-        logits = F.linear(x.float(), layer.router, layer.router_bias)
+        routed = x if routed is None else routed
+        logits = F.linear(routed.float(), layer.router, layer.router_bias)
         x, chosen, weights = choose_experts(x, logits, layer, self._config)
         bits = bits_of(self._quantization, "experts")
         x = self._inputs(x, bits)

@@ -72,6 +72,36 @@ class ExpertsWeights:
     router_bias: torch.Tensor | None = None  # [num_experts] float32
     gate_up_bias: torch.Tensor | None = None  # [num_experts, 2 * width]
     down_bias: torch.Tensor | None = None  # [num_experts, hidden_size]
+    scales: torch.Tensor | None = None  # [num_experts] float32, of the weights of the chosen ones
+    norms: ExpertsNorms | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsNorms:
+    """Where an MLP and experts have norms of their own, before and behind."""
+
+    router: torch.Tensor
+    input: torch.Tensor
+    output: torch.Tensor
+    mlp_output: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What a layer makes of its own numbers of each token."""
+
+    gate: Any
+    project: Any
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """Those numbers, of all layers one after the other: of a table and of the embedding."""
+
+    table: Any
+    project: Any
+    norm: torch.Tensor  # each layer's part has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +118,8 @@ class LayerWeights:
     experts: ExpertsWeights | None
     mlp_out_norm: torch.Tensor | None
     beside: RecurrentWeights | None = None  # its output is added to that of the attention
+    inputs: LayerInputs | None = None
+    scale: float = 1.0  # multiplies the layer's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +128,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Any
+    inputs: TokenInputs | None = None
 
 
 def deinterleaved(weight: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:

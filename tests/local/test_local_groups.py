@@ -31,7 +31,7 @@ def engine_of(**changes: Any) -> EngineSection:
     return EngineSection(**{"num_blocks": 256, "max_num_batched_tokens": 64, **changes})
 
 
-FAMILIES = ("gemma3", "gemma2", "gpt-oss", *HYBRID)
+FAMILIES = ("gemma3", "gemma2", "gpt-oss", "gemma4", "mimo-v2", *HYBRID)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

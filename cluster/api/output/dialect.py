@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.cluster.api.output.events import (
+    CHANNEL,
     REASONING_TAGS,
     THINK,
     Event,
@@ -15,6 +16,7 @@ from kvrelay.cluster.api.output.events import (
     merged,
 )
 from kvrelay.cluster.api.output.format import Parsed, ToolFormat
+from kvrelay.cluster.api.output.gemma_calls import Gemma
 from kvrelay.cluster.api.output.json_calls import Hermes, Llama3, Llama4, Mistral
 from kvrelay.cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
 from kvrelay.cluster.api.output.pythonic import Pythonic
@@ -26,13 +28,14 @@ FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind
     for kind in (
         *(Hermes, Qwen3Coder, Llama3, Pythonic, Mistral, DeepSeek, Glm, Kimi, MiniMax, Harmony),
-        *(SeedOss, Llama4),
+        *(SeedOss, Llama4, Gemma),
     )
 }
 _JSON_OF_LLAMA = '"parameters": dictionary of argument name'
 # What a template that knows a format contains; the first that is found counts.
 _SIGNS: tuple[tuple[str, type[ToolFormat]], ...] = (
     ("<|channel|>", Harmony),
+    (Gemma.begin, Gemma),
     (Kimi.section, Kimi),
     (DeepSeek.begin, DeepSeek),
     (MiniMax.section, MiniMax),
@@ -116,6 +119,8 @@ class OutputParser:
         start = reader.at
         yield from reader.space()
         if (yield from reader.literal(think)) or self._begun:
+            if think == CHANNEL[0]:
+                yield from reader.literal("thought\n")
             yield from reader.until(think_end, emit=events.reasoning)
             events.end_reasoning()
         else:

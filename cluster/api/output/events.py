@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 Tags = tuple[str, str]
 """Around reasoning: what begins it, and what ends it."""
 THINK: Tags = ("<think>", "</think>")  # most families'
+CHANNEL: Tags = ("<|channel>", "<channel|>")  # Gemma 4's, whose name comes first: "thought"
 REASONING_TAGS: dict[str, Tags] = {  # by the name of their parser
     "think": THINK,
     "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
+    "gemma4": CHANNEL,
 }
 ALL_TAGS = frozenset(tag for tags in REASONING_TAGS.values() for tag in tags)
 Span = tuple[int, int]

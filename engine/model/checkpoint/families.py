@@ -14,6 +14,7 @@ from typing import Any
 
 from kvrelay.engine.model.checkpoint import hybrid
 from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
+from kvrelay.engine.model.checkpoint.gemma4 import gemma4
 from kvrelay.engine.model.checkpoint.llama4 import llama4
 from kvrelay.engine.model.checkpoint.mimo import mimo_v2
 from kvrelay.engine.model.checkpoint.mistral import read_raw
@@ -555,6 +556,8 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _text_of,
+    "Gemma4ForCausalLM": lambda raw: base(**gemma4(raw)),
+    "Gemma4ForConditionalGeneration": _text_of,
     "MixtralForCausalLM": _mixtral,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "DeepseekV2ForCausalLM": _deepseek_v2,
@@ -585,6 +588,7 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
 TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "deepseek_v3": _deepseek_v3,
     "gemma3_text": _gemma3,
+    "gemma4_text": lambda raw: base(**gemma4(raw)),
     "kimi_k2": _deepseek_v3,
     "llama4_text": lambda raw: base(**llama4(raw)),
     "ministral3": _ministral3,

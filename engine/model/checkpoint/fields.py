@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.kv.spec import KVHeads
 from kvrelay.engine.model.errors import ModelError
 
 
@@ -62,3 +64,17 @@ def refuse(raw: Mapping[str, Any], *keys: str) -> None:
     for key in keys:
         if raw.get(key):
             raise ModelError(f"config.json: {key} {raw[key]!r} is not supported")
+
+
+def layer_heads(each: Iterable[KVHeads]) -> dict[str, Any]:
+    """The fields of ModelConfig for layers with these. Raises ModelError."""
+    heads = tuple(each)
+    odd = next((h for h in heads if h.key_dim % 2 or h.value_dim % 2), None)
+    if odd:
+        raise ModelError(f"config.json: heads of {odd.key_dim} and {odd.value_dim} dimensions")
+    alike = len({*heads}) == 1 and heads[0].key_dim == heads[0].value_dim
+    return {
+        "num_kv_heads": gcd(*(h.num_heads for h in heads)),
+        "head_dim": max(h.key_dim for h in heads),
+        "layer_heads": () if alike else heads,
+    }

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrelay.engine.model.checkpoint.fields import count, number, numbers, refuse
-from kvrelay.engine.model.config import (
-    ATTENTION,
+from kvrelay.engine.model.config import ATTENTION
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.state_layout import (
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
     MAMBA2,
     SHORT_CONVOLUTION,
     Recurrent,
 )
-from kvrelay.engine.model.errors import ModelError
 
 Raw = Mapping[str, Any]
 MAX_KERNEL = 8  # inputs of a convolution, as in layers/api.h

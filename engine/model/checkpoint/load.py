@@ -12,14 +12,14 @@ and GPTQ; OCP's Microscaling formats (MX) 1.0 for FP4 (E2M1) and powers of two a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.nn.functional import pad
 
+from kvrelay.engine.model.checkpoint import gemma4_weights
 from kvrelay.engine.model.checkpoint.fields import read_json
 from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of
@@ -337,6 +337,7 @@ def load_weights(
         table=ops.table(table),
         layers=tuple(layers),
         norm=_norm(norm, config, ops),
+        inputs=gemma4_weights.token_inputs(checkpoint.get, root, config, ops),
         head=ops.matrix(head if scale == 1.0 else head * scale, None, "logits"),
     )
 
@@ -367,11 +368,12 @@ class _Layer:
     def load(self) -> LayerWeights:
         c, experts, mlp = self._config, None, None
         if c.has_mlp(self._index):
-            mlp = self._mlp("mlp.", c.intermediate_size, "")
+            mlp = self._mlp("mlp.", c.mlp_width(self._index), "")
         elif c.has_experts(self._index):
             assert c.experts is not None
             experts, has = self._experts(), c.experts.shared_size
             name = "mlp.shared_expert." if c.experts.shared_gate else "mlp.shared_experts."
+            name = "mlp." if c.experts.has_norms else name
             mlp = self._mlp(name, has, "shared_") if has else None
         attention_out = mlp_out = None
         before_mlp = "post_attention_layernorm"
@@ -389,6 +391,8 @@ class _Layer:
             experts=experts,
             mlp_out_norm=mlp_out,
             beside=self._recurrent() if c.recurrent and c.recurrent.beside_attention else None,
+            inputs=gemma4_weights.layer_inputs(self._get, c, self._ops) if c.layer_inputs else None,
+            scale=self._get("layer_scalar", 1).item() if c.layer_scales else 1.0,
         )
 
     def _mixer(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
@@ -413,7 +417,7 @@ class _Layer:
     def _norm(self, name: str, width: int) -> torch.Tensor:
         return _norm(self._get(name + ".weight", width), self._config, self._ops)
 
-    def _stacked(self, fused: str, parts: tuple[tuple[str, int], ...]) -> torch.Tensor:
+    def _stacked(self, fused: str, parts: Sequence[tuple[str, int]]) -> torch.Tensor:
         """Projections with so many rows each as one matrix, which some checkpoints have already."""
         width = self._config.hidden_size
         if self._checkpoint.has(self._prefix + fused + ".weight"):
@@ -437,12 +441,15 @@ class _Layer:
         )
 
     def _attention(self) -> AttentionWeights:
-        c = self._config
-        kv_heads = c.stored_kv_heads[self._index] if c.stored_kv_heads else c.num_kv_heads
-        value_dim = c.stored_value_dim or c.head_dim
-        queries, keys = c.num_heads * c.head_dim, kv_heads * c.head_dim
+        c, kv = self._config, self._config.kv_heads(self._index)
+        queries, keys = c.num_heads * kv.key_dim, kv.num_heads * kv.key_dim
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        parts = tuple(zip(names, (queries, keys, kv_heads * value_dim), strict=True))
+        widths = (queries, keys, kv.num_heads * kv.value_dim)
+        keeps_kv = c.keeps_kv(self._index)
+        parts = [*zip(names, widths, strict=True)][: 3 if keeps_kv else 1]
+        has_keys, has_values = (self._has(f"{name}.weight") for name in names[1:])
+        if keeps_kv and has_keys and not has_values:
+            parts[2] = parts[1]  # one projection is both (Gemma 4)
         qkv_bias = out_bias = None
         if c.attention_bias:
             qkv_bias = torch.cat([self._get(f"{name}.bias", rows) for name, rows in parts])
@@ -460,25 +467,17 @@ class _Layer:
             both, values = qkv.split((queries + keys, keys))
             both = deinterleaved(both, c.num_heads + c.num_kv_heads, c.head_dim)
             qkv = torch.cat((both, values))
-        out = self._get("self_attn.o_proj.weight", c.hidden_size, c.num_heads * value_dim)
-        if c.stored_value_dim:
-            values = qkv[queries + keys :].unflatten(0, (kv_heads, value_dim)) * c.value_scale
-            rest, copies = (0, c.head_dim - value_dim), c.num_kv_heads // kv_heads
-            own = qkv[queries : queries + keys].unflatten(0, (kv_heads, c.head_dim))
-            pairs = (own, pad(values, (0, 0, *rest)))
-            more = (each.repeat_interleave(copies, dim=0).flatten(0, 1) for each in pairs)
-            qkv = torch.cat((qkv[:queries], *more))
-            out = pad(out.unflatten(1, (c.num_heads, value_dim)), rest).flatten(1)
-        has_sinks = c.learned_sinks and not (c.sinks_in_windows and not c.window(self._index))
-        q_width, k_width = (queries, keys) if c.norms_all_heads else (c.head_dim, c.head_dim)
+        if c.value_scale != 1.0:
+            qkv = torch.cat((qkv[: queries + keys], qkv[queries + keys :] * c.value_scale))
+        out = self._get("self_attn.o_proj.weight", c.hidden_size, c.num_heads * kv.value_dim)
+        sinks = c.learned_sinks and not (c.sinks_in_windows and not c.window(self._index))
+        q_width, k_width = (queries, keys) if c.norms_all_heads else (kv.key_dim, kv.key_dim)
         return AttentionWeights(
-            qkv=self._ops.matrix(qkv, qkv_bias, "qkv"),
+            qkv=self._ops.qkv(qkv, qkv_bias, self._index),
             q_norm=self._qk_norm("self_attn.q_norm", q_width),
-            k_norm=self._qk_norm("self_attn.k_norm", k_width),
+            k_norm=self._qk_norm("self_attn.k_norm", k_width) if keeps_kv else None,
             out=self._ops.matrix(out, out_bias, "out"),
-            sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads))
-            if has_sinks
-            else None,
+            sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads)) if sinks else None,
             gate=gate,
         )
 
@@ -520,6 +519,8 @@ class _Layer:
         assert experts is not None
         if experts.has_biases:
             return self._experts_with_biases(experts)
+        if experts.has_norms:
+            return gemma4_weights.experts_with_norms(self._get, c, self._ops)
         prefix, parts = "mlp.", ("gate_proj", "up_proj", "down_proj")
         bias_name = "gate.e_score_correction_bias"
         if self._checkpoint.has(self._prefix + "block_sparse_moe.gate.weight"):

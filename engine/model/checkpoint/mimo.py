@@ -1,15 +1,12 @@
-"""MiMo-V2: values are narrower than keys, and layers with a window have more KV heads, and sinks.
-
-The pool has one shape, so what is less is filled up as it is loaded: the layers without a window
-have each KV head twice, and values have zeros behind.
-"""
+"""MiMo-V2: values are narrower than keys; layers with a window have more KV heads, and sinks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from kvrelay.engine.model.checkpoint.fields import count, number, refuse
+from kvrelay.engine.kv.spec import KVHeads
+from kvrelay.engine.model.checkpoint.fields import count, layer_heads, number, refuse
 from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope
 from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.errors import ModelError
@@ -28,8 +25,6 @@ def mimo_v2(raw: Mapping[str, Any]) -> dict[str, Any]:
             )
     layers, heads = count(raw, "num_hidden_layers"), count(raw, "num_key_value_heads")
     swa_heads = count(raw, "swa_num_key_value_heads", 2 * heads)
-    if swa_heads % heads:
-        raise ModelError(f"config.json: {swa_heads} KV heads of layers with a window, {heads} not")
     near = [bool(each) for each in raw.get("hybrid_layer_pattern") or ()]
     near = near or [kind == SLIDING for kind in raw["layer_types"]]
     window = count(raw, "sliding_window", 129)
@@ -46,9 +41,10 @@ def mimo_v2(raw: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "layer_ropes": tuple(map(int, near)),
         "windows": tuple(window if each else 0 for each in near),
-        "num_kv_heads": swa_heads,
-        "stored_kv_heads": tuple(swa_heads if each else heads for each in near),
-        "stored_value_dim": count(raw, "v_head_dim"),
+        **layer_heads(
+            KVHeads(swa_heads if each else heads, raw["head_dim"], raw["v_head_dim"])
+            for each in near
+        ),
         "value_scale": number(raw, "attention_value_scale", 1.0),
         "learned_sinks": True,
         "sinks_in_windows": True,

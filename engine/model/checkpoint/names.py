@@ -74,6 +74,7 @@ def renamed(name: str, renames: Renames) -> str:
 
 TEXT_KINDS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Llama4ForConditionalGeneration": "llama4_text",

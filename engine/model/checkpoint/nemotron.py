@@ -7,8 +7,9 @@ from typing import Any
 
 from kvrelay.engine.model.checkpoint.fields import count, number, refuse
 from kvrelay.engine.model.checkpoint.hybrid import check_steps, kernel, mamba2
-from kvrelay.engine.model.config import ATTENTION, EXPERTS, MAMBA2, MLP, Experts
+from kvrelay.engine.model.config import ATTENTION, EXPERTS, MLP, Experts
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.state_layout import MAMBA2
 
 Raw = Mapping[str, Any]
 KINDS = {

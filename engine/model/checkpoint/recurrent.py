@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvrelay.engine.model.config import (
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.state_layout import (
     KIMI_DELTA_ATTENTION,
     MAMBA2,
     SHORT_CONVOLUTION,
-    ModelConfig,
     Recurrent,
 )
 from kvrelay.engine.model.weights import RecurrentWeights

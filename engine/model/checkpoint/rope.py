@@ -15,7 +15,7 @@ from kvrelay.engine.model.config import Rope, RopeScaling
 from kvrelay.engine.model.errors import ModelError
 
 SLIDING = "sliding_attention"
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def read_rope(
@@ -26,6 +26,10 @@ def read_rope(
     spec = rope_spec(raw, layer_type)
     partial = spec.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     dim = int(head_dim * (1.0 if partial is None else float(partial)))
+    if spec.get("rope_type") == "proportional":  # the other dimensions turn by nothing
+        theta = number(spec, "rope_theta", theta)
+        scaling = RopeScaling("proportional", number(spec, "factor", 1.0), turning=dim // 2)
+        return Rope(theta, head_dim, scaling)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ModelError(
             f"config.json: partial_rotary_factor {partial} rotates {dim} of {head_dim} dimensions, "

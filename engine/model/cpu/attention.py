@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable, structure
-from kvrelay.engine.model.ops import rope_tables
+from kvrelay.engine.model.ops import kv_planes, rope_tables
 
 _Attention, _Rope = structure("Attention"), structure("Rope")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in attention/attention.h
@@ -25,6 +25,15 @@ _MAX_GROUP = 32  # heads that one item of work takes, if their KV head has more
 _MAX_LATENT_GROUP = 16  # their vectors are longer
 _MAX_TILES = 4  # an item has at most: what keys are made into is paid once for all of them
 _ITEMS = 8  # for each thread at least, if there are several tiles for each
+
+
+class Key(NamedTuple):
+    """What layers that share their descriptions have in common."""
+
+    group: int
+    window: int  # a chunk is negative
+    rope: int  # -1: none
+    keeps_kv: bool
 
 
 class CpuAttention:
@@ -46,66 +55,71 @@ class CpuAttention:
         or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. Raises
         KernelsUnavailable for shapes that the kernels do not know."""
         _check(config, pool, library)
-        self._pool, self._lib, c = pool, library, config
-        self._at, self._threads = pool.data_ptr(), num_threads
-        self._layer_bytes = pool.stride(1) * pool.element_size()
-        latent, together = c.latent, c.num_heads // c.num_kv_heads
-        most = _MAX_GROUP if latent is None else _MAX_LATENT_GROUP
-        group = max(n for n in range(1, min(together, most) + 1) if together % n == 0)
-        self._group, self._items_per_seq = group, c.num_heads // group
-        self.tile: int = library.kvr_attention_tile(group, c.head_dim)
+        self._pool, self._lib, self._config, c = pool, library, config, config
+        self._threads, self._low_precision = num_threads, low_precision
         self.split_keys: int = library.kvr_attention_split_keys()  # positions that are summed first
-        self._value_dim = c.head_dim if latent is None else latent.rank
-        odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
-        is_low_precision = pool.dtype == torch.bfloat16 and not odd
-        self._most_tiles = _MAX_TILES if is_low_precision and low_precision else 1
-        kv_heads = c.num_heads + 2 * c.num_kv_heads if latent is None else c.num_heads
-        block_size = pool.shape[4] if pool.dim() == 6 else pool.shape[4] // (c.head_dim + 1)
-        shared = {
-            "qkv_stride": kv_heads * c.head_dim,
-            "block_stride": pool.stride(0),
-            "head_stride": pool.stride(3),
-            "value_offset": pool.stride(2) if latent is None else 0,
-            "num_heads": c.num_heads,
-            "head_dim": c.head_dim,
-            "block_size": block_size,
-            "rope_at": 0 if latent is None else latent.rank,
-            "kv_kind": _KINDS[pool.dtype],
-        }
-        attention = {
-            "group": group,
-            "shares": together // group,
-            "value_dim": self._value_dim,
-            "scale": c.score_scale,
-            "softcap": c.attention_softcap,
-            "low_precision": low_precision if is_low_precision else 0,
-            "threads": num_threads,
-        }
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
-        self._ropes: dict[tuple[int, int], Any] = {}  # by group and rope
-        self._attentions: dict[tuple[int, int, int], Any] = {}  # by group, window and rope
-        # Which of them each layer has, and where it is in a block.
-        self._layers: dict[int, tuple[tuple[int, int], tuple[int, int, int], int]] = {}
-        for layer, (group_of_layer, place) in c.kv_places().items():
+        self._ones = torch.ones(c.head_dim)  # the weight of a norm that has none
+        planes = kv_planes(pool, c)
+        self._ropes: dict[Key, Any] = {}
+        self._attentions: dict[Key, Any] = {}
+        # Which of them each layer has, and where its keys are in block 0.
+        self._layers: dict[int, tuple[Key, int]] = {}
+        for layer, (group, _) in c.kv_places().items():
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window_or_chunk(layer)
-            turn = self._rotation(c, index)
-            if pool.dtype == torch.uint8 and latent is None:
-                turn["mixed_half"] = c.rotated_half(layer)
-            key = (group_of_layer, window, index)
-            rope = _Rope(num_kv_heads=c.num_kv_heads, eps=c.rms_norm_eps, **turn, **shared)
-            attend = _Attention(window=window, num_sinks=c.num_sinks, **turn, **attention, **shared)
-            self._ropes.setdefault(key[::2], rope)
-            self._attentions.setdefault(key, attend)
-            self._layers[layer] = key[::2], key, place
+            key = Key(group, window, index, c.keeps_kv(layer))
+            self._layers[layer] = key, planes[layer][0].data_ptr()
+            if key not in self._attentions:
+                self._describe(key, layer, planes[layer])
         self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
         self._alive: Batch | None = None
 
-    def _rotation(self, config: ModelConfig, index: int) -> dict[str, Any]:
-        if index < 0:
-            return {}
-        cos, sin = self._tables[index]
-        at = {"cos": cos.data_ptr(), "sin": sin.data_ptr()}
-        return {**at, "rope_dim": config.ropes[index].dim}
+    def _describe(self, key: Key, layer: int, planes: list[torch.Tensor]) -> None:
+        """Makes the descriptions of layers like `layer`. planes: as `kv_planes` gives them."""
+        c, kv, keys = self._config, self._config.kv_heads(layer), planes[0]
+        latent, together, dim = c.latent, c.num_heads // kv.num_heads, kv.key_dim
+        most = _MAX_GROUP if latent is None else _MAX_LATENT_GROUP
+        group = max(n for n in range(1, min(together, most) + 1) if together % n == 0)
+        value_dim = dim if latent is None else latent.rank
+        own = 2 * kv.num_heads if latent is None and key.keeps_kv else 0
+        size = keys.element_size()
+        shared: dict[str, Any] = {
+            "qkv_stride": (c.num_heads + own) * dim,
+            "block_stride": keys.stride(0),
+            "head_stride": keys.stride(1),
+            "value_offset": (planes[-1].data_ptr() - keys.data_ptr()) // size,
+            "num_heads": c.num_heads,
+            "head_dim": dim,
+            "block_size": keys.shape[2] if keys.dim() == 4 else keys.shape[2] // (dim + 1),
+            "rope_at": 0 if latent is None else latent.rank,
+            "kv_kind": _KINDS[keys.dtype],
+        }
+        if key.rope >= 0:
+            cos, sin = self._tables[key.rope]
+            shared |= {"cos": cos.data_ptr(), "sin": sin.data_ptr()}
+            shared["rope_dim"] = c.ropes[key.rope].dim
+        if keys.dtype == torch.uint8 and latent is None:
+            shared["mixed_half"] = c.rotated_half(layer)
+        self._ropes[key] = _Rope(
+            num_kv_heads=kv.num_heads if key.keeps_kv else 0,
+            v_norm=self._ones.data_ptr() if c.value_norm else None,
+            eps=c.rms_norm_eps,
+            **shared,
+        )
+        odd = (dim | value_dim) % (2 * self._lib.kvr_vector_width())
+        is_low_precision = keys.dtype == torch.bfloat16 and not odd
+        self._attentions[key] = _Attention(
+            window=key.window,
+            num_sinks=c.num_sinks,
+            group=group,
+            shares=together // group,
+            value_dim=value_dim,
+            scale=c.score_scale,
+            softcap=c.attention_softcap,
+            low_precision=self._low_precision if is_low_precision else 0,
+            threads=self._threads,
+            **shared,
+        )
 
     def begin(self, batch: Batch) -> None:
         """Plan the work on `batch`, which the following calls belong to."""
@@ -115,26 +129,28 @@ class CpuAttention:
             "context_len": batch.context_len.data_ptr(),
             "table_stride": batch.block_tables.shape[1],
         }
-        plans: dict[int, dict[str, int]] = {}
-        for (group, window, _), each in self._attentions.items():
-            if window not in plans:
-                plans[window] = self._plan(batch, window, each.num_sinks)
-            each.tables = batch.tables_of(group).data_ptr()
-            for name, value in (pointers | plans[window]).items():
+        plans: dict[tuple[int, ...], dict[str, int]] = {}
+        for key, each in self._attentions.items():
+            kind = key.window, each.num_heads // each.group, each.group, each.head_dim
+            if kind not in plans:
+                plans[kind] = self._plan(batch, each, kind)
+            each.tables = batch.tables_of(key.group).data_ptr()
+            for name, value in (pointers | plans[kind]).items():
                 setattr(each, name, value)
-        for (group, _), rope in self._ropes.items():
+        for key, rope in self._ropes.items():
             rope.positions = batch.positions.data_ptr()
-            rope.slots = batch.slots_of(group).data_ptr()
+            rope.slots = batch.slots_of(key.group).data_ptr()
         self._alive = batch
 
-    def _plan(self, batch: Batch, window: int, sinks: int) -> dict[str, int]:
-        """The fields of a description that say who does what in layers of `window`."""
-        width, num_seqs = self._items_per_seq, len(batch.spans)
-        tiles = len(batch.tokens) * width // (self._threads * _ITEMS * self.tile)
+    def _plan(self, batch: Batch, each: Any, kind: object) -> dict[str, int]:
+        """The fields of a description like `each` that say who does what."""
+        width, num_seqs = each.num_heads // each.group, len(batch.spans)
+        tile = self._lib.kvr_attention_tile(each.group, each.head_dim)
+        tiles = len(batch.tokens) * width // (self._threads * _ITEMS * tile)
         short = self._lib.kvr_attention_short_query()  # queries, whose splits are shared out
         most = most_tiles = 0
         for _, length, end in batch.spans:
-            count, is_short = length // self.tile + 1, length <= short
+            count, is_short = length // tile + 1, length <= short
             most += count * (end // self.split_keys + 3 if is_short else 1)
             most_tiles += count * is_short
         items = torch.empty(most * width * 6, dtype=torch.int32)
@@ -145,15 +161,15 @@ class CpuAttention:
             batch.query_len.data_ptr(),
             batch.context_len.data_ptr(),
             width,
-            self.tile * max(1, min(self._most_tiles, tiles)),
-            window,
-            sinks,
+            tile * max(1, min(_MAX_TILES if each.low_precision else 1, tiles)),
+            each.window,
+            each.num_sinks,
             items.data_ptr(),
             merges.data_ptr(),
             ctypes.addressof(counts),
         )
-        partial = torch.empty(counts[2] * self._group * (self._value_dim + 2))
-        self._plans[window] = (items, merges, partial)
+        partial = torch.empty(counts[2] * each.group * (each.value_dim + 2))
+        self._plans[kind] = (items, merges, partial)
         return {
             "items": items.data_ptr(),
             "num_items": counts[0],
@@ -179,31 +195,27 @@ class CpuAttention:
         altogether. The kernels plan each pass. Returns addresses of the descriptions that they do
         so in."""
         at = {name: array.ctypes.data for name, array in rows.items()}
-        width, per_row = self._items_per_seq, self._group * (self._value_dim + 2)
-        partial = torch.empty(splits * width * per_row)
         for key, each in self._attentions.items():
+            width = each.num_heads // each.group
             items = torch.empty(splits * width * 6, dtype=torch.int32)
             merges = torch.empty(capacity * width * 6, dtype=torch.int32)
+            partial = torch.empty(splits * width * each.group * (each.value_dim + 2))
             self._plans[key] = (items, merges, partial)
             each.items, each.merges = items.data_ptr(), merges.data_ptr()
             each.partial = partial.data_ptr()
-            each.tables = rows["block_tables"][key[0]].ctypes.data
+            each.tables = rows["block_tables"][key.group].ctypes.data
             each.table_stride = rows["block_tables"].shape[2]
             for name in ("query_start", "query_len", "context_len"):
                 setattr(each, name, at[name])
-        for (group, _), rope in self._ropes.items():
-            rope.positions, rope.slots = at["positions"], rows["slots"][group].ctypes.data
+        for key, rope in self._ropes.items():
+            rope.positions, rope.slots = at["positions"], rows["slots"][key.group].ctypes.data
         return [ctypes.addressof(each) for each in self._attentions.values()]
 
     def described(self, layer: int) -> tuple[int, int, int]:
         """Addresses of a layer's `Rope`, `Attention` and first element in block 0: good for as long
         as this lives, and true of a batch once it has begun."""
-        rope, attention, _ = self._layers[layer]
-        at = ctypes.addressof(self._ropes[rope]), ctypes.addressof(self._attentions[attention])
-        return (*at, self._pool_at(layer))
-
-    def _pool_at(self, layer: int) -> int:
-        return self._at + self._layers[layer][2] * self._layer_bytes
+        key, at = self._layers[layer]
+        return ctypes.addressof(self._ropes[key]), ctypes.addressof(self._attentions[key]), at
 
     def write(
         self,
@@ -213,12 +225,13 @@ class CpuAttention:
         k_norm: torch.Tensor | None,
     ) -> None:
         assert qkv.is_contiguous()
+        rope, _, pool = self.described(layer)
         self._lib.kvr_rope_write(
-            self.described(layer)[0],
+            rope,
             qkv.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
-            self._pool_at(layer),
+            pool,
             0,
             len(qkv),
             self._threads,
@@ -227,14 +240,15 @@ class CpuAttention:
     def write_latent(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
         """As `Ops.latent_write`; both may be views of wider rows."""
         assert q_rope.stride(2) == latent.stride(1) == 1
+        rope, _, pool = self.described(layer)
         self._lib.kvr_latent_write(
-            self.described(layer)[0],
+            rope,
             q_rope.data_ptr(),
             q_rope.stride(0),
             q_rope.stride(1),
             latent.data_ptr(),
             latent.stride(0),
-            self._pool_at(layer),
+            pool,
             len(latent),
             self._threads,
         )
@@ -242,17 +256,20 @@ class CpuAttention:
     def attend(self, rows: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         """Rotated queries lead `rows`; out: [num_tokens, num_heads * value_dim], float32."""
         assert rows.is_contiguous()
-        self._lib.kvr_attention(
-            self.described(layer)[1], rows.data_ptr(), out.data_ptr(), self._pool_at(layer)
-        )
+        _, attention, pool = self.described(layer)
+        self._lib.kvr_attention(attention, rows.data_ptr(), out.data_ptr(), pool)
 
 
 def _check(config: ModelConfig, pool: torch.Tensor, library: Any) -> None:
     """Raises KernelsUnavailable for what the kernels do not handle."""
     assert pool[0, 0, 0, 0].is_contiguous()
     width, latent = library.kvr_vector_width(), config.latent
-    if config.head_dim % width:
-        raise KernelsUnavailable(f"head_dim {config.head_dim} is not a multiple of {width}")
+    for layer in config.kv_places():
+        dim, value_dim = config.kv_heads(layer).key_dim, config.kv_heads(layer).value_dim
+        if dim % width:
+            raise KernelsUnavailable(f"head_dim {dim} is not a multiple of {width}")
+        if dim != value_dim:
+            raise KernelsUnavailable(f"values of {value_dim} and keys of {dim} are not handled")
     if latent is not None and latent.rank % width:
         raise KernelsUnavailable(f"kv_lora_rank {latent.rank} is not a multiple of {width}")
     if pool.dtype not in _KINDS:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvrelay.engine.model.batch import Batch, Limits
-from kvrelay.engine.model.config import MAMBA2, ModelConfig
+from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
@@ -31,8 +31,9 @@ from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, gate_is_silu, norm_
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.ops import split_queries_and_keys
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.state_layout import MAMBA2
 from kvrelay.engine.model.states import StatePool
-from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights, Weights
+from kvrelay.engine.model.weights import RecurrentWeights, Weights
 
 
 class CpuOps:
@@ -81,6 +82,9 @@ class CpuOps:
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         return self._linear.matrix(weight, bias, role)
+
+    def qkv(self, weight: torch.Tensor, bias: torch.Tensor | None, layer: int) -> Matrix:
+        return self.matrix(weight, bias, "qkv")
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
         return self._linear.gated_matrix(weight, role)
@@ -164,13 +168,16 @@ class CpuOps:
     def expert_biases(self, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
         raise AssertionError("as the constructor has said")
 
-    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+    def add_experts(
+        self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
+    ) -> None:
         assert hidden.is_contiguous()
         assert x.is_contiguous()
         experts = described_experts(layer, self._config)
         self._lib.kvr_add_experts(
             ctypes.addressof(experts),
             x.data_ptr(),
+            (x if routed is None else routed).data_ptr(),
             hidden.data_ptr(),
             *hidden.shape,
             ACTIVATIONS[self._config.activation],
@@ -205,6 +212,9 @@ class CpuOps:
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self._gate(x, gate, None, x.shape[1])
 
+    def activated(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._gate(x, gate, None, x.shape[1], ACTIVATIONS[self._config.activation])
+
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None
     ) -> torch.Tensor:
@@ -219,7 +229,7 @@ class CpuOps:
         gate: torch.Tensor,
         weight: torch.Tensor | None,
         width: int,
-        silu: bool = False,
+        activation: int = 0,
         gate_first: bool = False,
     ) -> torch.Tensor:
         assert x.is_contiguous()
@@ -228,7 +238,7 @@ class CpuOps:
         self._lib.kvr_gate(
             *(x.data_ptr(), gate.data_ptr(), gate.stride(0), gate.shape[1], at, step),
             *(len(x), x.shape[1] // width, width, self._config.rms_norm_eps),
-            *(silu, gate_first, self._threads),
+            *(activation, gate_first, self._threads),
         )
         return x
 
@@ -251,7 +261,8 @@ class CpuOps:
         self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert sinks is None  # the constructor has refused them
-        out = self._buffer("attention", len(qkv), self._config.num_heads * self._config.head_dim)
+        width = self._config.num_heads * self._config.kv_heads(layer).value_dim
+        out = self._buffer("attention", len(qkv), width)
         self._attention.attend(qkv, layer, out)
         return out
 

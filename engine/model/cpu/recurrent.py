@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import KIMI_DELTA_ATTENTION, MAMBA2, ModelConfig
+from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import structure
 from kvrelay.engine.model.cpu.linear import Matrix
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 

@@ -111,25 +111,36 @@ class CpuStep:
             setattr(step, name, buffer.data_ptr())
         whole = len(batch.sample_rows) == rows
         assert self._layers is not None
-        keeps_kv = whole or self._layers[count - 1].recurrent.project.rows > 0
-        self._lib.kvr_layers(
-            ctypes.addressof(self._layers), count if keeps_kv else count - 1, ctypes.addressof(step)
-        )
-        if not keeps_kv:
-            return self._last(hidden, buffers["qkv"], count - 1, batch)
-        return hidden if whole else hidden.index_select(0, batch.sample_rows)
+        last = self._config.last_kv_layer
+        if whole or self._layers[last].recurrent.project.rows:  # states follow from all rows
+            self._run(range(count))
+            return hidden if whole else hidden.index_select(0, batch.sample_rows)
+        self._run(range(last))
+        hidden = self._last(hidden, buffers["qkv"], last, batch)
+        if len(hidden):
+            self._run(range(last + 1, count))
+        return hidden
+
+    def _run(self, layers: range) -> None:
+        assert self._layers is not None
+        if layers:
+            at = ctypes.addressof(self._layers[layers.start])
+            self._lib.kvr_layers(at, len(layers), ctypes.addressof(self._step))
 
     def _last(
         self, hidden: torch.Tensor, qkv: torch.Tensor, index: int, batch: Batch
     ) -> torch.Tensor:
-        """The last layer. Tokens that nothing is sampled after leave keys and values, no more."""
+        """The last layer that has its own. Tokens that nothing is sampled after leave keys and
+        values, no more."""
         assert self._layers is not None
         layer, step = self._layers[index], self._step
         self._lib.kvr_before_attention(ctypes.addressof(layer), ctypes.addressof(step))
         hidden = hidden.index_select(0, batch.sample_rows)
         if not len(hidden):
             return hidden
-        queries = qkv.index_select(0, batch.sample_rows)
+        width = layer.qkv.rows or qkv.shape[1]  # this layer's; those with latents are all alike
+        queries = qkv.view(-1)[: step.rows * width].view(-1, width)
+        queries = queries.index_select(0, batch.sample_rows)
         self._attention.begin(batch.sampled())
         self._lib.kvr_attention(layer.attention, queries.data_ptr(), step.attended, layer.pool)
         step.hidden, step.rows = hidden.data_ptr(), len(hidden)
@@ -182,6 +193,7 @@ def described(
             setattr(to, name, described_matrix(matrix))
         for name, norm in norms.items():
             setattr(to, name, address(norm))
+        to.scale = layer.scale
         if layer.experts is not None:
             to.experts = described_experts(layer.experts, config)
     return structs
@@ -227,6 +239,7 @@ def described_experts(weights: ExpertsWeights, model: ModelConfig) -> Any:
         scale=config.scale,
         sigmoid=config.scoring == "sigmoid",
         normalize=config.normalize,
+        scales=address(weights.scales),
         scales_inputs=config.scales_inputs,
     )
 
@@ -238,7 +251,7 @@ def widths(
     latent, heads = config.latent, config.num_heads
     return {
         "qkv": heads * config.head_dim if latent else max(each.qkv.rows for each in layers),
-        "attended": heads * (config.head_dim if latent is None else latent.rank),
+        "attended": heads * latent.rank if latent else max(each.out.depth for each in layers),
         "gated": max(each.down.depth for each in layers),
         "norm": config.hidden_size,
         "added": config.hidden_size,
@@ -279,7 +292,6 @@ class CpuDecode:
             num_layers=len(layers),
             block_size=limits.block_size,
             num_groups=limits.num_groups,
-            tile=attention.tile,
             head=described_matrix(weights.head),
             step=step,
             burst_s=BURST_S,

@@ -40,7 +40,8 @@ def decode_tiling(pool: Pool, group: int) -> Tiling:
     wide = pool.data.element_size() * triton.next_power_of_2(pool.head_dim)  # bytes of a key
     block_n = max(16, min(64, 16_384 // wide))
     block_m = min(64, max(16, triton.next_power_of_2(group)))
-    return Tiling(block_m, block_n, num_warps=4, num_stages=5)
+    stages = 5 if wide <= 512 else 2  # what they hold fits into shared memory
+    return Tiling(block_m, block_n, num_warps=4, num_stages=stages)
 
 
 def decode_attention(

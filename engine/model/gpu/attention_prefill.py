@@ -28,6 +28,9 @@ from kvrelay.engine.model.gpu.cache_pool import Pool
 def prefill_tiling(pool: Pool) -> Tiling:
     """The largest tiles that neither spill registers nor exceed shared memory."""
     wide, room = triton.next_power_of_2(pool.head_dim), shared_memory(pool.data.device)
+    if wide > 256:
+        large = room >= 200 * 1024 and pool.data.element_size() <= 2
+        return Tiling(64, 32, num_warps=8, num_stages=2) if large else Tiling(32, 16, 4, 1)
     if pool.data.element_size() > 2 or (wide > 128 and room < 200 * 1024):
         return Tiling(64, 32, num_warps=4, num_stages=2)
     if wide > 128:

@@ -26,6 +26,8 @@ def rope_write(
     *,
     num_heads: int,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    writes: bool = True,
+    value_norm: bool = False,
     eps: float = 0.0,
     sink_queries: torch.Tensor | None = None,
     sink_position: int = 0,
@@ -36,14 +38,17 @@ def rope_write(
     positions, slots: [N] int64; a slot below zero is not written (padding of a captured step).
     tables: cos and sin, float32 [max_positions, rope.dim / 2]; None: the layer does not rotate.
     Dimensions of a head past rope.dim are left as they are. norms: of queries and keys, each
-    [head_dim]. sink_queries [N, num_heads * head_dim], for layers with a window and sinks: the
+    [head_dim]. value_norm: values are normed too, without a weight. writes: False if rows have
+    queries alone. sink_queries [N, num_heads * head_dim], for layers with a window and sinks: the
     queries rotated as if at min(position, sink_position); sink_position is window + num_sinks - 1.
     For an FP8 pool queries and keys are at last multiplied by a Hadamard matrix (`fp8.hadamard`):
     the dimensions that are rotated, or all where none is.
     """
     half = pool.head_dim // 2 if tables is None else tables[0].shape[1]
     rest = pool.head_dim - 2 * half
-    chunks = triton.cdiv(num_heads + 2 * pool.num_kv_heads, HEADS)
+    num_kv_heads = pool.num_kv_heads if writes else 0
+    chunks = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
+    assert norms is not None or not value_norm
     assert qkv.stride(1) == 1
     assert sink_queries is None or (sink_queries.is_contiguous() and tables is not None)
     if not len(qkv):
@@ -51,8 +56,9 @@ def rope_write(
     _rope_write[(len(qkv), chunks)](
         qkv, sink_queries, pool.data, positions, slots,
         *(tables or (None, None)), *(norms or (None, None)), pool.layer_offset(layer),
-        QKV_STRIDE=qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=pool.num_kv_heads,
+        QKV_STRIDE=qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=pool.head_dim, HALF=half, HEADS=HEADS, EPS=eps, NORM=norms is not None,
+        VALUE_NORM=value_norm,
         ROTATE=tables is not None, SINK_POSITION=-1 if sink_queries is None else sink_position,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
         HADAMARD_BLOCK=half & -half, **pool.constants, num_warps=4,
@@ -111,13 +117,15 @@ def e4m3(x, byte):
 
 
 @triton.jit
-def _normed(x, scale, q_norm, k_norm, at, inside, is_query, is_key):
-    """A part of some heads, [heads, part], normed where they are queries or keys."""
+def _normed(x, scale, q_norm, k_norm, at, inside, is_query, is_key, is_plain):
+    """A part of some heads, [heads, part], normed where they are queries or keys, or `is_plain`:
+    without a weight."""
     kind: tl.constexpr = q_norm.dtype.element_ty
     weight = tl.load(q_norm + at, mask=inside & is_query, other=0.0).to(tl.float32)
     weight += tl.load(k_norm + at, mask=inside & is_key, other=0.0).to(tl.float32)
+    weight += is_plain.to(tl.float32)
     normed = ((x * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
-    return tl.where(is_query | is_key, normed, x)
+    return tl.where(is_query | is_key | is_plain, normed, x)
 
 
 @triton.jit
@@ -176,7 +184,8 @@ def _rope_write(
     qkv, sink_queries, pool, positions, slots, cos, sin, q_norm, k_norm, layer_offset,
     QKV_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, EPS: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, SINK_POSITION: tl.constexpr,
+    NORM: tl.constexpr, VALUE_NORM: tl.constexpr, ROTATE: tl.constexpr,
+    SINK_POSITION: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     FP8: tl.constexpr, HADAMARD_BLOCK: tl.constexpr,
@@ -199,9 +208,10 @@ def _rope_write(
     if NORM:
         square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
         scale = tl.rsqrt(square / HEAD_DIM + EPS)[:, None]
-        x = _normed(x, scale, q_norm, k_norm, x_at, in_half, is_query, is_key)
-        y = _normed(y, scale, q_norm, k_norm, y_at, in_half, is_query, is_key)
-        z = _normed(z, scale, q_norm, k_norm, z_at, rests, is_query, is_key)
+        plain = is_value & VALUE_NORM
+        x = _normed(x, scale, q_norm, k_norm, x_at, in_half, is_query, is_key, plain)
+        y = _normed(y, scale, q_norm, k_norm, y_at, in_half, is_query, is_key, plain)
+        z = _normed(z, scale, q_norm, k_norm, z_at, rests, is_query, is_key, plain)
         tl.store(at + z_at, z.to(kind), mask=rests & is_query)
     position = tl.load(positions + token)
     if SINK_POSITION >= 0:

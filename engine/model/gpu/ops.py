@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from triton import knobs
 
+from kvrelay.engine.kv.spec import KVHeads
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
@@ -33,11 +33,11 @@ from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.staging import to_device
-from kvrelay.engine.model.ops import TensorOps, choose_experts
+from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
 from kvrelay.engine.model.quantize import quantize
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.states import StatePool
-from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
+from kvrelay.engine.model.weights import RecurrentWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FP8_CAPABILITY = (8, 9)  # for KV in FP8
@@ -63,10 +63,12 @@ class TritonOps(TensorOps):
         "fp8". Raises KernelsUnavailable for what the kernels do not handle."""
         _check(config, pool, dtype, quantization)
         super().__init__(config, dtype, max_positions, pool.device)
-        self._pool = Pool(pool, config.head_dim)
+        self.use_pool(pool)
         self._quantization = quantization
-        self._tiles: torch.Tensor | None = None  # sequences with more than one token
-        self._num_splits = 0  # sequences with one token; 0: there is none
+        self._kinds = {config.kv_heads(layer): layer for layer in self._places}
+        # By the shape of heads: sequences with more than one token, and those with one, in so many
+        # splits; None, or 0: there is no such sequence.
+        self._work: dict[KVHeads, tuple[torch.Tensor | None, int]] = {}
         self._sink_queries: torch.Tensor | None = None
         self._recurrent: GpuRecurrent | None = None
 
@@ -78,7 +80,18 @@ class TritonOps(TensorOps):
 
     def use_pool(self, pool: torch.Tensor) -> None:
         """In place of the one before: of as many blocks as there are, the rest alike."""
-        self._pool = Pool(pool, self._pool.head_dim)
+        c = self._config
+        self._pool = Pool(pool, c.attention_spec(1, "float32").head_dim)
+        self._pools: dict[int, Pool] = {}  # where heads differ: each layer's alone
+        for layer, (keys, values) in kv_planes(pool, c).items() if c.layer_heads else ():
+            shape, (block, *inner) = (len(keys), 1, 2, *keys.shape[1:]), keys.stride()
+            apart = values.storage_offset() - keys.storage_offset()
+            view = pool.as_strided(shape, (block, 0, apart, *inner), keys.storage_offset())
+            self._pools[layer] = Pool(view, c.kv_heads(layer).key_dim)
+
+    def _pool_of(self, layer: int) -> tuple[Pool, int]:
+        """A layer's pool, and its place in the blocks of that."""
+        return (self._pools[layer], 0) if self._pools else (self._pool, self._places[layer][1])
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         own = None if bias is None else self.table(bias)
@@ -93,25 +106,27 @@ class TritonOps(TensorOps):
         return self.matrix(weight, None, role)
 
     def begin(self, batch: Batch) -> None:
-        c, spans = self._config, batch.spans
+        c = self._config
         self._batch = batch
-        self._tiles, self._num_splits = None, 0
-        longest = max((context for _, count, context in spans if count == 1), default=0)
-        if longest:
-            each = c.num_kv_heads  # programs of a sequence, for each of its splits
-            if c.latent is not None:
-                each = latent_row_tiles(self._pool, c.num_heads)
-            self._num_splits = decode_splits(len(spans), each, longest, self._device)
-        if any(count > 1 for _, count, _ in spans):
-            work: np.ndarray
-            if c.latent is None:
-                work = prefill_tiles(spans, c.num_heads, self._pool)
-            else:
-                work = latent_tiles(spans, c.num_heads, self._pool)
-            self._tiles = to_device(work, self._device)
+        kinds = self._kinds.items()
+        self._work = {kind: self._work_of(batch, self._pool_of(layer)[0]) for kind, layer in kinds}
         if any(self._has_sinks(layer) for layer in range(c.num_layers)):
             shape = (len(batch.tokens), c.num_heads * c.head_dim)
             self._sink_queries = torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _work_of(self, batch: Batch, pool: Pool) -> tuple[torch.Tensor | None, int]:
+        """Who does what in layers with heads like those of `pool`."""
+        c, spans, tiles, num_splits = self._config, batch.spans, None, 0
+        longest = max((context for _, count, context in spans if count == 1), default=0)
+        if longest:
+            each = pool.num_kv_heads  # programs of a sequence, for each of its splits
+            if c.latent is not None:
+                each = latent_row_tiles(pool, c.num_heads)
+            num_splits = decode_splits(len(spans), each, longest, self._device)
+        if any(count > 1 for _, count, _ in spans):
+            list_work = prefill_tiles if c.latent is None else latent_tiles
+            tiles = to_device(list_work(spans, c.num_heads, pool), self._device)
+        return tiles, num_splits
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, table)
@@ -147,16 +162,19 @@ class TritonOps(TensorOps):
     ) -> None:
         c, batch, tables = self._config, self._batch, self._rope_of(layer)
         assert batch is not None
+        pool, place = self._pool_of(layer)
         sinks = self._sink_queries if self._has_sinks(layer) and tables is not None else None
         rope_write(
             qkv,
-            self._pool,
-            self._places[layer][1],
+            pool,
+            place,
             batch.positions,
             batch.slots_of(self._places[layer][0]),
             tables,
             num_heads=c.num_heads,
-            norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+            norms=None if q_norm is None else (q_norm, q_norm if k_norm is None else k_norm),
+            writes=c.keeps_kv(layer),
+            value_norm=c.value_norm,
             eps=c.rms_norm_eps,
             sink_queries=sinks,
             sink_position=c.window(layer) + c.num_sinks - 1,
@@ -167,7 +185,7 @@ class TritonOps(TensorOps):
     ) -> torch.Tensor:
         assert sinks is None  # `_check` has refused them
         c = self._config
-        width = c.num_heads * c.head_dim
+        width = c.num_heads * c.kv_heads(layer).key_dim
         out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
         to_sinks = self._sink_queries if self._has_sinks(layer) else None
         if to_sinks is not None and self._rope_of(layer) is None:
@@ -193,13 +211,13 @@ class TritonOps(TensorOps):
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
         batch, tables = self._batch, self._rope_of(layer)
         assert batch is not None
-        group, place = self._places[layer]
-        slots, positions = batch.slots_of(group), batch.positions
+        slots, (pool, place) = batch.slots_of(self._places[layer][0]), self._pool_of(layer)
+        positions = batch.positions
         if tables is None:  # all are rotated by no angle
             shape = (1, q_rope.shape[2] // 2)
             tables = (q_rope.new_ones(shape).float(), q_rope.new_zeros(shape).float())
             positions = torch.zeros_like(positions)
-        latent_write(q_rope, latent, self._pool, place, positions, slots, tables)
+        latent_write(q_rope, latent, pool, place, positions, slots, tables)
 
     def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         c = self._config
@@ -245,8 +263,13 @@ class TritonOps(TensorOps):
             self.table(gate_ups).contiguous(), self.table(downs).contiguous()
         )
 
-    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
-        logits = F.linear(x.float(), layer.router)
+    def activated(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return gated(torch.cat((gate, x), dim=-1), self._config.activation)
+
+    def add_experts(
+        self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
+    ) -> None:
+        logits = F.linear((x if routed is None else routed).float(), layer.router)
         x, chosen, weights = choose_experts(x, logits, layer, self._config)
         mixture.add_experts(hidden, x, layer.experts, chosen, weights, self._config.activation)
 
@@ -262,13 +285,16 @@ class TritonOps(TensorOps):
         """Sequences of one token and those of more, each by their kernel, into rows of `out`."""
         batch = self._batch
         assert batch is not None
-        group, place = self._places[layer]
-        where = (batch.query_start, batch.query_len, batch.context_len, batch.tables_of(group))
-        if self._num_splits:
-            splits = self._num_splits
-            decode(out, queries, self._pool, place, *where, num_splits=splits, **settings)
-        if self._tiles is not None:
-            prefill(out, queries, self._pool, place, self._tiles, *where, **settings)
+        tables = batch.tables_of(self._places[layer][0])
+        where = (batch.query_start, batch.query_len, batch.context_len, tables)
+        (pool, place), (tiles, splits) = (
+            self._pool_of(layer),
+            self._work[self._config.kv_heads(layer)],
+        )
+        if splits:
+            decode(out, queries, pool, place, *where, num_splits=splits, **settings)
+        if tiles is not None:
+            prefill(out, queries, pool, place, tiles, *where, **settings)
 
     def _has_sinks(self, layer: int) -> bool:
         return self._config.num_sinks > 0 and self._config.window(layer) > 0
@@ -298,6 +324,10 @@ def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantiza
         raise KernelsUnavailable(f"{config.torch_only} are not handled")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
+    if any(each.key_dim != each.value_dim for each in config.layer_heads):
+        raise KernelsUnavailable("values of another size than keys are not handled")
+    if config.layer_heads and config.num_sinks:
+        raise KernelsUnavailable("attention sinks with heads that differ by layer are not handled")
     if config.latent is not None and any(config.windows):
         raise KernelsUnavailable("windows with latent attention are not handled")
     if config.hidden_size > MAX_WIDTH:

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.model.config import Recurrent
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.state_layout import Recurrent
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 

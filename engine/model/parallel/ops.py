@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.model.config import MAMBA2, ModelConfig
+from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.parallel.link import MakeCompanion
 from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.model.state_layout import MAMBA2
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """A rank that the others wait for this long counts as dead. The death of a process is noticed at
@@ -243,12 +244,6 @@ class ParallelOps:
             assert model.recurrent is not None
             own = self._shard.projected(model.recurrent)
             return torch.cat([whole[rows.start : rows.stop] for rows in own])
-        if role == "qkv":
-            dim, kv = model.head_dim, self._shard.kv_heads(model.num_kv_heads)
-            keys = slice(kv.start * dim, kv.stop * dim)
-            widths = [heads * dim for heads in (model.num_heads, *(model.num_kv_heads,) * 2)]
-            queries, *others = whole.split(widths)
-            return torch.cat([queries[part(len(queries))], *(each[keys] for each in others)])
         stacked = whole.chunk(ROWS[role])
         return torch.cat([each[part(len(each))] for each in stacked])
 
@@ -260,6 +255,21 @@ class ParallelOps:
             own = self._shard.channels(self._model.recurrent)
             weight = torch.cat([weight[..., each.start : each.stop] for each in own], dim=-1)
         return self._inner.vector(weight, role)
+
+    def qkv(self, weight: torch.Tensor, bias: torch.Tensor | None, layer: int) -> _Matrix:
+        own = None if bias is None else self._of_heads(bias, layer)
+        return _Matrix(self._inner.qkv(self._of_heads(weight, layer), own, layer))
+
+    def _of_heads(self, whole: torch.Tensor, layer: int) -> torch.Tensor:
+        """Takes the rank's heads from rows of queries and, if there are some, keys and values."""
+        model, kv = self._model, self._model.kv_heads(layer)
+        own, rows = self._shard.kv_heads(kv.num_heads), model.num_heads * kv.key_dim
+        queries, at = whole[:rows][self._shard.part(rows)], rows
+        parts = [queries]
+        for dim in (kv.key_dim, kv.value_dim) if model.keeps_kv(layer) else ():
+            parts.append(whole[at + own.start * dim : at + own.stop * dim])
+            at += kv.num_heads * dim
+        return torch.cat(parts)
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
         return self._inner.gated_matrix(self._rows(weight, role), role)
@@ -336,9 +346,11 @@ class ParallelOps:
         projections = [each[:, part] for each in gate_ups.chunk(2, dim=1)]
         return self._inner.experts(torch.cat(projections, dim=1), downs[:, :, part].contiguous())
 
-    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
+    def add_experts(
+        self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
+    ) -> None:
         own = torch.zeros_like(hidden)
-        self._inner.add_experts(own, x, layer)
+        self._inner.add_experts(own, x, layer, routed)
         self._group.sum(own)
         hidden += own
 
@@ -346,7 +358,6 @@ class ParallelOps:
 SUMMED = ("out", "down", "shared_down")
 """Roles of matrices that are cut by columns."""
 ROWS = {
-    "qkv": 3,
     "queries": 1,
     "gate_up": 2,
     "shared_gate_up": 2,

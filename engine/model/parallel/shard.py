@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvrelay.engine.kv.spec import DTYPE_BYTES
-from kvrelay.engine.model.config import KIMI_DELTA_ATTENTION, MAMBA2, ModelConfig, Recurrent
+from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.state_layout import StateLayout
+from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2, Recurrent, StateLayout
 
 MAX_RANKS = 64
 
@@ -46,6 +46,10 @@ class Shard:
             model,
             num_heads=model.num_heads // self.size,
             num_kv_heads=len(self.kv_heads(model.num_kv_heads)),
+            layer_heads=tuple(
+                replace(each, num_heads=len(self.kv_heads(each.num_heads)))
+                for each in model.layer_heads
+            ),
             intermediate_size=model.intermediate_size // self.size,
             experts=experts,
             recurrent=recurrent,
@@ -142,6 +146,9 @@ def _indivisible(model: ModelConfig, size: int) -> str:
             return f"{name} ({count})"
     if model.num_kv_heads % size and size % model.num_kv_heads:
         return f"KV heads ({model.num_kv_heads})"
+    counts_of_heads = sorted({each.num_heads for each in model.layer_heads})
+    if len(counts_of_heads) > 1 and model.num_kv_heads % size:  # blocks would differ in bytes
+        return f"KV heads, which are {' or '.join(map(str, counts_of_heads))} by layer"
     return "" if recurrent is None else _indivisible_states(model, recurrent, size)
 
 

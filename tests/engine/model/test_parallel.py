@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrelay.engine.kv.spec import KVHeads
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.cpu import kernels
@@ -108,7 +109,11 @@ def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "mixtral", "deepseek3", "gpt-oss", "llama4", "mimo-v2", "falcon-h1-norm"]
+    "family",
+    [
+        *("qwen2", "mixtral", "deepseek3", "gpt-oss", "llama4", "mimo-v2"),
+        *("gemma4-sparse", "falcon-h1-norm"),
+    ],
 )
 def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     def unavailable(_folder: Path) -> None:
@@ -148,6 +153,10 @@ def test_sizes_that_do_not_divide_the_model_are_refused_with_those_that_do(llama
     six = replace(model, num_heads=12, num_kv_heads=4, intermediate_size=1536)
     with pytest.raises(ModelError, match=r"KV heads \(4\); possible: 1, 2, 4, 12$"):
         check_divides(six, 6)
+    kinds = tuple(KVHeads(heads, 16, 16) for heads in (2, 4, 4))
+    two = replace(model, num_heads=12, num_kv_heads=2, layer_heads=kinds, intermediate_size=1536)
+    with pytest.raises(ModelError, match=r"KV heads, which are 2 or 4 by layer; possible: 1, 2$"):
+        check_divides(two, 4)
     experts = Experts(num_experts=4, num_per_token=2, intermediate_size=33, normalize=True)
     with pytest.raises(ModelError, match=r"size of an expert \(33\); possible: 1$"):
         check_divides(replace(model, experts=experts), 2)

@@ -8,17 +8,17 @@ import torch
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.config import (
-    GATED_DELTA_NET,
-    KIMI_DELTA_ATTENTION,
-    MAMBA2,
-    ModelConfig,
-    Recurrent,
-)
+from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.state_layout import (
+    GATED_DELTA_NET,
+    KIMI_DELTA_ATTENTION,
+    MAMBA2,
+    Recurrent,
+)
 from kvrelay.engine.model.states import NO_STATE, StatePool, StateSpans
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import RecurrentWeights

@@ -100,7 +100,7 @@ def fed(runner, tokens, blocks, chunks):
     "family",
     [
         *("llama", "mistral-window", "gemma3", "qwen3-moe", "deepseek2-groups", "deepseek3"),
-        *("minimax-m2", "mistral4"),
+        *("minimax-m2", "mistral4", "gemma4", "gemma4-inputs"),
     ],
 )
 def test_kv_that_is_computed_again_is_the_same_bit_for_bit(family, dtype, checkpoint_of):

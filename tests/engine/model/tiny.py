@@ -83,6 +83,38 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_hidden_layers": 6,
+    "layer_types": 3 * ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 3,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 0,
+    "output_hidden_states": True,  # else transformers takes rows of inputs that are not there
+    "vocab_size_per_layer_input": VOCAB,
+    "pad_token_id": 0,
+}
+GEMMA4_INPUTS = {
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+}
+GEMMA4_SPARSE = {
+    "num_hidden_layers": 4,
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
+}
 EXPERT_GROUPS = {"n_group": 4, "topk_group": 2}
 GLM4 = {
     "head_dim": 32,
@@ -228,6 +260,9 @@ FAMILIES = {
     ),
     "gemma3": (transformers.Gemma3TextConfig, GEMMA3),
     "gemma3-part": (transformers.Gemma3Config, GEMMA3),
+    "gemma4": (transformers.Gemma4TextConfig, GEMMA4),
+    "gemma4-inputs": (transformers.Gemma4TextConfig, {**GEMMA4, **GEMMA4_INPUTS}),
+    "gemma4-sparse": (transformers.Gemma4TextConfig, {**GEMMA4, **GEMMA4_SPARSE}),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen3-moe": (
         transformers.Qwen3MoeConfig,
@@ -362,11 +397,15 @@ def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn
                 parameter.sub_(4.0)
             if "conv1d" in name:
                 parameter.copy_(torch.randn_like(parameter))
+            if name.endswith(("router.scale", "per_expert_scale")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
             if name.endswith("gate.weight") or "experts." in name:  # nor all alike
                 parameter.copy_(torch.randn_like(parameter) * SHAPE["initializer_range"])
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
     model.save_pretrained(path, **saving)
     if kind is transformers.Kimi_K25Config:  # it saves layers by a name that is not published
         file = path / "model.safetensors"
@@ -390,11 +429,11 @@ def low_precision_kind(name: str) -> int:
 
 def make_pool(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
     """Not zeroed: what a sequence has not written must not matter."""
-    spec = config.attention_spec(BLOCK_SIZE, "float32")
-    heads = (NUM_BLOCKS, spec.num_layers, spec.num_planes, config.num_kv_heads)
+    spec = config.attention_spec(BLOCK_SIZE, "float8_e4m3" if dtype == torch.uint8 else "float32")
+    heads = (NUM_BLOCKS, spec.num_layers, spec.num_planes, spec.num_kv_heads)
     if dtype == torch.uint8:
-        return torch.randint(0, 120, (*heads, BLOCK_SIZE * (config.head_dim + 1))).to(dtype)
-    return torch.randn(*heads, BLOCK_SIZE, config.head_dim).to(dtype)
+        return torch.randint(0, 120, (*heads, spec.bytes_per_head)).to(dtype)
+    return torch.randn(*heads, BLOCK_SIZE, spec.head_dim).to(dtype)
 
 
 def make_ops(

@@ -113,6 +113,8 @@ def divide(
             lacks.append("soft-capped scores")
         expands = not lacks
         return Division(none, none, expands, (*lacks, "latent attention that is absorbed"))
+    if config.layer_heads or config.kv_owners:
+        lacks.append("heads that differ by layer, or keys and values that layers share")
     if config.head_dim not in HEAD_DIMS:
         lacks.append(f"heads of {config.head_dim} dimensions")
     if config.attention_chunk:

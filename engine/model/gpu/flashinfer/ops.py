@@ -28,7 +28,6 @@ from kvrelay.engine.model.gpu.flashinfer.attention import ExpandedAttention, Pag
 from kvrelay.engine.model.gpu.flashinfer.division import DTYPES, Division, capability, divide, load
 from kvrelay.engine.model.gpu.ops import TritonOps
 from kvrelay.engine.model.ops import choose_experts
-from kvrelay.engine.model.weights import ExpertsWeights
 
 TOLERANCE = 0.05  # relative to normally distributed numbers, in 16 bits
 LENGTHS = {  # (query_len, context_len) of each sequence, by kind of call
@@ -317,11 +316,13 @@ class FlashInferOps(TritonOps):
             return fuse(self.table(gate_ups), self.table(downs))
         return super().experts(gate_ups, downs)
 
-    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+    def add_experts(
+        self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
+    ) -> None:
         if not isinstance(layer.experts, FusedExperts):
-            super().add_experts(hidden, x, layer)
+            super().add_experts(hidden, x, layer, routed)
         elif len(x):
-            logits = F.linear(x.float(), layer.router)
+            logits = F.linear((x if routed is None else routed).float(), layer.router)
             x, chosen, weights = choose_experts(x, logits, layer, self._config)
             layer.experts.add(self._library, hidden, x, chosen, weights)
 

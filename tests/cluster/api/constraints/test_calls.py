@@ -34,7 +34,7 @@ SEND = Tool(
 )
 PING = Tool("ns.ping", {})
 TOOLS = [SEND, PING]
-FORMS = [(name, "") for name in FORMATS if name != "pythonic"]
+FORMS = [(name, "") for name in FORMATS if name not in ("pythonic", "gemma4")]
 FORMS += [("mistral", NAMED_FIRST), ("deepseek", FENCED)]
 FIRST_SPECIAL_ID = 3  # of the special tokens of the default model, which stand for a format's
 

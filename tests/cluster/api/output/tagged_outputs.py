@@ -264,7 +264,56 @@ SEED_OSS = [
     ),
 ]
 
+Q = '<|"|>'
+
+
+def in_gemma(body: str) -> str:
+    return f"<|tool_call>call:{body}<tool_call|>"
+
+
+GEMMA4 = [
+    output("no call", "<tool_call> is another's", Text("<tool_call> is another's")),
+    output(
+        "text around calls",
+        f"Yes.\n{in_gemma(f'send{{to:{Q}Ann{Q},copies:3}}')}{in_gemma('ping{}')}\nDone.",
+        Text("Yes."),
+        call("send", '{"to": "Ann", "copies": 3}'),
+        call("ping", "{}"),
+        Text("Done."),
+    ),
+    output(
+        "values in values, and marks of JSON in a text",
+        in_gemma(
+            f'send{{to:{Q}a"}},{{\n{Q},tags:[{Q}x{Q}, {Q}y{Q}],'
+            f"extra:{{{Q}k{Q}:[1,{{n:null}}]}},urgent:true}}"
+        ),
+        call(
+            "send",
+            '{"to": "a\\"},{\\n", "tags": ["x", "y"], "extra": {"k": [1, {"n": null}]},'
+            ' "urgent": true}',
+        ),
+    ),
+    output(
+        "a name without arguments, and texts without their marks",
+        f"<|tool_call>call:ping<tool_call|>{in_gemma('send{to:Ann}')}",
+        Text("<|tool_call>call:ping<tool_call|>"),
+        call("send", '{"to": "Ann"}'),
+    ),
+    output(
+        "a call that does not end",
+        f"<|tool_call>call:send{{to:{Q}An",
+        call("send", '{"to": "An'),
+    ),
+    output(
+        "a bracket that is missing",
+        f"{in_gemma('send{copies:[1,2')} Done.",
+        call("send", '{"copies": [1, 2, '),
+        Text("Done."),
+    ),
+]
+
 OUTPUTS = {
+    "gemma4": GEMMA4,
     "qwen3_coder": QWEN3_CODER,
     "glm": GLM,
     "minimax": MINIMAX,

@@ -22,6 +22,7 @@ TEMPLATES = {
     "kimi": "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}",
     "minimax": "<minimax:tool_call>\n<invoke name=\"' + tool_call.name + '\">",
     "seed_oss": "<seed:tool_call>\n<function=example_function_name>\n<parameter=example_1>",
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
     "harmony": '{{- "<|start|>assistant<|channel|>final<|message|>" + message.content }}',
 }
 

@@ -54,6 +54,12 @@ def test_reasoning_is_told_from_what_follows(text: str, begun: bool, events: lis
         assert parse(cut(text, [place])) == events
 
 
+def test_the_name_of_a_channel_is_no_reasoning() -> None:
+    text = "<|channel>thought\nWhy?<channel|>So."
+    thinking = OutputParser(Hermes(), TOOLS, thinks=REASONING_TAGS["gemma4"])
+    assert read(thinking, list(text)) == [Reasoning("Why?"), Text("So.")]
+
+
 @pytest.mark.parametrize("tags", REASONING_TAGS.values())
 def test_each_family_has_tags_of_its_own(tags: Tags) -> None:
     begin, end = tags

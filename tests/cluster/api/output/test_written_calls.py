@@ -25,7 +25,7 @@ from tests.cluster.api.output.reading import (
 )
 
 Called = tuple[Tool, dict[str, Any]]
-WRITTEN = [(name, "") for name in FORMATS if name != "pythonic"]
+WRITTEN = [(name, "") for name in FORMATS if name not in ("pythonic", "gemma4")]
 WRITTEN += [("mistral", NAMED_FIRST), ("deepseek", FENCED)]
 
 texts = st.text(max_size=12) | st.sampled_from(

@@ -241,6 +241,7 @@ GEMMA4 = {
     "num_global_key_value_heads": 2, "num_hidden_layers": 30, "num_kv_shared_layers": 0,
     "rms_norm_eps": 1e-6, "sliding_window": 1024, "tie_word_embeddings": True,
     "vocab_size": 262144, "layer_types": 5 * [*(5 * [SLIDING]), FULL],
+    "hidden_size_per_layer_input": 0, "top_k_experts": 8,  # not in that copy
     "rope_parameters": {
         FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
         SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
@@ -560,7 +561,8 @@ MODELS = (
         transformers.Gemma3Config,
         layers=6,
     ),
-    unknown("Gemma 4", PUBLISHED, wrapped("Gemma4ForConditionalGeneration", GEMMA4)),
+    Published("Gemma 4", PUBLISHED, wrapped("Gemma4ForConditionalGeneration", GEMMA4),
+              transformers.Gemma4TextConfig),
     Published(
         "Llama 4",
         PUBLISHED,
@@ -576,10 +578,7 @@ MODELS = (
         layers=4,
     ),
     Published(
-        "MiMo-V2",
-        PUBLISHED,
-        named("MiMoV2FlashForCausalLM", MIMO),
-        transformers.MiMoV2FlashConfig,
+        "MiMo-V2", PUBLISHED, named("MiMoV2FlashForCausalLM", MIMO), transformers.MiMoV2FlashConfig,
         changes={"swa_num_attention_heads": 32, "swa_num_key_value_heads": 4},  # as few
     ),
     Published("Nemotron 3", PUBLISHED, named("NemotronHForCausalLM", NEMOTRON3),

@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.kv.spec import KVSpec
-from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.families import parse, read_config
 from kvrelay.engine.model.config import INT8_GROUP, ModelConfig, RopeScaling, weights_bytes
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.linear import Heads, Matrix
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.ops import kv_planes
 from kvrelay.engine.model.quantize import GROUP
+from tests.engine.model.checkpoint.published import MODELS
 from tests.engine.model.runners import model_runner
-from tests.engine.model.tiny import make_checkpoint
+from tests.engine.model.tiny import make_checkpoint, make_pool
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -142,6 +144,8 @@ def test_weights_bytes_bound_the_parameters(tmp_path):
         "mixtral",
         "deepseek2",
         "deepseek3",
+        "gemma4",
+        "gemma4-inputs",
         *hybrids,
     ):
         model = make_checkpoint(family, tmp_path)
@@ -210,3 +214,49 @@ def test_layers_share_blocks_with_those_of_their_window(tmp_path, num_layers, wh
     assert all(index < size for _, index in places.values())
     empty = spec.num_layers * spec.num_groups - num_layers
     assert empty <= num_layers / 10
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "sizes", "all_bytes", "kept"),
+    [
+        ("Gemma 4", 2, [5, *8 * [3], 1], 245_760, 24_576),
+        ("MiMo-V2", 4, [9, *7 * [5], 4], 230_400, 25_600),
+    ],
+)
+def test_layers_of_different_heads_are_in_blocks_of_the_same_bytes(
+    name, parts, sizes, all_bytes, kept
+):
+    published = next(model for model in MODELS if model.name == name)
+    config = parse(published.config, {})
+    groups, spec = config.kv_groups(), config.kv_spec(16, "bfloat16")
+    assert [len(layers) for _, layers in groups] == sizes
+    assert (spec.num_kv_heads, spec.bytes_per_token) == (parts, all_bytes)
+    per_token = spec.bytes_per_block // 16
+    assert per_token * [window for window, _ in groups].count(0) == kept
+    for heads, (_, layers) in zip(spec.heads, groups, strict=True):
+        own = len(layers) * heads.numbers("bfloat16") * 2
+        assert own <= per_token
+        assert not spec.bytes_per_block % heads.num_heads
+
+
+def test_a_layer_that_reads_anothers_keys_has_no_room_of_its_own(tmp_path):
+    make_checkpoint("gemma4", tmp_path)
+    config = read_config(tmp_path)
+    assert config.kv_owners == (0, 1, 2, 1, 2, 1)
+    assert sorted(layer for _, layers in config.kv_groups() for layer in layers) == [0, 1, 2]
+    places = config.kv_places()
+    assert [places[layer] for layer in (3, 4, 5)] == [places[1], places[2], places[1]]
+    assert config.last_kv_layer == 2
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-sparse", "mimo-v2", "gemma3"])
+def test_planes_of_layers_do_not_overlap(checkpoint_of, family, kind):
+    config = read_config(checkpoint_of(family))
+    pool = make_pool(config, kind).zero_()
+    places = config.kv_places()
+    for layer, planes in kv_planes(pool, config).items():
+        group, _ = places[layer]
+        for plane in planes if config.keeps_kv(layer) else ():
+            assert not plane[group].any()  # a block of that group
+            plane[group] = 1

@@ -35,6 +35,7 @@ LATENT = {
 }
 MISTRAL, QWEN2, QWEN3 = "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 GEMMA2, GEMMA3, PHI3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"
+GEMMA4 = "Gemma4ForCausalLM"
 DEEPSEEK2, DEEPSEEK3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 GLM_LITE, MINIMAX, MISTRAL4 = (
     f"{name}ForCausalLM" for name in ("Glm4MoeLite", "MiniMaxM2", "Mistral4")
@@ -261,6 +262,10 @@ def test_deepseeks_choice_of_experts_by_groups(read):
         (MIMO, {"swa_head_dim": 64}, "swa_head_dim 64 is not supported with head_dim 192"),
         (MIMO, {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias True"),
         (MIMO, {"hybrid_layer_pattern": [0, 1]}, "kinds of 2 layers for 4"),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not"),
+        (GEMMA4, {"num_kv_shared_layers": 3}, "num_kv_shared_layers 3 of 4 leaves a kind of"),
+        (GEMMA4, {"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input 7 is not"),
+        (GEMMA4, {"layer_types": ["chunked"] * 4}, "of 4 layers are not supported"),
         (
             "Mistral3ForConditionalGeneration",
             {"text_config": {"model_type": "llama"}},

@@ -8,19 +8,15 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.config import (
-    ATTENTION,
+from kvrelay.engine.model.config import ATTENTION, MLP, Experts, ModelConfig, Rope
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.parallel.shard import check_divides
+from kvrelay.engine.model.state_layout import (
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
     MAMBA2,
-    MLP,
     SHORT_CONVOLUTION,
-    Experts,
-    ModelConfig,
-    Rope,
 )
-from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.parallel.shard import check_divides
 
 DELTA = {
     "linear_conv_kernel_dim": 4,

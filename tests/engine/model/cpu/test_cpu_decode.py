@@ -80,6 +80,8 @@ FAMILIES = (
     ("lfm2-bias", {"kv_dtype": "float8_e4m3"}),
     ("qwen3-next", {"quantization": "int8"}),
     ("qwen3.5", {}),
+    ("gemma4", {}),
+    ("gemma4", {"kv_dtype": "float8_e4m3"}),
 )
 
 

@@ -10,15 +10,15 @@ from tests.engine.model.paged import DEVICE
 pytest.importorskip("triton")
 
 from kvrelay.engine.model.batch import Batch, Limits
-from kvrelay.engine.model.config import (
+from kvrelay.engine.model.gpu.ops import TritonOps
+from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.state_layout import (
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
     MAMBA2,
     SHORT_CONVOLUTION,
     Recurrent,
 )
-from kvrelay.engine.model.gpu.ops import TritonOps
-from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import RecurrentWeights

@@ -6,7 +6,8 @@
 
 #include "../gemm/api.h"
 
-/* Rotary positions and KV writes of the layers that share a rope. Offsets and strides of the pool:
+/* Rotary positions and KV writes of the layers that share a rope; num_kv_heads is 0 where they read
+ * the keys and values of others. Offsets and strides of the pool:
  * as of `Attention`. */
 typedef struct {
     const float *cos, *sin;   /* [max_positions, rope_dim / 2]; NULL: no rotation */
@@ -14,6 +15,7 @@ typedef struct {
     const int64_t *slots;     /* [num_tokens]: block * block_size + offset in the block */
     int64_t qkv_stride, block_stride, head_stride, value_offset;
     int64_t num_heads, num_kv_heads, head_dim, block_size, rope_at, rope_dim, mixed_half;
+    const float *v_norm; /* [head_dim], of values, or NULL */
     float eps;
     int32_t kv_kind;
 } Rope;
@@ -27,6 +29,7 @@ typedef struct {
     int64_t count, width, kind, per_token;
     int64_t groups, chosen_groups; /* experts are chosen from the best groups */
     float scale;                   /* of the weights of the chosen ones */
+    const float *scales;           /* [count]: one of each in its place, or NULL */
     int32_t sigmoid, normalize;    /* scores: sigmoid, not softmax; weights: made to sum to one */
     int32_t scales_inputs;         /* weights multiply what goes in, not what comes out */
 } Experts;
@@ -74,11 +77,11 @@ typedef struct {
 void kvr_convolve(const States *states, const Convolution *conv, float *state, int threads);
 void kvr_delta_rule(const States *states, const DeltaRule *rule, float *state, int threads);
 
-/* x [rows, heads, width] *= sigmoid(gate), or gate * sigmoid(gate), after RMSNorm of each head, or
+/* x [rows, heads, width] *= sigmoid(gate), or `activation` of the gate, after RMSNorm of each head, or
  * before it, where a weight is given: [width], `weight_step` apart. Rows of the gate, [heads * width] or
  * [1], are `stride` apart. */
 void kvr_gate(float *x, const float *gate, int64_t stride, int64_t gate_width, const float *weight,
-              int64_t weight_step, int64_t rows, int64_t heads, int64_t width, float eps, int silu,
+              int64_t weight_step, int64_t rows, int64_t heads, int64_t width, float eps, int activation,
               int gate_first, int threads);
 
 /* hidden[tokens, width] = rows of a bfloat16 or float32 table. */
@@ -103,6 +106,6 @@ void kvr_latent_write(const Rope *rope, float *q_rope, int64_t token_stride, int
 /* The square of what is positive in x [rows, width], in place; the rest becomes zero. */
 void kvr_squared_relu(float *x, int64_t rows, int64_t width, int threads);
 
-/* hidden += the experts' output of x; both [rows, width]. */
-void kvr_add_experts(const Experts *experts, const float *x, float *hidden, int64_t rows,
-                     int64_t width, int activation, int threads);
+/* hidden += the output for x of the experts that the router chooses for `routed`; all [rows, width]. */
+void kvr_add_experts(const Experts *experts, const float *x, const float *routed, float *hidden,
+                     int64_t rows, int64_t width, int activation, int threads);

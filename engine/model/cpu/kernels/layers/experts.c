@@ -85,7 +85,8 @@ static void route(const Experts *e, float *logits, int64_t *chosen, float *weigh
         sum += weights[i] = logits[chosen[i]];
     }
     for (int64_t i = 0; i < e->per_token; i++)
-        weights[i] = (e->normalize ? weights[i] / (sum + 1e-20f) : weights[i]) * e->scale;
+        weights[i] = (e->normalize ? weights[i] / (sum + 1e-20f) : weights[i]) *
+                     (e->scales ? e->scales[chosen[i]] : e->scale);
 }
 
 static void route_rows(void *arg, int64_t task) {
@@ -138,9 +139,9 @@ void kvr_squared_relu(float *x, int64_t rows, int64_t width, int threads) {
     kvr_parallel(threads, (rows + ROWS - 1) / ROWS, square_rows, &t);
 }
 
-/* x, hidden: [rows, width]; what the experts make of x is added to hidden. */
-void kvr_add_experts(const Experts *e, const float *x, float *hidden, int64_t rows, int64_t width,
-                     int activation, int threads) {
+/* x, routed, hidden: [rows, width]; what the experts make of x is added to hidden. */
+void kvr_add_experts(const Experts *e, const float *x, const float *routed_by, float *hidden, int64_t rows,
+                     int64_t width, int activation, int threads) {
     int64_t routed = rows * e->per_token, tasks = (rows + ROWS - 1) / ROWS, starts[e->count + 1];
     int64_t floats = rows * e->count + routed * (1 + 2 * width + e->width);
     Routed t = {.experts = e, .x = x, .hidden = hidden, .rows = rows, .width = width};
@@ -151,7 +152,7 @@ void kvr_add_experts(const Experts *e, const float *x, float *hidden, int64_t ro
     t.sorted = t.weights + routed;
     t.gated = t.sorted + routed * width;
     t.down = t.gated + routed * e->width;
-    Gemm router = {x, t.logits, NULL, e->router.packed, rows, e->count, width, width, e->count};
+    Gemm router = {routed_by, t.logits, NULL, e->router.packed, rows, e->count, width, width, e->count};
     router.kind = (int)e->router.kind;
     gemm_run(&router, threads);
     kvr_parallel(threads, tasks, route_rows, &t);

@@ -114,6 +114,7 @@ static void write_task(void *arg, int64_t task) {
             if (w->k_norm) normalise(keys, w->k_norm, keys, dim, a->eps);
             rotate(a, keys, a->positions[t]);
             if (a->mixed_half) mix_key(a, keys);
+            if (a->v_norm) normalise(values, a->v_norm, values, dim, a->eps);
             write_kv(a, w->pool, at, offset, keys);
             write_kv(a, w->pool, at + a->value_offset, offset, values);
         }

@@ -196,15 +196,15 @@ typedef struct {
     const float *gate, *weight;
     int64_t stride, gate_width, weight_step, rows, heads, width, step; /* step: rows of one task */
     float eps;
-    int silu, gate_first;
+    int activation, gate_first;
 } Gated;
 
 static void open_gate(const Gated *t, float *x, const float *gate) {
     for (int64_t i = 0; i < t->width; i += VL) {
         int64_t n = t->width - i;
         vf g = t->gate_width > 1 ? load_part(gate + i, n) : splat(*gate);
-        vf open = 1.0f / (vexp(-g) + 1.0f);
-        store_part(x + i, load_part(x + i, n) * (t->silu ? g * open : open), n);
+        vf open = 1.0f / (vexp(-gate_argument(g, t->activation)) + 1.0f);
+        store_part(x + i, load_part(x + i, n) * (t->activation ? g * open : open), n);
     }
 }
 
@@ -221,10 +221,10 @@ static void gate_task(void *arg, int64_t task) {
 }
 
 void kvr_gate(float *x, const float *gate, int64_t stride, int64_t gate_width, const float *weight,
-              int64_t weight_step, int64_t rows, int64_t heads, int64_t width, float eps, int silu,
+              int64_t weight_step, int64_t rows, int64_t heads, int64_t width, float eps, int activation,
               int gate_first, int threads) {
     Gated t = {x, gate, weight, stride, gate_width, weight_step, rows, heads, width, 1, eps};
-    t.silu = silu, t.gate_first = gate_first;
+    t.activation = activation, t.gate_first = gate_first;
     if (heads * width < ELEMENTS) t.step = ELEMENTS / (heads * width);
     kvr_parallel(threads, (rows + t.step - 1) / t.step, gate_task, &t);
 }

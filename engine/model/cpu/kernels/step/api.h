@@ -50,6 +50,7 @@ typedef struct {
     Experts experts;
     Latent latent;
     Recurrent recurrent;
+    float scale; /* of what comes out */
 } Layer;
 
 /* Buffers of `rows` rows each; `norm`, `gated` and `added` have up to ROW_BLOCK_STEP more for each
@@ -90,7 +91,7 @@ typedef struct {
     int64_t *drawn;               /* [max_passes, rows] */
     int64_t num_layers, num_attentions, table_stride, block_size;
     int64_t num_groups, num_state_groups, capacity; /* of layers; rows that there is room for */
-    int64_t num_seqs, tile;       /* tile: queries of one (kvr_attention_tile) */
+    int64_t num_seqs;
     int64_t max_passes;           /* if above 1, every sequence has one row */
     Matrix head;
     Step step;

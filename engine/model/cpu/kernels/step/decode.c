@@ -63,8 +63,8 @@ static void plan(const Decode *d) {
     for (int64_t g = 0; g < d->num_state_groups; g++) plan_states(d, g);
     for (int64_t i = 0; i < d->num_attentions; i++) {
         Attention *a = d->attentions[i];
-        int64_t counts[3], heads = a->num_heads / a->group;
-        kvr_attention_plan(d->num_seqs, a->query_len, a->context_len, heads, d->tile, a->window,
+        int64_t counts[3], heads = a->num_heads / a->group, tile = kvr_attention_tile(a->group, a->head_dim);
+        kvr_attention_plan(d->num_seqs, a->query_len, a->context_len, heads, tile, a->window,
                            a->num_sinks, (int32_t *)a->items, (int32_t *)a->merges, counts);
         a->num_items = counts[0], a->num_merges = counts[1];
     }

@@ -152,9 +152,10 @@ static void after_attention(const Layer *l, const Step *s) {
         add(s, gemm_of(s, s->recurred, &l->recurrent.out, NULL), l->attention ? NULL : norm);
     if (x) {
         kvr_rms_norm(s->hidden, s->width, l->mlp_norm, s->norm, s->rows, s->width, s->eps, s->threads);
-        kvr_add_experts(&l->experts, x, s->hidden, s->rows, s->width, s->activation, s->threads);
+        kvr_add_experts(&l->experts, x, x, s->hidden, s->rows, s->width, s->activation, s->threads);
     }
     if (l->down.packed) add_mlp(l, s, x);
+    for (int64_t i = 0; l->scale != 1.0f && i < s->rows * s->width; i++) s->hidden[i] *= l->scale;
 }
 
 /* Many rows are cut into row blocks. One thread takes a block from the beginning of a layer, or the end of
