@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ import torch
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import structure
-from kvrelay.engine.model.cpu.linear import Matrix
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
+
+if TYPE_CHECKING:
+    from kvrelay.engine.model.cpu.linear import Matrix
 
 _States, _Convolution, _DeltaRule = map(structure, ("States", "Convolution", "DeltaRule"))
 _Matrix, _Recurrent = structure("Matrix"), structure("Recurrent")
