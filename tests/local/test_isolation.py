@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.kv.block_hash import CacheScope
-from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier
 from tests.local.test_local import GREEDY, VOCAB, small
 from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import assert_clean, counted, load_all, settle
@@ -43,7 +43,7 @@ def tiers_of(tier: Tier, tmp_path: Path) -> dict[str, Any]:
     return {"disk_bytes": 8 * MIB, "disk_path": str(tmp_path), "disk_after_s": 0.0}
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", ANNOUNCED_TIERS)
 def test_the_same_prompt_of_two_tenants_has_no_hits_across(
     model_dir: Path, tmp_path: Path, tier: Tier
 ) -> None:
@@ -77,7 +77,7 @@ def test_the_same_prompt_of_two_tenants_has_no_hits_across(
         assert back.tokens == first.tokens
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", ANNOUNCED_TIERS)
 def test_a_public_region_is_shared_and_what_follows_is_not(
     model_dir: Path, tmp_path: Path, tier: Tier
 ) -> None:

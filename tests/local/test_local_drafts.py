@@ -133,7 +133,7 @@ def compare(model: Path, way: str, first_seed: int, expected: list[list[int]]) -
             nodes: list[Any] = [built.node for built in cluster.workers.values()]
             assert any(node.core.scheduler.num_preemptions for node in nodes)
         if way == "moved":
-            assert num_taken_over(cluster) > 3
+            assert num_taken_over(cluster) > 1
         if way == "two pools":
             assert cluster.status().totals.handoffs == len(requests)
         cluster.wait_idle()

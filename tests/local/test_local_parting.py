@@ -7,6 +7,7 @@ workers and a router, and in pools of any size.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,13 @@ def test_pools_four_times_too_small_or_too_large_serve_and_say_which_group_evict
             found = cluster.generate(prompts, sampling)
             assert all(each.failed is None for each in found), num_blocks
             answers[num_blocks] = [each.tokens for each in found]
-            (worker,) = cluster.status().workers
+            deadline = time.monotonic() + 10.0
+            while (worker := cluster.status().workers[0]).groups is None:
+                assert time.monotonic() < deadline, "no statistics"
+                time.sleep(0.05)
             assert_clean(cluster)
             core = cluster.workers["decode-0"].node.core  # type: ignore[attr-defined]
             groups = {each.kind: each for each in cluster.run(core.kv.group_blocks)}
-        assert worker.groups is not None
         assert {each.kind for each in worker.groups} == set(groups)
         assert len(groups) > 1
         evicted = {kind: each.num_evicted for kind, each in groups.items()}

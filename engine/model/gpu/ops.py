@@ -63,7 +63,7 @@ class TritonOps(TensorOps):
         "fp8". Raises KernelsUnavailable for what the kernels do not handle."""
         _check(config, pool, dtype, quantization)
         super().__init__(config, dtype, max_positions, pool.device)
-        self.use_pool(pool)
+        TritonOps.use_pool(self, pool)  # what builds on it is not ready yet
         self._quantization = quantization
         self._kinds = {config.kv_heads(layer): layer for layer in self._places}
         # By the shape of heads: sequences with more than one token, and those with one, in so many

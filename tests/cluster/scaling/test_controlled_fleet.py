@@ -316,7 +316,7 @@ def test_a_worker_is_restarted_when_its_requests_have_moved(world: ControlledWor
     assert world.of(StopWorker) == []
     world.live_requests[worker] = 0
     world.pass_time(3 + world.start_s)
-    assert world.of(StopWorker) == [StopWorker(worker, 1, gently=True)]
+    assert world.of(StopWorker) == [StopWorker(worker, 1, gently=True, has_heir=True)]
     assert world.controller.workers[worker].epoch == 2
     assert world.controller.workers[worker].failures == 0
     assert state_of(world, worker).state is State.UP

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
-from kvrelay.engine.kv.tier import LOWER_TIERS, Tier, TierHashes
+from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, LOWER_TIERS, Tier, TierHashes
 from kvrelay.router.index.prefix_index import PrefixIndex
 
 RETRY_S = 1.0
@@ -20,7 +20,7 @@ Cache = dict[Tier, set[bytes]]
 
 
 def empty() -> Cache:
-    return {tier: set() for tier in Tier}
+    return {tier: set() for tier in ANNOUNCED_TIERS}
 
 
 def run_length(blocks: set[bytes]) -> int:
@@ -94,7 +94,7 @@ class IndexMachine(RuleBasedStateMachine):
             return True
         return False
 
-    @rule(worker=worker, changes=st.fixed_dictionaries(dict.fromkeys(Tier, change)))
+    @rule(worker=worker, changes=st.fixed_dictionaries(dict.fromkeys(ANNOUNCED_TIERS, change)))
     def publish(self, worker: str, changes: dict[Tier, tuple[set[bytes], set[bytes]]]) -> None:
         """In one event, blocks come into and leave the tiers."""
         net = {}
@@ -207,7 +207,7 @@ class IndexMachine(RuleBasedStateMachine):
             if export is not None:
                 moved.add(worker, export.epoch)
                 moved.restore(self.now, worker, *export)
-                assert {tier: moved.block_hashes(worker, tier) for tier in Tier} == known
+                assert {tier: moved.block_hashes(worker, tier) for tier in ANNOUNCED_TIERS} == known
                 assert moved.export(worker) is not None
         moved.check_integrity()
 
@@ -232,7 +232,10 @@ class IndexMachine(RuleBasedStateMachine):
             totals = [matches.held(worker).total for worker in best]
             assert sorted(best) == sorted(w for w in holders if GROUPS[w] == group)
             assert totals == sorted(totals, reverse=True)
-        names = {w: {tier: self.index.block_hashes(w, tier) for tier in Tier} for w in self.known}
+        names = {
+            w: {tier: self.index.block_hashes(w, tier) for tier in ANNOUNCED_TIERS}
+            for w in self.known
+        }
         assert names == self.known
         self.index.check_integrity()
 

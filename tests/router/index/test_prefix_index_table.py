@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
-from kvrelay.engine.kv.tier import Tier, TierHashes
+from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier, TierHashes
 from kvrelay.router.index.prefix_index import NOTHING, Held, IndexTable, PrefixIndex
 from kvrelay.router.native.bindings import bindings
 
@@ -106,7 +106,9 @@ def test_many_blocks_of_many_holders_come_and_go() -> None:
     rng = random.Random(4)
     pool = [rng.randbytes(HASH_BYTES) for _ in range(600)]
     workers = [f"w{n}" for n in range(50)]
-    held: dict[str, dict[Tier, set[bytes]]] = {w: {t: set() for t in Tier} for w in workers}
+    held: dict[str, dict[Tier, set[bytes]]] = {
+        w: {t: set() for t in ANNOUNCED_TIERS} for w in workers
+    }
     index = index_of(dict.fromkeys(workers, b""))
     seq = dict.fromkeys(workers, 0)
     for step in range(1500):
@@ -115,8 +117,8 @@ def test_many_blocks_of_many_holders_come_and_go() -> None:
             index.remove(worker)
             index.add(worker, 1)
             index.apply(0.0, KVSnapshot(worker, 1, 0, ()))
-            held[worker], seq[worker] = {t: set() for t in Tier}, 0
-        tier = rng.choice(list(Tier))
+            held[worker], seq[worker] = {t: set() for t in ANNOUNCED_TIERS}, 0
+        tier = rng.choice(ANNOUNCED_TIERS)
         start = rng.randrange(len(pool))
         names = pool[start : start + rng.randint(1, 60)]
         there = held[worker][tier]
@@ -131,7 +133,7 @@ def test_many_blocks_of_many_holders_come_and_go() -> None:
         if step % 250 == 0:
             index.check_integrity()
     settle(index)
-    assert {w: {t: index.block_hashes(w, t) for t in Tier} for w in workers} == held
+    assert {w: {t: index.block_hashes(w, t) for t in ANNOUNCED_TIERS} for w in workers} == held
     counts = index.holdings(pool)
     assert counts == {
         w: {t: len(names) for t, names in tiers.items() if names}
