@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvrelay.engine.request import SamplingParams
@@ -23,6 +24,7 @@ def ask(cluster: LocalCluster, prompts: list[list[int]]) -> list[list[int]]:
     return [cluster.generate([prompt], SAMPLING)[0].tokens for prompt in prompts]
 
 
+@pytest.mark.long  # where a prompt is decoded depends on how fast this machine computes it
 def test_prompts_are_not_handed_over_where_their_kv_is_always_damaged(model_dir: Path) -> None:
     with LocalCluster(model_dir, prefill=0, engine=small(num_blocks=1024)) as cluster:
         expected = ask(cluster, PROMPTS)
