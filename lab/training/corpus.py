@@ -84,7 +84,8 @@ class Corpus:
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._encode = tokenizer.encode
         self._random = random.Random(seed)
-        self._special = {each: tokenizer.token_to_id(each) for each in SPECIAL}
+        vocabulary = tokenizer.get_vocab()
+        self._special = {each: vocabulary[each] for each in SPECIAL}
         ids = [each.ids for each in tokenizer.encode_batch(sentences())]
         self._random.shuffle(ids)
         cut = int(len(ids) * HELD_OUT)
@@ -129,7 +130,7 @@ class Corpus:
         """A few facts; some for the second time, which can be known then."""
         for _ in range(4):
             new = [name for name in likes if name not in stated]
-            again = not new or (stated and self._random.random() < 0.4)
+            again = not new or bool(stated and self._random.random() < 0.4)
             name = self._random.choice(stated if again else new)
             *words, thing, stop = self._ids(fact(name, likes[name]))
             made.add(words)

@@ -89,7 +89,7 @@ def train(path: Path, tell: Callable[[int, int, float], None], steps: int = STEP
             logits, targets, is_answer = _logits(model, _mixed(corpus, length))
             loss = F.cross_entropy(logits, targets)
             loss = loss + F.cross_entropy(logits[is_answer], targets[is_answer])
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = group["most"] * min(1.0, (step + 1) / WARMUP, fall)

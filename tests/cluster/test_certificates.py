@@ -294,17 +294,18 @@ def test_what_was_made_here_is_made_again_before_it_ends(
     config = with_certificates(config_in(tmp_path, frames=True))
     before = identity_of(config.tls)
 
-    async def keep_for(seconds: float) -> TlsIdentity:
+    async def keep_for(seconds: float) -> None:
         keeping = asyncio.create_task(keep_certificates(config, 0.01))
         await asyncio.sleep(seconds)
         keeping.cancel()
-        return identity_of(config.tls)
 
-    assert asyncio.run(keep_for(0.2)) == before
+    asyncio.run(keep_for(0.2))  # which waits for the thread that may be writing
+    assert identity_of(config.tls) == before
     monkeypatch.setattr(certificates, "CA_DAYS", 5000)
     monkeypatch.setattr(certificates, "RENEW_CA_DAYS", 4000)
     monkeypatch.setattr(certificates, "RENEW_DAYS", certificates.CERT_DAYS + 1)
-    after = asyncio.run(keep_for(0.5))
+    asyncio.run(keep_for(0.5))
+    after = identity_of(config.tls)
     assert (after.cert != before.cert, after.ca != before.ca) == (True, True)
     # Who has the old CA trusts the new certificate, and the other way round: the key is the same.
     for cert, ca in ((after, before), (before, after), (after, after)):

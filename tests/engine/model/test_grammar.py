@@ -455,14 +455,14 @@ def test_grammars_are_kept_by_their_bytes(
     assert list(grammars._outputs) == ["kept-2", "kept-3"]  # they hold their grammars
 
 
-def test_memory_of_a_grammar_is_told_by_how_long_it_takes(
+def test_memory_of_a_grammar_is_estimated_by_how_long_it_takes(
     smollm2_dir: Path, runner: ModelRunner
 ) -> None:
     grammars = Grammars(smollm2_dir, (2,), runner.config.vocab_size, 1)
     bomb = llguidance.LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 99_991})
     grammars.prepare(bomb).result(30)
     grammars.prepare(schema(3)).result(20)
-    assert grammars._sizes[bomb] > 8 * 2**20 > 64 * grammars._sizes[schema(3)]
+    assert grammars._sizes[bomb] > max(8 * 2**20, 16 * grammars._sizes[schema(3)])
 
 
 AMBIGUOUS = llguidance.LLMatcher.grammar_from_lark('start: s\ns: s s | s s s | "a" | ""')
