@@ -24,13 +24,19 @@ from kvrelay.engine.step import Step, StepDone
 from tests.engine.model.tiny import HYBRID, VOCAB, make_checkpoint, tokens_of
 from tests.local.test_local import REMOTE
 from tests.local.test_migration import chase, num_taken_over
+from tests.local.test_migration import unhurried as unhurried
 from tests.support.local import Completion, LocalCluster
 
 COUNT = 100
 PROMPTS = [tokens_of(length, length) for length in (70, 33, 95, 16, 33)]
 WAYS = ("one pool", "two pools", "preempted", "failing", "moved")
 LONG = pytest.mark.long
-FAMILIES = [pytest.param(each, marks=[] if each == "qwen3.5" else [LONG]) for each in HYBRID]
+# Nemotron-H's layers are called one after the other, where drafts are not looked at.
+FAMILIES = [
+    pytest.param(each, marks=[] if each == "qwen3.5" else [LONG])
+    for each in HYBRID
+    if each != "nemotron-h"
+]
 Requests = list[tuple[list[int], SamplingParams]]
 
 
@@ -133,7 +139,7 @@ def compare(model: Path, way: str, first_seed: int, expected: list[list[int]]) -
             nodes: list[Any] = [built.node for built in cluster.workers.values()]
             assert any(node.core.scheduler.num_preemptions for node in nodes)
         if way == "moved":
-            assert num_taken_over(cluster) > 1
+            assert num_taken_over(cluster) > 3
         if way == "two pools":
             assert cluster.status().totals.handoffs == len(requests)
         cluster.wait_idle()
@@ -160,7 +166,10 @@ def test_drafts_change_no_token(
     expected: list[list[int]],
     way: str,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if way == "moved":
+        request.getfixturevalue("unhurried")
     if way == "failing":
         fail_now_and_then(monkeypatch)
     if way == "preempted":

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.backoff import Backoff
+from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, SamplingParams
 from kvrelay.engine.stats import Role
+from kvrelay.engine.step import Step, StepDone
 from kvrelay.router.messages import RoleChanged
 from kvrelay.router.record import Cause
 from tests.local.test_local import PROMPTS, REMOTE, VOCAB, small
@@ -72,6 +74,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may move again as soon as it has arrived: those of the tiny model end too soon to
     move twice otherwise."""
     monkeypatch.setattr("kvrelay.router.router.PAUSE", Backoff(0.0, 0.0))
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take as long as those of a larger model: requests are still running when they are to
+    move, however fast this machine computes the tiny one."""
+    execute = ModelRunner.execute
+
+    def slowly(self: ModelRunner, step: Step) -> StepDone:
+        time.sleep(0.01)
+        return execute(self, step)
+
+    monkeypatch.setattr(ModelRunner, "execute", slowly)
 
 
 def chase(
