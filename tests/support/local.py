@@ -32,6 +32,7 @@ from kvrelay.engine.request import (
     TokenLogprobs,
 )
 from kvrelay.engine.stats import Role, RouterUp
+from kvrelay.kvtransfer.store.arena import remove_arenas
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerDown, WorkerUp
 from kvrelay.router.router import Router
@@ -41,6 +42,7 @@ from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
 ROUTER, CLIENT = "router-0", "client-0"
+_numbers = itertools.count()  # of the clusters of this process
 
 
 @dataclass(slots=True)
@@ -120,6 +122,8 @@ class LocalCluster:
         every worker. `tiers`: as in TiersSection. Two clusters with the same disk_path continue
         each other, and two of one `name` may by what is left in host memory."""
         self._thread = LoopThread("local-cluster")
+        self._name = name or f"local-{os.getpid()}-{next(_numbers)}"
+        self._leaves_memory = bool(name)
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
         self.router = Router(ROUTER, router, clock=time.perf_counter)
         self._client = _Client()
@@ -128,7 +132,7 @@ class LocalCluster:
         tiers |= {"host_gib": host_bytes / GIB, "disk_gib": disk_bytes / GIB}
         self._specs = [
             WorkerSpec(
-                cluster=name or f"local-{os.getpid()}",
+                cluster=self._name,
                 worker=f"{role}-{i if role is Role.PREFILL else i - prefill}",
                 role=role,
                 epoch=1,
@@ -160,6 +164,8 @@ class LocalCluster:
 
         self._thread.submit(close()).result(60.0)
         self._thread.close()
+        if not self._leaves_memory:
+            remove_arenas(self._name)
 
     def submit(
         self,
