@@ -190,6 +190,9 @@ class ClusterSection(Section, frozen=True):
     insecure_ray: bool = False
     # a worker that takes longer to start is started again
     start_timeout_s: Annotated[float, Meta(ge=1.0)] = 180.0
+    # fork workers from a process that each machine keeps for it, which has torch loaded; false:
+    # each worker imports torch, and starts seconds later
+    fork_server: bool = True
     # a broken connection between processes may take so long to come back; then the peer is lost
     reconnect_s: Timeout = 10.0
     # a worker that routers find silent (router.silent_after_s), and that does not answer for this

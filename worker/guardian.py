@@ -13,13 +13,15 @@ import os
 import socket
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import BlockingChannel, ChannelError, command, pack, unpack
-from kvrelay.worker.messages import ProcessEnds, StartFailed
+from kvrelay.worker.fork_server import ForkOrder, fork_worker, start_fork_server
+from kvrelay.worker.messages import ProcessEnds, StartFailed, WorkerStarted
 from kvrelay.worker.processes import (
     GPUS,
     MODULE,
@@ -50,6 +52,7 @@ class WorkerGuardian:
         self._pid = 0
         self._why = "its process has ended"
         self._has_ended = threading.Event()
+        self._fork_server: socket.socket | None = None  # held, so that it lives
 
     def __repr__(self) -> str:  # before each line that it logs
         return self._node
@@ -70,19 +73,14 @@ class WorkerGuardian:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
         name = name_of(spec.cluster, spec.worker, spec.epoch)
         mine, its = socket.socketpair()
-        with its:  # the process that is started makes itself a daemon: this one ends at once
-            with choosing() if spec.num_gpus else contextlib.nullcontext():
-                env, why_not = self._environment(spec.num_gpus)
-                if why_not:
-                    mine.close()
-                    return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
-                started = subprocess.Popen(
-                    command(module, name, end=its),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(its.fileno(),),
-                    env=env,
-                )
-            started.wait()
+        forks = isinstance(spec, WorkerSpec) and spec.fork_server
+        with its, choosing() if spec.num_gpus else contextlib.nullcontext():
+            env, why_not = self._environment(spec.num_gpus)
+            if why_not:
+                mine.close()
+                return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
+            if not (forks and self._fork(spec.cluster, name, env, its)):
+                _start(command(module, name, end=its), env, its)
         channel = BlockingChannel(mine)
         channel.send(order)
         try:
@@ -92,9 +90,25 @@ class WorkerGuardian:
             return StartFailed(spec.worker, spec.epoch, "its process ended while it started", False)
         except ChannelError as error:
             return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
+        if isinstance(answer, WorkerStarted) and forks and self._fork_server is None:
+            threading.Thread(target=self._have_fork_server, args=(spec.cluster, env)).start()
         if not isinstance(answer, StartFailed):
             threading.Thread(target=self._watch, args=(channel,), daemon=True).start()
         return answer
+
+    def _fork(self, cluster: str, name: str, env: dict[str, str], its: socket.socket) -> bool:
+        """Whether its process was forked."""
+        score = Path("/proc/self/oom_score_adj").read_text()
+        order = ForkOrder(name, env, os.getcwd(), score)
+        self._fork_server = fork_worker(cluster, order, (its.fileno(), 1, 2))
+        return self._fork_server is not None
+
+    def _have_fork_server(self, cluster: str, env: dict[str, str]) -> None:
+        """For the next worker of this machine; this one serves already."""
+        try:
+            self._fork_server = start_fork_server(cluster, env, low_priority=True)
+        except OSError as error:
+            log.warning("the process that forks workers does not start: %s", error)
 
     def _environment(self, num_gpus: int) -> tuple[dict[str, str], str]:
         """For its process; and why it has to wait, or ""."""
@@ -137,3 +151,10 @@ class WorkerGuardian:
                 kill_all(psutil.Process(self._pid))
             self._has_ended.wait(LAST_WORDS_S)
         os._exit(0)
+
+
+def _start(command_line: list[str], env: dict[str, str], its: socket.socket) -> None:
+    """The process makes itself a daemon: the one that is started ends at once."""
+    fds = (its.fileno(),)
+    started = subprocess.Popen(command_line, stdin=subprocess.DEVNULL, pass_fds=fds, env=env)
+    started.wait()

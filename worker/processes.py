@@ -19,7 +19,7 @@ from kvrelay.engine.node import NodeId
 
 MODULE = "kvrelay.cluster.processes.worker"  # what a worker's process runs; its name follows
 RANKS_MODULE = "kvrelay.worker.rank_host"  # what one runs that has some of its further ranks
-
+FORK_MODULE = "kvrelay.cluster.processes.fork_server"  # what one runs that workers are forked from
 
 GPUS = "KVRELAY_GPUS"  # in the environment of each: what it holds, as CUDA_VISIBLE_DEVICES names it
 
@@ -27,6 +27,10 @@ GPUS = "KVRELAY_GPUS"  # in the environment of each: what it holds, as CUDA_VISI
 def name_of(cluster: str, worker: NodeId, epoch: int) -> str:
     """Names a worker's process, in its command line."""
     return f"{cluster}/{worker}/{epoch}"
+
+
+def fork_server_name(cluster: str) -> str:
+    return name_of(cluster, "fork-server", 0)
 
 
 def worker_processes(
@@ -94,7 +98,11 @@ def _split(names: str) -> list[str]:
 
 def kill_workers(cluster: str, worker: NodeId = "", up_to: int | None = None) -> None:
     """End the processes on this machine of all workers of `cluster`, or of one, up to an epoch; by
-    force. With all of them goes their host memory, which one alone leaves to its successor."""
+    force. With all of them go what they are forked from and their host memory, which one alone
+    leaves to its successor."""
+    if not worker:
+        for process, *_ in worker_processes(cluster, FORK_MODULE):
+            kill_all(process)  # first, or one more worker could come of it
     for module in (MODULE, RANKS_MODULE):
         for process, node, epoch in worker_processes(cluster, module):
             if node == (worker or node) and (up_to is None or epoch <= up_to):

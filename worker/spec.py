@@ -48,6 +48,7 @@ class WorkerSpec:
     host: str = ""
     rank_hosts: tuple[RankHost, ...] = ()
     log: LogSection = field(default_factory=LogSection)
+    fork_server: bool = False  # fork its process, where that is possible (`worker.fork_server`)
 
     @property
     def on_gpu(self) -> bool:

@@ -59,6 +59,7 @@ def worker_spec(
         machine=start.machine_id,
         further=start.further,
         log=config.log,
+        fork_server=config.cluster.fork_server,
         num_gpus=start.num_ranks // (1 + len(start.further)) if on_gpu else 0,
     )
 

@@ -48,6 +48,7 @@ from kvrelay.engine.host import in_thread, keep_running
 from kvrelay.engine.model.checkpoint.resolve import license_notice
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import inherited
+from kvrelay.worker.fork_server import start_fork_server, worker_environment
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.process import Listening
 
@@ -116,6 +117,7 @@ async def serve(
     is_found = asyncio.Event()
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
     supervisor: Supervisor | None = None
+    forks: socket.socket | None = None
     try:
         is_fresh = found is None
         preparing = asyncio.create_task(_prepare(config, on_progress, is_found, is_fresh=is_fresh))
@@ -130,6 +132,7 @@ async def serve(
             sockets = {f"{name}@{life.server}": sock for name, sock in sockets.items()}
         else:  # workers of a cluster with several servers are not this one's to end
             on_cluster(life.record.cluster)
+        forks = await asyncio.to_thread(_start_fork_server, config, life, is_fresh=is_fresh)
         supervisor = await _supervise(config, access, sockets, life, on_progress, source, found)
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
@@ -149,8 +152,21 @@ async def serve(
         if supervisor is not None:
             has_clients = supervisor.ready.done() or found is not None
             await supervisor.end(config.cluster.drain_s if has_clients else 0.0)
-        for sock in sockets.values():
+        for sock in (*sockets.values(), *filter(None, [forks])):
             sock.close()
+
+
+def _start_fork_server(config: Config, life: Life, *, is_fresh: bool) -> socket.socket | None:
+    """Where the first workers will be on this machine, it imports torch while Ray starts. Returns
+    the connection that it lives with."""
+    if config.cluster.address or isinstance(life, SharedLife) or not config.cluster.fork_server:
+        return None
+    threads = config.engine.threads or os.cpu_count() or 1
+    env = worker_environment(os.environ, threads)
+    try:
+        return start_fork_server(life.record.cluster, env, low_priority=not is_fresh)
+    except OSError:
+        return None  # the guardian of the first worker tries again
 
 
 def settle(config: Config, on_progress: OnProgress) -> Config:

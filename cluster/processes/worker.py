@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from kvrelay.engine import logs
 from kvrelay.engine.host import NodeExit, first_line
@@ -66,13 +67,11 @@ def serve(spec: WorkerSpec, listening: Listening, guardian: BlockingChannel) -> 
     return 0
 
 
-def main() -> None:
-    if os.fork():  # a daemon: its parent does not wait for it
-        os._exit(0)
-    os.setsid()
+def run(fd: int) -> NoReturn:
+    """The life of the process, whose channel is the file `fd`."""
     set_up_process()
     faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to the log
-    guardian = BlockingChannel(inherited(sys.argv[2]))
+    guardian = BlockingChannel(inherited(fd))
     order: WorkerOrder = guardian.receive()
     logs.set_up(order.spec.log, order.spec.worker, takes_stderr=True)
     logs.tell_ranks(order.spec.log, order.spec.worker)
@@ -80,6 +79,13 @@ def main() -> None:
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)
+
+
+def main() -> None:
+    if os.fork():  # a daemon: its parent does not wait for it
+        os._exit(0)
+    os.setsid()
+    run(int(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def command(module: str, *args: str, end: socket.socket) -> list[str]:
     return [sys.executable, "-m", module, *args, str(end.fileno())]
 
 
-def inherited(fd: str) -> socket.socket:
+def inherited(fd: str | int) -> socket.socket:
     """The end that this process was started with; its own children do not get it."""
     end = socket.socket(fileno=int(fd))
     end.set_inheritable(False)

@@ -30,9 +30,14 @@ ENVIRONMENT = {
     # Without NVLink (L4, L40S, PCIe cards) UCX would not read from another GPU: the CPU would copy.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
-CPU_TLS = "tcp,sm,self"
-"""UCX_TLS of a machine without a GPU and RDMA. tcp: wire-up, death of a peer, other hosts. sm:
-same host. UCX's own choice is right where there are such devices."""
+CPU_ENVIRONMENT = {
+    # tcp: wire-up, death of a peer, other hosts. sm: same host.
+    "UCX_TLS": "tcp,sm,self",
+    # Nothing that these use caches registrations, so nothing has to hear of `munmap`. To hook that
+    # UCX patches libc, and sleeps 50 ms before each of eight functions once there are two threads.
+    "UCX_MEM_EVENTS": "n",
+}
+"""Of a machine without a GPU and RDMA. UCX's own choice is right where there are such devices."""
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -45,9 +50,7 @@ logger = logging.getLogger(__name__)
 def open_nixl(on_cpu: bool) -> Any:
     """The bindings, after the environment is set. What the operator has set stands: NIXL and UCX
     read it when they are first loaded, UCX also when an agent is made. Raises AgentError."""
-    environment = dict(ENVIRONMENT)
-    if on_cpu and not has_rdma():
-        environment["UCX_TLS"] = CPU_TLS
+    environment = ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu and not has_rdma() else {})
     for key, value in environment.items():
         os.environ.setdefault(key, value)
     return _load_bindings()

@@ -17,7 +17,18 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from tests.e2e.serving import KVRELAY, MODEL, all_up, status, stream, wait_for, wait_until
+from kvrelay.worker.processes import FORK_MODULE, worker_processes
+from tests.e2e.serving import (
+    KVRELAY,
+    MODEL,
+    all_up,
+    ask,
+    status,
+    stream,
+    wait_for,
+    wait_until,
+    worker_of,
+)
 from tests.operations.served import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -176,3 +187,43 @@ def drain(server: Served) -> None:
     assert refused[1].json()["error"]["code"] == "draining"
     assert refused[1].headers["retry-after"] == "1"
     assert server.process.wait(60) == 0
+
+
+def was_forked(pid: int) -> bool:
+    """Its command line is written over a longer one."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b" \0")
+
+
+def test_workers_are_forked_and_start_without_that_too(tmp_path: Path) -> None:
+    with Served({"sessions.state_dir": str(tmp_path)}) as served:
+        first = lives(served.url)
+        said = ask(served.url)
+        assert all(was_forked(pid) for pid, _ in first.values())
+        cluster = psutil.Process(first["decode-0"][0]).cmdline()[3].split("/")[0]
+        ((server, *_),) = worker_processes(cluster, FORK_MODULE)
+        assert not psutil.Process(server.pid).children()
+
+        server.kill()  # and a worker, which its guardian then starts itself, with a new server
+        psutil.Process(first["decode-0"][0]).kill()
+        wait_for(served.url, is_back(first, "decode-0"), 60, "the worker is not back")
+        second = lives(served.url)
+        assert not was_forked(second["decode-0"][0])
+        assert ask(served.url) == said
+        wait_until(lambda: len(worker_processes(cluster, FORK_MODULE)) == 1)
+
+        for pid, _ in second.values():  # both are forked from one, at the same time
+            psutil.Process(pid).kill()
+        for worker in second:
+            wait_for(served.url, is_back(second, worker), 60, f"{worker} is not back")
+        assert all(was_forked(pid) for pid, _ in lives(served.url).values())
+        assert ask(served.url) == said
+    assert not worker_processes(cluster)
+    assert not worker_processes(cluster, FORK_MODULE)
+
+
+def is_back(before: dict[str, tuple[int, int]], name: str) -> Callable[[dict[str, Any]], bool]:
+    def is_there(state: dict[str, Any]) -> bool:
+        worker = worker_of(state, name)
+        return bool(worker["state"] == "up" and worker["epoch"] > before[name][1])
+
+    return is_there

@@ -1,0 +1,220 @@
+"""The process that workers are forked from: `worker.fork_server` says why, and what it promises.
+
+`python -m kvrelay.cluster.processes.fork_server NAME KEY PRIORITY ROOM FD`. NAME says in `ps` whose
+it is, KEY what it has to be, PRIORITY whether it imports at low priority, and ROOM is there for the
+command lines of workers. FD is a connection of who has started it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from kvrelay.cluster.processes.worker import run
+from kvrelay.engine.wire.channel import inherited
+from kvrelay.worker.fork_server import (
+    FAILED,
+    FORKED,
+    LINGER_S,
+    MAX_CONNECTIONS,
+    MAX_ORDER_BYTES,
+    REQUEST_S,
+    ForkOrder,
+    connect,
+    fork_key,
+    listening_place,
+    show_process,
+)
+from kvrelay.worker.processes import MODULE
+from kvrelay.worker.threads import at_low_priority
+
+NUM_FILES = 3  # that an order comes with: the channel, stdout, stderr
+# Everything that a worker imports on its way: what is left out is imported after the fork.
+MODULES = (
+    "kvrelay.cluster.roles",
+    "kvrelay.worker.build",
+    "kvrelay.engine.model.runner",
+    "kvrelay.engine.model.step_executor",
+    "kvrelay.kvtransfer.agents.nixl",
+    "kvrelay.kvtransfer.agents.pool",
+)
+
+
+def import_all() -> None:
+    from kvrelay.kvtransfer.agent import AgentError
+    from kvrelay.kvtransfer.agents.nixl_bindings import open_nixl
+
+    for module in MODULES:
+        import_module(module)
+    with contextlib.suppress(AgentError):  # the worker that needs it says so
+        open_nixl(on_cpu=True)  # each worker has its own environment, and opens it again
+
+
+def listen(key: str) -> socket.socket | None:
+    """Returns None if another process does."""
+    with listening_place(key) as path:
+        for each in path.parent.glob("*.sock"):
+            other = connect(each)
+            if other is None:
+                each.unlink(missing_ok=True)  # its process has ended
+                continue
+            other.close()
+            if each == path:
+                return None
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(str(path))
+        server.listen(MAX_CONNECTIONS)
+        return server
+
+
+class ForkServer:
+    """Owns the listening socket and all connections. Single-threaded: a fork has one thread."""
+
+    def __init__(self, server: socket.socket, starter: socket.socket) -> None:
+        self._server = server
+        self._connections = {starter}
+        self._waiting = selectors.DefaultSelector()
+        for each in (server, starter):
+            self._waiting.register(each, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Until nobody has been connected for `LINGER_S`."""
+        alone_since = time.monotonic()
+        while self._connections or time.monotonic() - alone_since < LINGER_S:
+            for ready, _ in self._waiting.select(min(1.0, LINGER_S)):
+                if ready.fileobj is self._server:
+                    self._accept()
+                else:
+                    assert isinstance(ready.fileobj, socket.socket)
+                    self._answer(ready.fileobj)
+                    alone_since = time.monotonic()
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        if len(self._connections) >= MAX_CONNECTIONS:
+            connection.close()
+            return
+        connection.settimeout(REQUEST_S)
+        self._connections.add(connection)
+        self._waiting.register(connection, selectors.EVENT_READ)
+
+    def _answer(self, connection: socket.socket) -> None:
+        """What it asks for; or it is gone."""
+        files: list[int] = []
+        try:
+            head, files, _, _ = socket.recv_fds(connection, 4, NUM_FILES)
+            if not head:
+                raise EOFError
+            order = _order(connection, head)
+            if len(files) != NUM_FILES:
+                raise ValueError(f"{len(files)} open files: expected {NUM_FILES}")
+            is_forked = self._fork(order, files)
+            connection.sendall(FORKED if is_forked else FAILED)
+        except (OSError, EOFError, ValueError):
+            self._waiting.unregister(connection)
+            self._connections.discard(connection)
+            connection.close()
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _fork(self, order: ForkOrder, files: list[int]) -> bool:
+        """Whether there is a process now. It is no child of this one, and outlives it."""
+        try:
+            between = os.fork()
+        except OSError:
+            return False
+        if between:
+            return os.waitstatus_to_exitcode(os.waitpid(between, 0)[1]) == 0
+        try:
+            os.setsid()
+            line = show(order, files[0])  # before it has an answer: others look for what it holds
+            if os.fork():
+                os._exit(0)
+            self._waiting.close()
+            for each in (self._server, *self._connections):
+                each.close()
+            become(order, line, files)
+        finally:
+            os._exit(1)  # also where an exception comes: nothing of this process is the fork's
+
+
+def _order(connection: socket.socket, head: bytes) -> ForkOrder:
+    """Raises EOFError, OSError and ValueError."""
+    deadline = time.monotonic() + REQUEST_S
+    body = bytearray(head)
+    while len(body) < 4 or len(body) < 4 + int.from_bytes(body[:4], "big"):
+        if int.from_bytes(body[:4], "big") > MAX_ORDER_BYTES or time.monotonic() > deadline:
+            raise ValueError(f"an order of {int.from_bytes(body[:4], 'big')} bytes")
+        data = connection.recv(1 << 16)
+        if not data:
+            raise EOFError
+        body += data
+    return msgspec.msgpack.decode(bytes(body[4:]), type=ForkOrder)
+
+
+def show(order: ForkOrder, channel: int) -> list[str]:
+    """Returns the command line. Raises ValueError."""
+    os.environ.clear()
+    os.environ.update(order.environment)
+    line = [sys.executable, "-m", MODULE, order.name, str(channel)]
+    show_process(line, order.environment)
+    return line
+
+
+def become(order: ForkOrder, line: list[str], files: list[int]) -> NoReturn:
+    """A worker's process, as if its guardian had started it."""
+    channel, stdout, stderr = files
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    try:
+        os.chdir(order.folder)
+        with contextlib.suppress(OSError):  # only to protect oneself needs a privilege
+            Path("/proc/self/oom_score_adj").write_text(order.oom_score)
+        sys.argv = line[2:]
+        for each in (stdout, stderr):
+            os.close(each)
+        run(channel)
+    except BaseException:
+        logging.getLogger("kvrelay").exception("%s does not begin", order.name)
+        os._exit(1)
+
+
+def main() -> None:
+    name, key, priority, _room, fd = sys.argv[1:]
+    if os.fork():  # a daemon: its parent does not wait for it
+        os._exit(0)
+    os.setsid()
+    environment = dict(os.environ)  # before imports add to it
+    starter = inherited(fd)
+    server = listen(key)
+    if server is None:
+        os._exit(0)
+    if priority == "low":  # workers of the machine may be serving
+        at_low_priority(import_all)
+    else:
+        import_all()
+    cluster = name.split("/")[0]
+    torch = sys.modules["torch"]
+    is_right = fork_key(cluster, environment) == key  # files may have changed since
+    if not is_right or threading.active_count() > 1 or torch.cuda.is_initialized():
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # or collections in workers would write to pages that they share
+    ForkServer(server, starter).serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

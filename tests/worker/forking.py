@@ -1,0 +1,35 @@
+"""A process that workers are forked from, where a worker says what it sees and waits: `python -m
+tests.worker.forking KEY LINGER_S`, until whatever is at its standard input ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from kvrelay.cluster.processes import fork_server
+from kvrelay.engine.wire.channel import BlockingChannel, inherited
+from kvrelay.worker.messages import ProcessEnds
+
+
+def run(fd: int) -> NoReturn:
+    channel = BlockingChannel(inherited(fd))
+    channel.send(
+        ProcessEnds(repr((dict(os.environ), os.getcwd(), len(os.listdir("/proc/self/fd")))))
+    )
+    channel.receive()
+    os._exit(0)
+
+
+def main() -> None:
+    fork_server.run = run
+    fork_server.LINGER_S = float(sys.argv[2])
+    listening = fork_server.listen(sys.argv[1])
+    print("another listens" if listening is None else "listens", flush=True)
+    if listening is not None:
+        fork_server.ForkServer(listening, socket.socket(fileno=os.dup(0))).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Workers that are forked: they are as those that are started, and no fault of the server is one
+of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvrelay.engine.wire.channel import BlockingChannel
+from kvrelay.worker import fork_server
+from kvrelay.worker.fork_server import ForkOrder, fork_key, fork_worker
+from kvrelay.worker.messages import ProcessEnds
+from kvrelay.worker.processes import GPUS, held_gpus, name_of, worker_processes
+
+CLUSTER = f"test-fork-{os.getpid()}"
+ENV = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"}
+
+
+class Server:
+    def __init__(self, linger_s: float = 60.0, cluster: str = CLUSTER) -> None:
+        self.held, its = socket.socketpair()
+        with its:
+            words = fork_key(cluster, ENV), str(linger_s), fork_server.TITLE_ROOM
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.worker.forking", *words],
+                stdin=its,
+                stdout=subprocess.PIPE,
+                env=dict(os.environ),
+                text=True,
+            )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.held.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    started = Server()
+    yield started
+    started.close()
+
+
+@contextlib.contextmanager
+def forked(name: str, env: dict[str, str], folder: Path) -> Iterator[tuple[Any, Any]]:
+    """The connection to the server, or None; and the channel to the process."""
+    mine, its = socket.socketpair()
+    connection = fork_worker(CLUSTER, ForkOrder(name, env, str(folder), "7"), (its.fileno(), 1, 2))
+    its.close()
+    with mine:
+        yield connection, None if connection is None else BlockingChannel(mine)
+    if connection is not None:
+        connection.close()
+
+
+def seen_by(channel: BlockingChannel) -> Any:
+    message = channel.receive()
+    assert isinstance(message, ProcessEnds)
+    return eval(message.reason)  # what `forking` has written
+
+
+def test_a_forked_process_is_as_one_that_was_started(server: Server, tmp_path: Path) -> None:
+    name = name_of(CLUSTER, "decode-0", 3)
+    own = {GPUS: "80,81", "KVRELAY_WORKER": "decode-0", "RAY_JOB_ID": "1"}
+    with forked(name, ENV | own, tmp_path) as (_, channel):
+        environment, folder, num_files = seen_by(channel)
+        assert (environment, folder) == (ENV | own, str(tmp_path))
+        assert num_files == 5, "0, 1, 2, the channel, and the folder that was read"
+        pid = channel.hello().pid
+        # As the guardian of the next epoch and those of other workers look for it.
+        (found,) = worker_processes(CLUSTER)
+        assert (found[0].pid, *found[1:]) == (pid, "decode-0", 3)
+        assert {"80": name, "81": name}.items() <= held_gpus().items()
+        process = psutil.Process(pid)
+        assert process.ppid() != server.process.pid
+        assert os.getsid(pid) not in (os.getsid(0), os.getsid(server.process.pid))
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "7\n"
+        with forked(name_of(CLUSTER, "decode-1", 1), ENV, tmp_path) as (_, other):
+            other_pid = other.hello().pid
+            assert GPUS not in psutil.Process(other_pid).environ()
+            assert other_pid != pid
+    gone = psutil.wait_procs([process], timeout=5)[1]
+    assert not gone
+
+
+def test_what_differs_from_it_is_not_forked(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.said == "listens"
+    for differs in ({"OMP_NUM_THREADS": "4"}, {"LD_PRELOAD": "x.so"}, {"UCX_TLS": "tcp"}):
+        with forked(name_of(CLUSTER, "decode-0", 1), ENV | differs, tmp_path) as (connection, _):
+            assert connection is None, differs
+    # The files of another version: it was installed while the server ran.
+    changed = tmp_path / "module.py"
+    changed.write_text("")
+    monkeypatch.setattr(fork_server, "_installed", lambda _: [changed])
+    before = fork_key(CLUSTER, ENV)
+    assert fork_key(CLUSTER, ENV) == before
+    changed.write_text("# the next version")
+    assert fork_key(CLUSTER, ENV) != before
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, _):
+        assert connection is None
+
+
+def test_our_modules_are_part_of_the_key() -> None:
+    installed = {*fork_server._installed(ENV)}
+    assert any(Path(fork_server.__file__).samefile(path) for path in installed if path.exists())
+
+
+def test_an_order_that_nobody_can_follow_is_refused(server: Server, tmp_path: Path) -> None:
+    """And the server goes on."""
+    with forked("x" * 300, ENV, tmp_path) as (connection, _):
+        assert connection is None, "no room in its command line"
+    with fork_server.listening_place(fork_key(CLUSTER, ENV)) as path:
+        pass
+    for data in (b"\0\0\0\4abcd", b"\xff\xff\xff\xff", b""):
+        asker = fork_server.connect(path)
+        assert asker is not None
+        with asker:
+            asker.sendall(data)
+            asker.shutdown(socket.SHUT_WR)
+            assert asker.recv(1) == b""
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, channel):
+        assert connection is not None
+        seen_by(channel)
+
+
+def test_one_listens_and_ends_when_nobody_is_connected(server: Server) -> None:
+    second = Server()
+    assert (server.said, second.said) == ("listens", "another listens")
+    second.close()
+    alone = Server(linger_s=0.2, cluster=f"{CLUSTER}-alone")
+    assert alone.said == "listens"
+    time.sleep(0.4)
+    assert alone.process.poll() is None, "somebody holds it"
+    alone.held.close()
+    assert alone.process.wait(5) == 0
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_does_not_answer_costs_only_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
+) -> None:
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    cluster = f"{CLUSTER}-{fault.name}"
+    lost = Server(cluster=cluster)
+    try:
+        os.kill(lost.process.pid, fault)
+        order = ForkOrder(name_of(cluster, "decode-0", 1), ENV, str(tmp_path), "0")
+        assert fork_worker(cluster, order, (0, 1, 2)) is None
+        assert lost.process.wait(5) == -signal.SIGKILL, "or the next one would wait, too"
+    finally:
+        lost.close()
