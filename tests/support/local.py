@@ -42,7 +42,7 @@ from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
 ROUTER, CLIENT = "router-0", "client-0"
-_numbers = itertools.count()  # of the clusters of this process
+_numbers = itertools.count()  # one for each cluster of this process
 
 
 @dataclass(slots=True)

@@ -73,7 +73,7 @@ def test_this_machine_is_well(tmp_path: Path) -> None:
     config = tmp_path / "kvrelay.toml"
     config.write_text(f"[sessions]\nstate_dir = '{tmp_path}/state'\n")
     code, found = doctor("", "--config", str(config))
-    found.pop("memory left", None)  # of workers that a test beside this one has just killed
+    found.pop("memory left", None)  # a test beside this one kills workers
     bad = [each for each in found.values() if each["fix"]]
     assert (code, bad) == (0, [])
     assert "GB/s (memory: " in found["KV between processes"]["found"]
