@@ -7,7 +7,8 @@ fork_server` is the server.
 
 Life: it listens before it imports, so who asks early waits. It lives while somebody holds a
 connection to it (guardians, `kvrelay serve`) and for `LINGER_S` after, and ends with its cluster.
-It has no weights, no CUDA context and, when it forks, no thread.
+It has no CUDA context and, when it forks, no thread. Weights of small models on a CPU it packs
+once for all: workers share these pages.
 
 A worker may be forked only from what it would have started as. So the socket's name is a digest of
 the installed files, the interpreter, the environment, and the kernel's namespaces; after an upgrade
@@ -36,6 +37,7 @@ from typing import Any
 import msgspec
 
 import kvrelay.engine
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.wire.channel import command
 from kvrelay.worker.processes import FORK_MODULE, fork_server_name
 
@@ -46,6 +48,7 @@ REQUEST_S = 5.0  # to say what is wanted, once that has begun
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
 MAX_CONNECTIONS = 256  # one for each worker of the machine, and a few
 MAX_ORDER_BYTES = 1 << 20
+MAX_KEPT_BYTES = 1 << 30  # of a checkpoint: 2 s of work, and as much memory while no worker runs
 FORKED, FAILED = b"+", b"-"
 TITLE_ROOM = "-" * 256  # in its command line: a worker's is written over it
 
@@ -75,6 +78,23 @@ class ForkOrder(msgspec.Struct, frozen=True):
     environment: dict[str, str]
     folder: str  # that it works in
     oom_score: str  # its /proc/self/oom_score_adj
+
+
+class KeepWeights(msgspec.Struct, frozen=True):
+    """Has the server load a checkpoint, once, for the workers that it forks from then on."""
+
+    path: str
+    model: ModelSection
+    engine: EngineSection  # of a worker
+
+    @property
+    def is_sensible(self) -> bool:
+        """Ranks are processes of their own, a GPU's memory is not forked, and who asks meanwhile
+        must not wait for long."""
+        if self.engine.tensor_parallel_size > 1 or self.model.device.startswith("cuda"):
+            return False
+        sizes = (file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
+        return sum(sizes) <= MAX_KEPT_BYTES
 
 
 def fork_key(cluster: str, environment: Mapping[str, str]) -> str:
@@ -169,6 +189,14 @@ def _kill_peer(connection: socket.socket) -> None:
     if uid == os.getuid():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def have_kept(connection: socket.socket, weights: KeepWeights) -> None:
+    """Asks the server, and does not wait."""
+    with contextlib.suppress(OSError):  # it has ended, or the checkpoint is gone
+        if weights.is_sensible:
+            body = msgspec.msgpack.encode(weights)
+            connection.sendall(len(body).to_bytes(4, "big") + body)
 
 
 def start_fork_server(

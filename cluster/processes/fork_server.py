@@ -15,11 +15,13 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.cluster.processes.worker import run
 from kvrelay.engine.wire.channel import inherited
@@ -31,6 +33,7 @@ from kvrelay.worker.fork_server import (
     MAX_ORDER_BYTES,
     REQUEST_S,
     ForkOrder,
+    KeepWeights,
     connect,
     fork_key,
     listening_place,
@@ -78,11 +81,18 @@ def listen(key: str) -> socket.socket | None:
         return server
 
 
+Calls = Callable[[Callable[[], None]], None]
+
+
 class ForkServer:
     """Owns the listening socket and all connections. Single-threaded: a fork has one thread."""
 
-    def __init__(self, server: socket.socket, starter: socket.socket) -> None:
-        self._server = server
+    def __init__(
+        self, server: socket.socket, starter: socket.socket, calls: Calls = at_low_priority
+    ) -> None:
+        """`calls`: what takes long, such as loading weights."""
+        self._server, self._calls = server, calls
+        self._wanted: KeepWeights | None = None
         self._connections = {starter}
         self._waiting = selectors.DefaultSelector()
         for each in (server, starter):
@@ -116,7 +126,11 @@ class ForkServer:
             head, files, _, _ = socket.recv_fds(connection, 4, NUM_FILES)
             if not head:
                 raise EOFError
-            order = _order(connection, head)
+            body = _body(connection, head)
+            if not files:
+                self._keep(msgspec.msgpack.decode(body, type=KeepWeights))
+                return
+            order = msgspec.msgpack.decode(body, type=ForkOrder)
             if len(files) != NUM_FILES:
                 raise ValueError(f"{len(files)} open files: expected {NUM_FILES}")
             is_forked = self._fork(order, files)
@@ -128,6 +142,16 @@ class ForkServer:
         finally:
             for file in files:
                 os.close(file)
+
+    def _keep(self, wanted: KeepWeights) -> None:
+        """Weights that cannot be loaded are of no interest: workers say why."""
+        from kvrelay.engine.model.errors import ModelError
+
+        if wanted != self._wanted:
+            self._wanted = wanted
+            with contextlib.suppress(ModelError, OSError, MemoryError):
+                self._calls(lambda: load(wanted))
+        freeze()
 
     def _fork(self, order: ForkOrder, files: list[int]) -> bool:
         """Whether there is a process now. It is no child of this one, and outlives it."""
@@ -150,7 +174,24 @@ class ForkServer:
             os._exit(1)  # also where an exception comes: nothing of this process is the fork's
 
 
-def _order(connection: socket.socket, head: bytes) -> ForkOrder:
+def load(wanted: KeepWeights) -> None:
+    """Keeps the weights. With one thread: OpenMP's would not be there after a fork."""
+    from kvrelay.engine.model.runner import ModelRunner
+
+    model = replace(wanted.model, device="cpu")
+    engine = replace(wanted.engine.sized(gpu=False), num_blocks=1, threads=1)
+    ModelRunner(Path(wanted.path), model, engine, keeps_weights=True)
+    while threading.active_count() > 1:  # what makes its pool real ends by itself
+        time.sleep(0.001)
+
+
+def freeze() -> None:
+    """Or collections in workers would write to pages that they share."""
+    gc.collect()
+    gc.freeze()
+
+
+def _body(connection: socket.socket, head: bytes) -> bytes:
     """Raises EOFError, OSError and ValueError."""
     deadline = time.monotonic() + REQUEST_S
     body = bytearray(head)
@@ -161,7 +202,7 @@ def _order(connection: socket.socket, head: bytes) -> ForkOrder:
         if not data:
             raise EOFError
         body += data
-    return msgspec.msgpack.decode(bytes(body[4:]), type=ForkOrder)
+    return bytes(body[4:])
 
 
 def show(order: ForkOrder, channel: int) -> list[str]:
@@ -201,18 +242,16 @@ def main() -> None:
     server = listen(key)
     if server is None:
         os._exit(0)
-    if priority == "low":  # workers of the machine may be serving
-        at_low_priority(import_all)
-    else:
-        import_all()
+    # Workers of the machine may be serving.
+    call: Calls = at_low_priority if priority == "low" else lambda work: work()
+    call(import_all)
     cluster = name.split("/")[0]
     torch = sys.modules["torch"]
     is_right = fork_key(cluster, environment) == key  # files may have changed since
     if not is_right or threading.active_count() > 1 or torch.cuda.is_initialized():
         os._exit(1)
-    gc.collect()
-    gc.freeze()  # or collections in workers would write to pages that they share
-    ForkServer(server, starter).serve()
+    freeze()
+    ForkServer(server, starter, call).serve()
     os._exit(0)
 
 
