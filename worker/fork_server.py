@@ -5,10 +5,11 @@ This is its clients' side: the guardian of a worker asks it, and where there is 
 worker as a process of its own, and then the server, for the next one. `cluster.processes.
 fork_server` is the server.
 
-Life: it listens before it imports, so who asks early waits. It lives while somebody holds a
-connection to it (guardians, `kvrelay serve`) and for `LINGER_S` after, and ends with its cluster.
-It has no CUDA context and, when it forks, no thread. Weights of small models on a CPU it packs
-once for all: workers share these pages.
+Life: the one that `kvrelay serve` starts listens before it imports, so who asks early waits; the
+one of a guardian imports at low priority first, and workers start without it meanwhile. It lives
+while somebody holds a connection to it (guardians, `kvrelay serve`) and for `LINGER_S` after, and
+ends with its cluster. It has no CUDA context and, when it forks, no thread. Weights of small models
+on a CPU it packs once for all: workers share these pages.
 
 A worker may be forked only from what it would have started as. So the socket's name is a digest of
 the installed files, the interpreter, the environment, and the kernel's namespaces; after an upgrade
@@ -64,7 +65,7 @@ PACKAGES = (
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 # What may differ between it and a worker: it is read after the fork, or not at all.
 OWN_VARIABLES = {
-    *("CUDA_VISIBLE_DEVICES", "KVRELAY_GPUS", "KVRELAY_WORKER"),
+    *("CUDA_VISIBLE_DEVICES", "KVRELAY_GPUS"),
     *("PYTHONBREAKPOINT", "SPT_NOENV"),  # set by Ray
 }
 OWN_PREFIXES = ("RAY_", "CUDA_COREDUMP", "CUDA_ENABLE")
@@ -203,7 +204,8 @@ def start_fork_server(
     cluster: str, environment: Mapping[str, str], *, low_priority: bool
 ) -> socket.socket:
     """Starts one, unless there is one, and returns a connection to it, to be kept open. Where it
-    cannot start, that is closed at its other end. Raises OSError."""
+    cannot start, that is closed at its other end. `low_priority`: it then listens only when it is
+    ready. Raises OSError."""
     key = fork_key(cluster, environment)
     with listening_place(key) as path:
         connection = connect(path)
@@ -229,9 +231,9 @@ def start_fork_server(
 
 
 def worker_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """What a worker is started with, whoever starts it."""
-    own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    return dict(environment) | own
+    """What a worker is started with, whoever starts it. `threads`: of its engine; 0: any."""
+    own = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return {**environment, **own, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def show_process(command_line: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -26,6 +26,7 @@ from kvrelay.worker.fork_server import (
     fork_worker,
     have_kept,
     start_fork_server,
+    worker_environment,
 )
 from kvrelay.worker.messages import ProcessEnds, StartFailed, WorkerStarted
 from kvrelay.worker.processes import (
@@ -78,10 +79,11 @@ class WorkerGuardian:
     def _run(self, module: str, spec: WorkerSpec | RankHostSpec, order: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
         name = name_of(spec.cluster, spec.worker, spec.epoch)
+        threads = spec.engine.threads if isinstance(spec, WorkerSpec) else spec.threads
         mine, its = socket.socketpair()
         forks = isinstance(spec, WorkerSpec) and spec.fork_server
         with its, choosing() if spec.num_gpus else contextlib.nullcontext():
-            env, why_not = self._environment(spec.num_gpus)
+            env, why_not = self._environment(spec.num_gpus, threads)
             if why_not:
                 mine.close()
                 return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
@@ -120,9 +122,9 @@ class WorkerGuardian:
         weights = KeepWeights(str(spec.find_model()), spec.model, spec.engine)
         have_kept(self._fork_server, weights)
 
-    def _environment(self, num_gpus: int) -> tuple[dict[str, str], str]:
+    def _environment(self, num_gpus: int, threads: int) -> tuple[dict[str, str], str]:
         """For its process; and why it has to wait, or ""."""
-        env = dict(os.environ)
+        env = worker_environment(os.environ, threads)
         if not num_gpus:
             return env, ""
         given, held = env.get("CUDA_VISIBLE_DEVICES", "").split(","), held_gpus()

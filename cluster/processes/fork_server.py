@@ -1,8 +1,8 @@
 """The process that workers are forked from: `worker.fork_server` says why, and what it promises.
 
 `python -m kvrelay.cluster.processes.fork_server NAME KEY PRIORITY ROOM FD`. NAME says in `ps` whose
-it is, KEY what it has to be, PRIORITY whether it imports at low priority, and ROOM is there for the
-command lines of workers. FD is a connection of who has started it."""
+it is, KEY what it has to be, and ROOM is there for the command lines of workers. PRIORITY is `low`
+where workers serve already, or `normal`. FD is a connection of who has started it."""
 
 from __future__ import annotations
 
@@ -87,19 +87,24 @@ Calls = Callable[[Callable[[], None]], None]
 class ForkServer:
     """Owns the listening socket and all connections. Single-threaded: a fork has one thread."""
 
-    def __init__(
-        self, server: socket.socket, starter: socket.socket, calls: Calls = at_low_priority
-    ) -> None:
+    def __init__(self, starter: socket.socket, calls: Calls = at_low_priority) -> None:
         """`calls`: what takes long, such as loading weights."""
-        self._server, self._calls = server, calls
+        self._starter, self._calls = starter, calls
+        self._server = socket.socket(socket.AF_UNIX)  # does not listen yet
         self._wanted: KeepWeights | None = None
         self._connections = {starter}
         self._waiting = selectors.DefaultSelector()
-        for each in (server, starter):
-            self._waiting.register(each, selectors.EVENT_READ)
+        self._waiting.register(starter, selectors.EVENT_READ)
 
-    def serve(self) -> None:
+    def begin(self) -> None:
+        """Load what the starter wants, before anybody can wait for that."""
+        if self._waiting.select(REQUEST_S):
+            self._answer(self._starter)
+
+    def serve(self, server: socket.socket) -> None:
         """Until nobody has been connected for `LINGER_S`."""
+        self._server = server
+        self._waiting.register(server, selectors.EVENT_READ)
         alone_since = time.monotonic()
         while self._connections or time.monotonic() - alone_since < LINGER_S:
             for ready, _ in self._waiting.select(min(1.0, LINGER_S)):
@@ -151,10 +156,15 @@ class ForkServer:
             self._wanted = wanted
             with contextlib.suppress(ModelError, OSError, MemoryError):
                 self._calls(lambda: load(wanted))
-        freeze()
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread():
+                    thread.join(REQUEST_S)  # what makes the runner's pool real
+            freeze()
 
     def _fork(self, order: ForkOrder, files: list[int]) -> bool:
         """Whether there is a process now. It is no child of this one, and outlives it."""
+        if threading.active_count() > 1:  # what it holds would stay locked
+            return False
         try:
             between = os.fork()
         except OSError:
@@ -181,8 +191,6 @@ def load(wanted: KeepWeights) -> None:
     model = replace(wanted.model, device="cpu")
     engine = replace(wanted.engine.sized(gpu=False), num_blocks=1, threads=1)
     ModelRunner(Path(wanted.path), model, engine, keeps_weights=True)
-    while threading.active_count() > 1:  # what makes its pool real ends by itself
-        time.sleep(0.001)
 
 
 def freeze() -> None:
@@ -239,11 +247,12 @@ def main() -> None:
     os.setsid()
     environment = dict(os.environ)  # before imports add to it
     starter = inherited(fd)
-    server = listen(key)
-    if server is None:
+    # Where workers serve already, it takes long, and who needs it meanwhile does not wait.
+    is_early = priority == "normal"
+    server = listen(key) if is_early else None
+    if is_early and server is None:
         os._exit(0)
-    # Workers of the machine may be serving.
-    call: Calls = at_low_priority if priority == "low" else lambda work: work()
+    call: Calls = (lambda work: work()) if is_early else at_low_priority
     call(import_all)
     cluster = name.split("/")[0]
     torch = sys.modules["torch"]
@@ -251,7 +260,12 @@ def main() -> None:
     if not is_right or threading.active_count() > 1 or torch.cuda.is_initialized():
         os._exit(1)
     freeze()
-    ForkServer(server, starter, call).serve()
+    forks = ForkServer(starter, call)
+    if server is None:
+        forks.begin()
+        server = listen(key)
+    if server is not None:
+        forks.serve(server)
     os._exit(0)
 
 

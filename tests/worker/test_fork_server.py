@@ -83,7 +83,7 @@ def seen_by(channel: BlockingChannel) -> Any:
 
 def test_a_forked_process_is_as_one_that_was_started(server: Server, tmp_path: Path) -> None:
     name = name_of(CLUSTER, "decode-0", 3)
-    own = {GPUS: "80,81", "KVRELAY_WORKER": "decode-0", "RAY_JOB_ID": "1"}
+    own = {GPUS: "80,81", "RAY_JOB_ID": "1"}
     with forked(name, ENV | own, tmp_path) as (_, channel):
         environment, folder, num_files = seen_by(channel)
         assert (environment, folder) == (ENV | own, str(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ PROMPT, BLOCKS = tokens_of(40, seed=1), [5, 3, 1, 7]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_weights, "_kept", None)
-    yield
 
 
 def head_of(runner: ModelRunner) -> int:
