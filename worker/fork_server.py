@@ -5,9 +5,11 @@ This is its clients' side: the guardian of a worker asks it, and where there is 
 worker as a process of its own, and then the server, for the next one. `cluster.processes.
 fork_server` is the server.
 
-Life: it listens before it imports, so who asks early waits. It lives while somebody holds a
-connection to it (guardians, `kvrelay serve`) and for `LINGER_S` after, and ends with its cluster.
-It has no weights, no CUDA context and, when it forks, no thread.
+Life: the one that `kvrelay serve` starts listens before it imports, so who asks early waits; the
+one of a guardian imports at low priority first, and workers start without it meanwhile. It lives
+while somebody holds a connection to it (guardians, `kvrelay serve`) and for `LINGER_S` after, and
+ends with its cluster. It has no CUDA context and, when it forks, no thread. Weights of small models
+on a CPU it packs once for all: workers share these pages.
 
 A worker may be forked only from what it would have started as. So the socket's name is a digest of
 the installed files, the interpreter, the environment, and the kernel's namespaces; after an upgrade
@@ -36,6 +38,7 @@ from typing import Any
 import msgspec
 
 import kvrelay.engine
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.wire.channel import command
 from kvrelay.worker.processes import FORK_MODULE, fork_server_name
 
@@ -46,6 +49,7 @@ REQUEST_S = 5.0  # to say what is wanted, once that has begun
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
 MAX_CONNECTIONS = 256  # one for each worker of the machine, and a few
 MAX_ORDER_BYTES = 1 << 20
+MAX_KEPT_BYTES = 1 << 30  # of a checkpoint: 2 s of work, and as much memory while no worker runs
 FORKED, FAILED = b"+", b"-"
 TITLE_ROOM = "-" * 256  # in its command line: a worker's is written over it
 
@@ -61,7 +65,7 @@ PACKAGES = (
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 # What may differ between it and a worker: it is read after the fork, or not at all.
 OWN_VARIABLES = {
-    *("CUDA_VISIBLE_DEVICES", "KVRELAY_GPUS", "KVRELAY_WORKER"),
+    *("CUDA_VISIBLE_DEVICES", "KVRELAY_GPUS"),
     *("PYTHONBREAKPOINT", "SPT_NOENV"),  # set by Ray
 }
 OWN_PREFIXES = ("RAY_", "CUDA_COREDUMP", "CUDA_ENABLE")
@@ -75,6 +79,23 @@ class ForkOrder(msgspec.Struct, frozen=True):
     environment: dict[str, str]
     folder: str  # that it works in
     oom_score: str  # its /proc/self/oom_score_adj
+
+
+class KeepWeights(msgspec.Struct, frozen=True):
+    """Has the server load a checkpoint, once, for the workers that it forks from then on."""
+
+    path: str
+    model: ModelSection
+    engine: EngineSection  # of a worker
+
+    @property
+    def is_sensible(self) -> bool:
+        """Ranks are processes of their own, a GPU's memory is not forked, and who asks meanwhile
+        must not wait for long."""
+        if self.engine.tensor_parallel_size > 1 or self.model.device.startswith("cuda"):
+            return False
+        sizes = (file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
+        return sum(sizes) <= MAX_KEPT_BYTES
 
 
 def fork_key(cluster: str, environment: Mapping[str, str]) -> str:
@@ -171,11 +192,20 @@ def _kill_peer(connection: socket.socket) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def have_kept(connection: socket.socket, weights: KeepWeights) -> None:
+    """Asks the server, and does not wait."""
+    with contextlib.suppress(OSError):  # it has ended, or the checkpoint is gone
+        if weights.is_sensible:
+            body = msgspec.msgpack.encode(weights)
+            connection.sendall(len(body).to_bytes(4, "big") + body)
+
+
 def start_fork_server(
     cluster: str, environment: Mapping[str, str], *, low_priority: bool
 ) -> socket.socket:
     """Starts one, unless there is one, and returns a connection to it, to be kept open. Where it
-    cannot start, that is closed at its other end. Raises OSError."""
+    cannot start, that is closed at its other end. `low_priority`: it then listens only when it is
+    ready. Raises OSError."""
     key = fork_key(cluster, environment)
     with listening_place(key) as path:
         connection = connect(path)
@@ -201,9 +231,9 @@ def start_fork_server(
 
 
 def worker_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """What a worker is started with, whoever starts it."""
-    own = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    return dict(environment) | own
+    """What a worker is started with, whoever starts it. `threads`: of its engine; 0: any."""
+    own = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return {**environment, **own, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def show_process(command_line: Sequence[str], environment: Mapping[str, str]) -> None:

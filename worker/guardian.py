@@ -20,7 +20,14 @@ import psutil
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import BlockingChannel, ChannelError, command, pack, unpack
-from kvrelay.worker.fork_server import ForkOrder, fork_worker, start_fork_server
+from kvrelay.worker.fork_server import (
+    ForkOrder,
+    KeepWeights,
+    fork_worker,
+    have_kept,
+    start_fork_server,
+    worker_environment,
+)
 from kvrelay.worker.messages import ProcessEnds, StartFailed, WorkerStarted
 from kvrelay.worker.processes import (
     GPUS,
@@ -72,10 +79,11 @@ class WorkerGuardian:
     def _run(self, module: str, spec: WorkerSpec | RankHostSpec, order: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
         name = name_of(spec.cluster, spec.worker, spec.epoch)
+        threads = spec.engine.threads if isinstance(spec, WorkerSpec) else spec.threads
         mine, its = socket.socketpair()
         forks = isinstance(spec, WorkerSpec) and spec.fork_server
         with its, choosing() if spec.num_gpus else contextlib.nullcontext():
-            env, why_not = self._environment(spec.num_gpus)
+            env, why_not = self._environment(spec.num_gpus, threads)
             if why_not:
                 mine.close()
                 return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
@@ -90,8 +98,8 @@ class WorkerGuardian:
             return StartFailed(spec.worker, spec.epoch, "its process ended while it started", False)
         except ChannelError as error:
             return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
-        if isinstance(answer, WorkerStarted) and forks and self._fork_server is None:
-            threading.Thread(target=self._have_fork_server, args=(spec.cluster, env)).start()
+        if isinstance(answer, WorkerStarted) and isinstance(spec, WorkerSpec) and spec.fork_server:
+            threading.Thread(target=self._have_fork_server, args=(spec, env)).start()
         if not isinstance(answer, StartFailed):
             threading.Thread(target=self._watch, args=(channel,), daemon=True).start()
         return answer
@@ -103,16 +111,20 @@ class WorkerGuardian:
         self._fork_server = fork_worker(cluster, order, (its.fileno(), 1, 2))
         return self._fork_server is not None
 
-    def _have_fork_server(self, cluster: str, env: dict[str, str]) -> None:
+    def _have_fork_server(self, spec: WorkerSpec, env: dict[str, str]) -> None:
         """For the next worker of this machine; this one serves already."""
-        try:
-            self._fork_server = start_fork_server(cluster, env, low_priority=True)
-        except OSError as error:
-            log.warning("the process that forks workers does not start: %s", error)
+        if self._fork_server is None:
+            try:
+                self._fork_server = start_fork_server(spec.cluster, env, low_priority=True)
+            except OSError as error:
+                log.warning("the process that forks workers does not start: %s", error)
+                return
+        weights = KeepWeights(str(spec.find_model()), spec.model, spec.engine)
+        have_kept(self._fork_server, weights)
 
-    def _environment(self, num_gpus: int) -> tuple[dict[str, str], str]:
+    def _environment(self, num_gpus: int, threads: int) -> tuple[dict[str, str], str]:
         """For its process; and why it has to wait, or ""."""
-        env = dict(os.environ)
+        env = worker_environment(os.environ, threads)
         if not num_gpus:
             return env, ""
         given, held = env.get("CUDA_VISIBLE_DEVICES", "").split(","), held_gpus()

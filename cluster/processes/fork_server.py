@@ -1,8 +1,8 @@
 """The process that workers are forked from: `worker.fork_server` says why, and what it promises.
 
 `python -m kvrelay.cluster.processes.fork_server NAME KEY PRIORITY ROOM FD`. NAME says in `ps` whose
-it is, KEY what it has to be, PRIORITY whether it imports at low priority, and ROOM is there for the
-command lines of workers. FD is a connection of who has started it."""
+it is, KEY what it has to be, and ROOM is there for the command lines of workers. PRIORITY is `low`
+where workers serve already, or `normal`. FD is a connection of who has started it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.cluster.processes.worker import run
 from kvrelay.engine.wire.channel import inherited
@@ -31,6 +33,7 @@ from kvrelay.worker.fork_server import (
     MAX_ORDER_BYTES,
     REQUEST_S,
     ForkOrder,
+    KeepWeights,
     connect,
     fork_key,
     listening_place,
@@ -78,18 +81,30 @@ def listen(key: str) -> socket.socket | None:
         return server
 
 
+Calls = Callable[[Callable[[], None]], None]
+
+
 class ForkServer:
     """Owns the listening socket and all connections. Single-threaded: a fork has one thread."""
 
-    def __init__(self, server: socket.socket, starter: socket.socket) -> None:
-        self._server = server
+    def __init__(self, starter: socket.socket, calls: Calls = at_low_priority) -> None:
+        """`calls`: what takes long, such as loading weights."""
+        self._starter, self._calls = starter, calls
+        self._server = socket.socket(socket.AF_UNIX)  # does not listen yet
+        self._wanted: KeepWeights | None = None
         self._connections = {starter}
         self._waiting = selectors.DefaultSelector()
-        for each in (server, starter):
-            self._waiting.register(each, selectors.EVENT_READ)
+        self._waiting.register(starter, selectors.EVENT_READ)
 
-    def serve(self) -> None:
+    def begin(self) -> None:
+        """Load what the starter wants, before anybody can wait for that."""
+        if self._waiting.select(REQUEST_S):
+            self._answer(self._starter)
+
+    def serve(self, server: socket.socket) -> None:
         """Until nobody has been connected for `LINGER_S`."""
+        self._server = server
+        self._waiting.register(server, selectors.EVENT_READ)
         alone_since = time.monotonic()
         while self._connections or time.monotonic() - alone_since < LINGER_S:
             for ready, _ in self._waiting.select(min(1.0, LINGER_S)):
@@ -116,7 +131,11 @@ class ForkServer:
             head, files, _, _ = socket.recv_fds(connection, 4, NUM_FILES)
             if not head:
                 raise EOFError
-            order = _order(connection, head)
+            body = _body(connection, head)
+            if not files:
+                self._keep(msgspec.msgpack.decode(body, type=KeepWeights))
+                return
+            order = msgspec.msgpack.decode(body, type=ForkOrder)
             if len(files) != NUM_FILES:
                 raise ValueError(f"{len(files)} open files: expected {NUM_FILES}")
             is_forked = self._fork(order, files)
@@ -129,8 +148,23 @@ class ForkServer:
             for file in files:
                 os.close(file)
 
+    def _keep(self, wanted: KeepWeights) -> None:
+        """Weights that cannot be loaded are of no interest: workers say why."""
+        from kvrelay.engine.model.errors import ModelError
+
+        if wanted != self._wanted:
+            self._wanted = wanted
+            with contextlib.suppress(ModelError, OSError, MemoryError):
+                self._calls(lambda: load(wanted))
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread():
+                    thread.join(REQUEST_S)  # what makes the runner's pool real
+            freeze()
+
     def _fork(self, order: ForkOrder, files: list[int]) -> bool:
         """Whether there is a process now. It is no child of this one, and outlives it."""
+        if threading.active_count() > 1:  # what it holds would stay locked
+            return False
         try:
             between = os.fork()
         except OSError:
@@ -150,7 +184,22 @@ class ForkServer:
             os._exit(1)  # also where an exception comes: nothing of this process is the fork's
 
 
-def _order(connection: socket.socket, head: bytes) -> ForkOrder:
+def load(wanted: KeepWeights) -> None:
+    """Keeps the weights. With one thread: OpenMP's would not be there after a fork."""
+    from kvrelay.engine.model.runner import ModelRunner
+
+    model = replace(wanted.model, device="cpu")
+    engine = replace(wanted.engine.sized(gpu=False), num_blocks=1, threads=1)
+    ModelRunner(Path(wanted.path), model, engine, keeps_weights=True)
+
+
+def freeze() -> None:
+    """Or collections in workers would write to pages that they share."""
+    gc.collect()
+    gc.freeze()
+
+
+def _body(connection: socket.socket, head: bytes) -> bytes:
     """Raises EOFError, OSError and ValueError."""
     deadline = time.monotonic() + REQUEST_S
     body = bytearray(head)
@@ -161,7 +210,7 @@ def _order(connection: socket.socket, head: bytes) -> ForkOrder:
         if not data:
             raise EOFError
         body += data
-    return msgspec.msgpack.decode(bytes(body[4:]), type=ForkOrder)
+    return bytes(body[4:])
 
 
 def show(order: ForkOrder, channel: int) -> list[str]:
@@ -198,21 +247,25 @@ def main() -> None:
     os.setsid()
     environment = dict(os.environ)  # before imports add to it
     starter = inherited(fd)
-    server = listen(key)
-    if server is None:
+    # Where workers serve already, it takes long, and who needs it meanwhile does not wait.
+    is_early = priority == "normal"
+    server = listen(key) if is_early else None
+    if is_early and server is None:
         os._exit(0)
-    if priority == "low":  # workers of the machine may be serving
-        at_low_priority(import_all)
-    else:
-        import_all()
+    call: Calls = (lambda work: work()) if is_early else at_low_priority
+    call(import_all)
     cluster = name.split("/")[0]
     torch = sys.modules["torch"]
     is_right = fork_key(cluster, environment) == key  # files may have changed since
     if not is_right or threading.active_count() > 1 or torch.cuda.is_initialized():
         os._exit(1)
-    gc.collect()
-    gc.freeze()  # or collections in workers would write to pages that they share
-    ForkServer(server, starter).serve()
+    freeze()
+    forks = ForkServer(starter, call)
+    if server is None:
+        forks.begin()
+        server = listen(key)
+    if server is not None:
+        forks.serve(server)
     os._exit(0)
 
 

@@ -48,7 +48,12 @@ from kvrelay.engine.host import in_thread, keep_running
 from kvrelay.engine.model.checkpoint.resolve import license_notice
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import inherited
-from kvrelay.worker.fork_server import start_fork_server, worker_environment
+from kvrelay.worker.fork_server import (
+    KeepWeights,
+    have_kept,
+    start_fork_server,
+    worker_environment,
+)
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.process import Listening
 
@@ -136,7 +141,10 @@ async def serve(
         supervisor = await _supervise(config, access, sockets, life, on_progress, source, found)
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
-        supervisor.use_model(await _first(preparing, until))
+        model = await _first(preparing, until)
+        if forks is not None and not uses_gpus(config, num_gpus()):
+            have_kept(forks, KeepWeights(str(model.path), config.model, config.engine))
+        supervisor.use_model(model)
         on_ready(await _first(supervisor.ready, until), config)
         if source is not None:
             tasks.append(asyncio.create_task(_forward(source, supervisor)))

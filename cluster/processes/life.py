@@ -46,6 +46,7 @@ NOT_OF_WORKERS = (
     "silent_grace_s",
     "drain_s",
     "on_stop",
+    "fork_server",
 )
 
 T = TypeVar("T")

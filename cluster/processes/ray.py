@@ -242,6 +242,7 @@ class RayWorkers:
                 RANKS_WAIT_S,
                 spec.log,
                 spec.num_gpus,
+                spec.engine.threads,
             )
             guardian = await self._guardian(spec, group, number)
             running.of_ranks.append(guardian)
@@ -259,15 +260,13 @@ class RayWorkers:
         """`number` says which of the worker's machines it is on."""
         who = f"ranks of {spec.worker}" if number else spec.worker
         name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
-        env = {"OMP_NUM_THREADS": str(spec.engine.threads), "TOKENIZERS_PARALLELISM": "false"}
-        env["KVRELAY_WORKER"] = spec.worker
+        # Without a runtime_env: Ray takes a process for it that it has started already.
         actor = ray.remote(ACTORS[spec.role]).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
             num_gpus=spec.num_gpus,
-            runtime_env={"env_vars": env},
             max_restarts=0,
             max_concurrency=4,  # start, wait and end may overlap
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),

@@ -32,6 +32,7 @@ from kvrelay.engine.model.cpu.step import CpuDecode, CpuDraw
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
 from kvrelay.engine.model.errors import ModelError, check_one_of
+from kvrelay.engine.model.kept_weights import WeightsIdentity, keep, kept
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
@@ -46,6 +47,7 @@ from kvrelay.engine.model.sampling.sampler import (
 )
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
 
@@ -71,11 +73,13 @@ class ModelRunner:
         kv_pool: torch.Tensor | None = None,
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
+        keeps_weights: bool = False,
     ) -> None:
         """engine: sized (`EngineSection.sized`), with `num_blocks`; 0: on a GPU, as many as
         `gpu_memory_utilization` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
+        keeps_weights: for processes that are forked from this one (`kept_weights`).
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(model.device) if member is None else member.group.device
@@ -84,6 +88,7 @@ class ModelRunner:
         if engine.threads:
             torch.set_num_threads(engine.threads)
         self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
+        self._keeps_weights = keeps_weights
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
@@ -101,7 +106,7 @@ class ModelRunner:
             if self.kv_spec.num_state_groups:
                 own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
-            weights = load_weights(model_dir, self.config, ops, progress)
+            weights = self._weights(model_dir, ops, progress)
             self._decoder = Decoder(self._own, weights, ops)
             if member is not None:
                 member.group.wait_for_all()
@@ -115,6 +120,16 @@ class ModelRunner:
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
+
+    def _weights(self, path: Path, ops: Ops, progress: Callable[[str], None]) -> Weights:
+        """Those that the process it was forked from has kept, or loaded."""
+        if not isinstance(ops, CpuOps) or self._member is not None:
+            return load_weights(path, self.config, ops, progress)
+        identity = WeightsIdentity.of(path, self.config, self.dtype, self._quantization)
+        weights = kept(identity) or load_weights(path, self.config, ops, progress)
+        if self._keeps_weights:
+            keep(identity, weights)
+        return weights
 
     def _limits_of(self, engine: EngineSection) -> Limits:
         config, spec = self.config, self.kv_spec

@@ -62,9 +62,10 @@ def free_gpus(expected: float) -> float:
 
 
 def guardian_of(worker: str) -> psutil.Process:
+    """There is one of each role."""
+    title = f"ray::{worker.partition('-')[0].title()}Worker"
     for process in psutil.Process().children(recursive=True):
-        title = " ".join(process.cmdline())
-        if title.startswith("ray::") and process.environ().get("KVRELAY_WORKER") == worker:
+        if " ".join(process.cmdline()).startswith(title):
             return process
     raise LookupError(worker)
 

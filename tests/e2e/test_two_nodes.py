@@ -54,12 +54,12 @@ class RayNode:
 
     def kill(self, url: str = "") -> None:
         """As a machine that loses power. `url`: of a server that has workers there, which are no
-        children of Ray, but whose guardians are."""
+        children of Ray."""
         if self.process.poll() is None:
             tree = psutil.Process(self.process.pid).children(recursive=True)
-            guarded = {process.environ().get("KVRELAY_WORKER") for process in tree}
+            words = {word for process in tree for word in process.cmdline()}
             for worker in status(url)["workers"] if url else ():
-                if worker["worker"] in guarded:
+                if f"--node_id={worker['machine']}" in words:  # its raylet's
                     tree.append(psutil.Process(worker["pid"]))
             for process in (*tree, self.process):
                 process.kill()

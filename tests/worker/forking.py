@@ -28,7 +28,7 @@ def main() -> None:
     listening = fork_server.listen(sys.argv[1])
     print("another listens" if listening is None else "listens", flush=True)
     if listening is not None:
-        fork_server.ForkServer(listening, socket.socket(fileno=os.dup(0))).serve()
+        fork_server.ForkServer(socket.socket(fileno=os.dup(0))).serve(listening)
 
 
 if __name__ == "__main__":

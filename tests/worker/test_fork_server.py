@@ -16,10 +16,18 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.wire.channel import BlockingChannel
 from kvrelay.worker import fork_server
-from kvrelay.worker.fork_server import ForkOrder, fork_key, fork_worker
+from kvrelay.worker.fork_server import (
+    ForkOrder,
+    KeepWeights,
+    fork_key,
+    fork_worker,
+    have_kept,
+)
 from kvrelay.worker.messages import ProcessEnds
 from kvrelay.worker.processes import GPUS, held_gpus, name_of, worker_processes
 
@@ -75,7 +83,7 @@ def seen_by(channel: BlockingChannel) -> Any:
 
 def test_a_forked_process_is_as_one_that_was_started(server: Server, tmp_path: Path) -> None:
     name = name_of(CLUSTER, "decode-0", 3)
-    own = {GPUS: "80,81", "KVRELAY_WORKER": "decode-0", "RAY_JOB_ID": "1"}
+    own = {GPUS: "80,81", "RAY_JOB_ID": "1"}
     with forked(name, ENV | own, tmp_path) as (_, channel):
         environment, folder, num_files = seen_by(channel)
         assert (environment, folder) == (ENV | own, str(tmp_path))
@@ -136,6 +144,20 @@ def test_an_order_that_nobody_can_follow_is_refused(server: Server, tmp_path: Pa
             assert asker.recv(1) == b""
     with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, channel):
         assert connection is not None
+        seen_by(channel)
+
+
+def test_weights_are_kept_where_that_helps(server: Server, tmp_path: Path) -> None:
+    weights = KeepWeights(str(tmp_path), ModelSection(device="cpu"), EngineSection())
+    assert weights.is_sensible
+    assert not replace(weights, model=ModelSection(device="cuda")).is_sensible
+    assert not replace(weights, engine=EngineSection(tensor_parallel_size=2)).is_sensible
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(fork_server.MAX_KEPT_BYTES + 1)
+    assert not weights.is_sensible, "who asks meanwhile would wait for long"
+    have_kept(server.held, replace(weights, path=str(tmp_path / "missing")))
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, channel):
+        assert connection is not None, "a checkpoint that is not there is the workers' trouble"
         seen_by(channel)
 
 

@@ -58,13 +58,13 @@ def test_what_a_worker_holds_is_seen_whoever_has_started_it(
     with holder("kvrelay-x/decode-0/1", "90,92"):
         held = held_gpus()
         assert held["90"] == held["92"] == "kvrelay-x/decode-0/1"
-        env, why_not = guardian._environment(2)
+        env, why_not = guardian._environment(2, 1)
         assert (env[GPUS], env["CUDA_VISIBLE_DEVICES"], why_not) == ("91,93", "91,93", "")
-        _, why_not = guardian._environment(3)
+        _, why_not = guardian._environment(3, 1)
         assert why_not.startswith("3 GPU(s) are needed, 2 are free; held: 90 by kvrelay-x/decode-0")
-        assert GPUS not in guardian._environment(0)[0]
+        assert GPUS not in guardian._environment(0, 1)[0]
     assert "90" not in held_gpus()
-    assert guardian._environment(2)[0][GPUS] == "90,91"
+    assert guardian._environment(2, 1)[0][GPUS] == "90,91"
 
 
 def test_one_at_a_time_chooses() -> None:

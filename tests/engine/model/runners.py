@@ -24,10 +24,11 @@ def model_runner(
     kv_pool: Any = None,
     member: Any = None,
     progress: Callable[[str], None] = lambda _: None,
+    keeps_weights: bool = False,
     **settings: Any,
 ) -> ModelRunner:
     of = {"kv_pool": kv_pool, "member": member, "progress": progress}
-    return ModelRunner(path, *sections(settings), **of)
+    return ModelRunner(path, *sections(settings), keeps_weights=keeps_weights, **of)
 
 
 def parallel_runner(
