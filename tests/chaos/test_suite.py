@@ -42,6 +42,7 @@ def disturb(tmp_path: Path, *only: str) -> tuple[Result, list[Any]]:
     return done, json.loads((tmp_path / "found.json").read_text())["seen"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_killed_replica_is_seen_by_its_clients_and_comes_back(tmp_path: Path) -> None:
     done, (first, *_) = disturb(tmp_path, "kill")
@@ -53,6 +54,7 @@ def test_a_killed_replica_is_seen_by_its_clients_and_comes_back(tmp_path: Path) 
     assert first["up_after_s"] is not None
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_burst_harms_no_stream(tmp_path: Path) -> None:
     done, (first, *_) = disturb(tmp_path, "burst")

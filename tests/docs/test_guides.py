@@ -73,7 +73,17 @@ def run(root: Path, command: str) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-1000:]}"
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+# For half a minute it builds models in processes of its own.
+SLOW = ("model-family",)
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        pytest.param(each, id=each.stem, marks=[pytest.mark.long] if each.stem in SLOW else [])
+        for each in GUIDES
+    ],
+)
 def test_a_guide_does_what_it_says(guide: Path, project: Path) -> None:
     commands = 0
     for language, body in BLOCK.findall(guide.read_text(encoding="utf-8")):

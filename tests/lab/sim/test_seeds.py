@@ -13,7 +13,7 @@ from kvrelay.lab.cli.fuzz import repeat_command
 from kvrelay.lab.sim.breakage import Break
 from kvrelay.lab.sim.run import Report, run_seed
 
-NUM_SEEDS = 40
+NUM_SEEDS = 24  # `kvrelay fuzz` takes thousands
 SOONER = {  # seeds that show it, where the first ones do not; later changes may move them
     Break.AHEAD: (74,),
     Break.CONFIRM: (87,),
@@ -26,7 +26,7 @@ SOONER = {  # seeds that show it, where the first ones do not; later changes may
     Break.STATES: (0,),
     Break.AGAIN: (13,),
 }
-GROUP = 20
+GROUP = 12
 
 
 @cache
@@ -61,7 +61,7 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
     outcomes: set[str] = set()
     injected: set[str] = set()
     sources: set[str] = set()
-    for seed in range(NUM_SEEDS):
+    for seed in (*range(NUM_SEEDS), 33):  # where host memory of a dead worker is read
         report = report_of(seed)
         outcomes |= set(report.outcomes)
         injected |= set(report.injected)
