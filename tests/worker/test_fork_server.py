@@ -147,7 +147,7 @@ def test_an_order_that_nobody_can_follow_is_refused(server: Server, tmp_path: Pa
         seen_by(channel)
 
 
-def test_weights_are_kept_where_that_helps(server: Server, tmp_path: Path) -> None:
+def test_weights_are_kept_where_that_helps(tmp_path: Path) -> None:
     weights = KeepWeights(str(tmp_path), ModelSection(device="cpu"), EngineSection())
     assert weights.is_sensible
     assert not replace(weights, model=ModelSection(device="cuda")).is_sensible
@@ -155,9 +155,14 @@ def test_weights_are_kept_where_that_helps(server: Server, tmp_path: Path) -> No
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(fork_server.MAX_KEPT_BYTES + 1)
     assert not weights.is_sensible, "who asks meanwhile would wait for long"
+
+
+@pytest.mark.long  # it imports torch
+def test_weights_that_are_not_there_are_the_workers_trouble(server: Server, tmp_path: Path) -> None:
+    weights = KeepWeights(str(tmp_path), ModelSection(device="cpu"), EngineSection())
     have_kept(server.held, replace(weights, path=str(tmp_path / "missing")))
     with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, channel):
-        assert connection is not None, "a checkpoint that is not there is the workers' trouble"
+        assert connection is not None
         seen_by(channel)
 
 
