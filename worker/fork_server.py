@@ -49,7 +49,7 @@ REQUEST_S = 5.0  # to say what is wanted, once that has begun
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
 MAX_CONNECTIONS = 256  # one for each worker of the machine, and a few
 MAX_ORDER_BYTES = 1 << 20
-MAX_KEPT_BYTES = 1 << 30  # of a checkpoint: 2 s of work, and as much memory while no worker runs
+MAX_KEPT_BYTES = 1 << 30  # larger checkpoints take too long: 1 GiB is 2 s of work
 FORKED, FAILED = b"+", b"-"
 TITLE_ROOM = "-" * 256  # in its command line: a worker's is written over it
 
@@ -86,7 +86,7 @@ class KeepWeights(msgspec.Struct, frozen=True):
 
     path: str
     model: ModelSection
-    engine: EngineSection  # of a worker
+    engine: EngineSection  # that a worker gets
 
     @property
     def is_sensible(self) -> bool:
