@@ -7,9 +7,9 @@ fork_server` is the server.
 
 Life: the one that `kvrelay serve` starts listens before it imports, so who asks early waits; the
 one of a guardian imports at low priority first, and workers start without it meanwhile. It lives
-while somebody holds a connection to it (guardians, `kvrelay serve`) and for `LINGER_S` after, and
-ends with its cluster. It has no CUDA context and, when it forks, no thread. Weights of small models
-on a CPU it packs once for all: workers share these pages.
+while somebody holds a connection to it (guardians, and `kvrelay serve` once a worker has come of
+it) and for `LINGER_S` after, and ends with its cluster. It has no CUDA context and, when it forks,
+no thread. Weights of small models on a CPU it packs once for all: workers share these pages.
 
 A worker may be forked only from what it would have started as. So the socket's name is a digest of
 the installed files, the interpreter, the environment, and the kernel's namespaces; after an upgrade
@@ -46,10 +46,11 @@ log = logging.getLogger("kvrelay.worker")
 
 ANSWER_S = 20.0  # for an answer, in which it may first have to import everything
 REQUEST_S = 5.0  # to say what is wanted, once that has begun
+UNUSED_S = 300.0  # that it lives for its starter alone: no guardian may be its equal
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
 MAX_CONNECTIONS = 256  # one for each worker of the machine, and a few
 MAX_ORDER_BYTES = 1 << 20
-MAX_KEPT_BYTES = 1 << 30  # checkpoints: 2 s of work each, and as much memory while no worker runs
+MAX_KEPT_BYTES = 1 << 30  # larger checkpoints take too long: 1 GiB is 2 s of work
 FORKED, FAILED = b"+", b"-"
 TITLE_ROOM = "-" * 256  # in its command line: a worker's is written over it
 
@@ -77,7 +78,6 @@ class ForkOrder(msgspec.Struct, frozen=True):
 
     name: str  # as in `name_of`
     environment: dict[str, str]
-    folder: str  # that it works in
     oom_score: str  # its /proc/self/oom_score_adj
 
 
@@ -86,7 +86,7 @@ class KeepWeights(msgspec.Struct, frozen=True):
 
     path: str
     model: ModelSection
-    engine: EngineSection  # the worker's
+    engine: EngineSection  # that a worker gets
 
     @property
     def is_sensible(self) -> bool:
@@ -105,6 +105,7 @@ def fork_key(cluster: str, environment: Mapping[str, str]) -> str:
     def add(*what: object) -> None:
         digest.update(repr(what).encode() + b"\0")
 
+    add(os.getcwd())  # where modules are looked for first
     add(cluster, sys.executable, sys.version, os.getuid(), os.getgid(), os.sched_getaffinity(0))
     add(*(os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES))
     add(Path("/proc/self/cgroup").read_text())

@@ -107,7 +107,7 @@ class WorkerGuardian:
     def _fork(self, cluster: str, name: str, env: dict[str, str], its: socket.socket) -> bool:
         """Whether its process was forked."""
         score = Path("/proc/self/oom_score_adj").read_text()
-        order = ForkOrder(name, env, os.getcwd(), score)
+        order = ForkOrder(name, env, score)
         self._fork_server = fork_worker(cluster, order, (its.fileno(), 1, 2))
         return self._fork_server is not None
 

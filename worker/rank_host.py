@@ -47,7 +47,7 @@ class RankHostSpec:
     start_timeout_s: float  # for the worker to connect
     log: LogSection = field(default_factory=LogSection)
     num_gpus: int = 0  # that its ranks are given
-    threads: int = 0  # of each
+    threads: int = 0  # that each of them has
 
 
 register(RankHostSpec, RankHost)

@@ -1,11 +1,12 @@
 """What is lost when a decode worker is killed: how long its streams are silent, and what the next
 turns of its conversations compute again.
 
-    python -m benchmarks.kv.outlive [--rounds 5] [--streams 16] [--output 400]
+    python -m benchmarks.kv.outlive [--rounds 5] [--streams 16] [--output 400] [--second 3]
 
 Each round has texts that no worker has seen. They are streamed, the worker is killed in mid-stream,
-and when its successor is up the same conversations go on. Last, the same requests run undisturbed:
-the answers must be the same.
+and when its successor is up the same conversations go on. With `--second` the other worker, which
+has taken the streams over, is killed so many seconds after it. Last, the same requests run
+undisturbed: the answers must be the same.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--output", type=int, default=400)
     parser.add_argument("--begun", type=float, default=6.0, help="seconds before the kill")
+    parser.add_argument("--second", type=float, default=0.0, help="seconds after it; 0: none")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--prefill", type=int, default=1)
     args = parser.parse_args()
@@ -62,6 +64,10 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
         before = await worker(http)
         os.kill(before["pid"], signal.SIGKILL)
         killed_at = time.monotonic()
+        if args.second:
+            other = await worker(http, "prefill-0")
+            await asyncio.sleep(args.second)
+            os.kill(other["pid"], signal.SIGKILL)
         timings, _ = await running
         deadline = time.monotonic() + BACK_S
         while (now := await worker(http))["state"] != "up" or now["pid"] == before["pid"]:
@@ -101,9 +107,9 @@ async def next_turns(
     return sum(cached for _, cached in found) / sum(all_of for all_of, _ in found)
 
 
-async def worker(http: httpx.AsyncClient) -> dict[str, Any]:
+async def worker(http: httpx.AsyncClient, name: str = "decode-0") -> dict[str, Any]:
     found: list[dict[str, Any]] = (await http.get("/status")).json()["workers"]
-    return next(each for each in found if each["role"] == "decode")
+    return next(each for each in found if each["worker"] == name)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from kvrelay.worker.fork_server import (
     MAX_CONNECTIONS,
     MAX_ORDER_BYTES,
     REQUEST_S,
+    UNUSED_S,
     ForkOrder,
     KeepWeights,
     connect,
@@ -92,6 +93,7 @@ class ForkServer:
         self._starter, self._calls = starter, calls
         self._server = socket.socket(socket.AF_UNIX)  # does not listen yet
         self._wanted: KeepWeights | None = None
+        self._is_used = False
         self._connections = {starter}
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(starter, selectors.EVENT_READ)
@@ -105,8 +107,10 @@ class ForkServer:
         """Until nobody has been connected for `LINGER_S`."""
         self._server = server
         self._waiting.register(server, selectors.EVENT_READ)
-        alone_since = time.monotonic()
+        alone_since, unused_until = time.monotonic(), time.monotonic() + UNUSED_S
         while self._connections or time.monotonic() - alone_since < LINGER_S:
+            if not self._is_used and time.monotonic() > unused_until:
+                self._drop(self._starter)
             for ready, _ in self._waiting.select(min(1.0, LINGER_S)):
                 if ready.fileobj is self._server:
                     self._accept()
@@ -139,14 +143,19 @@ class ForkServer:
             if len(files) != NUM_FILES:
                 raise ValueError(f"{len(files)} open files: expected {NUM_FILES}")
             is_forked = self._fork(order, files)
+            self._is_used |= is_forked
             connection.sendall(FORKED if is_forked else FAILED)
         except (OSError, EOFError, ValueError):
-            self._waiting.unregister(connection)
-            self._connections.discard(connection)
-            connection.close()
+            self._drop(connection)
         finally:
             for file in files:
                 os.close(file)
+
+    def _drop(self, connection: socket.socket) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._waiting.unregister(connection)
+            connection.close()
 
     def _keep(self, wanted: KeepWeights) -> None:
         """Weights that cannot be loaded are of no interest: workers say why."""
@@ -228,7 +237,6 @@ def become(order: ForkOrder, line: list[str], files: list[int]) -> NoReturn:
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     try:
-        os.chdir(order.folder)
         with contextlib.suppress(OSError):  # only to protect oneself needs a privilege
             Path("/proc/self/oom_score_adj").write_text(order.oom_score)
         sys.argv = line[2:]

@@ -19,7 +19,7 @@ from kvrelay.engine.model.weights import Weights
 class WeightsIdentity:
     """All that packed weights depend on, on one machine."""
 
-    versions: dict[Path, tuple[int, ...]]  # the checkpoint's files
+    versions: dict[Path, tuple[int, ...]]  # by file
     config: ModelConfig
     dtype: str
     quantization: str

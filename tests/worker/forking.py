@@ -1,5 +1,5 @@
 """A process that workers are forked from, where a worker says what it sees and waits: `python -m
-tests.worker.forking KEY LINGER_S`, until whatever is at its standard input ends."""
+tests.worker.forking KEY LINGER_S UNUSED_S`, until whatever is at its standard input ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(fd: int) -> NoReturn:
 
 def main() -> None:
     fork_server.run = run
-    fork_server.LINGER_S = float(sys.argv[2])
+    fork_server.LINGER_S, fork_server.UNUSED_S = map(float, sys.argv[2:4])
     listening = fork_server.listen(sys.argv[1])
     print("another listens" if listening is None else "listens", flush=True)
     if listening is not None:

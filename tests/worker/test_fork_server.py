@@ -36,10 +36,12 @@ ENV = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"}
 
 
 class Server:
-    def __init__(self, linger_s: float = 60.0, cluster: str = CLUSTER) -> None:
+    def __init__(
+        self, linger_s: float = 60.0, cluster: str = CLUSTER, unused_s: float = 60.0
+    ) -> None:
         self.held, its = socket.socketpair()
         with its:
-            words = fork_key(cluster, ENV), str(linger_s), fork_server.TITLE_ROOM
+            words = fork_key(cluster, ENV), str(linger_s), str(unused_s), fork_server.TITLE_ROOM
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.worker.forking", *words],
                 stdin=its,
@@ -64,10 +66,10 @@ def server() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def forked(name: str, env: dict[str, str], folder: Path) -> Iterator[tuple[Any, Any]]:
+def forked(name: str, env: dict[str, str]) -> Iterator[tuple[Any, Any]]:
     """The connection to the server, or None; and the channel to the process."""
     mine, its = socket.socketpair()
-    connection = fork_worker(CLUSTER, ForkOrder(name, env, str(folder), "7"), (its.fileno(), 1, 2))
+    connection = fork_worker(CLUSTER, ForkOrder(name, env, "7"), (its.fileno(), 1, 2))
     its.close()
     with mine:
         yield connection, None if connection is None else BlockingChannel(mine)
@@ -81,12 +83,12 @@ def seen_by(channel: BlockingChannel) -> Any:
     return eval(message.reason)  # what `forking` has written
 
 
-def test_a_forked_process_is_as_one_that_was_started(server: Server, tmp_path: Path) -> None:
+def test_a_forked_process_is_as_one_that_was_started(server: Server) -> None:
     name = name_of(CLUSTER, "decode-0", 3)
     own = {GPUS: "80,81", "RAY_JOB_ID": "1"}
-    with forked(name, ENV | own, tmp_path) as (_, channel):
+    with forked(name, ENV | own) as (_, channel):
         environment, folder, num_files = seen_by(channel)
-        assert (environment, folder) == (ENV | own, str(tmp_path))
+        assert (environment, folder) == (ENV | own, os.getcwd())
         assert num_files == 5, "0, 1, 2, the channel, and the folder that was read"
         pid = channel.hello().pid
         # As the guardian of the next epoch and those of other workers look for it.
@@ -97,7 +99,7 @@ def test_a_forked_process_is_as_one_that_was_started(server: Server, tmp_path: P
         assert process.ppid() != server.process.pid
         assert os.getsid(pid) not in (os.getsid(0), os.getsid(server.process.pid))
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "7\n"
-        with forked(name_of(CLUSTER, "decode-1", 1), ENV, tmp_path) as (_, other):
+        with forked(name_of(CLUSTER, "decode-1", 1), ENV) as (_, other):
             other_pid = other.hello().pid
             assert GPUS not in psutil.Process(other_pid).environ()
             assert other_pid != pid
@@ -110,7 +112,7 @@ def test_what_differs_from_it_is_not_forked(
 ) -> None:
     assert server.said == "listens"
     for differs in ({"OMP_NUM_THREADS": "4"}, {"LD_PRELOAD": "x.so"}, {"UCX_TLS": "tcp"}):
-        with forked(name_of(CLUSTER, "decode-0", 1), ENV | differs, tmp_path) as (connection, _):
+        with forked(name_of(CLUSTER, "decode-0", 1), ENV | differs) as (connection, _):
             assert connection is None, differs
     # The files of another version: it was installed while the server ran.
     changed = tmp_path / "module.py"
@@ -120,8 +122,24 @@ def test_what_differs_from_it_is_not_forked(
     assert fork_key(CLUSTER, ENV) == before
     changed.write_text("# the next version")
     assert fork_key(CLUSTER, ENV) != before
-    with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, _):
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV) as (connection, _):
         assert connection is None
+
+
+def test_a_folder_that_others_reach_is_not_used(
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever made it first could take the order, which has the cluster's token."""
+    folder = Path(f"{tmp_path}/x{os.getuid()}")
+    monkeypatch.setattr(fork_server, "FOLDER", f"{tmp_path}/x")
+    folder.mkdir(mode=0o755)
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV) as (connection, _):
+        assert connection is None
+    assert "is not a folder that only user" in caplog.text
+    assert not [*folder.iterdir()]
 
 
 def test_our_modules_are_part_of_the_key() -> None:
@@ -129,9 +147,9 @@ def test_our_modules_are_part_of_the_key() -> None:
     assert any(Path(fork_server.__file__).samefile(path) for path in installed if path.exists())
 
 
-def test_an_order_that_nobody_can_follow_is_refused(server: Server, tmp_path: Path) -> None:
+def test_an_order_that_nobody_can_follow_is_refused(server: Server) -> None:
     """And the server goes on."""
-    with forked("x" * 300, ENV, tmp_path) as (connection, _):
+    with forked("x" * 300, ENV) as (connection, _):
         assert connection is None, "no room in its command line"
     with fork_server.listening_place(fork_key(CLUSTER, ENV)) as path:
         pass
@@ -142,12 +160,12 @@ def test_an_order_that_nobody_can_follow_is_refused(server: Server, tmp_path: Pa
             asker.sendall(data)
             asker.shutdown(socket.SHUT_WR)
             assert asker.recv(1) == b""
-    with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, channel):
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV) as (connection, channel):
         assert connection is not None
         seen_by(channel)
 
 
-def test_weights_are_kept_where_that_helps(server: Server, tmp_path: Path) -> None:
+def test_weights_are_kept_where_that_helps(tmp_path: Path) -> None:
     weights = KeepWeights(str(tmp_path), ModelSection(device="cpu"), EngineSection())
     assert weights.is_sensible
     assert not replace(weights, model=ModelSection(device="cuda")).is_sensible
@@ -155,9 +173,14 @@ def test_weights_are_kept_where_that_helps(server: Server, tmp_path: Path) -> No
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(fork_server.MAX_KEPT_BYTES + 1)
     assert not weights.is_sensible, "who asks meanwhile would wait for long"
+
+
+@pytest.mark.long  # it imports torch
+def test_weights_that_are_not_there_are_the_workers_trouble(server: Server, tmp_path: Path) -> None:
+    weights = KeepWeights(str(tmp_path), ModelSection(device="cpu"), EngineSection())
     have_kept(server.held, replace(weights, path=str(tmp_path / "missing")))
-    with forked(name_of(CLUSTER, "decode-0", 1), ENV, tmp_path) as (connection, channel):
-        assert connection is not None, "a checkpoint that is not there is the workers' trouble"
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV) as (connection, channel):
+        assert connection is not None
         seen_by(channel)
 
 
@@ -171,18 +194,21 @@ def test_one_listens_and_ends_when_nobody_is_connected(server: Server) -> None:
     assert alone.process.poll() is None, "somebody holds it"
     alone.held.close()
     assert alone.process.wait(5) == 0
+    unused = Server(linger_s=0.2, cluster=f"{CLUSTER}-unused", unused_s=0.2)
+    assert unused.process.wait(5) == 0, "nobody is its equal"
+    unused.close()
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_does_not_answer_costs_only_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
+    monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
 ) -> None:
     monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
     cluster = f"{CLUSTER}-{fault.name}"
     lost = Server(cluster=cluster)
     try:
         os.kill(lost.process.pid, fault)
-        order = ForkOrder(name_of(cluster, "decode-0", 1), ENV, str(tmp_path), "0")
+        order = ForkOrder(name_of(cluster, "decode-0", 1), ENV, "0")
         assert fork_worker(cluster, order, (0, 1, 2)) is None
         assert lost.process.wait(5) == -signal.SIGKILL, "or the next one would wait, too"
     finally:
