@@ -90,6 +90,9 @@ class EngineSection(Section, frozen=True):
         return self.itl_most_ms / 1e3
 
 
+DiskCodec = Literal["lossless", "none"]
+
+
 class TiersSection(Section, frozen=True):
     """Where KV goes that does not fit in the workers' pools, or outlives them. Sizes are per
     machine, shared by its decode workers (by its prefill workers where it has no others)."""
@@ -98,6 +101,8 @@ class TiersSection(Section, frozen=True):
     host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] | Literal["auto"] = "auto"
     disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # per machine; 0: no disk tier
     disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
+    # how KV is made smaller on disk; auto: lossless on a CPU, none on a GPU
+    disk_codec: Literal["auto", "lossless", "none"] = "auto"
     retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
     disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk
 
@@ -122,6 +127,9 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
     num_host_blocks: int = 0  # KV blocks in host memory, below the device's
     num_disk_blocks: int = 0
+    disk_codec: DiskCodec = "none"
+    disk_slot_bytes: int = 0  # the most that a block takes on disk, over all ranks
+    disk_bytes: int = 0  # room on disk for blocks of any size; 0: for as many of the largest
     host_outlives: bool = False  # blocks in host memory are indexed, for when this worker has died
     retention: Retention = DEFAULT_RETENTION  # where a request does not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk

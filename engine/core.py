@@ -310,6 +310,7 @@ class EngineCore:
             disk_read_bytes_per_s=read_rates[Tier.DISK],
             num_host_blocks=lower.num_blocks(Tier.HOST) if lower else 0,
             num_disk_blocks=lower.num_blocks(Tier.DISK) if lower else 0,
+            disk_used_bytes=lower.used_bytes(Tier.DISK) if lower else 0,
             prompt_weights=self.timing.prompt_cost.published(),
             prompt_slowdown=self.timing.present_slowdown(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),

@@ -128,6 +128,7 @@ class WorkerStats:
     disk_read_bytes_per_s: float = 0.0  # from its disk into the device
     num_host_blocks: int = 0  # that hold KV, of the host tier
     num_disk_blocks: int = 0
+    disk_used_bytes: int = 0  # that these take there
     prompt_weights: tuple[float, ...] = ()  # for `cost.prompt_features`; empty: not known yet
     decode_weights: tuple[float, ...] = ()  # for `cost.decode_features`
     prompt_slowdown: float = 1.0  # by which prompts take longer now than by `prompt_weights`

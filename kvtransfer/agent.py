@@ -119,6 +119,7 @@ class CopyDone:
     checksums: tuple[int, ...] = ()  # over the bytes in memory (dst, or src where dst is storage)
     elapsed_s: float = 0.0
     num_bytes: int = 0
+    stored_bytes: tuple[int, ...] = ()  # that each block takes in storage; (): as any other does
 
 
 class Agent(Protocol):

@@ -75,6 +75,7 @@ class TransferExecutor:
         share: HeadShare | None = None,
         reserve: Callable[[Sequence[int]], None] | None = None,
         corrupt: Corrupt | None = None,
+        results: Callable[[Any], tuple[int, ...]] | None = None,
         probes: Probes | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -82,6 +83,8 @@ class TransferExecutor:
         `share`: the heads that blocks there hold. `reserve`: called with slots of host memory
         before they are written; raises AgentError. `corrupt` is called with every good copy into
         memory, and the pool that it went to, before its checksums are taken: to inject faults.
+        `results`: what the agent says of a good copy, by its handle: what blocks take in storage,
+        or the checksums of those from there, if it knows them.
         `probes`, over the same agent, time a read from each peer; None: that is not done."""
         self._node = node
         self._agent = agent
@@ -89,6 +92,7 @@ class TransferExecutor:
         self._share = share
         self._reserve = reserve
         self._corrupt = corrupt
+        self._results = results
         self._probes = probes
         self._clock = clock
         self._own_epoch = epoch
@@ -243,16 +247,20 @@ class TransferExecutor:
         request, checksums = copy.request, copy.checksums
         memory = request.src_tier if is_storage(request.dst_tier) else request.dst_tier
         pool = self._pools[memory]
+        results = self._results(copy.handle) if self._results is not None else ()
+        stored = () if checksums is None else results
         if checksums is None:
             if self._corrupt is not None:
                 self._corrupt(request, pool)
-            checksums = self._checksums(pool, request.dst)
+                results = ()
+            checksums = results or self._checksums(pool, request.dst)
         return CopyDone(
             transfer_id=request.transfer_id,
             error=None,
             checksums=checksums,
             elapsed_s=self._clock() - copy.started,
             num_bytes=len(request.dst) * pool.shape[1],
+            stored_bytes=stored,
         )
 
     def _checksums(self, pool: BlockBytes, block_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -92,6 +92,7 @@ class RankAnswers:
             checksums=tuple(add_checksums(sums)),
             elapsed_s=elapsed_s,
             num_bytes=sum(each.num_bytes for each in answers),
+            stored_bytes=tuple(map(sum, zip(*(e.stored_bytes for e in answers), strict=True))),
         )
 
 

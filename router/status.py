@@ -79,6 +79,8 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     counters: dict[str, float] | None = None  # totals since its start
     num_host_blocks: int | None = None  # blocks of its host memory that hold KV
     num_disk_blocks: int | None = None
+    disk_used_bytes: int | None = None  # that these take there
+    disk_ratio: float | None = None  # bytes of KV to these; 0: none is there
     host_read_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     cached_tokens_by_source: dict[str, int] | None = None
@@ -116,6 +118,7 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
     state = "backoff" if now < endpoint.excluded_until else "up"
     state = "draining" if endpoint.excluded_until == inf else state
     state = state if endpoint.alive else "down"
+    num_on_disk, disk_bytes = (stats.num_disk_blocks, stats.disk_used_bytes) if stats else (0, 0)
     return WorkerStatus(
         worker=info.worker,
         role=info.role,
@@ -136,7 +139,9 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         read_bytes_per_s=stats.read_bytes_per_s if stats else 0.0,
         counters=dict(stats.counters) if stats else {},
         num_host_blocks=stats.num_host_blocks if stats else 0,
-        num_disk_blocks=stats.num_disk_blocks if stats else 0,
+        num_disk_blocks=num_on_disk,
+        disk_used_bytes=disk_bytes,
+        disk_ratio=num_on_disk * info.bytes_per_block / disk_bytes if disk_bytes else 0.0,
         host_read_bytes_per_s=stats.host_read_bytes_per_s if stats else 0.0,
         disk_read_bytes_per_s=stats.disk_read_bytes_per_s if stats else 0.0,
         cached_tokens_by_source=dict(endpoint.cached_tokens_by_source),

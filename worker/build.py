@@ -103,8 +103,12 @@ def in_all(of_ranks: Sequence[Sequence[DiskRecord]]) -> tuple[DiskRecord, ...]:
         return record.slot, record.block_hash, record.checksum
 
     first, *others = of_ranks
-    known = [{key(record) for record in rank} for rank in others]
-    return tuple(record for record in first if all(key(record) in rank for rank in known))
+    known = [{key(record): record.num_bytes for record in rank} for rank in others]
+    return tuple(
+        replace(record, num_bytes=record.num_bytes + sum(rank[key(record)] for rank in known))
+        for record in first
+        if all(key(record) in rank for rank in known)
+    )
 
 
 log = logging.getLogger("kvrelay.build")
@@ -187,7 +191,7 @@ def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
         here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
         here = max(here, kept_bytes) if here else 0  # as much as before it died
         host_bytes = here * num_machines
-    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib))
+    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib), spec.disk_codec)
     if num_machines == 1:  # else this one has a part
         check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
     return plan

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.engine.native import NativeBuildError
 from kvrelay.kvtransfer.checksum import BlockBytes
 from kvrelay.kvtransfer.executor import Store, StoreExecutor, TransferExecutor
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.store.index import NO_CODEC
 
 if TYPE_CHECKING:
+    from kvrelay.kvtransfer.codec import Codec
     from kvrelay.kvtransfer.store import DiskStore
 
 
@@ -56,19 +59,27 @@ def open_disk_tier(
     same as bytes, `share` the heads that are there; `reserve` as for TransferExecutor. `part`: of
     the folder, for a rank of several. Raises NoHostMemory."""
     from kvrelay.kvtransfer.agent import Agent, AgentError
+    from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
     from kvrelay.kvtransfer.agents.disk import DiskAgent
     from kvrelay.kvtransfer.agents.staged import StagedAgent
+    from kvrelay.kvtransfer.codec import open_codec
     from kvrelay.kvtransfer.store import StoreError
 
     if not config.num_disk_blocks:
         return None, []
     root = (Path(folder).expanduser() if folder else default_folder()) / part
     try:
-        store = _open_store(root, config)
+        codec = open_codec(config.disk_codec)
+        store = _open_store(root, config, codec)
+    except NativeBuildError as error:
+        return None, [f"serving without a disk tier, unless tiers.disk_codec is none: {error}"]
     except StoreError as error:
         return None, [f"serving without a disk tier: {error}"]
     try:
-        disk = DiskAgent(config.node_id, memory, store)
+        if codec is None:
+            disk: DiskAgent | CodedAgent = DiskAgent(config.node_id, memory, store)
+        else:
+            disk = open_coded(config.node_id, memory, store, codec, share)
     except AgentError as error:
         store.close()
         return None, [f"serving without a disk tier: {error}"]
@@ -85,12 +96,13 @@ def open_disk_tier(
         share=share,
         reserve=reserve,
         corrupt=corrupt,
+        results=disk.results if isinstance(disk, CodedAgent) else None,
     )
     storage = Storage(copies, StoreExecutor(store), tuple(store.records))
     return storage, [*store.warnings, *_unused(root, config.fingerprint)]
 
 
-def _open_store(root: Path, config: WorkerConfig) -> DiskStore:
+def _open_store(root: Path, config: WorkerConfig, codec: Codec | None) -> DiskStore:
     """The first place that no other process has. Raises StoreError."""
     from kvrelay.kvtransfer.store import DiskStore, StoreInUse, places
 
@@ -103,6 +115,8 @@ def _open_store(root: Path, config: WorkerConfig) -> DiskStore:
                 compatibility=config.compatibility,
                 bytes_per_block=config.bytes_per_block,
                 max_blocks=config.num_disk_blocks,
+                room_bytes=config.disk_bytes,
+                codec=codec.name if codec is not None else NO_CODEC,
             )
         except StoreInUse as error:
             in_use = error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvrelay.engine.config import EngineSection
+from kvrelay.engine.config import DiskCodec, EngineSection
 from kvrelay.engine.kv.spec import DTYPE_BYTES, SCALE_BYTES, KVSpec
 from kvrelay.engine.kv.window import Window, Windows
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -20,6 +20,8 @@ from kvrelay.kvtransfer.store.folder import slot_bytes
 GIB = float(1 << 30)
 SPARE_BYTES = 500 << 20  # what a process has beside weights and KV: libraries, activations
 AUTO_HOST_SHARE = 0.25  # a host tier whose size is not set gets so much of the free memory
+CODED_SHARE = {"float32": 0.8, "bfloat16": 0.67, "float16": 0.75, "float8_e4m3": 0.8}
+"""What a coded block takes on disk, at least. There are slots for as many, though room decides."""
 AUTO_HOST_POOLS = 4  # times the KV pools of those that share it, at most
 
 
@@ -37,6 +39,8 @@ class KVPlan:
     window: Window  # the first group's
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
+    disk_bytes: int = 0  # that they take together
+    disk_codec: DiskCodec = "none"
     num_ranks: int = 1  # processes of a worker
     num_copies: int = 1  # that these hold of each block together
     group_windows: tuple[Window, ...] = ()  # where there are several groups: of each
@@ -108,7 +112,9 @@ def plan_kv(
     )
 
 
-def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
+def plan_tiers(
+    plan: KVPlan, host_bytes: int, disk_bytes: int, disk_codec: DiskCodec = "none"
+) -> KVPlan:
     """`plan` with tiers of so many bytes; 0: no such tier. Raises BuildError where one would not
     hold a block."""
     per_block = plan.bytes_per_block
@@ -123,7 +129,15 @@ def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
                 f"tiers.{name}_gib: this worker's share of {size / GIB:g} GiB is too little for one"
                 f" KV block of {per_block / GIB:.3f} GiB; raise it, or set it to 0"
             )
-    return replace(plan, num_host_blocks=counts["host"], num_disk_blocks=counts["disk"])
+    if disk_codec != "none":
+        counts["disk"] = int(counts["disk"] / CODED_SHARE[plan.spec.dtype])
+    return replace(
+        plan,
+        num_host_blocks=counts["host"],
+        num_disk_blocks=counts["disk"],
+        disk_bytes=disk_bytes,
+        disk_codec=disk_codec,
+    )
 
 
 def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int, gpu_bytes: int = 0) -> int:

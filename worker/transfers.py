@@ -103,7 +103,12 @@ def open_transfers(
     digest = model.digest(path, max_model_len, quantization)
     config = worker_config(spec, plan, max_model_len, digest)
     share = BlockLayout(plan.spec).share(shard.rank, shard.size)
-    of_rank = structs.replace(config, bytes_per_block=share.bytes_per_block)
+    of_rank = structs.replace(
+        config,
+        bytes_per_block=share.bytes_per_block,
+        disk_slot_bytes=config.disk_slot_bytes // shard.size,
+        disk_bytes=config.disk_bytes // shard.size,
+    )
     part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
     memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
     of_cluster = f"{spec.cluster}/{part}"
@@ -125,8 +130,8 @@ def open_transfers(
         )
     except NoHostMemory as error:
         raise BuildError(
-            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU without GPUDirect"
-            " Storage, whose KV reaches the disk by host memory; set tiers.host_gib as well"
+            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
+            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
         ) from error
     if disk is None:
         config = structs.replace(config, num_disk_blocks=0)
@@ -216,6 +221,9 @@ def worker_config(
         compatibility=compatibility(model_digest, plan.spec),
         num_host_blocks=plan.num_host_blocks,
         num_disk_blocks=plan.num_disk_blocks,
+        disk_codec=plan.disk_codec,
+        disk_slot_bytes=plan.disk_slot_bytes,
+        disk_bytes=plan.disk_bytes,
         retention=Retention(spec.tiers.retention_s),
         disk_after_s=spec.tiers.disk_after_s,
         cores="" if spec.on_gpu else spec.machine,

@@ -247,6 +247,8 @@ _WORKER_GAUGES = {
     "read_bytes_per_s": ("read_bytes_per_second", "Rate of KV transfers, recent."),
     "num_host_blocks": ("host_blocks", "Blocks of the worker's host memory that hold KV."),
     "num_disk_blocks": ("disk_blocks", "Blocks of the worker's disk that hold KV."),
+    "disk_used_bytes": ("disk_used_bytes", "What these take there."),
+    "disk_ratio": ("disk_ratio", "Bytes of KV on the disk to those that it takes there."),
     "host_read_bytes_per_s": ("host_read_bytes_per_second", "Rate of loads from host memory."),
     "disk_read_bytes_per_s": ("disk_read_bytes_per_second", "Rate of loads from disk."),
 }

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
+WORTH_TELLING = 1.02  # times smaller: pages that are not full take as much
 _SIZE = "tensor_parallel_size"
 _KINDS = {"full": "full attention", "window": "sliding window", "state": "states"}
 _ROUTER_KEYS = ("num_live", "num_queued")
@@ -139,11 +140,22 @@ def _load(workers: list[dict[str, Any]], rated: dict[str, Any], tiers: Sequence[
     return [
         f"{total('num_used_blocks')} / {total('num_blocks')}",
         str(total("num_cached_blocks")),
-        *(str(total(key)) for key in tiers),
+        *(_in_tier(workers, key) for key in tiers),
         str(total("num_running")),
         str(total("num_waiting")),
         f"{100 * rated.get('cache_hit_rate', 0.0):.1f} %",
     ]
+
+
+def _in_tier(workers: list[dict[str, Any]], key: str) -> str:
+    """Blocks, and on disk how many times smaller a codec makes them."""
+    num_blocks = sum(worker.get(key, 0) for worker in workers)
+    on_disk = [worker for worker in workers if worker.get("disk_used_bytes")]
+    if key != "num_disk_blocks" or not on_disk:
+        return str(num_blocks)
+    taken = sum(worker["disk_used_bytes"] for worker in on_disk)
+    ratio = sum(worker["disk_ratio"] * worker["disk_used_bytes"] for worker in on_disk) / taken
+    return f"{num_blocks} ({ratio:.2f}x)" if ratio > WORTH_TELLING else str(num_blocks)
 
 
 def _router_lines(status: dict[str, Any]) -> list[str]:

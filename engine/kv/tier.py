@@ -50,3 +50,4 @@ class DiskRecord:
     block_hash: bytes
     checksum: int
     keep_s: float  # remaining retention when the record is read or written
+    num_bytes: int = 0  # that it takes there, as read; 0: as many as any block may

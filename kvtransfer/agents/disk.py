@@ -42,6 +42,7 @@ from kvrelay.kvtransfer.agents.nixl_bindings import (
     Transfers,
     descriptors,
     error_text,
+    memory_type,
     open_nixl,
     quietly,
     whole,
@@ -93,6 +94,7 @@ class FileTransport:
         self.nixl = open_nixl(on_cpu=False)  # UCX, of which that is a matter, is not used here
         self.files: list[OpenFile] = []
         self._name = name
+        self._spaces = spaces
         self._store = store
         self._agent_name = f"{name}#disk#{secrets.token_hex(8)}"
         config = self.nixl.nixlAgentConfig()
@@ -108,11 +110,24 @@ class FileTransport:
                 self._describe_on_gpu(tier, space)
 
     def make(
-        self, reads: bool, tier: Tier, blocks: Sequence[int], file: OpenFile, slots: Sequence[int]
+        self,
+        reads: bool,
+        tier: Tier,
+        blocks: Sequence[int],
+        file: OpenFile,
+        slots: Sequence[int],
+        sizes: Sequence[int] | None,
     ) -> int:
-        """A transfer between `blocks` of a memory and `slots` of the file, not posted yet."""
+        """A transfer between `blocks` of a memory and `slots` of the file, not posted yet. `sizes`:
+        the bytes of each, from its beginning; None: all of them."""
         operation = self.nixl.NIXL_READ if reads else self.nixl.NIXL_WRITE
         backend, memory = self.memory[tier]
+        if sizes is not None:
+            descs = self._parts(tier, blocks, file, slots, sizes)
+            made: int = self.agent.createXferReq(
+                operation, *descs, self._agent_name, b"", [backend]
+            )
+            return made
         handle: int = self.agent.makeXferReq(
             operation,
             memory,
@@ -123,6 +138,29 @@ class FileTransport:
             [backend],
         )
         return handle
+
+    def _parts(
+        self,
+        tier: Tier,
+        blocks: Sequence[int],
+        file: OpenFile,
+        slots: Sequence[int],
+        sizes: Sequence[int],
+    ) -> tuple[Any, Any]:
+        """Their descriptors in memory and in the file."""
+        space = self._spaces[tier]
+        in_memory = np.empty((len(blocks), 3), np.uint64)
+        in_file = np.empty((len(slots), 3), np.uint64)
+        in_memory[:, 0] = [space.address + each * self._store.bytes_per_block for each in blocks]
+        in_memory[:, 2] = space.device
+        in_file[:, 0] = [self._store.offset(slot) for slot in slots]
+        in_file[:, 2] = file.fd
+        in_memory[:, 1] = in_file[:, 1] = sizes
+        kind = memory_type(self.nixl, space)
+        return (
+            self.nixl.nixlXferDList(kind, in_memory),
+            self.nixl.nixlXferDList(self.nixl.FILE_SEG, in_file),
+        )
 
     def current_file(self) -> OpenFile:
         """The store's file as it is now, described. Raises AgentError."""
@@ -287,7 +325,9 @@ class DiskAgent(Transfers[Move]):
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
+        sizes: Sequence[int] | None = None,
     ) -> Move:
+        """`sizes`: bytes of each block, from its beginning, if they are not moved whole."""
         text = f"move of {len(src)} blocks from {src_tier} to {dst_tier} of {peer}"
         if peer != self._name or [src_tier, dst_tier].count(Tier.DISK) != 1:
             raise AgentError(f"{text}: this is the disk of {self._name}, for its own memory")
@@ -304,12 +344,15 @@ class DiskAgent(Transfers[Move]):
         if self._broken and not self._live:
             transport = self._renew(transport)
         blocks, slots = (dst, src) if reads else (src, dst)
-        end = max(map(self._store.offset, slots)) + self._store.bytes_per_block
+        whole = self._store.bytes_per_block
+        each = [whole] * len(slots) if sizes is None else sizes
+        assert all(0 < size <= whole for size in each), sizes
+        end = max(self._store.offset(s) + size for s, size in zip(slots, each, strict=True))
         file = transport.current_file()
         move = Move(text=text, handle=0, reads=reads, num_blocks=len(src), file_end=end, file=file)
         _check(move, transport)
         try:
-            move.handle = transport.make(reads, tier, blocks, file, slots)
+            move.handle = transport.make(reads, tier, blocks, file, slots, sizes)
         except Exception as error:
             raise AgentError(f"{text}: {error_text(error)}") from error
         file.live += 1

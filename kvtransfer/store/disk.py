@@ -1,7 +1,9 @@
 """Blocks of KV in a file, and which slot of it holds which block.
 
 The folder: `blocks.kv`, a sparse file of `max_blocks` slots of whole pages; `index.sqlite` (see
-`index`); `lock`. The disk agent reads and writes slots through `fd` at `offset(slot)`; the index
+`index`); `lock`. A slot has room for a whole block. Where blocks are coded they take the first
+pages of it, and the file system has room for others; how many there may be is the caller's to see
+to, by bytes. The disk agent reads and writes slots through `fd` at `offset(slot)`; the index
 is changed by `update`, in an order that the caller keeps: a slot leaves the index before it is
 written again, and enters it after it was written. So a process can be killed at any moment: what
 the next one finds listed is right, or was cut short and does not fit its checksum, which the reader
@@ -10,30 +12,35 @@ compares. Nothing here is synced; the same comparison covers a loss of power.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.store.errors import StoreError, sqlite_code, store_error
 from kvrelay.kvtransfer.store.folder import BLOCKS, INDEX, LOCK, FolderLock, is_at, slot_bytes
-from kvrelay.kvtransfer.store.index import Index, Row, remove_files
+from kvrelay.kvtransfer.store.index import CODEC_KEY, NO_CODEC, Index, Row, remove_files
 
 LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
 MAX_WARNINGS = 100
+PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
 GIB = float(1 << 30)
 FORGOTTEN = "blocks written so far are forgotten when the worker ends"
 COUNTERS = (
     "loaded",  # records found at opening
     "expired",  # records not loaded because their time was over
     "damaged",  # because the row was altered
-    "outside",  # because the slot is beyond the end of the file or max_blocks
+    "outside",  # because it is beyond the end of the file, max_blocks or the room
     "duplicate",  # because an earlier slot has the same hash
     "emptied",  # times that the index was made anew in place of another
     "recreated",  # times that the store was made anew because it had vanished
@@ -57,6 +64,7 @@ class DiskStore:
         identity: dict[str, str],
         bytes_per_block: int,
         max_blocks: int,
+        room_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         """`open` makes one, and calls this."""
@@ -65,6 +73,9 @@ class DiskStore:
         self.slot_bytes = slot_bytes(bytes_per_block)
         self.max_blocks = max_blocks
         self.num_bytes = max_blocks * self.slot_bytes  # that the blocks file has, holes included
+        # What each block takes, in whole pages; 0: not known. Set by whoever writes it.
+        self.sizes = np.zeros(max_blocks, np.int64)
+        self._room_bytes = room_bytes or self.num_bytes
         self.fd = -1
         self.records: list[DiskRecord] = []
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -87,21 +98,25 @@ class DiskStore:
         compatibility: Iterable[tuple[str, str]] = (),
         bytes_per_block: int,
         max_blocks: int,
+        codec: str = NO_CODEC,
+        room_bytes: int = 0,
         clock: Callable[[], float] = time.time,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> DiskStore:
         """Opens or makes the store. What cannot be kept is dropped, with a line in `warnings`.
         Raises StoreError where there can be no store, or another process has it, or a newer
-        version wrote it. `clock`: seconds since 1970."""
+        version wrote it. `codec`: the name of what blocks are written with; `room_bytes`: that
+        they may take together, if less than all slots; `clock`: seconds since 1970."""
         assert bytes_per_block > 0, bytes_per_block
         assert max_blocks > 0, max_blocks
         identity = {
             "fingerprint": fingerprint.hex(),
             "bytes_per_block": str(bytes_per_block),
             "slot_bytes": str(slot_bytes(bytes_per_block)),
+            CODEC_KEY: codec,
             **{f"compatibility.{name}": value for name, value in compatibility},
         }
-        store = cls(folder.absolute(), identity, bytes_per_block, max_blocks, clock)
+        store = cls(folder.absolute(), identity, bytes_per_block, max_blocks, room_bytes, clock)
         try:
             store._begin(lock_timeout_s)
         except BaseException as error:
@@ -116,6 +131,14 @@ class DiskStore:
         assert 0 <= slot < self.max_blocks, (slot, self.max_blocks)
         return slot * self.slot_bytes
 
+    def resize(self, slot: int, num_bytes: int) -> None:
+        """The block that is about to be written to the slot takes the first `num_bytes`, whole
+        pages. What another one had behind them is given back, if the file system knows how."""
+        rest = self.slot_bytes - num_bytes
+        if rest and not 0 < self.sizes[slot] <= num_bytes:
+            _punch_hole(self.fd, self.offset(slot) + num_bytes, rest)
+        self.sizes[slot] = num_bytes
+
     def update(self, change: StoreIndex) -> None:
         """Change the index, in one transaction; it is kept from when this returns, whatever
         happens to the process. Raises StoreError, and then nothing is changed; the store stays
@@ -126,7 +149,10 @@ class DiskStore:
             assert 0 <= record.checksum < 1 << 64, record
             assert not math.isnan(record.keep_s), record
         now = self._clock()
-        put = [Row(r.slot, r.block_hash, r.checksum, now + r.keep_s) for r in change.put]
+        put = [
+            Row(r.slot, r.block_hash, r.checksum, now + r.keep_s, int(self.sizes[r.slot]))
+            for r in change.put
+        ]
         with self._mutex:
             remove = self._owed.union(change.remove)
             try:
@@ -205,21 +231,27 @@ class DiskStore:
         now = self._clock()
         counters = self.counters
         drop = list(damaged)
-        cut = 0
+        cut = taken = 0
         seen: set[bytes] = set()
-        for slot, block_hash, checksum, expires_at in rows:
+        for slot, block_hash, checksum, expires_at, num_bytes in rows:
+            size = num_bytes or self.slot_bytes
             if not 0 <= slot < self.max_blocks:
                 counters["outside"] += 1
             elif slot * self.slot_bytes + self.bytes_per_block > found_bytes:
                 counters["outside"] += 1
                 cut += 1
+            elif taken + size > self._room_bytes:
+                counters["outside"] += 1
             elif expires_at <= now:
                 counters["expired"] += 1
             elif block_hash in seen:
                 counters["duplicate"] += 1
             else:
                 seen.add(block_hash)
-                self.records.append(DiskRecord(slot, block_hash, checksum, expires_at - now))
+                self.sizes[slot] = size
+                taken += size
+                record = DiskRecord(slot, block_hash, checksum, expires_at - now, size)
+                self.records.append(record)
                 continue
             drop.append(slot)
         counters["loaded"] = len(self.records)
@@ -304,6 +336,7 @@ class DiskStore:
             os.close(fd)
         self._owed = set()
         self.records = []
+        self.sizes[:] = 0
 
     def _retake_lock(self) -> None:
         """The lock of the file that is there now, unless it is the one held. Does not wait."""
@@ -327,7 +360,7 @@ class DiskStore:
     def _warn_if_space_is_short(self) -> None:
         system = os.statvfs(self.folder)
         free = system.f_bavail * system.f_frsize
-        missing = self.num_bytes - os.fstat(self.fd).st_blocks * 512
+        missing = self._room_bytes - os.fstat(self.fd).st_blocks * 512
         if missing > free:
             self._warn(
                 f"it may grow by {missing / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free"
@@ -343,3 +376,13 @@ class DiskStore:
     def _note(self, line: str) -> None:
         self.warnings.append(line)
         del self.warnings[:-MAX_WARNINGS]
+
+
+def _punch_hole(fd: int, start: int, num_bytes: int) -> None:
+    """Where that cannot be, the bytes stay taken."""
+    _libc().fallocate(fd, PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

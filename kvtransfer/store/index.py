@@ -1,8 +1,9 @@
 """The index of a disk store: which block each slot holds, in one SQLite file.
 
-Life of an index: opened and read, or made anew where it is damaged or describes other blocks;
-changed by transactions; closed. WAL makes a transaction survive the death of the process without
-a sync; what a power failure takes back is caught by checksums, as everything here is.
+Life of an index: opened and read, or made anew where it is damaged or describes other blocks (what
+the version before has written is taken over); changed by transactions; closed. WAL makes a
+transaction survive the death of the process without a sync; what a power failure takes back is
+caught by checksums, as everything here is.
 
 Tables. `meta`: `format_version` and one row per field of the identity; the table, the version row
 and the check stay the same in all versions, so that any version can tell a newer store from a
@@ -19,15 +20,17 @@ import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.kvtransfer.store.errors import StoreError, sqlite_code
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+VERSION_BEFORE = "1"  # its blocks are as they were, so there is no column for their bytes
 VERSION_KEY = "format_version"
+CODEC_KEY, NO_CODEC = "codec", "none"
 BUSY_TIMEOUT_S = 1.0
 MAX_CHECKSUM = (1 << 64) - 1
 WAL_LIMIT_BYTES = 4 << 20  # the log is cut to this after a large transaction
@@ -48,9 +51,11 @@ _ENVIRONMENT = {
 _META = "CREATE TABLE meta (name TEXT, value TEXT, check_sum INTEGER)"
 _RECORDS = (
     "CREATE TABLE records (slot INTEGER PRIMARY KEY, name BLOB, checksum INTEGER,"
-    " expires_at REAL, check_sum INTEGER)"
+    " expires_at REAL, check_sum INTEGER, num_bytes INTEGER)"
 )
-_ROW = struct.Struct(f"<q{HASH_BYTES}sqd")
+_ROW = struct.Struct(f"<q{HASH_BYTES}sqdq")
+_RECORDS_BEFORE = _RECORDS.replace(", num_bytes INTEGER", "")
+_ROW_BEFORE = struct.Struct(f"<q{HASH_BYTES}sqd")
 
 
 class Row(NamedTuple):
@@ -58,6 +63,7 @@ class Row(NamedTuple):
     block_hash: bytes
     checksum: int  # unsigned, 64 bits
     expires_at: float  # seconds since 1970
+    num_bytes: int = 0  # that the block takes; 0: all of the slot
 
 
 class Unusable(Exception):
@@ -73,7 +79,7 @@ class Index:
         """Raises Unusable for what cannot be kept, StoreError for a newer format, sqlite3.Error and
         OSError where the file cannot be read or written now; the file is as it was."""
         self._path = path
-        self._seed = xxh3_64_intdigest(repr(sorted(identity.items())).encode())
+        self._seed = _seed_of(identity)
         self.rows: list[Row] = []  # as found at opening, by slot
         self.altered: list[int] = []  # slots whose rows were not as they had been written
         self.is_new = False
@@ -125,7 +131,7 @@ class Index:
         try:
             self._db.executemany("DELETE FROM records WHERE slot = ?", ((slot,) for slot in remove))
             self._db.executemany(
-                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", map(self._sealed, put)
+                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)", map(self._sealed, put)
             )
             self._db.execute("COMMIT")
         except BaseException:
@@ -137,43 +143,69 @@ class Index:
     def close(self) -> None:
         self._db.close()
 
-    def _sealed(self, row: Row) -> tuple[int, bytes, int, float, int]:
-        checksum = _signed(row.checksum)
-        packed = _ROW.pack(row.slot, row.block_hash, checksum, row.expires_at)
-        check_sum = _signed(xxh3_64_intdigest(packed, self._seed))
-        return row.slot, row.block_hash, checksum, row.expires_at, check_sum
+    def _sealed(self, row: Row) -> tuple[Any, ...]:
+        fields = row.slot, row.block_hash, _signed(row.checksum), row.expires_at
+        packed = _ROW.pack(*fields, row.num_bytes)
+        return *fields, _signed(xxh3_64_intdigest(packed, self._seed)), row.num_bytes
 
     def _prepare(self, identity: Mapping[str, str]) -> None:
         # Ours alone, so the log's index is in memory: no -shm file, which could be cut under us.
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         tables = dict(self._db.execute("SELECT name, sql FROM sqlite_master"))
         self.is_new = not tables
+        if tables == {"meta": _META, "records": _RECORDS_BEFORE}:
+            self._take_over(identity)
+            tables["records"] = _RECORDS
         if tables:  # look before the first write: it may be a newer version's
             self._examine(tables, identity)
-            self._load()
+            self.rows, self.altered = self._read(_RECORDS, _ROW, self._seed)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
         if self.is_new:
-            meta = {VERSION_KEY: str(FORMAT_VERSION), **identity}
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute(_META)
-            self._db.execute(_RECORDS)
-            self._db.executemany(
-                "INSERT INTO meta VALUES (?, ?, ?)",
-                [(name, value, _meta_check(name, value)) for name, value in meta.items()],
-            )
+            self._make_tables(identity)
             self._db.execute("COMMIT")
 
-    def _examine(self, tables: Mapping[str, str], identity: Mapping[str, str]) -> None:
-        """Raises unless this is an undamaged index of `identity` and of this version."""
-        if tables.get("meta") != _META:
-            raise Unusable("it is damaged (table meta)")
+    def _make_tables(self, identity: Mapping[str, str]) -> None:
+        meta = {VERSION_KEY: str(FORMAT_VERSION), **identity}
+        self._db.execute(_META)
+        self._db.execute(_RECORDS)
+        self._db.executemany(
+            "INSERT INTO meta VALUES (?, ?, ?)",
+            [(name, value, _meta_check(name, value)) for name, value in meta.items()],
+        )
+
+    def _take_over(self, identity: Mapping[str, str]) -> None:
+        """Rewrite what the version before has left, if it is of the same blocks: as they were
+        then, any codec lets them be."""
+        before = {name: value for name, value in identity.items() if name != CODEC_KEY}
+        if self._meta() != {VERSION_KEY: VERSION_BEFORE, **before}:
+            raise Unusable(f"it is for other blocks: {_differences(self._meta(), before)}")
+        rows, _ = self._read(_RECORDS_BEFORE, _ROW_BEFORE, _seed_of(before))
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("DROP TABLE meta")
+        self._db.execute("DROP TABLE records")
+        self._make_tables(identity)
+        self._db.executemany(
+            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)", map(self._sealed, rows)
+        )
+        self._db.execute("COMMIT")
+
+    def _meta(self) -> dict[str, str]:
+        """What the table says. Raises Unusable where it is damaged."""
         meta = {}
         for name, value, check_sum in self._db.execute("SELECT name, value, check_sum FROM meta"):
             if _meta_check(name, value) != check_sum:
                 raise Unusable(f"it is damaged (meta row {name!r})")
             meta[name] = value
+        return meta
+
+    def _examine(self, tables: Mapping[str, str], identity: Mapping[str, str]) -> None:
+        """Raises unless this is an undamaged index of `identity` and of this version."""
+        if tables.get("meta") != _META:
+            raise Unusable("it is damaged (table meta)")
+        meta = self._meta()
         version = meta.pop(VERSION_KEY, "")
         if version.isdecimal() and int(version) > FORMAT_VERSION:
             raise StoreError(
@@ -191,23 +223,27 @@ class Index:
         if verdict != "ok":
             raise Unusable(f"it is damaged ({' '.join(str(verdict).split())})")
 
-    def _load(self) -> None:
-        pack, seed = _ROW.pack, self._seed
-        for slot, block_hash, checksum, expires_at, check_sum in self._db.execute(
-            "SELECT slot, name, checksum, expires_at, check_sum FROM records ORDER BY slot"
+    def _read(self, table: str, row: struct.Struct, seed: int) -> tuple[list[Row], list[int]]:
+        """What the table of this form has, by slot; and slots whose rows were altered."""
+        rows, altered = [], []
+        columns = "slot, name, checksum, expires_at"
+        columns += ", num_bytes" if "num_bytes" in table else ""
+        for *fields, check_sum in self._db.execute(
+            f"SELECT {columns}, check_sum FROM records ORDER BY slot"
         ):
+            slot, block_hash, checksum, *more = fields
             try:
-                packed = pack(slot, block_hash, checksum, expires_at)
+                packed = row.pack(*fields)
             except struct.error:  # not even the types are right
-                self.altered.append(slot)
+                altered.append(slot)
                 continue
-            if (
-                _signed(xxh3_64_intdigest(packed, seed)) == check_sum
-                and len(block_hash) == HASH_BYTES
+            if _signed(xxh3_64_intdigest(packed, seed)) == check_sum and (
+                len(block_hash) == HASH_BYTES
             ):
-                self.rows.append(Row(slot, block_hash, checksum & MAX_CHECKSUM, expires_at))
+                rows.append(Row(slot, block_hash, checksum & MAX_CHECKSUM, *more))
             else:
-                self.altered.append(slot)
+                altered.append(slot)
+        return rows, altered
 
 
 def _is_damage(error: BaseException) -> bool:
@@ -240,6 +276,10 @@ def _differences(has: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 def _meta_check(name: object, value: object) -> int:
     return _signed(xxh3_64_intdigest(f"{name!r}={value!r}".encode()))
+
+
+def _seed_of(identity: Mapping[str, str]) -> int:
+    return xxh3_64_intdigest(repr(sorted(identity.items())).encode())
 
 
 def _signed(number: int) -> int:

@@ -184,7 +184,11 @@ class TierBlocks:
 
     def __init__(self, config: WorkerConfig) -> None:
         sizes = {tier: spec.num_blocks(config) for tier, spec in TIERS.items()}
-        self.pools = {tier: TierPool(tier, size) for tier, size in sizes.items() if size}
+        self.pools = {
+            tier: TierPool(tier, size, *TIERS[tier].sizes(config))
+            for tier, size in sizes.items()
+            if size
+        }
         nothing = TierPool(next(iter(TIERS)), 0)  # what a worker without lower tiers has
         self.first = next(iter(self.pools.values()), nothing)
         self._write_after_s = {tier: spec.write_after_s(config) for tier, spec in TIERS.items()}
@@ -207,7 +211,7 @@ class TierBlocks:
             found = []
             for record in listed:
                 usage = self._usage_of(now, record)
-                found.append((record.slot, record.checksum, usage))
+                found.append((record.slot, record.checksum, record.num_bytes, usage))
             self.pools[tier].fill(found)
 
     def _back(self, pool: TierPool) -> None:
@@ -230,7 +234,7 @@ class TierBlocks:
         pool.grow(found.first_slot + found.num_slots)
         new = [record for record in found.records if record.block_hash not in pool]
         usages = [self._usage_of(now, record) for record in reversed(new)]
-        pool.fill((r.slot, r.checksum, u) for r, u in zip(reversed(new), usages, strict=True))
+        pool.fill((r.slot, r.checksum, 0, u) for r, u in zip(reversed(new), usages, strict=True))
 
     def on_gone(self, gone: StoreGone) -> None:
         slots = range(gone.first_slot, gone.first_slot + gone.num_slots)

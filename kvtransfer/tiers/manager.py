@@ -239,6 +239,11 @@ class Tiers:
         """Slots in use: of blocks that can be read, are written, or were forgotten and are read."""
         return self._pools[tier].num_used if tier in self._pools else 0
 
+    def used_bytes(self, tier: Tier) -> int:
+        """What blocks take there, and may take that are written; 0 where they are not of several
+        sizes."""
+        return self._pools[tier].used_bytes if tier in self._pools else 0
+
     def num_pinned(self, tier: Tier) -> int:
         """Slots that are being read or written."""
         return self._pools[tier].num_pinned if tier in self._pools else 0

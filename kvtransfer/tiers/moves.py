@@ -19,7 +19,7 @@ from kvrelay.engine.node import Effect, Note
 from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
 from kvrelay.kvtransfer.tiers.blocks import BackingTier, TierBlocks
 from kvrelay.kvtransfer.tiers.pool import Entry, TierPool
-from kvrelay.kvtransfer.tiers.registry import is_storage
+from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 
 MAX_MOVE_BLOCKS = 32  # in one move; there is one at a time in each direction
 MOVE_SHARE = 8  # and it has at most 1 / 8 of the blocks of either tier
@@ -96,13 +96,18 @@ class TierMoves:
             add(f"moved_blocks_{way}", sum(arrived))
             add(f"moved_bytes_{way}", done.num_bytes)
             add(f"moved_s_{way}", done.elapsed_s)
+            if done.stored_bytes:
+                most, _ = TIERS[move.dst].sizes(self._config)
+                add(f"stored_bytes_{way}", sum(done.stored_bytes))
+                add(f"stored_whole_{way}", done.stored_bytes.count(most))
             effects = self._check_arrived(move, arrived)
         else:
             arrived = [False] * len(move.blocks)
             add(f"moves_failed_{way}")
             effects = self._fail(now, move, done)
-        for block, good in zip(move.blocks, arrived, strict=True):
-            self._settle(move.dst, block, good)
+        stored = done.stored_bytes or (None,) * len(move.blocks)
+        for block, good, num_bytes in zip(move.blocks, arrived, stored, strict=True):
+            self._settle(move.dst, block, good, num_bytes)
         if move.dst is Tier.DEVICE:
             self._kv.pool.release([block.dst for block in move.blocks])
         return effects
@@ -224,8 +229,9 @@ class TierMoves:
             )
         ]
 
-    def _settle(self, dst: Tier, block: Moving, good: bool) -> None:
-        """Nothing writes to the destination any more."""
+    def _settle(self, dst: Tier, block: Moving, good: bool, num_bytes: int | None) -> None:
+        """Nothing writes to the destination any more, where the block takes so many bytes; None:
+        as many as any."""
         entry, blocks = block.entry, self._blocks
         if entry is None:
             if good and self._kv.pool.seal(block.dst, block.block_hash):
@@ -234,7 +240,7 @@ class TierMoves:
         pool = blocks.pools[dst]
         if not good:
             pool.abandon(entry, "failed")
-        elif pool.commit(entry, block.checksum):
+        elif pool.commit(entry, block.checksum, num_bytes):
             if any(other.is_retained(block.block_hash) for other in blocks.pools.values()):
                 pool.retain(block.block_hash)
             if dst in blocks.indexes:

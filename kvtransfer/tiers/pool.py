@@ -112,21 +112,30 @@ class Entry:
 
 
 class TierPool:
-    """Owns the slots [0, num_blocks) of one tier.
+    """Owns the slots [0, num_blocks) of one tier, and its room, where blocks differ in bytes.
 
-    Invariant: a slot is blank, or an entry's, or a forgotten entry's and pinned; a hash has at
+    Invariant: `used_bytes` is what entries take, and forgotten ones that are pinned, and at most
+    the room; a slot is blank, or an entry's, or a forgotten entry's and pinned; a hash has at
     most one entry; the slot of an entry that is not readable is pinned by its writer; entries that
     are readable and not pinned are in `_expiry`, and unless kept in `_probation` or `_protected`.
     """
 
-    def __init__(self, tier: Tier, num_blocks: int) -> None:
+    def __init__(
+        self, tier: Tier, num_blocks: int, block_bytes: int = 0, room_bytes: int = 0
+    ) -> None:
+        """`block_bytes`: the most that a block takes of `room_bytes`; 0: all take the same, and
+        there is room for `num_blocks`."""
         self.tier = tier
         self.num_blocks = num_blocks
+        self.used_bytes = 0
+        self._block_bytes = block_bytes
+        self._room_bytes = room_bytes
         self.num_reused = 0
         self.num_kept = 0
         self._entries: dict[bytes, Entry] = {}
         self._owners: list[Entry | None] = [None] * num_blocks
         self._pins = [0] * num_blocks
+        self._bytes = [0] * num_blocks  # that slots take of the room
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._forgotten: list[Entry] = []
         self._changes = NetChanges()
@@ -141,11 +150,20 @@ class TierPool:
 
     @property
     def num_blank(self) -> int:
-        return len(self._blank)
+        """Blocks for which there is room, whatever they take."""
+        if not self._block_bytes:
+            return len(self._blank)
+        return min(len(self._blank), (self._room_bytes - self.used_bytes) // self._block_bytes)
 
     @property
     def num_pinned(self) -> int:
         return sum(pins > 0 for pins in self._pins)
+
+    @property
+    def _least_blocks(self) -> int:
+        """For how many there is room if each takes the most."""
+        in_bytes = self._room_bytes // self._block_bytes if self._block_bytes else self.num_blocks
+        return min(self.num_blocks, in_bytes)
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether it is here or on its way."""
@@ -165,11 +183,11 @@ class TierPool:
     def block_hashes(self) -> tuple[bytes, ...]:
         return tuple(block_hash for block_hash, entry in self._entries.items() if entry.readable)
 
-    def fill(self, found: Iterable[tuple[int, int, Usage]]) -> None:
-        """Slot, checksum and usage of each block that is here already."""
-        for slot, checksum, usage in found:
+    def fill(self, found: Iterable[tuple[int, int, int, Usage]]) -> None:
+        """Slot, checksum, bytes (0: the most) and usage of each block that is here already."""
+        for slot, checksum, num_bytes, usage in found:
             assert self._owners[slot] is None
-            entry = self._enter(usage, slot)
+            entry = self._enter(usage, slot, num_bytes or self._block_bytes)
             entry.checksum, entry.readable = checksum, True
             entry.indexed_until = usage.expires_at
             self._changes.note(usage.block_hash, stored=True)
@@ -182,6 +200,7 @@ class TierPool:
         more = range(self.num_blocks, num_blocks)
         self._owners += [None for _ in more]
         self._pins += [0 for _ in more]
+        self._bytes += [0 for _ in more]
         self._blank += more
         self.num_blocks = len(self._owners)
 
@@ -194,16 +213,20 @@ class TierPool:
 
     def allocate(self, now: float, usage: Usage) -> Entry | None:
         """An entry whose slot may be written, for the writer to `commit` or `abandon`; None if all
-        slots are in use. The least valuable entry gives way: one that has expired, or else the
-        least recently used of the part that has more than its share."""
-        if not self._blank and not (self.expire(now, 1) or self._evict()):
-            return None
-        entry = self._enter(usage, self._blank.pop())
+        slots are in use, or there is no room. The least valuable entries give way: one that has
+        expired, or else the least recently used of the part that has more than its share."""
+        while self.num_blank < 1:
+            if not (self.expire(now, 1) or self._evict()):
+                return None
+        entry = self._enter(usage, self._blank.pop(), self._block_bytes)
         self._pins[entry.slot] = 1
         return entry
 
-    def commit(self, entry: Entry, checksum: int) -> bool:
-        """It is written. False if it was forgotten meanwhile."""
+    def commit(self, entry: Entry, checksum: int, num_bytes: int | None = None) -> bool:
+        """It is written, and takes that many bytes; None: as many as it might. False if it was
+        forgotten meanwhile."""
+        if num_bytes is not None and self._block_bytes:
+            self._take(entry.slot, num_bytes)
         if not entry.gone:
             entry.checksum, entry.readable = checksum, True
             self._changes.note(entry.block_hash, stored=True)
@@ -226,7 +249,7 @@ class TierPool:
         if entry.readable:
             self._changes.note(entry.block_hash, stored=False)
         if not self._pins[entry.slot]:
-            self._blank.append(entry.slot)
+            self._give_back(entry.slot)
         self._forgotten.append(entry)
 
     def drop(self, block_hash: bytes) -> None:
@@ -252,7 +275,7 @@ class TierPool:
             return
         entry = self._owners[slot]
         if entry is None:
-            self._blank.append(slot)
+            self._give_back(slot)
         else:
             self._enlist(entry)
 
@@ -262,7 +285,7 @@ class TierPool:
         if entry is None:
             return False
         if not entry.kept:
-            if self.num_kept >= KEPT_SHARE * self.num_blocks:
+            if self.num_kept >= KEPT_SHARE * self._least_blocks:
                 return False
             entry.kept = True
             self.num_kept += 1
@@ -306,6 +329,8 @@ class TierPool:
     def check_integrity(self) -> None:
         """Assert the class invariant. Cost: O(num_blocks)."""
         blank = set(self._blank)
+        assert self.used_bytes == sum(self._bytes) <= self._room_bytes
+        assert not any(self._bytes[slot] for slot in blank)
         assert len(blank) == len(self._blank)
         for slot, entry in enumerate(self._owners):
             pins = self._pins[slot]
@@ -321,11 +346,22 @@ class TierPool:
         assert self.num_reused == sum(e.usage.is_reused for e in entries)
         assert self.num_kept == sum(e.kept for e in entries) <= KEPT_SHARE * self.num_blocks + 1
 
-    def _enter(self, usage: Usage, slot: int) -> Entry:
+    def _enter(self, usage: Usage, slot: int, num_bytes: int) -> Entry:
         assert usage.block_hash not in self._entries
         entry = self._entries[usage.block_hash] = self._owners[slot] = Entry(usage, slot)
+        if self._block_bytes:
+            self._take(slot, num_bytes)
         self.num_reused += usage.is_reused
         return entry
+
+    def _take(self, slot: int, num_bytes: int) -> None:
+        """Bytes of the room, in place of those that the slot takes."""
+        self.used_bytes += num_bytes - self._bytes[slot]
+        self._bytes[slot] = num_bytes
+
+    def _give_back(self, slot: int) -> None:
+        self._take(slot, 0)
+        self._blank.append(slot)
 
     def _evict(self) -> bool:
         num_new = len(self._entries) - self.num_reused

@@ -26,6 +26,8 @@ class TierSpec:
     bytes_per_s: float  # into device memory, until a load was measured
     is_storage: bool
     can_be_written: bool = True
+    # The most that a block takes, and room for all of them; 0, 0: the number of blocks says it.
+    sizes: Callable[[WorkerConfig], tuple[int, int]] = lambda config: (0, 0)
     # Behind the first tier: a block that was not used for this long is written.
     write_after_s: Callable[[WorkerConfig], float] = lambda config: 0.0
 
@@ -38,6 +40,7 @@ TIERS: dict[Tier, TierSpec] = {
         lambda config: config.num_disk_blocks,
         0.5e9,
         is_storage=True,
+        sizes=lambda config: (config.disk_slot_bytes, config.disk_bytes),
         write_after_s=lambda config: config.disk_after_s,
     ),
 }

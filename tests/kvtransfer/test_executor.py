@@ -206,6 +206,24 @@ def test_faults_are_put_into_the_memory_that_was_read_into_and_never_on_disk() -
     assert hit == ["pool", "host"]
 
 
+def test_what_the_agent_knows_of_a_copy_is_told() -> None:
+    pool = content(NUM_BLOCKS, BLOCK, 1)
+    agent, pools = FakeAgent(states=["done"] * 3), {Tier.DEVICE: pool}
+
+    def results(handle: int) -> tuple[int, ...]:
+        return known[handle]
+
+    known = [(7, 8), (), (4096, 8192)]
+    executor = TransferExecutor("me", 1, agent, pools, results=results)
+    for number, tiers in enumerate([(DISK, Tier.DEVICE)] * 2 + [(Tier.DEVICE, DISK)]):
+        executor.post(a_read(number, "me", src_tier=tiers[0], dst_tier=tiers[1]))
+    first, second, third = executor.poll_copies()
+    assert (first.checksums, first.stored_bytes) == ((7, 8), ())
+    assert second.checksums == tuple(checksum_blocks(pool, (2, 3)))
+    assert third.checksums == tuple(checksum_blocks(pool, (0, 1)))
+    assert third.stored_bytes == (4096, 8192)
+
+
 @dataclass
 class FakeStore:
     """A disk store that says what the test tells it to."""

@@ -31,7 +31,8 @@ def copy(number: int) -> CopyBlocks:
 
 def done(number: int, rank: int, error: str | None = None) -> CopyDone:
     sums = () if error else (MOD - 1 - rank, 10 * rank)
-    return CopyDone(ReadId(number), error, sums, elapsed_s=0.1 * (rank + 1), num_bytes=100)
+    stored = () if error else (4096 * rank, 8192)
+    return CopyDone(ReadId(number), error, sums, 0.1 * (rank + 1), 100, stored)
 
 
 class World:
@@ -69,6 +70,7 @@ def test_copies_are_answered_once_all_have(
             (answer,) = told
             assert answer.error == (None if first is None else f"rank {first} failed")
             assert answer.checksums == (((2 * MOD - 4) % MOD, 20) if first is None else ())
+            assert answer.stored_bytes == ((3 * 4096, 3 * 8192) if first is None else ())
             assert answer.elapsed_s == 0.1 * NUM_RANKS
     assert world.answers.audit() == 0
 

@@ -6,7 +6,9 @@ answer is right, and what was lost is stored again. With windows and states, the
 from __future__ import annotations
 
 import random
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks, of_groups
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
+from kvrelay.kvtransfer.codec import open_codec
+from kvrelay.kvtransfer.store import folder
 from kvrelay.worker import transfers
 from tests.engine.model.tiny import VOCAB
 from tests.local.test_local import REMOTE, small
@@ -129,25 +133,46 @@ def test_every_changed_byte_in_host_memory_is_noticed(
         assert fill(cluster) == expected
 
 
+@pytest.mark.parametrize("disk_codec", ["lossless", pytest.param("none", marks=pytest.mark.long)])
 def test_every_changed_byte_on_disk_is_noticed(
-    model: Path, expected: list[list[int]], tmp_path: Path
+    model: Path,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    disk_codec: str,
 ) -> None:
-    rng = random.Random(2)
+    """With a codec, changes of what it reads: some bytes of a coded block say nothing."""
+    rng, codec = random.Random(2), open_codec(disk_codec)
+    monkeypatch.setattr(folder, "PAGE_BYTES", 16)  # such small blocks need all of a real page
     tiers: dict[str, Any] = {
         "disk_bytes": 64 * MIB,
         "disk_path": str(tmp_path),
         "disk_after_s": 0.0,
+        "disk_codec": disk_codec,
     }
     with LocalCluster(model, prefill=0, engine=ENGINE, **tiers) as cluster:
         assert fill(cluster) == expected
         slots, stored = slots_read_again(cluster), counted(cluster, "disk.used")
     (path,) = tmp_path.rglob("blocks.kv")
     node: Any = cluster.workers["decode-0"].node
-    block_bytes = node.config.bytes_per_block
+    block_bytes, slot_bytes = node.config.bytes_per_block, node.config.disk_slot_bytes
     data = np.memmap(path, np.uint8, "r+")
-    slot_bytes = -(-block_bytes // 4096) * 4096
+    with closing(sqlite3.connect(path.with_name("index.sqlite"))) as index:
+        sizes = dict(index.execute("SELECT slot, num_bytes FROM records"))
+    coded = [slot for slot in slots if 0 < sizes[slot] < slot_bytes]
+    assert len(coded) > 50 or codec is None
     for slot in slots:
-        data[slot * slot_bytes + rng.randrange(block_bytes)] ^= 1 << rng.randrange(8)
+        in_slot = data[slot * slot_bytes :][:block_bytes]
+        before, after = np.zeros((2, block_bytes), np.uint8)
+        if codec is None or slot not in coded:
+            in_slot[rng.randrange(block_bytes)] ^= 1 << rng.randrange(8)
+            continue
+        assert codec.decode(in_slot, before)
+        after[:] = before
+        while np.array_equal(before, after):
+            in_slot[rng.randrange(sizes[slot])] ^= 1 << rng.randrange(8)
+            if not codec.decode(in_slot, after):
+                break
     data.flush()
     with LocalCluster(model, prefill=0, engine=ENGINE, **tiers) as cluster:
         load_all(cluster)

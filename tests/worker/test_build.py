@@ -14,9 +14,11 @@ from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.cluster.roles import build_worker
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.engine.model.config import ModelConfig, Rope
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.worker import build
+from kvrelay.worker.build import in_all
 from kvrelay.worker.kv_plan import (
     SPARE_BYTES,
     BuildError,
@@ -164,8 +166,28 @@ def test_tiers_hold_as_many_blocks_as_fit() -> None:
     both = plan_tiers(plan, 3 * size - 1, 70 * size)
     assert (both.num_host_blocks, both.num_disk_blocks) == (2, 70)
     assert (both.host_bytes, both.needed_bytes) == (2 * size, plan.needed_bytes)
+    coded = plan_tiers(plan, 0, 70 * size, "lossless")
+    assert (coded.num_disk_blocks, coded.disk_bytes) == (int(70 / 0.8), 70 * size), "in float32"
     with pytest.raises(BuildError, match=r"tiers.disk_gib: this worker's share of 0.0006\d+ GiB"):
         plan_tiers(plan, 0, size - 1)
+
+
+def test_kv_is_coded_on_disk_where_that_was_measured() -> None:
+    assert spec_of().disk_codec == "lossless"
+    on_gpu = ModelSection(name="", dtype="float32", device="cuda")
+    assert spec_of(model=on_gpu).disk_codec == "none"
+    for codec in ("lossless", "none"):
+        assert spec_of(tiers=TiersSection(disk_codec=codec)).disk_codec == codec  # type: ignore[arg-type]
+
+
+def test_what_a_block_takes_on_disk_is_added_up_over_ranks() -> None:
+    """Listed are blocks that all ranks have."""
+    of_ranks = [
+        [DiskRecord(slot, bytes([slot]), 7, 9.0, 4096 * (1 + rank)) for slot in slots]
+        for rank, slots in enumerate([(0, 1, 2), (1, 2, 3)])
+    ]
+    expected = tuple(DiskRecord(slot, bytes([slot]), 7, 9.0, 3 * 4096) for slot in (1, 2))
+    assert in_all(of_ranks) == expected
 
 
 def test_a_host_tier_of_auto_is_a_quarter_of_what_is_free_and_a_few_pools_at_most() -> None:

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sqlite3
+import struct
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import StoreIndex
@@ -88,9 +90,9 @@ class TestKeeping:
 
     def test_checksums_and_names_of_all_bits_come_back(self, opened: Opener) -> None:
         put = (
-            DiskRecord(0, b"\xff" * 16, (1 << 64) - 1, 5.0),
-            DiskRecord(1, b"\0" * 16, 0, 5.0),
-            DiskRecord(2, b"\0" * 15 + b"\1", 1 << 63, math.inf),
+            DiskRecord(0, b"\xff" * 16, (1 << 64) - 1, 5.0, SLOT),
+            DiskRecord(1, b"\0" * 16, 0, 5.0, SLOT),
+            DiskRecord(2, b"\0" * 15 + b"\1", 1 << 63, math.inf, SLOT),
         )
         clock = Clock()
         with closing(opened(clock=clock)) as store:
@@ -200,6 +202,7 @@ class TestOtherBlocks:
                 "compatibility.rope is missing, wanted linear",
             ),
             ({"compatibility": COMPATIBILITY[:1]}, "compatibility.dtype is bfloat16, wanted none"),
+            ({"codec": "exponents-9"}, "codec is none, wanted exponents-9"),
         ],
     )
     def test_a_store_of_other_blocks_is_emptied_and_the_field_named(
@@ -240,6 +243,63 @@ class TestOtherBlocks:
         store = opened()
         assert store.records == []
         assert f"format_version is {version}, wanted {FORMAT_VERSION}" in store.warnings[0]
+
+    def test_the_version_before_is_read_and_kept(self, opened: Opener, folder: Path) -> None:
+        """Its blocks are as they were computed, which any codec lets be."""
+        with closing(opened()) as store:
+            keep(store, range(6))
+        make_first_version(folder)
+        with closing(opened(codec="exponents-9")) as store:
+            assert store.warnings == []
+            assert serve(store) == ({0, 1, 2, 3, 4}, set()), "but the row that was altered"
+            assert {found.num_bytes for found in store.records} == {SLOT}
+            keep(store, [9])
+        assert serve(opened(codec="exponents-9")) == ({0, 1, 2, 3, 4, 9}, set())
+
+    def test_the_version_before_of_other_blocks_is_emptied(
+        self, opened: Opener, folder: Path
+    ) -> None:
+        with closing(opened()) as store:
+            keep(store, [1, 2])
+        make_first_version(folder)
+        store = opened(fingerprint=b"\xaa" * 16)
+        assert store.records == []
+        assert f"fingerprint is {FINGERPRINT.hex()}, wanted aaaa" in store.warnings[0]
+
+    def test_no_more_blocks_are_listed_than_there_is_room_for(self, opened: Opener) -> None:
+        with closing(opened(room_bytes=10 * SLOT)) as store:
+            store.resize(7, 4096)
+            keep(store, [1, 2, 7])
+        with closing(opened(room_bytes=2 * SLOT - 1)) as store:
+            assert {(each.slot, each.num_bytes) for each in store.records} == {(1, SLOT), (7, 4096)}
+            assert store.counters["outside"] == 1
+        assert len(opened().records) == 2
+
+
+def make_first_version(folder: Path) -> None:
+    """Rewrites the index as version 1 was, the last row of it with another checksum."""
+    with closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
+        meta = dict(db.execute("SELECT name, value FROM meta")) | {VERSION_KEY: "1"}
+        del meta["codec"]
+        identity = {name: value for name, value in meta.items() if name != VERSION_KEY}
+        seed = xxh3_64_intdigest(repr(sorted(identity.items())).encode())
+        rows = db.execute("SELECT slot, name, checksum, expires_at FROM records ORDER BY slot")
+        found = rows.fetchall()
+        db.execute("DROP TABLE meta")
+        db.execute("DROP TABLE records")
+        db.execute("CREATE TABLE meta (name TEXT, value TEXT, check_sum INTEGER)")
+        db.execute(
+            "CREATE TABLE records (slot INTEGER PRIMARY KEY, name BLOB, checksum INTEGER,"
+            " expires_at REAL, check_sum INTEGER)"
+        )
+        for name, value in meta.items():
+            row = (name, value, _meta_check(name, value))
+            db.execute("INSERT INTO meta VALUES (?, ?, ?)", row)
+        for row in found:
+            check_sum = xxh3_64_intdigest(struct.pack("<q16sqd", *row), seed)
+            check_sum -= (1 << 64) if check_sum >= 1 << 63 else 0
+            db.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?)", (*row, check_sum))
+        db.execute("UPDATE records SET checksum = 5 WHERE slot = ?", (found[-1][0],))
 
 
 def set_version(folder: Path, version: str) -> None:

@@ -15,11 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.kvtransfer.messages import CacheAction
 from kvrelay.kvtransfer.tiers.manager import ORDER_TIMEOUT_S
-from tests.kvtransfer.tiers.tier_world import TierWorld, content, names
+from tests.kvtransfer.tiers.tier_world import TierWorld, content, names, stored
 
 SESSIONS = st.integers(0, 3)
 LENGTHS = st.integers(1, 7)
 SIZES = st.sampled_from([(3, 5), (9, 16), (6, 0), (0, 6), (20, 8)])
+ROOMS = st.sampled_from([0, 0, 20, 31, 70])  # bytes of the disk; 0: for as many as it has slots
 
 
 def chain(session: int, length: int) -> list[bytes]:
@@ -28,16 +29,21 @@ def chain(session: int, length: int) -> list[bytes]:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    @initialize(sizes=SIZES, found=st.sets(st.integers(0, 4)))
-    def begin(self, sizes: tuple[int, int], found: set[int]) -> None:
-        host, disk = sizes
+    @initialize(sizes=SIZES, room=ROOMS, found=st.sets(st.integers(0, 4)))
+    def begin(self, sizes: tuple[int, int], room: int, found: set[int]) -> None:
+        (host, disk), left = sizes, room
         slots = dict(zip(chain(0, 5), range(disk), strict=False))
-        records = [
-            DiskRecord(slot, name, content(name), 20.0)
-            for index, (name, slot) in enumerate(slots.items())
-            if index in found
-        ]
-        self.world = TierWorld(device=16, host=host, disk=disk, records=records, disk_after_s=1.0)
+        records = []
+        for index, (name, slot) in enumerate(slots.items()):
+            if index in found and (not room or left >= stored(name)):
+                records.append(DiskRecord(slot, name, content(name), 20.0, stored(name)))
+                left -= stored(name)
+        self.world = TierWorld(
+            *(16, host, disk, records),
+            disk_after_s=1.0,
+            disk_bytes=room,
+            disk_slot_bytes=10 if room else 0,
+        )
         self.running: list[tuple[list[bytes], list[int], Retention]] = []
         self.orders = 0
         self.given: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
@@ -141,6 +147,8 @@ class TiersMachine(RuleBasedStateMachine):
             assert set(readable) <= self.given[tier]
             assert len({source.slot for source in readable.values()}) == len(readable)
             assert len(readable) <= world.tiers.num_blocks(tier)
+        if room := world.config.disk_bytes:
+            assert sum(map(stored, world.readable(Tier.DISK))) <= room
         for block in world.kv.pool.lookup(names(0, 1)):
             assert world.memory[Tier.DEVICE][block] == world.kv.checksums[block]
 

@@ -192,6 +192,34 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
+def test_as_many_blocks_fit_as_there_are_bytes_for() -> None:
+    """Each may take 10 until it is written; what it took less is room for others."""
+    pool = TierPool(Tier.DISK, 40, 10, 100)
+    entries = {}
+    for number in range(60):
+        entry = pool.allocate(0.0, Usage(bytes([number]), number, 0.0, 9.0, True))
+        assert entry is not None
+        assert pool.commit(entry, 0, 4 + number % 3)
+        entries[number] = entry
+        pool.check_integrity()
+    assert pool.used_bytes > 85
+    assert pool.num_blank == (100 - pool.used_bytes) // 10 == 0
+    kept = [number for number, entry in entries.items() if not entry.gone]
+    assert kept == list(range(60 - len(kept), 60)), "the least recently used have gone"
+    assert len(kept) > 16
+    for number in kept:
+        pool.pin(entries[number].slot)
+    last = Usage(b"last", 99, 0.0, 9.0, True)
+    assert pool.allocate(0.0, last) is None, "what is pinned is not evicted"
+    pool.forget(entries[kept[0]], "dropped")
+    pool.forget(entries[kept[1]], "dropped")
+    assert pool.allocate(0.0, last) is None, "and takes its room until it is read"
+    for number in kept:
+        pool.unpin(entries[number].slot)
+    assert pool.allocate(0.0, last) is not None
+    pool.check_integrity()
+
+
 def test_least_first_follows_keys_that_grow_and_forgets_what_has_none() -> None:
     keys: dict[str, float | None] = {"a": 1, "b": 2, "c": 3}
     order = LeastFirst[str](keys.__getitem__)

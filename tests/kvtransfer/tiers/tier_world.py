@@ -7,6 +7,7 @@ every change of the index is checked against the rules that keep content intact.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvrelay.engine.kv.cache_manager import KVCacheManager
@@ -30,6 +31,11 @@ def names(*numbers: int) -> list[bytes]:
 
 def content(name: bytes) -> int:
     return 1000 + name[0]
+
+
+def stored(name: bytes) -> int:
+    """What it takes on a disk whose blocks take up to 10."""
+    return 4 + name[0] % 7
 
 
 def disk_records(*numbers: int) -> list[DiskRecord]:
@@ -182,6 +188,9 @@ class TierWorld:
             target[dst] = source[src] ^ (index < damage) if error is None else -1
             checksums.append(target[dst])
         done = CopyDone(read.transfer_id, None, tuple(checksums), 0.1, 10 * len(checksums))
+        if self.config.disk_bytes and read.dst_tier is Tier.DISK:
+            sizes = tuple(stored(bytes([source[src] - 1000])) for src in read.src)
+            done = replace(done, stored_bytes=sizes)
         if error is not None:
             done = CopyDone(read.transfer_id, error, elapsed_s=0.0 if "refused" in error else 0.1)
         effects = self.tiers.on_copy_done(self.now, done)

@@ -131,6 +131,23 @@ def test_status_shows_the_links_by_which_kv_is_read_the_slowest_first() -> None:
     assert not any("first read" in line for line in shown([]))
 
 
+@pytest.mark.parametrize(
+    ("disk", "shown"),
+    [
+        ({}, "900"),
+        ({"disk_used_bytes": 1000, "disk_ratio": 1.45}, "900 (1.45x)"),
+        ({"disk_used_bytes": 1000, "disk_ratio": 0.98}, "900"),  # pages that are not full
+        ({"disk_used_bytes": 0, "disk_ratio": 0.0}, "900"),
+    ],
+)
+def test_status_shows_how_much_smaller_kv_is_on_disk(disk: dict[str, Any], shown: str) -> None:
+    console = Console(width=120, record=True, file=StringIO())
+    (worker,) = STATUS["workers"]
+    console.print(status_table(STATUS | {"workers": [worker | disk]}))
+    cells = [line.split("│") for line in console.export_text().splitlines() if "decode-0" in line]
+    assert shown in [cell.strip() for cell in cells[0]]
+
+
 def test_status_shows_each_router_and_that_one_does_not_answer() -> None:
     def shown(*routers: RouterProcessStatus) -> list[list[str]]:
         console = Console(width=120, record=True, file=StringIO())

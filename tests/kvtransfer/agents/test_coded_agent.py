@@ -1,0 +1,221 @@
+"""Blocks between memory and a disk that has them coded, on a real file system."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.kvtransfer.agent import AgentError, StoreIndex
+from kvrelay.kvtransfer.agents import coded
+from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
+from kvrelay.kvtransfer.agents.staged import StagedAgent
+from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.codec import ExponentCodec
+from kvrelay.kvtransfer.store import DiskStore
+from tests.kvtransfer.agents.agent_kit import read, settle
+
+SIZE = 5 * 4096 + 1000  # six pages, the last of which is not full
+NUM_DEVICE, NUM_HOST, NUM_SLOTS = 60, 40, 80
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+
+
+def numbers(count: int, seed: int) -> np.ndarray:
+    """Blocks of bfloat16, but each seventh, whose bytes are random."""
+    rng = torch.Generator().manual_seed(seed)
+    blocks = torch.randn((count, SIZE // 2), generator=rng).bfloat16().view(torch.uint8).numpy()
+    blocks[::7] = np.random.default_rng(seed).integers(0, 256, blocks[::7].shape, np.uint8)
+    return blocks
+
+
+def opened_store(folder: Path) -> DiskStore:
+    return DiskStore.open(
+        folder,
+        fingerprint=b"f" * 16,
+        bytes_per_block=SIZE,
+        max_blocks=NUM_SLOTS,
+        codec=ExponentCodec.name,
+    )
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.store = opened_store(folder)
+        self.device, self.host = numbers(NUM_DEVICE, 1), numbers(NUM_HOST, 2)
+        memory = {DEVICE: self.device, HOST: self.host}
+        self.agent = open_coded("me", memory, self.store, ExponentCodec())
+
+    def write(self, src: list[int], slots: list[int], tier: Tier = DEVICE) -> tuple[int, ...]:
+        handle = self.agent.post_copy("me", src, slots, tier, DISK)
+        settle(self.agent, handle)
+        return self.agent.results(handle)
+
+    def read(self, slots: list[int], dst: list[int], tier: Tier = DEVICE) -> None:
+        handle = self.agent.post_copy("me", slots, dst, DISK, tier)
+        settle(self.agent, handle)
+        memory = self.device if tier is DEVICE else self.host
+        assert self.agent.results(handle) == tuple(checksum_blocks(memory, dst))
+
+    def assert_idle(self) -> None:
+        """All of the staging area is free."""
+        free = [slot for slots in self.agent._free.values() for slot in slots]
+        assert sorted(free) == list(range(len(self.agent._staging)))
+        assert not self.agent._live
+
+
+@pytest.fixture(params=[128, 8], ids=["at once", "in batches"])
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    monkeypatch.setattr(coded, "MAX_STAGING", request.param)
+    world = World(tmp_path / "store")
+    try:
+        yield world
+        world.assert_idle()
+    finally:
+        world.agent.close()
+        world.store.close()
+
+
+def test_blocks_come_back_and_take_the_pages_that_they_need(world: World) -> None:
+    before, host = world.device.copy(), world.host.copy()
+    slots = list(range(NUM_SLOTS - 1, NUM_SLOTS - 1 - NUM_DEVICE, -1))
+    sizes = world.write(list(range(NUM_DEVICE)), slots)
+    kept = world.store.slot_bytes
+    assert [size == kept for size in sizes] == [i % 7 == 0 for i in range(NUM_DEVICE)]
+    assert {size for size in sizes if size != kept} == {4 * 4096}
+    assert world.write([3, 0], [0, 1], HOST) == (4 * 4096, kept)
+    on_disk = os.fstat(world.store.fd).st_blocks * 512
+    assert on_disk == sum(sizes) + 4 * 4096 + kept
+    world.device[:] = 0
+    world.read(slots, list(range(NUM_DEVICE)))
+    assert np.array_equal(world.device, before)
+    world.host[:] = 0
+    world.read([1, 0, slots[5]], [0, 3, 9], HOST)
+    assert np.array_equal(world.host[[0, 3]], host[[0, 3]])
+    assert np.array_equal(world.host[9], before[5])
+    assert not world.host[10:].any()
+
+
+def test_a_slot_gives_back_what_the_next_block_does_not_need(world: World) -> None:
+    world.write([0], [4])  # as it is
+    assert os.fstat(world.store.fd).st_blocks * 512 == world.store.slot_bytes
+    world.write([1], [4])
+    assert os.fstat(world.store.fd).st_blocks * 512 == 4 * 4096
+    world.write([7], [4])  # as it is again
+    world.read([4], [2])
+    assert np.array_equal(world.device[2], world.device[7])
+
+
+def test_what_takes_how_much_is_known_to_the_next_process(tmp_path: Path) -> None:
+    first = World(tmp_path)
+    sizes = first.write([0, 1, 2], [5, 6, 7])
+    sums = checksum_blocks(first.device, [0, 1, 2])
+    records = tuple(DiskRecord(5 + i, bytes([i] * 16), sums[i], 100.0) for i in range(3))
+    first.store.update(StoreIndex(put=records))
+    first.agent.close()
+    first.store.close()
+    second = World(tmp_path)
+    assert tuple(record.num_bytes for record in second.store.records) == sizes
+    second.host[:] = 0
+    second.read([7, 6, 5], [2, 1, 0], HOST)
+    assert checksum_blocks(second.host, [0, 1, 2]) == sums
+    second.agent.close()
+    second.store.close()
+
+
+def test_every_block_that_was_changed_on_disk_arrives_with_another_checksum(world: World) -> None:
+    """Changes where they matter: what is behind a coded block, or is 0 in it, does not."""
+    rng, codec = np.random.default_rng(3), ExponentCodec()
+    slots = list(range(NUM_DEVICE))
+    sizes = world.write(slots, slots)
+    right = checksum_blocks(world.device, slots)
+    for slot, size in zip(slots, sizes, strict=True):
+        at, size = world.store.offset(slot), min(size, SIZE)
+        data = np.frombuffer(os.pread(world.store.fd, size, at), np.uint8).copy()
+        block = world.device[slot].copy()
+        while np.array_equal(block, world.device[slot]):
+            data[rng.integers(size)] ^= 1 << rng.integers(8)
+            is_kept = size == SIZE
+            if is_kept or not codec.decode(data, block):
+                block = data[:SIZE] if is_kept else np.zeros(SIZE, np.uint8)
+        os.pwrite(world.store.fd, data.tobytes(), at)
+    world.device[:] = 0xA5
+    world.read(slots, slots)
+    found = checksum_blocks(world.device, slots)
+    assert [a != b for a, b in zip(found, right, strict=True)] == [True] * NUM_DEVICE
+
+
+def test_copies_that_are_given_up_leave_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = list(range(NUM_DEVICE))
+    world.write(slots, slots)
+    held, stopped = threading.Event(), world.agent._codec.decode
+
+    def decode(*args: Any) -> bool:
+        held.wait(10.0)
+        return stopped(*args)
+
+    monkeypatch.setattr(world.agent._codec, "decode", decode)
+    handles = [world.agent.post_copy("me", slots, slots, DISK, DEVICE) for _ in range(2)]
+    deadline = time.monotonic() + 10.0
+    while not any(task.running() for b in handles[0].batches for task in b.tasks):
+        assert not world.agent.poll(handles[0])
+        assert time.monotonic() < deadline
+    assert not world.agent.release(handles[0]), "a thread still writes to its blocks"
+    held.set()
+    for handle in handles:
+        while not world.agent.release(handle):
+            assert time.monotonic() < deadline
+    world.read(slots, slots)
+
+
+def test_a_disk_that_fails_fails_the_copy(world: World) -> None:
+    world.write([1, 2], [1, 2])
+    os.truncate(world.store.folder / "blocks.kv", world.store.offset(2) + 100)
+    with pytest.raises(AgentError, match="was cut to"):
+        world.read([1, 2], [1, 2])
+    world.read([1], [5])
+    assert np.array_equal(world.device[5], world.device[1])
+    with pytest.raises(AgentError, match="between device, host memory and the disk only"):
+        world.agent.post_copy("me", [0], [0], HOST, DEVICE)
+    with pytest.raises(AgentError, match="outside"):
+        world.agent.post_copy("me", [0], [NUM_DEVICE], DISK, DEVICE)
+
+
+def test_a_gpu_gets_them_by_the_staging_area_of_host_memory(tmp_path: Path) -> None:
+    """A tensor stands for its memory, which the coded agent is not told of."""
+    world = World(tmp_path)
+    blocks = world.host[:20].copy()
+    world.write(list(range(20)), list(range(20)), HOST)
+    world.agent._memory.pop(DEVICE)
+    assert not world.agent.can_reach_device
+    device = torch.zeros((NUM_DEVICE, SIZE // 2), dtype=torch.bfloat16)
+    agent = StagedAgent(world.agent, device, world.host, NUM_HOST - 3)
+    read(agent, "me", list(range(20)), list(range(30, 50)), src_tier=DISK)
+    assert np.array_equal(device.view(torch.uint8).numpy()[30:50], blocks)
+    world.assert_idle()
+    agent.close()
+    world.store.close()
+
+
+def test_closing_waits_for_what_runs(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    slots = list(range(NUM_DEVICE))
+    world.write(slots, slots)
+    world.agent.post_copy("me", slots, slots, DISK, DEVICE)
+    agent: CodedAgent = world.agent
+    agent.close()
+    before = world.device.copy()
+    time.sleep(0.01)
+    assert np.array_equal(world.device, before)
+    world.store.close()
