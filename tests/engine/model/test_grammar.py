@@ -106,8 +106,9 @@ def generate(
 ) -> list[int]:
     while not output.is_done and len(output.output) < most:
         share = output.share(drafts=drafts)
-        (sampled,) = run(runner, share).sampled
-        output.take(share, sampled)
+        done = run(runner, share)
+        if not done.waiting:  # else the grammar still compiles, and the step is run again
+            output.take(share, *done.sampled)
     return output.output
 
 
