@@ -138,6 +138,8 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
         spec = replace(spec, model=model, engine=engine)
         runner, parallel = open_runner(spec, path, MakeRankTransfers(spec, plan))
+        if not runner.verifies_drafts:  # to propose some would cost time for nothing
+            spec = replace(spec, engine=structs.replace(engine, num_speculative_tokens=0))
         first = Shard(0, spec.engine.tensor_parallel_size)
         own = open_transfers(spec, path, plan, runner, first, options)
         check_unchanged(before, files_of(path))

@@ -121,6 +121,11 @@ class ModelRunner:
         if self.device.type == "cpu":
             make_real(self.kv_pool)
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether draft tokens are looked at: not where each layer is a call of its own."""
+        return self._decode is not None or self._steps is not None
+
     def _weights(self, path: Path, ops: Ops, progress: Callable[[str], None]) -> Weights:
         """Those that the process it was forked from has kept, or loaded."""
         if not isinstance(ops, CpuOps) or self._member is not None:

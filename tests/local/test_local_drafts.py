@@ -31,7 +31,7 @@ COUNT = 100
 PROMPTS = [tokens_of(length, length) for length in (70, 33, 95, 16, 33)]
 WAYS = ("one pool", "two pools", "preempted", "failing", "moved")
 LONG = pytest.mark.long
-# Nemotron-H's layers are called one after the other, where drafts are not looked at.
+# But for Nemotron-H: see the last test.
 FAMILIES = [
     pytest.param(each, marks=[] if each == "qwen3.5" else [LONG])
     for each in HYBRID
@@ -179,3 +179,13 @@ def test_drafts_change_no_token(
     monkeypatch.setattr("kvrelay.engine.scheduling.selection.MIN_GAIN", 0.0)
     monkeypatch.setattr("kvrelay.engine.scheduling.selection.MAX_SLOWDOWN", 100.0)
     compare(model, way, seed, expected)
+
+
+def test_none_are_proposed_where_none_are_looked_at(tmp_path: Path) -> None:
+    """Nemotron-H's layers are called one after the other."""
+    make_checkpoint("nemotron-h", tmp_path)
+    with cluster_of(tmp_path, "one pool") as cluster:
+        ((prompt, sampling),) = requests_of(0)[:1]
+        answer = cluster.submit(prompt, replace(sampling, prediction=tuple(prompt))).result(60.0)
+        assert answer.failed is None
+        assert counted(cluster, "draft_tokens") == 0
