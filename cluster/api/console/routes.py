@@ -50,6 +50,7 @@ WORKER_FIELDS = (
     "num_cached_blocks",
     "num_host_blocks",
     "num_disk_blocks",
+    "groups",
     "num_running",
     "num_waiting",
     "num_handoffs",

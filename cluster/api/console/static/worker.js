@@ -57,7 +57,12 @@ export function refreshDrawer() {
       line("Device, held by requests", worker.num_used_blocks ?? 0, "device", true),
       line("Device, cached", worker.num_cached_blocks ?? 0, "cached", true),
       line("Host memory", worker.num_host_blocks ?? 0, "host", false),
-      line("Disk", worker.num_disk_blocks ?? 0, "disk", false)),
+      line("Disk", worker.num_disk_blocks ?? 0, "disk", false),
+      facts((worker.groups ?? []).map((group) => [
+        `Device, ${group.kind} (${group.num_groups})`,
+        `${count(group.num_used)} used, ${count(group.num_cached)} cached, `
+          + `${count(group.num_evicted)} evicted`,
+      ]))),
     facts([
       ["Running", count(worker.num_running)],
       ["Waiting", count(worker.num_waiting)],

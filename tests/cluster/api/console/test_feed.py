@@ -64,7 +64,8 @@ def cluster() -> Cluster:
 
 
 def test_the_first_event_has_all_and_the_next_only_what_changed(cluster: Cluster) -> None:
-    cluster.set(worker("a", num_running=1), worker("b"))
+    states = {"kind": "state", "num_groups": 3, "num_used": 6, "num_cached": 2, "num_evicted": 1}
+    cluster.set(worker("a", num_running=1, groups=[states]), worker("b"))
     listener = Listener(cluster)
     first = listener.listen()
     assert first["full"]
@@ -73,7 +74,8 @@ def test_the_first_event_has_all_and_the_next_only_what_changed(cluster: Cluster
     assert set(first["workers"]) == {"a", "b"}
     row = dict(zip(WORKER_FIELDS, first["workers"]["a"], strict=True))
     assert (row["worker"], row["num_running"], row["decode_step_s"]) == ("a", 1, None)
-    cluster.set(worker("a", num_running=2), worker("b"), num_live=1)
+    assert row["groups"] == [states]
+    cluster.set(worker("a", num_running=2, groups=[states]), worker("b"), num_live=1)
     news = listener.listen()
     assert not news["full"]
     assert set(news["workers"]) == {"a"}
