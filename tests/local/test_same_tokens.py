@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from tests.engine.model.tiny import tokens_of
 from tests.local.test_local import REMOTE
 from tests.local.test_local_kv import answer_of
 from tests.local.test_local_tiers import MIB, assert_clean, load_all, settle
+from tests.local.test_migration import appoint, chase
 from tests.local.test_migration import at_once as at_once
-from tests.local.test_migration import chase
 from tests.local.test_migration import unhurried as unhurried
 from tests.support.local import Completion, LocalCluster
 
@@ -192,10 +193,11 @@ def test_migrated(asked: Asked, at_once: None, unhurried: None) -> None:
         assert cluster.status().totals.migrations >= len(futures)
 
 
-def test_roles_change(asked: Asked, at_once: None) -> None:
+def test_roles_change(asked: Asked, at_once: None, unhurried: None) -> None:
     """What was computed where others decoded is now decoded where they were computed."""
     with asked.cluster(prefill=1, router=REMOTE) as cluster:
-        for _ in range(2):
+        for only in ("decode-0", "prefill-0"):
+            cluster.run(partial(appoint, cluster, only, sorted(cluster.workers)))
             futures = asked.submit(cluster)
             chase(cluster, futures, DEADLINE_S)
             asked.check(futures)
