@@ -84,7 +84,7 @@ def _mixed(word):
 
 @triton.jit
 def _key(seed, position):
-    """uint64: what `engine.model.sampling.sampler.key_of` says."""
+    """The 64 bits of `engine.model.sampling.sampler.key_of`."""
     word = _mixed(seed.to(tl.uint64)) ^ (position.to(tl.uint64) * tl.full((), _GOLDEN, tl.uint64))
     return _mixed(word)
 
