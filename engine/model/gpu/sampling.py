@@ -4,8 +4,7 @@ One program per row. The smallest weight exp((logit - largest) / temperature) th
 keep is found by bisection over the bits of a float32: those of positive floats are ordered as the
 floats. That takes 31 passes, so what may be kept is collected first: tokens above a floor, which a
 pass or two over the row find. Where they are too many, the passes go over the row, and weights are
-computed again in each. The draw is the inverse of the cumulative distribution, in order of token
-ids, at the same pure function of (seed, position) as on the host.
+computed again in each. The draw is the same race as on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.model.sampling.sampler import GREEDY_BELOW
+from kvrelay.engine.model.sampling.sampler import GREEDY_BELOW, LUCKLESS
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import NO_TOKEN
 
@@ -31,7 +30,8 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
-_UNIT = tl.constexpr(2.0**-52)
+_GOLDEN_32, _MIX_3, _MIX_4 = (tl.constexpr(x) for x in (0x9E3779B1, 0x7FEB352D, 0x846CA68B))
+_UNIT, _LUCKLESS = tl.constexpr(2.0**-32), tl.constexpr(LUCKLESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,20 @@ def _mixed(word):
 
 
 @triton.jit
-def _uniform(seed, position):
-    """As `engine.model.sampling.sampler.uniform`: float64 in [0, 1)."""
+def _key(seed, position):
+    """The 64 bits of `engine.model.sampling.sampler.key_of`."""
     word = _mixed(seed.to(tl.uint64)) ^ (position.to(tl.uint64) * tl.full((), _GOLDEN, tl.uint64))
-    return (_mixed(word) >> 12).to(tl.int64).to(tl.float64) * _UNIT
+    return _mixed(word)
+
+
+@triton.jit
+def _luck(ids, key):
+    """As `engine.model.sampling.sampler.luck`, of the tokens `ids`."""
+    word = (ids.to(tl.uint32) * tl.full((), _GOLDEN_32, tl.uint32)) ^ key.to(tl.uint32)
+    word = (word ^ (word >> 16)) * tl.full((), _MIX_3, tl.uint32)
+    word = ((word ^ (word >> 15)) + (key >> 32).to(tl.uint32)) * tl.full((), _MIX_4, tl.uint32)
+    word = word ^ (word >> 16)
+    return tl.minimum((word.to(tl.float32) + 0.5) * _UNIT, _LUCKLESS)
 
 
 @triton.jit
@@ -178,36 +188,25 @@ def _cut(
 
 
 @triton.jit
-def _inverse(
-    source, size, largest, temperature, bits, uniform, BLOCK: tl.constexpr, IS_ROW: tl.constexpr
+def _race(
+    source, ids, size, largest, temperature, bits, key, BLOCK: tl.constexpr, IS_ROW: tl.constexpr
 ):
-    """The first place at which the running sum of what weighs at least `bits` exceeds `uniform` of
-    the total."""
-    total = tl.full((), 0.0, tl.float64)
+    """The first token of those that weigh at least `bits`."""
+    best = tl.full((BLOCK,), float("inf"), tl.float32)
+    best_at = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, size, BLOCK):
-        w = _weights(source, first + tl.arange(0, BLOCK), size, largest, temperature, IS_ROW)
-        kept = tl.where(w.to(tl.int32, bitcast=True) >= bits, w, 0.0)
-        total += tl.sum(kept.to(tl.float64), axis=0)
-    target = total * uniform
-    reached, before = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
-    tile, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for first in range(0, size, BLOCK):  # sums in the same order as above: the last is the total
-        w = _weights(source, first + tl.arange(0, BLOCK), size, largest, temperature, IS_ROW)
-        kept = tl.where(w.to(tl.int32, bitcast=True) >= bits, w, 0.0)
-        mass = tl.sum(kept.to(tl.float64), axis=0)
-        here = (found == 0) & (reached + mass > target)
-        tile = tl.where(here, first, tile)
-        before = tl.where(here, reached, before)
-        found = tl.where(here, 1, found)
-        reached += mass
-    at = tile + tl.arange(0, BLOCK)
-    w = _weights(source, at, size, largest, temperature, IS_ROW)
-    kept = tl.where(w.to(tl.int32, bitcast=True) >= bits, w, 0.0).to(tl.float64)
-    passed = (before + tl.cumsum(kept, axis=0)) > target
-    # The two sums round differently: never past the last token of the tile that has any weight.
-    last = tl.max(tl.where(kept > 0.0, at, 0), axis=0)
-    token = tl.min(tl.where(passed, at, last), axis=0)
-    return tl.minimum(token, last)
+        at = first + tl.arange(0, BLOCK)
+        w = _weights(source, at, size, largest, temperature, IS_ROW)
+        token = at
+        if IS_ROW == 0:
+            token = tl.load(ids + at, mask=at < size, other=0)
+        luck = _luck(token, key)
+        left = 1.0 - luck  # rounded: what the logarithm is taken of is not 1 - luck, but nearly
+        time = tl.where(left == 1.0, luck, -tl.log(left) * (luck / (1.0 - left))) / w
+        first_so_far = (w.to(tl.int32, bitcast=True) >= bits) & (w > 0.0) & (time < best)
+        best_at = tl.where(first_so_far, token, best_at)
+        best = tl.where(first_so_far, time, best)
+    return tl.min(tl.where(best == tl.min(best, axis=0), best_at, 2147483647), axis=0)
 
 
 @triton.jit
@@ -235,7 +234,7 @@ def _draw(
         top_k = tl.load(top_ks + index)
         top_p = tl.load(top_ps + index)
         bits = tl.minimum(tl.load(min_ps + index), 1.0).to(tl.int32, bitcast=True)
-        uniform = _uniform(tl.load(seeds + index), tl.load(positions + index) + 1)
+        key = _key(tl.load(seeds + index), tl.load(positions + index) + 1)
         is_few = tl.full((), 0, tl.int1)
         if (top_k > 0) | (top_p < 1.0):
             zero = tl.full((), 0, tl.int32)
@@ -250,13 +249,12 @@ def _draw(
                     own_weights, count, total, largest, temperature, top_k, top_p, BLOCK, False
                 )
                 bits = tl.maximum(bits, kept)
-                place = _inverse(
-                    own_weights, count, largest, temperature, bits, uniform, BLOCK, False
+                token = _race(
+                    own_weights, own_ids, count, largest, temperature, bits, key, BLOCK, False
                 )
-                token = tl.load(own_ids + place)
             else:
                 kept = _cut(row, vocab, total, largest, temperature, top_k, top_p, BLOCK, True)
                 bits = tl.maximum(bits, kept)
         if is_few == 0:
-            token = _inverse(row, vocab, largest, temperature, bits, uniform, BLOCK, True)
+            token = _race(row, ids, vocab, largest, temperature, bits, key, BLOCK, True)
     tl.store(out + index, token.to(tl.int64))

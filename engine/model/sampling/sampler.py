@@ -1,11 +1,12 @@
 """From logits to tokens.
 
 Order: a grammar's mask, biases, penalties, bans, temperature, then top-k, top-p and min-p, then one
-draw. The bans are: allowed token ids, bad words, stop tokens before min_tokens. The draw is the
-inverse of the cumulative distribution at a number that is a pure function of (seed, position), so a
-continuation on another worker draws as this one would have. Tokens are accumulated in order of
-their ids, not of their probabilities: a last-bit difference in the logits then moves the boundaries
-a little instead of swapping two tokens' places.
+draw. The bans are: allowed token ids, bad words, stop tokens before min_tokens. The draw is a race:
+each token's time is exponentially distributed at the rate of its weight, and the first one is
+drawn. Their luck is a pure function of (seed, position, token), so a continuation on another worker
+draws as this one would have. Two distributions that are alike mostly draw the same token (it is
+the Gumbel-max draw): a last-bit difference in the logits decides no more than ties, and a good
+drafter's tokens are those of its model.
 
 A prompt also gives the log-probabilities of its tokens, and an embedding. It is computed in chunks;
 each gives the outputs of its own tokens. Logits are taken for a few rows at a time: those of a
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from kvrelay.engine.request import Pooling, PromptOutputs, SamplingParams, TokenLogprobs
 from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step
@@ -29,16 +29,30 @@ Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # see `Grammars.masks`
 
 GREEDY_BELOW = 1e-5  # a temperature this low is greedy
 CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
-SPAN = 256  # tokens summed at a time
-_WORD = (1 << 64) - 1
+_WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
+LUCKLESS = 1.0 - 2.0**-24  # the largest float32 below 1
 
 logger = logging.getLogger(__name__)
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for the token at absolute `position`; 52 random bits (splitmix64)."""
-    mixed = _mix(_mix(seed & _WORD) ^ ((position * 0x9E3779B97F4A7C15) & _WORD))
-    return (mixed >> 12) * 2.0**-52
+def key_of(seed: int, position: int) -> int:
+    """64 bits from which the luck of all tokens at absolute `position` is made (splitmix64)."""
+    return _mix(_mix(seed & _WORD) ^ ((position * 0x9E3779B97F4A7C15) & _WORD))
+
+
+def luck(keys: Sequence[int], vocab: int, like: torch.Tensor) -> torch.Tensor:
+    """Uniform in (0, 1): float32 [len(keys), vocab], on the device of `like`. 32 bits of a number
+    are a hash of the token under both halves of the key."""
+    ids = torch.arange(vocab, device=like.device) * 0x9E3779B1 & _HALF
+    low, high = (
+        torch.tensor([[key >> shift & _HALF] for key in keys], device=like.device)
+        for shift in (0, 32)
+    )
+    word = ids ^ low
+    word = (word ^ word >> 16) * 0x7FEB352D & _HALF
+    word = ((word ^ word >> 15) + high) * 0x846CA68B & _HALF
+    word ^= word >> 16
+    return word.float().add_(0.5).mul_(2.0**-32).clamp_(max=LUCKLESS)
 
 
 def _mix(word: int) -> int:
@@ -217,27 +231,14 @@ def _draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
     if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
         weights.masked_fill_(weights < _cut(weights, params), 0.0)
-    drawn = _column([uniform(s.sampling.seed, len(s.context)) for s in seqs], logits.double())
-    return _invert(weights, drawn)
+    keys = [key_of(seq.sampling.seed, len(seq.context)) for seq in seqs]
+    times = luck(keys, weights.shape[1], weights).neg_().log1p_().neg_().div_(weights)
+    drawn: list[int] = times.argmin(dim=-1).tolist()
+    return drawn
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
-
-
-def _invert(weights: torch.Tensor, drawn: torch.Tensor) -> list[int]:
-    """Per row, the first token at which the running sum exceeds `drawn` [R, 1] of the total. First
-    among spans of tokens, then inside one: a running sum over all of them would be slow."""
-    spans = F.pad(weights, (0, -weights.shape[1] % SPAN)).unflatten(1, (-1, SPAN))
-    reached = spans.sum(dim=-1).double().cumsum(dim=-1)  # [R, spans]
-    target = reached[:, -1:] * drawn  # below the total: `drawn` leaves a bit for this rounding
-    span = torch.searchsorted(reached, target, right=True)  # [R, 1]
-    before = torch.where(span > 0, reached.gather(1, (span - 1).clamp(min=0)), 0.0)
-    inside = spans.take_along_dim(span.unsqueeze(2), 1).squeeze(1).double().cumsum(dim=-1)
-    token = torch.searchsorted(inside, target - before, right=True)
-    # The two sums round differently: never past the last token of the span that has any weight.
-    token = torch.minimum(token, torch.searchsorted(inside, inside[:, -1:].contiguous()))
-    return (span * SPAN + token).squeeze(1).tolist()
 
 
 def _cut(weights: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

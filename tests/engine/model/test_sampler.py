@@ -2,13 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.model.cpu import kernels
-from kvrelay.engine.model.cpu.step import CpuDraw
-from kvrelay.engine.model.sampling.sampler import draw, sample, uniform
+from kvrelay.engine.model.cpu.step import DRAW, CpuDraw, draw_of
+from kvrelay.engine.model.sampling.sampler import draw, key_of, luck, sample
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import NO_TOKEN
 from tests.engine.model.tiny import scheduled
@@ -128,16 +129,55 @@ def test_the_draw_depends_on_seed_and_position_only():
     assert len(drawn) > 80, "positions and seeds draw different tokens"
 
 
-def test_uniform_numbers_are_uniform_and_never_one():
-    numbers = torch.tensor(
-        [uniform(seed, n) for seed in (0, -1, 2**63) for n in range(3000)], dtype=torch.float64
+@pytest.mark.parametrize("drawn_by", ["kernel"], indirect=True)
+@pytest.mark.parametrize(
+    ("params", "kept"), [({}, 40), ({"temperature": 0.6}, 40), ({"top_k": 9}, 9)], ids=str
+)
+def test_a_million_draws_follow_the_distribution(params, kept):
+    """By a chi-square test; seeds and positions are fixed, and so is its result."""
+    count, vocab = 1_000_000, 40
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
+    sampling = SamplingParams(**params)
+    draws = np.zeros(count, DRAW)
+    draws[:] = draw_of(scheduled([0], 0, [0], sampling=sampling))
+    draws["seed"], draws["position"] = np.arange(count) // 1000, np.arange(count) % 1000
+    tokens = np.empty(count, np.int64)
+    rows = logits.repeat(count, 1)
+    kernels.load(default_cache_dir()).kvr_draw(
+        rows.data_ptr(), count, vocab, draws.ctypes.data, tokens.ctypes.data, 2
     )
-    assert numbers.min() >= 0.0
+    scaled = logits / sampling.temperature
+    wanted = torch.softmax(scaled.masked_fill(scaled < scaled.sort().values[-kept], -math.inf), 0)
+    seen = torch.bincount(torch.from_numpy(tokens), minlength=vocab)
+    assert (seen > 0).equal(wanted > 0)
+    off = ((seen - wanted * count) ** 2 / (wanted * count))[wanted > 0].sum()
+    assert torch.special.gammaincc(torch.tensor((kept - 1) / 2), off / 2) > 0.01
+
+
+def test_distributions_that_are_alike_mostly_draw_the_same_token():
+    """As often as is possible nearly: the overlap of two distributions bounds it. That is what
+    drafts are accepted by."""
+    torch.manual_seed(2)
+    rows, seqs = torch.randn(600, 2000) * 2.5, []
+    for row in range(len(rows)):
+        seqs.append(scheduled([0], 0, [0], context=[0] * (1 + row), sampling=SamplingParams()))
+    others = rows + torch.randn_like(rows) * 0.3
+    overlap = torch.minimum(rows.softmax(-1), others.softmax(-1)).sum(-1).mean()
+    ours, theirs = (by["draw"](each.clone(), seqs) for each in (rows, others))
+    same = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(rows)
+    assert overlap - 0.08 < same <= overlap + 0.03
+
+
+def test_luck_is_uniform_and_never_zero_or_one():
+    keys = [key_of(seed, n) for seed in (0, -1, 2**63) for n in range(300)]
+    numbers = luck(keys, 500, torch.zeros(1))
+    assert numbers.min() > 0.0
     assert numbers.max() < 1.0
-    assert torch.histc(numbers, 10, 0, 1).sub(900).abs().max() < 120
-    pairs = torch.stack([numbers[:-1], numbers[1:]])
-    assert torch.corrcoef(pairs)[0, 1].abs() < 0.05
-    assert uniform(1, 2) != uniform(2, 1)
+    assert torch.histc(numbers, 10, 0, 1).sub(45_000).abs().max() < 900
+    for pairs in ((numbers[:, :-1], numbers[:, 1:]), (numbers[:-1], numbers[1:])):
+        flat = torch.stack([each.flatten() for each in pairs])
+        assert torch.corrcoef(flat)[0, 1].abs() < 0.01, "of two tokens, and of two positions"
+    assert key_of(1, 2) != key_of(2, 1)
 
 
 def test_penalties_count_what_openai_counts():
@@ -248,7 +288,7 @@ def test_logprobs_are_of_the_raw_logits():
     ids=str,
 )
 def test_the_kernel_draws_as_torch_does(params):
-    """Running sums are rounded differently, so a draw at the border of two tokens may differ."""
+    """Weights are rounded differently, so two tokens that tie may change places."""
     torch.manual_seed(0)
     for vocab in (17, 4099, 49152, 49153, 49183, 49216, 49419):  # and longer, as padded ones are
         logits = torch.randn(64, vocab) * 3

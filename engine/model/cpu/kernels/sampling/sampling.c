@@ -2,8 +2,8 @@
  *
  * The smallest weight that top-k and top-p keep is found by bisection over the bits of a float32:
  * those of positive floats are ordered as the floats, and a pass over a row in the cache costs less
- * than sorting a part of it. The draw is the inverse of the cumulative distribution in order of token
- * ids. Sums are of float32 in a span of tokens, then of float64. */
+ * than sorting a part of it. Sums are of float32 in a span of tokens, then of float64. The draw is a
+ * race: a token's time is -log(1 - luck) / weight, and the first one is drawn. */
 #include "../activation.h"
 #include "../thread_pool.h"
 #include "api.h"
@@ -19,8 +19,25 @@ static uint64_t mixed(uint64_t word) { /* splitmix64 */
     return word ^ word >> 31;
 }
 
-static double uniform(uint64_t seed, uint64_t position) {
-    return (double)(mixed(mixed(seed) ^ position * 0x9e3779b97f4a7c15u) >> 12) * 0x1p-52;
+INLINE int any_lane(vi v) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#elif defined(__AVX__) && VL == 8
+    return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#else
+    int32_t some = 0;
+    for (int i = 0; i < VL; i++) some |= v[i];
+    return some != 0;
+#endif
+}
+
+/* Uniform in (0, 1), of the tokens `ids`. */
+INLINE vf luck(vu ids, uint64_t key) {
+    vu word = ids * 0x9e3779b1u ^ (uint32_t)key;
+    word = (word ^ word >> 16) * 0x7feb352du;
+    word = ((word ^ word >> 15) + (uint32_t)(key >> 32)) * 0x846ca68bu;
+    word ^= word >> 16;
+    return vmin((__builtin_convertvector(word, vf) + 0.5f) * 0x1p-32f, splat(0x1.fffffep-1f));
 }
 
 /* Numbers i to i + VL of a row; `fill` past its end. */
@@ -120,23 +137,22 @@ static int32_t cut(const float *row, int64_t size, const Draw *d) {
     return kept > bits ? kept : bits;
 }
 
-/* The first token at which the running sum of what weighs at least `bits` exceeds `drawn` of all. */
-static int64_t invert(const float *row, int64_t size, int32_t bits, double drawn) {
-    vi count = {0};
-    double total = 0, reached = 0, mass = 0;
-    for (int64_t from = 0; from < size; from += SPAN)
-        total += span_mass(row, from, size, bits, &count);
-    int64_t from = 0, last = 0;
-    for (; from < size; from += SPAN, reached += mass) /* in the same order: the last is the total */
-        if (reached + (mass = span_mass(row, from, size, bits, &count)) > total * drawn) break;
-    for (int64_t i = from; i < from + SPAN && i < size; i++) {
-        int32_t weight;
-        memcpy(&weight, row + i, sizeof weight);
-        if (weight < bits) continue;
-        last = i; /* the two sums round differently: never past the last one that has any weight */
-        if ((reached += row[i]) > total * drawn) break;
+/* The first one of the tokens that weigh at least `bits`. As -log(1 - x) is not below x, only few of
+ * them need their logarithm: those that would be before the first one so far without it. */
+static int64_t race(const float *row, int64_t size, int32_t bits, uint64_t key) {
+    float best = INFINITY;
+    int64_t found = NO_TOKEN;
+    vu ids = (vu)lane_numbers();
+    for (int64_t i = 0; i < size; i += VL, ids += VL) {
+        vf weight = part(row, i, size, 0), number = luck(ids, key), time = number / weight;
+        vi may = ((vi)weight >= bits) & (time < best);
+        if (!any_lane(may)) continue;
+        for (int j = 0; j < VL; j++) {
+            time[j] = may[j] ? -log1pf(-number[j]) / weight[j] : INFINITY;
+            if (time[j] < best) best = time[j], found = i + j;
+        }
     }
-    return last;
+    return found;
 }
 
 typedef struct {
@@ -166,7 +182,8 @@ static void draw_row(void *arg, int64_t r) {
     t->tokens[r] = find_best(row, t->vocab, &largest);
     if (d->temperature == 0 || t->tokens[r] == NO_TOKEN) return;
     weigh(row, t->vocab, largest, d->temperature);
-    t->tokens[r] = invert(row, t->vocab, cut(row, t->vocab, d), uniform(d->seed, d->position));
+    uint64_t key = mixed(mixed(d->seed) ^ d->position * 0x9e3779b97f4a7c15u);
+    t->tokens[r] = race(row, t->vocab, cut(row, t->vocab, d), key);
 }
 
 void kvr_draw(float *logits, int64_t rows, int64_t vocab, const Draw *draws, int64_t *tokens,
