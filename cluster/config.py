@@ -269,7 +269,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _type_of(section: str, key: str) -> Any:
-    """Of a setting, without its range; None: there is none of that name."""
+    """Returns a setting's type without its range; None: there is none of that name."""
     kind: Any = Config
     for part in (section, key):
         known = fields(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()

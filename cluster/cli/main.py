@@ -30,6 +30,7 @@ COMMANDS = {
     "audit": ("operate", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("explain", "explain", "Where a request's time went, and why."),
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
+    "plan": ("plan", "plan", "What a model takes of a machine, and what fits."),
     "role": ("operate", "role", "Prefer a worker for prompts, decoding or both."),
     "up": ("hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
     "down": ("hosts", "down", "End what `kvrelay up` has started."),
