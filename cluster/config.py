@@ -1,4 +1,5 @@
-"""Configuration: one TOML file, then the command line, become frozen structs.
+"""Configuration: one TOML file, then the command line, become frozen structs. What the command
+line gives wins; environment variables count where neither says.
 
 Every setting has a default, a type and a range. What is unknown or out of range is an error that
 names the key, its value and what would be right; nothing is ignored. A setting's comment is its
@@ -8,12 +9,13 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from msgspec import Meta, ValidationError, convert
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
@@ -250,30 +252,66 @@ class Config(Section, frozen=True):
         return own or self.engine.tensor_parallel_size
 
 
+def parse_override(text: str) -> tuple[str, Any]:
+    """SECTION.KEY=VALUE as an override. VALUE is as in the file, without the quotes of a text.
+    Raises ConfigError."""
+    name, sign, value = (part.strip() for part in text.partition("="))
+    section, _, key = name.partition(".")
+    if not sign or not section or not key:
+        raise ConfigError(f"{text}: expected SECTION.KEY=VALUE, as engine.max_model_len=32768")
+    try:
+        read = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return name, value
+    found = read["value"] if len(read) == 1 else value
+    is_text = _type_of(section, key) is str and not isinstance(found, str)
+    return name, value if is_text else found
+
+
+def _type_of(section: str, key: str) -> Any:
+    """Returns a setting's type without its range; None: there is none of that name."""
+    kind: Any = Config
+    for part in (section, key):
+        known = fields(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
+        kind = next((each.type for each in known if each.name == part), None)
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
 def load_config(
     path: Path | None, overrides: Mapping[str, Any], kept: Path | None = None
 ) -> Config:
     """The file's settings (none without a file), then `overrides` ("section.key" -> value; None
     means not given). `kept`: a copy to read in place of the file, for which names of other files
     are still beside `path`. Raises ConfigError."""
-    tables = {} if path is None else read_toml(kept or path)
+    given = {key: value for key, value in overrides.items() if value is not None}
+    tables: dict[str, Any] = {} if path is None else read_toml(kept or path)
     config = build_config(tables, str(path))
-    for key, value in overrides.items():
+    for key, value in given.items():
         section, _, name = key.partition(".")
-        if value is not None:
-            tables = tables | {section: tables.get(section, {}) | {name: value}}
+        table = tables.get(section, {})
+        if not isinstance(table, Mapping) or isinstance(getattr(config, section, None), tuple):
+            raise ConfigError(f"command line: {section} is a list of tables: write it in a file")
+        tables = tables | {section: {**table, name: value}}
     config = build_config(tables, "command line")  # the file alone is right
-    config = config if path is None else _resolve_paths(config, path.parent)
-    return _read_chat_template(config, path)
+    # What the command line names is found from where it was given.
+    folders = {key: Path() if path is None or key in given else path.parent for key in _FILES}
+    config = _resolve_paths(config, folders)
+    where = "command line" if "model.chat_template" in given else str(path)
+    return _read_chat_template(config, folders["model.chat_template"], where)
 
 
-def _read_chat_template(config: Config, path: Path | None) -> Config:
+_FILES = (
+    *("model.chat_template", "tenants.file", "tenants.public_prompt_files"),
+    *("tls.cert", "tls.key", "tls.ca"),
+)
+
+
+def _read_chat_template(config: Config, folder: Path, where: str) -> Config:
     """The file's text in place of its name: other machines do not have the file."""
     given = config.model.chat_template
     if not given or "{{" in given or "{%" in given:
         return config
-    name = Path(given).expanduser()
-    file = name if path is None else path.parent / name
+    file = folder / Path(given).expanduser()
     try:
         source = file.read_text(encoding="utf-8")
         reason = "" if source.strip() else "it is empty"
@@ -281,16 +319,17 @@ def _read_chat_template(config: Config, path: Path | None) -> Config:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
     if reason:
         wanted = "neither Jinja nor a file with it"
-        raise ConfigError(f"{path}: model.chat_template is {wanted}: '{file}': {reason}")
+        raise ConfigError(f"{where}: model.chat_template is {wanted}: '{file}': {reason}")
     return replace(config, model=replace(config.model, chat_template=source))
 
 
-def _resolve_paths(config: Config, folder: Path) -> Config:
-    """What the file names beside itself is found from wherever the server is started."""
+def _resolve_paths(config: Config, folders: Mapping[str, Path]) -> Config:
+    """With what is named beside the file found from wherever the server is started."""
     tenants, tls, names = config.tenants, config.tls, ("cert", "key", "ca")
-    pem = {name: str(folder / path) for name in names if (path := getattr(tls, name))}
-    file = str(folder / tenants.file) if tenants.file else ""
-    files = tuple(str(folder / name) for name in tenants.public_prompt_files)
+    pem = {n: str(folders[f"tls.{n}"] / path) for n in names if (path := getattr(tls, n))}
+    file = str(folders["tenants.file"] / tenants.file) if tenants.file else ""
+    prompts = folders["tenants.public_prompt_files"]
+    files = tuple(str(prompts / name) for name in tenants.public_prompt_files)
     resolved = replace(tenants, file=file, public_prompt_files=files)
     return replace(config, tenants=resolved, tls=replace(tls, **pem))
 

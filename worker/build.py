@@ -132,7 +132,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         if model.dtype == "auto":
             dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
             model = structs.replace(model, dtype=dtype)
-        plan = plan_kv(shape, engine, model.dtype, model.quantization)
+        plan = plan_kv(shape, engine, model.dtype, model.quantization, on_gpu)
         plan = _with_tiers(plan, spec)
         longest = resolve_max_model_len(shape, engine, plan)
         engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)

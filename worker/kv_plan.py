@@ -13,6 +13,7 @@ from kvrelay.engine.kv.spec import DTYPE_BYTES, SCALE_BYTES, KVSpec
 from kvrelay.engine.kv.window import Window, Windows
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
+from kvrelay.engine.model.device_memory import CUDA_BYTES, DeviceMemory, step_bytes
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.kvtransfer.store.folder import slot_bytes
@@ -82,7 +83,11 @@ def model_config(path: Path, engine: EngineSection) -> ModelConfig:
 
 
 def plan_kv(
-    model: ModelConfig, engine: EngineSection, dtype: str, quantization: str = "none"
+    model: ModelConfig,
+    engine: EngineSection,
+    dtype: str,
+    quantization: str = "none",
+    on_gpu: bool = False,
 ) -> KVPlan:
     """`dtype`, `quantization`: of the weights. Raises BuildError if the memory for KV does not hold
     a block."""
@@ -97,7 +102,7 @@ def plan_kv(
             f"engine.kv_cache_gib = {engine.kv_cache_gib:g}: too little for one KV block"
             f" of {per_block / GIB:.3f} GiB"
         )
-    weights = weights_bytes(model, dtype, quantization)
+    weights = weights_bytes(model, dtype, quantization, on_gpu)
     weights += extra_weights_bytes(model, dtype, ranks)
     windows = Windows.of(spec.block_size, spec.windows, model.num_sinks).groups
     groups = windows if len(windows) > 1 else ()
@@ -110,6 +115,21 @@ def plan_kv(
         num_copies=copies,
         group_windows=groups,
     )
+
+
+def fit_gpu(
+    plan: KVPlan, model: ModelConfig, engine: EngineSection, dtype: str, gpu_bytes: int
+) -> KVPlan:
+    """`plan` with as many blocks as ranks on GPUs of so many bytes have room for, as far as that is
+    known before a step was run: a worker measures it. With none, there is no room."""
+    if plan.num_blocks:
+        return plan
+    ranks, num_tokens = plan.num_ranks, engine.max_num_batched_tokens
+    peak = -(-plan.weights_bytes // ranks)
+    peak += step_bytes(model, num_tokens, engine.max_num_seqs, dtype, ranks)
+    memory = DeviceMemory(gpu_bytes, gpu_bytes - CUDA_BYTES, 0, peak)
+    room = memory.room(engine.gpu_memory_utilization) * ranks
+    return replace(plan, num_blocks=max(0, room // plan.bytes_per_block))
 
 
 def plan_tiers(

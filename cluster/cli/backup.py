@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
+from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import Config, ConfigError, load_config
 from kvrelay.cluster.state.backup import BackupError, Manifest, back_up
 from kvrelay.cluster.state.backup import restore as restore_from
@@ -30,13 +31,14 @@ _folder = click.argument("folder", type=click.Path(file_okay=False, path_type=Pa
 @click.command()
 @_folder
 @_config
+@set_option
 @_kv
-def backup(folder: Path, config_path: Path | None, kv: bool) -> None:
+def backup(folder: Path, config_path: Path | None, overrides: dict[str, Any], kv: bool) -> None:
     """Copy sessions, stored answers, secrets and certificates into FOLDER, a new one.
 
     The server may run meanwhile. FOLDER holds secrets: keep it as you keep those.
     """
-    config = _in_words(lambda: load_config(config_path, {}))
+    config = _in_words(lambda: load_config(config_path, overrides))
     state, console = config.sessions.state_path, Console(stderr=True, highlight=False)
     store = _kv_folder(config) if kv else None
     with console.status("") as shown:
@@ -58,14 +60,17 @@ def backup(folder: Path, config_path: Path | None, kv: bool) -> None:
 @click.command()
 @_folder
 @_config
+@set_option
 @_kv
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
-def restore(folder: Path, config_path: Path | None, kv: bool, overwrite: bool) -> None:
+def restore(
+    folder: Path, config_path: Path | None, overrides: dict[str, Any], kv: bool, overwrite: bool
+) -> None:
     """Copy what `kvrelay backup` has put into FOLDER to where a server looks for it.
 
     No server may run on that state meanwhile.
     """
-    config = _in_words(lambda: load_config(config_path, {}))
+    config = _in_words(lambda: load_config(config_path, overrides))
     state, console = config.sessions.state_path, Console(stderr=True, highlight=False)
     store = _kv_folder(config) if kv else None
     with console.status("") as shown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -13,18 +14,25 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.cluster.cli.client import ca_option, connected, get_json, operations_key_option
+from kvrelay.cluster.cli.settings import settings_options
 from kvrelay.cluster.doctor.findings import Finding, Verdict
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
 
 @click.command()
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
+@settings_options
 @click.option("--url", help="A running server, to look at as well.")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @operations_key_option
 @ca_option
-def doctor(config_path: Path | None, url: str | None, as_json: bool, operations_key: str) -> None:
+def doctor(
+    config_path: Path | None,
+    overrides: dict[str, Any],
+    url: str | None,
+    as_json: bool,
+    operations_key: str,
+) -> None:
     """Check this machine against the settings, in less than a minute.
 
     Run it on each machine, with the server's settings and as the user that it runs as. Exits with 1
@@ -34,7 +42,7 @@ def doctor(config_path: Path | None, url: str | None, as_json: bool, operations_
     from kvrelay.cluster.doctor.examine import examine, machine_checks, server_checks
 
     try:
-        checks = machine_checks(load_config(config_path, {}))
+        checks = machine_checks(load_config(config_path, overrides))
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     if url:

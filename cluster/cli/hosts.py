@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -10,7 +11,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvrelay.cluster.config import ConfigError
+from kvrelay.cluster.cli.settings import set_option
+from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.hosts.agent import Answer
 from kvrelay.cluster.hosts.launch import (
     Hosts,
@@ -58,7 +60,8 @@ class Board:
 
 @click.command()
 @hosts_argument
-def up(hosts_file: Path) -> None:
+@set_option
+def up(hosts_file: Path, overrides: dict[str, Any]) -> None:
     """Bring up a cluster on the machines of HOSTS.toml, over ssh.
 
     KVRelay has to be installed on each of them. What runs already is left alone, so a launch that
@@ -70,8 +73,11 @@ def up(hosts_file: Path) -> None:
         settings = settings_text(hosts_file, hosts)
         board = Board(hosts, console)
         launch = Launch(hosts, board.on_step)
+        config = load_config(None, overrides)  # what is wrong is told before anything starts
+        if "model.chat_template" in overrides:  # a file is here, not there
+            overrides["model.chat_template"] = config.model.chat_template
         with board.live:
-            where = launch.up(settings)
+            where = launch.up(settings, overrides)
     except (ConfigError, LaunchError) as error:
         raise click.ClickException(str(error)) from error
     console.print(f"up: {where}", markup=False)

@@ -22,6 +22,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.engine.logs import fields_text, files_of, one_line
 
@@ -165,11 +166,14 @@ def follow(folder: Path, show: Callable[[Event], None], tails: dict[Path, _Tail]
             show(event)
 
 
-def _folder_of(config_path: Path | None, base: Path | None, port: int | None) -> Path:
+def _folder_of(
+    config_path: Path | None, overrides: dict[str, Any], base: Path | None, port: int | None
+) -> Path:
     """Where the server's files are. `base`: of all servers. Raises click.ClickException."""
     more = {"api.port": port, "log.folder": None if base is None else str(base)}
+    given = {key: value for key, value in more.items() if value is not None}
     try:
-        config = load_config(config_path, more)
+        config = load_config(config_path, overrides | given)
         folder = config.log.resolved(config.sessions.state_dir, config.api.port).path
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
@@ -193,6 +197,7 @@ def _folder_of(config_path: Path | None, base: Path | None, port: int | None) ->
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The server's TOML file, which may say where its logs are.",
 )
+@set_option
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -207,6 +212,7 @@ def _folder_of(config_path: Path | None, base: Path | None, port: int | None) ->
 @click.option("--follow", "follows", is_flag=True, help="Go on with what comes.")
 def logs(
     config_path: Path | None,
+    overrides: dict[str, Any],
     folder: Path | None,
     port: int | None,
     worker: str,
@@ -220,7 +226,7 @@ def logs(
 
     Works without a server. Of workers on other machines it says where their logs are.
     """
-    folder = _folder_of(config_path, folder, port)
+    folder = _folder_of(config_path, overrides, folder, port)
     begin = since_time(since) if since else ""
     console = Console(highlight=False)
     requests = _ids(request, read_events(folder)) if request else set()

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
+from kvrelay.cluster.cli.flags import FlagsCommand, settings_of
+from kvrelay.cluster.cli.settings import settings_options
+
 if TYPE_CHECKING:
     from kvrelay.cluster.config import Config
     from kvrelay.cluster.processes.supervisor import Ready
@@ -27,6 +30,7 @@ COMMANDS = {
     "audit": ("operate", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("explain", "explain", "Where a request's time went, and why."),
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
+    "plan": ("plan", "plan", "What a model takes of a machine, and what fits."),
     "role": ("operate", "role", "Prefer a worker for prompts, decoding or both."),
     "up": ("hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
     "down": ("hosts", "down", "End what `kvrelay up` has started."),
@@ -80,29 +84,17 @@ def main() -> None:
     """KVRelay serves language models from a prefill pool and a decode pool."""
 
 
-@main.command()
+@main.command(cls=FlagsCommand)
 @click.argument("model", required=False)
-@click.option("--prefill", type=int, help="Prefill workers; 0: decode workers do both.")
-@click.option("--decode", type=int, help="Decode workers.")
-@click.option("--host", help="Address to serve at.")
-@click.option("--port", type=int, help="Port to serve at; 0: any that is free.")
-@click.option("--address", help='A running Ray cluster to join: "auto" or HOST:PORT.')
-@click.option(
-    "--insecure-ray",
-    is_flag=True,
-    default=None,
-    help="Join a Ray cluster that asks for no token.",
-)
-@click.option(
-    "--insecure",
-    is_flag=True,
-    default=None,
-    help="Serve without a key at an address that others reach.",
-)
-@click.option("--dtype", help="auto, float32 or bfloat16.")
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
+@settings_options
 @click.option("--check", is_flag=True, help="Say whether this could be served, and end.")
-def serve(model: str | None, config_path: Path | None, check: bool, **options: Any) -> None:
+def serve(
+    model: str | None,
+    config_path: Path | None,
+    overrides: dict[str, Any],
+    check: bool,
+    **flags: Any,
+) -> None:
     """Serve MODEL with an OpenAI-compatible API.
 
     MODEL is a Hugging Face directory, a hub id, a GGUF file, gemma3-270m, or smollm2-135m, the
@@ -114,14 +106,12 @@ def serve(model: str | None, config_path: Path | None, check: bool, **options: A
     from kvrelay.cluster.processes.supervisor import ServeError
     from kvrelay.engine.wire.channel import ChannelError
 
-    sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
-    sections |= {"host": "api", "port": "api", "insecure": "api", "dtype": "model"}
-    overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
+    overrides = settings_of(flags, overrides | ({"model.name": model} if model else {}))
     console = Console(stderr=True, highlight=False)
     os.umask(0o077)  # prompts, tokens and keys are in what this and its processes write
     run = _check if check else _serve
     try:
-        asyncio.run(run(config_path, {"model.name": model, **overrides}, console))
+        asyncio.run(run(config_path, overrides, console))
     except (ConfigError, ServeError, ChannelError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)

@@ -7,6 +7,7 @@ repeated as it is, once its cause is gone.
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 import subprocess
@@ -184,9 +185,10 @@ class Launch:
         self._remotes = [Remote(host, hosts.ssh) for host in hosts.host]
         self.left_out: list[str] = []  # machines that could not do a step, and why
 
-    def up(self, settings: str) -> str:
-        """Returns where the API is, as the server says it. A machine that fails is `left_out`.
-        Raises LaunchError if it is the first one, or if versions differ."""
+    def up(self, settings: str, overrides: Mapping[str, Any] | None = None) -> str:
+        """`overrides`: for the server, beside its file. Returns where the API is, as the server
+        says it. A machine that fails is `left_out`. Raises LaunchError if it is the first one, or
+        if versions differ."""
         hosts, head = self._hosts, self._remotes[0]
         reached = self._those(self._remotes, "reach", lambda remote: Ping(remote.folder))
         self._check_versions(reached)
@@ -198,7 +200,9 @@ class Launch:
         join = (f"--address={hosts.ray_address}",)
         others = [remote for remote in given if remote is not head]
         self._those(others, "ray", lambda remote: _ray(remote, join, start_s), start_s)
-        args, ready_s = ("--address", hosts.ray_address, *hosts.serve.args), hosts.serve.ready_s
+        more = [f"--set={key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
+        args = ("--address", hosts.ray_address, *hosts.serve.args, *more)
+        ready_s = hosts.serve.ready_s
         (served,) = self._each(
             [head], "serve", lambda r: StartServer(r.folder, settings, args, ready_s), ready_s
         )

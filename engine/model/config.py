@@ -453,6 +453,14 @@ class ModelConfig:
         return total
 
     @property
+    def num_routed(self) -> int:
+        """Counts those of all experts that tokens choose among."""
+        if (experts := self.experts) is None:
+            return 0
+        width = experts.num_experts * experts.intermediate_size
+        return self._count(self.has_experts) * (2 + self.is_gated) * self.hidden_size * width
+
+    @property
     def _norm_parameters(self) -> int:
         """Counts those of the residual stream's norms, and of a layer's inputs."""
         each = 4 if self.sandwich_norms else 1 if self.single_blocks else 2
@@ -545,19 +553,28 @@ def _depths(config: ModelConfig) -> list[int]:
     return [depth for depth in depths if depth]
 
 
-def weights_bytes(config: ModelConfig, dtype: str, quantization: str = "none") -> int:
-    """Bytes of the weights in the memory of a CPU, without biases and padding: a tied table is held
-    twice, once packed; with "int8" every matrix is one byte a number and the scales of its groups,
-    but not the table whose rows are read; with "int4" half a byte, scales and offsets, but for the
-    head."""
+def weights_bytes(
+    config: ModelConfig, dtype: str, quantization: str = "none", on_gpu: bool = False
+) -> int:
+    """Bytes of the weights in memory, without biases and padding: a tied table is held twice, on a
+    CPU once packed; with "int8" every matrix is one byte a number and the scales of its groups, but
+    not the table whose rows are read; with "int4" half a byte, scales and offsets, but for the
+    head; with "fp8" one byte, and a scale for each row, but for experts. On a GPU the head is never
+    quantized, and where torch alone computes a model nothing is."""
     table, wide = config.vocab_size * config.hidden_size, config.num_float32
     total = config.num_parameters + (table if config.tie_word_embeddings else 0)
+    quantization = "none" if config.torch_only else quantization
     each: float = DTYPE_BYTES[dtype]
-    depths = _depths(config)
+    depths, left = _depths(config), 0
     head = each
     if quantization != "none":
         head = each = 1 + 2 * max(-(-depth // INT8_GROUP) / depth for depth in depths)
     if quantization == "int4":
         each = 0.5 + 4 * max(-(-depth // INT4_GROUP) / depth for depth in depths)
-    rest = total - 2 * table - wide
-    return ceil(table * (DTYPE_BYTES[dtype] + head) + wide * 4 + rest * each)
+    if quantization == "fp8":
+        each, left = 1 + 4 / min(depths), config.num_routed
+    if on_gpu:
+        head = DTYPE_BYTES[dtype]
+    rest = total - 2 * table - wide - left
+    whole = table + left
+    return ceil(whole * DTYPE_BYTES[dtype] + table * head + wide * 4 + rest * each)

@@ -31,6 +31,7 @@ from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuDraw
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
+from kvrelay.engine.model.device_memory import GIB, spread
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.kept_weights import WeightsIdentity, keep, kept
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops
@@ -299,7 +300,7 @@ class ModelRunner:
 
     def _fit_pool(self, ops: Any) -> None:
         """Make the pool of what memory is left. Raises ModelError."""
-        from kvrelay.engine.model.gpu.steps import GIB, after_a_step, batch_of_nothing, spread
+        from kvrelay.engine.model.gpu.steps import after_a_step, batch_of_nothing
 
         engine, share = self._engine, self._engine.gpu_memory_utilization
         lengths = spread(engine.max_num_batched_tokens, engine.max_num_seqs, self.max_model_len)

@@ -10,10 +10,12 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvrelay.cluster.cli.settings import settings_options
+
 
 @click.command()
 @click.option("--model", help="As of kvrelay serve; default: that of --config, or smollm2-135m.")
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
+@settings_options
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("profile.npz"), show_default=True
@@ -28,6 +30,7 @@ from rich.table import Table
 def profile(
     model: str | None,
     config_path: Path | None,
+    overrides: dict[str, Any],
     dtype: str | None,
     out: Path,
     small: bool,
@@ -56,7 +59,9 @@ def profile(
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
-        config = load_config(config_path, {"model.name": model, "model.dtype": dtype})
+        options = {"model.name": model, "model.dtype": dtype}
+        given = {key: value for key, value in options.items() if value is not None}
+        config = load_config(config_path, overrides | given)
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task("the model", total=1)
 

@@ -30,6 +30,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
@@ -78,7 +79,7 @@ def autoscale_options(command: F) -> F:
 
 def scaling_of(options: dict[str, Any]) -> ScalingConfig:
     """[scaling] of the configuration file, then the options. Raises ConfigError."""
-    config = load_config(options["config_path"], {}).scaling
+    config = load_config(options["config_path"], options["overrides"]).scaling
     changes: dict[str, Any] = {
         "enabled": True,
         "ttft_target_ms": options["ttft_slo_ms"],
@@ -263,6 +264,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--json", "json_path", type=_FILE, help="Write the figures there; - for stdout.")
 @click.option("--plot", "plot_path", type=_FILE, help="Write a picture (PNG) there.")
 @click.option("--config", "config_path", type=_FILE, help="TOML, of which [router] counts.")
+@set_option
 def replay_command(
     traffic: str, json_path: Path | None, plot_path: Path | None, **options: Any
 ) -> None:
@@ -310,7 +312,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
     """One for each policy. Raises BadInputError."""
     try:
         timing = load_timing(options["timing_name"])
-        router = load_config(options["config_path"], {}).router
+        router = load_config(options["config_path"], options["overrides"]).router
         default = router.policy
         stats_interval_s = max(1.0, (options["prefill"] + options["decode"]) / STATS_PER_S)
         patience_s = max(router.probe_after_s, 2.5 * stats_interval_s)

@@ -232,6 +232,8 @@ def test_settings_are_read_anew_and_what_cannot_be_followed_is_refused(tmp_path:
     # On a machine without Ray's start this is over in seconds; workers are not waited for.
     file.write_text(toml_text(settings_of(tmp_path)))
     command = [*KVRELAY, "serve", "--config", str(file), "--port", str(port)]
+    # Neither may change while it runs, so a restart without them would be refused.
+    command += ["--kv-cache-dtype", "fp8", "--set", "model.dtype=float32", "--trust-remote-code"]
     log = (tmp_path / "log").open("w+")
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stderr=log, env=os.environ) as process:

@@ -25,7 +25,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 CONSOLIDATED = "consolidated*"  # weights in Mistral's own format, mostly beside others
 ORIGINAL = "original/*"  # for Llama's own code
+CONFIG_FILES = ("config.json", "params.json", "generation_config.json", "hf_quant_config.json")
 HUB_TIMEOUT_S = 10.0
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,26 @@ def resolve_model(
         return _checked(_convert(parts, packaged.sampling, cache, progress))
     if path.is_file():
         return _checked(_convert([path], {}, cache, progress))
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
+    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return _checked(_download(name, progress))
     raise ModelError(
         f"no model {name}: it is not a directory, a .gguf file, {', '.join(PACKAGED)} or a hub id"
     )
+
+
+def resolve_config(
+    name: str, *, cache_dir: Path | None = None, progress: Callable[[str], None]
+) -> Path:
+    """As `resolve_model`, for whoever wants the configuration alone: of a hub id nothing else is
+    fetched, and a directory needs no weights. Also the file itself. Raises ModelError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file() and path.suffix == ".json":
+        return path.parent
+    if name in PACKAGED or path.is_file() or not _HUB_ID.fullmatch(name):
+        return resolve_model(name, cache_dir=cache_dir, progress=progress)
+    return _download(name, progress, files=CONFIG_FILES)
 
 
 def _checked(path: Path) -> Path:
@@ -147,14 +164,14 @@ def _convert(
         raise ModelError(f"cannot write the converted model to {final}: {error}") from error
 
 
-def _download(name: str, progress: Callable[[str], None]) -> Path:
+def _download(name: str, progress: Callable[[str], None], files: Sequence[str] = HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(*second_copies: str) -> Path:
         return Path(
             snapshot_download(
                 name,
-                allow_patterns=list(HUB_FILES),
+                allow_patterns=list(files),
                 ignore_patterns=list(second_copies),
                 etag_timeout=HUB_TIMEOUT_S,
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 
 from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.device_memory import DeviceMemory
 from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
 from kvrelay.engine.model.gpu.sampling import Draws, draw, draw_values
 from kvrelay.engine.model.gpu.staging import stage, stage_arrays
@@ -27,26 +28,6 @@ from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone,
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.parallel.ops import Group
-
-
-RESERVE_BYTES = 512 << 20  # for captured graphs, and for what allocation leaves unused
-GIB = float(1 << 30)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """How many bytes a device has."""
-
-    total: int
-    free: int
-    reserved: int  # by this process, for tensors
-    peak: int  # most that this process has taken for tensors
-
-    def room(self, share: float) -> int:
-        """For KV, of `share` of all: beside other processes, what CUDA itself takes, the peak, and
-        a reserve. May be negative."""
-        others = self.total - self.free - self.reserved
-        return int(share * self.total) - others - self.peak - RESERVE_BYTES
 
 
 def after_a_step(device: torch.device, step: Callable[[], object]) -> DeviceMemory:
@@ -59,13 +40,6 @@ def after_a_step(device: torch.device, step: Callable[[], object]) -> DeviceMemo
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total, free, torch.cuda.memory_reserved(device), peak)
-
-
-def spread(num_tokens: int, num_seqs: int, longest: int) -> tuple[int, ...]:
-    """Lengths of `num_seqs` prompts, or fewer, which have `num_tokens` together, or less."""
-    num_seqs = min(num_seqs, num_tokens)
-    each, more = divmod(num_tokens, num_seqs)
-    return tuple(min(longest, each + (index < more)) for index in range(num_seqs))
 
 
 WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.cluster.cli.hosts import down, up
-from kvrelay.cluster.config import ConfigError
+from kvrelay.cluster.config import ConfigError, parse_override
 from kvrelay.cluster.hosts import agent
 from kvrelay.cluster.hosts.agent import Answer, Ping
 from kvrelay.cluster.hosts.launch import (
@@ -251,11 +251,38 @@ def test_a_machine_that_does_not_answer_keeps_no_other_down(
     assert ("d", "StartRay") in asked
     assert ("a", "StartServer") in asked
     assert ("b", "GiveToken") not in asked
-    monkeypatch.setattr(Launch, "up", lambda launch, _: launch.left_out.append("b: gone") or "x")
+    monkeypatch.setattr(Launch, "up", lambda launch, *_: launch.left_out.append("b: gone") or "x")
     found = CliRunner().invoke(up, [str(written(tmp_path, '[[host]]\nname = "a"\n'))])
     assert found.exit_code == 1
     assert "up: x" in found.output
     assert "b: gone" in found.output
+
+
+def test_settings_of_the_command_reach_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[agent.AnyCommand] = []
+
+    def ask(_: Remote, command: agent.AnyCommand, timeout_s: float = 0.0) -> Answer:
+        asked.append(command)
+        return Answer(result="at http://a")
+
+    monkeypatch.setattr(Remote, "ask", ask)
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    file = str(written(tmp_path, '[[host]]\nname = "a"\n'))
+    given = {"engine.guard": False, "model.name": "7b", "engine.max_model_len": 512}
+    words = [f"--set={key}={str(value).lower()}" for key, value in given.items()]
+    words += ["--set", f"model.chat_template={tmp_path}/t.jinja"]
+    found = CliRunner().invoke(up, [file, *words])
+    assert found.exit_code == 0, found.output
+    (started,) = (each for each in asked if isinstance(each, agent.StartServer))
+    passed = [word.removeprefix("--set=") for word in started.args if word.startswith("--set=")]
+    wanted = {**given, "model.chat_template": "{{ messages }}"}
+    assert dict(map(parse_override, passed)) == wanted
+    asked.clear()
+    found = CliRunner().invoke(up, [file, "--set", "engine.guard=perhaps"])
+    assert "engine.guard = 'perhaps': expected true or false" in found.output
+    assert (found.exit_code, asked) == (1, [])
 
 
 def test_a_server_has_its_time_to_drain_before_it_is_ended(

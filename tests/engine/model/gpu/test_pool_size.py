@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.device_memory import RESERVE_BYTES, DeviceMemory, spread
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.gpu import steps as gpu_steps
-from kvrelay.engine.model.gpu.steps import RESERVE_BYTES, DeviceMemory, spread
 from kvrelay.engine.step import Step
 from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of

@@ -1,0 +1,333 @@
+"""Flags of `kvrelay serve` for single settings: its own, and those that `vllm serve` has.
+
+A flag of vLLM's that people type is obeyed: it sets one of our settings, which checks its value; or
+harmless: what it asks for is so anyway, which is said; or refused: what it asks for is not there,
+and the error says what to do instead. Help, docs/command-line.md and what is accepted come from the
+lists here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+GIB = 1 << 30
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def count(text: str) -> str:
+    """Writes 32k or 32K out, as vLLM does."""
+    number, unit = text[:-1], _UNITS.get(text[-1:], 0)
+    try:
+        return f"{float(number) * unit:.0f}" if unit else text
+    except ValueError:
+        return text
+
+
+def length(text: str) -> str:
+    return "0" if text in ("auto", "-1") else count(text)
+
+
+def gib(text: str) -> str:
+    """Reads a number of bytes as GiB."""
+    found = count(text)
+    return f"{int(found) / GIB}" if found.isdigit() else text
+
+
+def origins(text: str) -> str:
+    """Reads a list in JSON as our setting has it."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return " ".join(map(str, found)) if isinstance(found, list) else text
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Sets `setting` to what is given, as `read` and `values` (theirs -> ours) have it."""
+
+    setting: str
+    about: str = ""
+    short: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[str], str] = str
+    switch: Any = None  # what it sets, where it is given without a value
+    also: Mapping[str, Any] = field(default_factory=dict)  # what it sets beside it
+
+
+OWN = {
+    "prefill": Flag("cluster.prefill", "Prefill workers; 0: decode workers do both."),
+    "decode": Flag("cluster.decode", "Decode workers."),
+    "host": Flag("api.host", "Address to serve at."),
+    "port": Flag("api.port", "Port to serve at; 0: any that is free."),
+    "address": Flag("cluster.address", 'A running Ray cluster to join: "auto" or HOST:PORT.'),
+    "insecure-ray": Flag(
+        "cluster.insecure_ray", "Join a Ray cluster that asks for no token.", switch=True
+    ),
+    "insecure": Flag(
+        "api.insecure", "Serve without a key at an address that others reach.", switch=True
+    ),
+    "dtype": Flag("model.dtype", "auto, float32 or bfloat16.", values={"float": "float32"}),
+}
+_IN_CHECKPOINT = dict.fromkeys(
+    (
+        *("None", "awq", "awq_marlin", "gptq", "gptq_marlin", "auto_gptq", "auto_awq"),
+        *("compressed-tensors", "modelopt", "modelopt_fp4", "mxfp4", "fbgemm_fp8"),
+    ),
+    "none",
+)
+_E4M3 = "float8_e4m3"
+_TOOLS = dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek_v32"), "deepseek")
+_TOOLS |= dict.fromkeys(("glm45", "glm47"), "glm") | {"kimi_k2": "kimi", "minimax_m2": "minimax"}
+_TOOLS |= {"openai": "harmony", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder"}
+_THINKS = ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "qwen3", "minimax_m2", "kimi_k2")
+VLLM = {
+    "served-model-name": Flag("model.served_name"),
+    "quantization": Flag("model.quantization", short="q", values=_IN_CHECKPOINT),
+    "device": Flag("model.device"),
+    "max-model-len": Flag("engine.max_model_len", read=length),
+    "max-num-seqs": Flag("engine.max_num_seqs", read=count),
+    "max-num-batched-tokens": Flag("engine.max_num_batched_tokens", read=count),
+    "gpu-memory-utilization": Flag("engine.gpu_memory_utilization"),
+    "tensor-parallel-size": Flag("engine.tensor_parallel_size", short="tp"),
+    "block-size": Flag("engine.block_size"),
+    "kv-cache-dtype": Flag("engine.kv_dtype", values={"fp8": _E4M3, "fp8_e4m3": _E4M3}),
+    "kv-cache-memory-bytes": Flag("engine.kv_cache_gib", read=gib),
+    "num-gpu-blocks-override": Flag("engine.num_blocks"),
+    "num-speculative-tokens": Flag("engine.num_speculative_tokens"),
+    "enforce-eager": Flag("engine.cuda_graphs", switch=False),
+    "attention-backend": Flag(
+        "engine.attention_backend", values={"TRITON_ATTN": "triton", "FLASHINFER": "flashinfer"}
+    ),
+    "moe-backend": Flag("engine.moe_backend"),
+    "kv-offloading-size": Flag("tiers.host_gib"),
+    "chat-template": Flag("model.chat_template"),
+    "tool-call-parser": Flag("api.tool_parser", values=_TOOLS),
+    "reasoning-parser": Flag(
+        "api.reasoning_parser",
+        values=dict.fromkeys(_THINKS, "think") | {"openai_gptoss": "auto"},
+    ),
+    "api-key": Flag("api.key"),
+    "allowed-origins": Flag("api.cors_origins", read=origins),
+    "ssl-certfile": Flag("tls.cert", also={"tls.api": True}),
+    "ssl-keyfile": Flag("tls.key", also={"tls.api": True}),
+    "api-server-count": Flag("cluster.routers", short="asc"),
+    "shutdown-timeout": Flag("cluster.drain_s"),
+    "max-num-queued-reqs": Flag("router.max_queue"),
+    "otlp-traces-endpoint": Flag("tracing.endpoint"),
+    "uvicorn-log-level": Flag("log.level"),
+}
+FLAGS = OWN | VLLM
+SHORT = {"pp": "pipeline-parallel-size", "dp": "data-parallel-size", "n": "nnodes"}
+SHORT |= {"ep": "enable-expert-parallel", "sc": "speculative-config", "cc": "compilation-config"}
+SHORT |= {"O": "optimization-level", "r": "node-rank"}
+
+
+def _names(listed: Mapping[str, str]) -> dict[str, str]:
+    return {name: why for why, names in listed.items() for name in names.split()}
+
+
+# By why: those that are so anyway. With "=" they have a value.
+HARMLESS = _names(
+    {
+        "prefixes are always cached": "enable-prefix-caching prefix-caching-hash-algo=",
+        "prompts are always computed in chunks": "enable-chunked-prefill",
+        "the next step always waits behind the one that runs": "async-scheduling",
+        "code of a checkpoint is never run, and none is needed": "trust-remote-code",
+        "tools are always read, api.tool_parser says how": "enable-auto-tool-choice",
+        "it follows from the chat template": "chat-template-content-format=",
+        "a usage always has cached_tokens": "enable-prompt-tokens-details",
+        "prompts are not logged, unless log.prompts says so": "disable-log-requests",
+        "statistics are metrics, at /metrics": "disable-log-stats",
+        "log.access says whether requests are logged": "disable-uvicorn-access-log",
+        "requests with a lower 'priority' go first, others are served fairly": "scheduling-policy=",
+        "Ray places workers, and their ranks are processes": "distributed-executor-backend=",
+        "ranks add up by NCCL on GPUs": "disable-custom-all-reduce",
+        "only the language model of a checkpoint is loaded": "language-model-only",
+        "grammars are llguidance's": "structured-outputs-config= guided-decoding-backend=",
+        "each token and head has a scale": "calculate-kv-scales",
+        "decode steps are captured in every size, and nothing else is compiled": "max-seq-len"
+        "-to-capture= cudagraph-capture-sizes= max-cudagraph-capture-size= compilation-config="
+        " optimization-level= disable-cascade-attn enable-flashinfer-autotune"
+        " O0 O1 O2 O3",
+        "sequences that are preempted keep KV in the host tier (tiers.host_gib)": "swap-space=",
+        "an event has what a step gave": "stream-interval=",
+    }
+)
+# By what to do instead.
+REFUSED = _names(
+    {
+        "adapters are not supported: merge them into the weights": "enable-lora lora-modules"
+        " max-loras max-lora-rank max-cpu-loras lora-dtype fully-sharded-loras",
+        "prefixes are always cached; requests with a 'cache_salt' keep theirs apart": "no-enable"
+        "-prefix-caching",
+        "prompts are always computed in chunks, of engine.max_num_batched_tokens": "no-enable"
+        "-chunked-prefill long-prefill-token-threshold max-num-partial-prefills",
+        "draws follow the 'seed' of a request; without one they are new each time": "seed",
+        "every worker is a replica: --prefill 0 --decode N": "data-parallel-size"
+        " data-parallel-size-local data-parallel-address data-parallel-backend",
+        "layers are not divided: --tensor-parallel-size divides heads": "pipeline-parallel-size",
+        "experts are divided by width: --tensor-parallel-size": "enable-expert-parallel"
+        " enable-eplb all2all-backend",
+        "machines join a Ray cluster: --address, or kvrelay up": "nnodes node-rank master-addr"
+        " master-port headless",
+        "prefill and decode workers exchange KV by themselves: --prefill N --decode N": "kv"
+        "-transfer-config kv-events-config",
+        "weights are not offloaded; KV is: --set tiers.host_gib=N": "cpu-offload-gb"
+        " offload-backend",
+        "draft tokens are n-grams of the sequence: --num-speculative-tokens N": "speculative-config"
+        " speculative-model spec-model spec-method spec-tokens",
+        "the checkpoint's own is used": "tokenizer tokenizer-mode hf-config-path",
+        "name a folder that has it": "revision tokenizer-revision code-revision",
+        "weights are read from safetensors or GGUF": "load-format",
+        "change config.json in a copy of the checkpoint": "hf-overrides rope-scaling rope-theta"
+        " disable-sliding-window",
+        "set HF_TOKEN in the environment": "hf-token",
+        "set HF_HOME in the environment": "download-dir",
+        "generation_config.json of the checkpoint gives defaults": "generation-config"
+        " override-generation-config",
+        'there is no sleep: kvrelay drain with cluster.on_stop = "keep-workers"': "enable-sleep"
+        "-mode",
+        "images and sound are not supported": "limit-mm-per-prompt mm-processor-kwargs"
+        " allowed-local-media-path media-io-kwargs",
+        "/v1/embeddings, /v1/score and /v1/rerank are there beside it": "task runner convert",
+        "set log.access and log.prompts in a file, or by --set": "enable-log-requests max-log-len",
+        "clients ask for it: stream_options.include_usage": "enable-force-include-usage",
+        "clients show keys, no certificates: --api-key": "ssl-ca-certs ssl-cert-reqs",
+        "a proxy has to take it off": "root-path",
+        "it is served at a port: --host and --port": "uds",
+        "code of others is not loaded into the server": "middleware tool-parser-plugin"
+        " reasoning-parser-plugin logits-processors worker-cls scheduler-cls",
+        "responses have the role assistant": "response-role",
+        "log probabilities of up to 20 tokens are given": "max-logprobs",
+    }
+)
+# Values of refused ones that ask for what is so.
+ALLOWED = {
+    **dict.fromkeys(("data-parallel-size", "pipeline-parallel-size", "nnodes"), ("1",)),
+    **dict.fromkeys(("tokenizer-mode", "runner", "convert"), ("auto",)),
+    "load-format": ("auto", "safetensors"),
+    "generation-config": ("auto",),
+    "cpu-offload-gb": ("0",),
+    "response-role": ("assistant",),
+    "max-logprobs": tuple(map(str, range(21))),
+    "task": ("auto", "generate"),
+}
+
+
+def spelled(word: str) -> str:
+    """The name of a flag, however it is written."""
+    name = word.partition("=")[0].lstrip("-").replace("_", "-")
+    return SHORT.get(name, name)
+
+
+def _answer(name: str) -> tuple[str, bool]:
+    """What is said of a flag that sets nothing, and whether that is all; "": it is another one."""
+    if why := HARMLESS.get(name) or HARMLESS.get(f"{name}="):
+        return why, True
+    if why := REFUSED.get(name):
+        return why, False
+    off = name.removeprefix("no-")
+    if off != name and (why := HARMLESS.get(off)):
+        return f"{why}, and that cannot be changed", False
+    is_off = off in REFUSED or (off in FLAGS and FLAGS[off].switch is not None)
+    return ("that is the default", True) if off != name and is_off else ("", True)
+
+
+def known(words: Iterable[str], tell: Callable[[str], None]) -> Iterator[str]:
+    """Those of `words` that are for click: without the harmless ones, of which `tell` hears. Raises
+    click.UsageError for one that is refused, and for one that nobody knows."""
+    left = iter(words)
+    for word in left:
+        name, (given, sign, value) = spelled(word), word.partition("=")
+        why, is_harmless = _answer(name)
+        if word == "--":
+            yield from (word, *left)
+        elif name == "model" and word.startswith("--"):
+            yield value if sign else next(left, word)
+        elif not why or not word.startswith("-"):
+            yield word
+        elif is_harmless:
+            if f"{name}=" in HARMLESS and not sign:
+                next(left, None)
+            tell(f"{given}: {why}")
+        else:
+            value = value if sign or name not in ALLOWED else next(left, "")
+            if value not in ALLOWED.get(name, ()):
+                raise click.UsageError(f"{given}: {why}")
+
+
+def nearest(name: str, further: Iterable[str] = ()) -> str:
+    """What somebody who typed `name` may have meant."""
+    from kvrelay.cluster.config import Config
+
+    settings = [
+        f"{section}.{key}"
+        for section in Config.__struct_fields__
+        for key in getattr(type(getattr(Config(), section)), "__struct_fields__", ())
+    ]
+    key = name.replace("-", "_")
+    if exact := [each for each in settings if each.partition(".")[2] == key]:
+        return " or ".join(f"--set {each}=VALUE" for each in exact)
+    flags = [*FLAGS, *(each.rstrip("=") for each in (*HARMLESS, *REFUSED)), *further]
+    if close := difflib.get_close_matches(name, flags, n=1):
+        return f"did you mean --{close[0]}?"
+    keys = {each.partition(".")[2]: each for each in settings}
+    if close := difflib.get_close_matches(key, keys, n=1):
+        return f"did you mean --set {keys[close[0]]}=VALUE?"
+    return "--set SECTION.KEY=VALUE takes any setting"
+
+
+def settings_of(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides`, and what the flags among `options`, by click's names, set. Raises
+    click.UsageError where one setting gets two values."""
+    from kvrelay.cluster.config import parse_override
+
+    found = dict(overrides)
+    for option, given in options.items():
+        flag = FLAGS[option.replace("_", "-")]
+        if given is None:
+            continue
+        value = flag.switch
+        if value is None:
+            text = flag.read(flag.values.get(given, given))
+            _, value = parse_override(f"{flag.setting}={text}")
+        for key, wanted in {flag.setting: value, **flag.also}.items():
+            if found.setdefault(key, wanted) != wanted:
+                raise click.UsageError(f"{key} has two values: --{option.replace('_', '-')} is one")
+    return found
+
+
+def _option(name: str, flag: Flag) -> click.Option:
+    spellings = [f"--{name}", *([f"-{flag.short}"] if flag.short else [])]
+    is_flag, hidden = flag.switch is not None, name in VLLM
+    return click.Option(spellings, help=flag.about, is_flag=is_flag, default=None, hidden=hidden)
+
+
+class FlagsCommand(click.Command):
+    """Has the flags as options, and knows what to say of those of vLLM that it has not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += [_option(name, flag) for name, flag in FLAGS.items()]
+        self.context_settings["token_normalize_func"] = lambda name: name.replace("_", "-")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, [*known(args, lambda line: click.echo(line, err=True))])
+        except click.NoSuchOption as error:
+            own = [name.lstrip("-") for param in self.params for name in param.opts]
+            meant = nearest(spelled(error.option_name), own)
+            raise click.UsageError(f"no such option: {error.option_name}; {meant}", ctx) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("As in vllm serve (docs/command-line.md)"):
+            formatter.write_dl([(f"--{name}", flag.setting) for name, flag in VLLM.items()])
