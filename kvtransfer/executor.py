@@ -43,6 +43,7 @@ Clock = Callable[[], float]
 Corrupt = Callable[[CopyBlocks, Any], None]
 
 SETTLE_POLL_S = 500e-6
+IDLE_WAIT_S = 1.0  # between two polls of a thread that has nothing to do
 STORE_CHECK_BUSY_S = 1.0
 STORE_CHECK_IDLE_S = 5.0
 SHUTS_DOWN = "the worker shuts down"
@@ -274,6 +275,11 @@ class TransferExecutor:
 class Store(Protocol):
     """What a thread that copies does besides, for the tier that it copies to and from."""
 
+    @property
+    def wait_s(self) -> float:
+        """Until `check` at the latest, where nothing else happens."""
+        ...
+
     def update(self, change: StoreIndex) -> StoreFailed | None:
         """In the order of the copies to and from the tier."""
         ...
@@ -287,6 +293,8 @@ class Store(Protocol):
 
 class ArenaExecutor:
     """Calls on host memory that outlives its worker."""
+
+    wait_s = IDLE_WAIT_S
 
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
@@ -307,6 +315,10 @@ class OrphanedExecutor:
     def __init__(self, agent: OrphanedAgent) -> None:
         self._agent = agent
 
+    @property
+    def wait_s(self) -> float:
+        return self._agent.wait_s
+
     def update(self, change: StoreIndex) -> None:
         raise AssertionError(change)
 
@@ -319,6 +331,8 @@ class OrphanedExecutor:
 
 class StoreExecutor:
     """Blocking calls on the store of a tier, from the one thread that owns it."""
+
+    wait_s = IDLE_WAIT_S
 
     def __init__(
         self, store: DiskStore, *, tier: Tier = Tier.DISK, clock: Clock = time.monotonic

@@ -20,12 +20,11 @@ from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LOOK_S
 from kvrelay.kvtransfer.executor import ArenaExecutor, TransferExecutor, failed_copy
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.tiers.registry import is_storage
-from kvrelay.kvtransfer.transfer_loop import IDLE_WAIT_S, TransferLoop
+from kvrelay.kvtransfer.transfer_loop import TransferLoop
 from kvrelay.worker.disk_tier import Storage
 
 log = logging.getLogger("kvrelay.threads")
@@ -125,13 +124,7 @@ class TransferLoops:
         index = None if arena is None else ArenaExecutor(arena)
         self._memory = TransferLoop(memory, answer, store=index, name=f"{name}-kv")
         self._storage = {
-            tier: TransferLoop(
-                each.copies,
-                answer,
-                store=each.store,
-                idle_wait_s=LOOK_S if tier is Tier.ORPHANED else IDLE_WAIT_S,
-                name=f"{name}-{tier}",
-            )
+            tier: TransferLoop(each.copies, answer, store=each.store, name=f"{name}-{tier}")
             for tier, each in storage.items()
         }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,38 +120,37 @@ def open_transfers(
     make_agent = options.make_agent or _nixl_agent
     inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
     agent = RanksAgent(spec.worker, inner, share, shard.rank)
-    outlives = arena is not None
-    config = structs.replace(config, agent_metadata=agent.metadata(), host_outlives=outlives)
     pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
-    reserve = None if arena is None else arena.reserve
-    where = memory, pools, share
+    make_copies = partial(
+        TransferExecutor,
+        *(spec.worker, spec.epoch),
+        pools=pools,
+        share=share,
+        reserve=None if arena is None else arena.reserve,
+        corrupt=options.corrupt,
+    )
     try:
         disk, notices = open_disk_tier(
-            *(of_rank, spec.tiers.disk_path, *where, reserve, options.corrupt), part=part
+            of_rank, spec.tiers.disk_path, memory, make_copies, share, part
         )
     except NoHostMemory as error:
         raise BuildError(
             f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
             " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
         ) from error
-    if disk is None:
-        config = structs.replace(config, num_disk_blocks=0)
-    if runner.launch is not None:
-        config = structs.replace(config, steps_ahead=1)
+    config = structs.replace(
+        config,
+        agent_metadata=agent.metadata(),
+        host_outlives=arena is not None,
+        reads_left_kv=arena is not None and spec.num_peers > 0,
+        num_disk_blocks=0 if disk is None else config.num_disk_blocks,
+        steps_ahead=0 if runner.launch is None else 1,
+    )
     storage = {} if disk is None else {Tier.DISK: disk}
     if shard.size == 1:
-        orphaned = open_orphaned(of_rank, of_cluster, arena, *where)
+        orphaned = open_orphaned(of_rank, of_cluster, arena, memory, make_copies)
         storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
-    moves = TransferExecutor(
-        spec.worker,
-        spec.epoch,
-        agent,
-        pools,
-        share=share,
-        reserve=reserve,
-        corrupt=options.corrupt,
-        probes=Probes(agent),
-    )
+    moves = make_copies(agent, probes=Probes(agent))
     notices = [*notices, *(() if host is None else host.notices)]
     return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import fcntl
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError, StoreFound, StoreGone
 from kvrelay.kvtransfer.agents.pool import is_on_gpu, pool_bytes
@@ -27,9 +29,9 @@ from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
+"""Between two looks for a worker that has died. What it was doing is here within milliseconds."""
 LIST_S = 1.0  # between two looks for arenas that are new
 MAX_FOUND = 2048  # records that are announced in one look
-"""Between two looks for a worker that has died. What it was doing is here within milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +40,9 @@ class Attached:
 
     arena: OrphanedArena
     first: int
-    until: float  # by the clock of the agent: all of its blocks have expired by then
-    announced: int = 0  # records
+    until: float  # by the clock of the agent: what was announced of it has expired by then
+    announced: bool = False  # some of its records
+    has_more: bool = True  # records to announce
 
     @property
     def end(self) -> int:
@@ -76,10 +79,13 @@ class OrphanedAgent:
         """What has changed since the last call."""
         now = self._clock()
         changes: list[StoreFound | StoreGone] = []
-        for each in [a for a in self._attached if a.arena.is_wanted or now > a.until]:
+        for each in list(self._attached):
+            has_expired = now > each.until and not each.has_more
+            if not (has_expired or each.arena.is_wanted):
+                continue
             self._attached.remove(each)
             each.arena.detach()
-            if now > each.until:
+            if has_expired:
                 remove_arena(each.arena.folder)
             if each.announced:
                 changes.append(StoreGone(Tier.ORPHANED, each.first, each.arena.num_slots))
@@ -92,7 +98,7 @@ class OrphanedAgent:
                 lock.release()
             else:
                 self._attach(now, path, lock)
-        return [*changes, *self._announce()]
+        return [*changes, *self._announce(now)]
 
     def _list(self, now: float) -> None:
         """Keep the files of the locks open that may come free."""
@@ -113,17 +119,25 @@ class OrphanedAgent:
             logger.info("%s: nothing to read in %s: %s", self._name, path, error)
             lock.release()
             return
-        until = now + max((record.keep_s for record in arena.records), default=0.0)
-        self._attached.append(Attached(arena, self._room_for(arena.num_slots), until))
+        self._attached.append(Attached(arena, self._room_for(arena.num_slots), now))
         self._attached.sort(key=lambda each: each.first)
 
-    def _announce(self) -> list[StoreFound | StoreGone]:
+    @property
+    def wait_s(self) -> float:
+        """How long the next look may wait."""
+        return LOOK_S if self._watched or self._attached else LIST_S
+
+    def _announce(self, now: float) -> list[StoreFound | StoreGone]:
         found: list[StoreFound | StoreGone] = []
         for each in self._attached:
-            part = each.arena.records[each.announced : each.announced + MAX_FOUND]
-            if part:
-                each.announced += len(part)
-                records = tuple(replace(r, slot=each.first + r.slot) for r in part)
+            records = tuple(
+                DiskRecord(each.first + r.slot, r.block_hash, r.checksum, r.keep_s)
+                for r in islice(each.arena.records, MAX_FOUND)
+            )
+            each.has_more = len(records) == MAX_FOUND
+            if records:
+                each.announced = True
+                each.until = max(each.until, now + max(record.keep_s for record in records))
                 num_slots = each.arena.num_slots
                 found.append(StoreFound(Tier.ORPHANED, each.first, num_slots, records))
         return found
@@ -160,8 +174,8 @@ class OrphanedAgent:
         for each in self._attached:
             here = [i for i, slot in enumerate(src) if each.first <= slot < each.end]
             if here:
-                found = each.arena.memory[[src[i] - each.first for i in here]]
-                _write(pool, [dst[i] for i in here], found)
+                slots = [src[i] - each.first for i in here]
+                _write(pool, [dst[i] for i in here], each.arena.memory, slots)
         if not all(any(a.first <= slot < a.end for a in self._attached) for slot in src):
             raise AgentError("the worker whose host memory this was is back")
 
@@ -180,12 +194,15 @@ class OrphanedAgent:
         self._watched.clear()
 
 
-def _write(pool: Any, blocks: Sequence[int], found: np.ndarray[Any, Any]) -> None:
+def _write(pool: Any, blocks: list[int], memory: NDArray[np.uint8], slots: list[int]) -> None:
     if not is_on_gpu(pool):
-        pool_bytes(pool)[list(blocks)] = found
+        target = pool_bytes(pool)
+        for block, slot in zip(blocks, slots, strict=True):
+            target[block] = memory[slot]
         return
     import torch
 
+    found = memory[slots]
     target = pool.flatten(1).view(torch.uint8)
-    target[list(blocks)] = torch.from_numpy(found).to(target.device)
+    target[blocks] = torch.from_numpy(found).to(target.device)
     torch.cuda.current_stream(target.device).synchronize()

@@ -16,7 +16,7 @@ import pytest
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import AgentError, StoreFound, StoreGone, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LIST_S, OrphanedAgent
+from kvrelay.kvtransfer.agents.orphaned import LIST_S, LOOK_S, MAX_FOUND, OrphanedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.store import StoreError, StoreInUse
 from kvrelay.kvtransfer.store.arena import (
@@ -227,6 +227,35 @@ class TestSurvivors:
         assert not folder.exists()
         with pytest.raises(AgentError, match="is back"):
             agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
+
+    def test_many_records_come_in_parts_the_last_written_first(
+        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+    ) -> None:
+        agent, clock, _ = reader
+        num_slots = MAX_FOUND + 10
+        arena = open_arena(folder, num_slots=num_slots)
+        records = [DiskRecord(slot, name_of(slot), 7 * slot, 60.0) for slot in range(num_slots)]
+        arena.update(StoreIndex(put=tuple(records), tier=HOST))
+        arena.close()
+        parts = [look(agent, clock), agent.look(), agent.look()]
+        assert [len(part) for part in parts] == [1, 1, 0]
+        found = [record for (part,) in parts[:2] for record in part.records]
+        assert [record.slot for record in found] == list(range(num_slots))[::-1]
+        assert all(r.block_hash == name_of(r.slot) and r.checksum == 7 * r.slot for r in found)
+
+    def test_a_worker_that_is_alone_looks_seldom(
+        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+    ) -> None:
+        agent, clock, _ = reader
+        look(agent, clock)
+        assert agent.wait_s == LIST_S
+        arena = open_arena(folder)
+        look(agent, clock)
+        assert agent.wait_s == LOOK_S  # it may die at any moment
+        arena.close(remove=True)
+        look(agent, clock)
+        look(agent, clock)
+        assert agent.wait_s == LIST_S
 
     def test_one_that_waits_gets_it(
         self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
