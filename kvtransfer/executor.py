@@ -19,6 +19,7 @@ from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import (
     Agent,
     AgentError,
+    AttachStore,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -280,8 +281,8 @@ class Store(Protocol):
         """Until `check` at the latest, where nothing else happens."""
         ...
 
-    def update(self, change: StoreIndex) -> StoreFailed | None:
-        """In the order of the copies to and from the tier."""
+    def update(self, change: Any) -> StoreFailed | None:
+        """A `StoreIndex` or an `AttachStore`, in the order of the copies to and from the tier."""
         ...
 
     def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone]:
@@ -319,8 +320,8 @@ class OrphanedExecutor:
     def wait_s(self) -> float:
         return self._agent.wait_s
 
-    def update(self, change: StoreIndex) -> None:
-        raise AssertionError(change)
+    def update(self, change: AttachStore) -> None:
+        self._agent.attach(change)
 
     def check(self, busy: bool) -> Sequence[StoreFound | StoreGone]:
         return self._agent.look()

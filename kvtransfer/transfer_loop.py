@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvrelay.engine.backoff import Backoff
 from kvrelay.kvtransfer.agent import (
+    AttachStore,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -33,7 +34,7 @@ from kvrelay.kvtransfer.executor import (
 
 log = logging.getLogger("kvrelay.transfers")
 
-Request = ConnectPeer | CopyBlocks | StoreIndex
+Request = ConnectPeer | CopyBlocks | StoreIndex | AttachStore
 Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone
 
 SPINS = 20
@@ -153,7 +154,7 @@ class TransferLoop:
                 self._answer(failed_copy(request, SHUTS_DOWN))
             case CopyBlocks():
                 self._executor.post(request)
-            case StoreIndex():
+            case StoreIndex() | AttachStore():
                 assert self._store is not None, request
                 self._answer(self._store.update(request))
 
@@ -182,3 +183,5 @@ def _refused(request: Request, reason: str) -> Answer:
             return failed_copy(request, reason)
         case StoreIndex():
             return StoreFailed(f"the index was not changed: {reason}", tier=request.tier)
+        case AttachStore(tier, _, first, num_slots):
+            return StoreGone(tier, first, num_slots)

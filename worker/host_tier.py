@@ -91,14 +91,16 @@ def open_orphaned(
     own: HostArena | None,
     memory: Mapping[Tier, Any],
     make_copies: MakeCopies,
+    *,
+    follows: bool,
 ) -> Storage | None:
     """What reads host memory of workers of this machine that have died; None where that cannot be.
-    `part`: as for `open_host_memory`; `memory`: the worker's own."""
+    `part`: as for `open_host_memory`; `memory`: the worker's own; `follows`: as OrphanedAgent."""
     try:
         root = arena_root() / part
     except StoreError:
         return None
     place = root / config.fingerprint.hex()
     own_folder = None if own is None else own.folder
-    agent = OrphanedAgent(config.node_id, place, own_folder, memory)
+    agent = OrphanedAgent(config.node_id, place, own_folder, memory, follows=follows)
     return Storage(make_copies(agent), OrphanedExecutor(agent), ())

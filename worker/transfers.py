@@ -19,13 +19,14 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
+from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.agents.ranks import RanksAgent
 from kvrelay.kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
 from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store.arena import HostArena
+from kvrelay.kvtransfer.transfer_loop import Request
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.host_tier import HostMemory, open_host_memory, open_orphaned
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
@@ -72,7 +73,7 @@ class Transfers:
             self.arena.update(change)
 
     def leave_kv(self) -> None:
-        """What is in host memory is for the worker that takes the place of this one."""
+        """What is in host memory is for another worker, when this one has ended."""
         if self.arena is not None:
             self.arena.has_heir = True
 
@@ -147,12 +148,18 @@ def open_transfers(
         steps_ahead=0 if runner.launch is None else 1,
     )
     storage = {} if disk is None else {Tier.DISK: disk}
-    if shard.size == 1:
-        orphaned = open_orphaned(of_rank, of_cluster, arena, memory, make_copies)
-        storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
+    orphaned = open_orphaned(
+        of_rank, of_cluster, arena, memory, make_copies, follows=shard.rank > 0
+    )
+    storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
     moves = make_copies(agent, probes=Probes(agent))
     notices = [*notices, *(() if host is None else host.notices)]
     return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveKV:
+    """To the ranks above 0: what is in host memory is for another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +180,16 @@ class RankTransfers:
 
     def __init__(self, opened: Transfers, name: NodeId, tell: Tell) -> None:
         self.facts = opened.facts
+        self._leave_kv = opened.leave_kv
         self.checksums = opened.checksums
         self.begin_checksums = opened.begin_checksums
         self._loops = TransferLoops(opened.memory, opened.storage, tell, name, opened.arena)
 
-    def receive(self, message: ConnectPeer | CopyBlocks | StoreIndex) -> None:
-        self._loops.submit(message)
+    def receive(self, message: Request | LeaveKV) -> None:
+        if isinstance(message, LeaveKV):
+            self._leave_kv()
+        else:
+            self._loops.submit(message)
 
     def close(self) -> None:
         self._loops.close(CLOSE_S)
