@@ -18,6 +18,7 @@ import os
 import signal
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -73,6 +74,8 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
             await asyncio.sleep(args.second)
             os.kill(other["pid"], signal.SIGKILL)
         timings, _ = await running
+        failed = Counter(each.error for each in timings if each.error is not None)
+        assert failed.total() < len(timings), f"all streams have failed: {failed}"
         deadline = time.monotonic() + BACK_S
         while (now := await worker(http))["state"] != "up" or now["pid"] == before["pid"]:
             assert time.monotonic() < deadline, f"the decode worker is not back: {now}"
@@ -85,7 +88,7 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
     texts = sorted(each.text for each in reference)
     good = [each for each in timings if each.error is None]
     return {
-        "failed": len(timings) - len(good),
+        "failed": failed.total(),
         "altered": sum(each.text not in texts for each in good),
         "silence_s": longest_silence(good),
         "undisturbed_s": longest_silence(reference),
@@ -125,11 +128,11 @@ async def next_turns(
         messages = [{"role": role, "content": text} for role, text in turns]
         body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
         answer = await http.post("/v1/chat/completions", json=body)
-        answer.raise_for_status()
+        assert answer.is_success, answer.text
         usage = answer.json()["usage"]
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
-    pairs = zip(prompts, timings, strict=True)
+    pairs = [pair for pair in zip(prompts, timings, strict=True) if pair[1].error is None]
     found = await asyncio.gather(*(ask(prompt, timing) for prompt, timing in pairs))
     return sum(cached for _, cached in found) / sum(all_of for all_of, _ in found)
 
