@@ -143,7 +143,6 @@ def open_transfers(
         config,
         agent_metadata=agent.metadata(),
         host_outlives=arena is not None,
-        reads_left_kv=arena is not None and spec.num_peers > 0,
         num_disk_blocks=0 if disk is None else config.num_disk_blocks,
         steps_ahead=0 if runner.launch is None else 1,
     )
@@ -239,4 +238,5 @@ def worker_config(
         disk_after_s=spec.tiers.disk_after_s,
         cores="" if spec.on_gpu else spec.machine,
         left_reads_s=spec.left_reads_s,
+        reads_left_kv=spec.num_peers > 0 and bool(spec.tiers.host_gib),
     )
