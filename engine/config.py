@@ -130,6 +130,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     disk_slot_bytes: int = 0  # the most that a block takes on disk, over all ranks
     disk_bytes: int = 0  # room on disk for blocks of any size; 0: for as many of the largest
     host_outlives: bool = False  # blocks in host memory are indexed, for when this worker has died
+    reads_left_kv: bool = False  # others of the machine leave theirs there when they die
     retention: Retention = DEFAULT_RETENTION  # where a request does not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
     cores: str = ""  # as in WorkerInfo

@@ -99,6 +99,18 @@ class StoreFound:
     first_slot: int
     num_slots: int
     records: tuple[DiskRecord, ...]  # with slots of the tier, the last used first
+    place: str = ""  # what they lie in, as each rank calls its part
+
+
+@dataclass(frozen=True, slots=True)
+class AttachStore:
+    """To the ranks above 0: attach your parts of `place` to these slots of `tier`, as rank 0 has.
+    Answered by `StoreFound`, once it can be read."""
+
+    tier: Tier
+    place: str
+    first_slot: int
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import (
     Agent,
     AgentError,
+    AttachStore,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -43,6 +44,7 @@ Clock = Callable[[], float]
 Corrupt = Callable[[CopyBlocks, Any], None]
 
 SETTLE_POLL_S = 500e-6
+IDLE_WAIT_S = 1.0  # between two polls of a thread that has nothing to do
 STORE_CHECK_BUSY_S = 1.0
 STORE_CHECK_IDLE_S = 5.0
 SHUTS_DOWN = "the worker shuts down"
@@ -274,8 +276,13 @@ class TransferExecutor:
 class Store(Protocol):
     """What a thread that copies does besides, for the tier that it copies to and from."""
 
-    def update(self, change: StoreIndex) -> StoreFailed | None:
-        """In the order of the copies to and from the tier."""
+    @property
+    def wait_s(self) -> float:
+        """Until `check` at the latest, where nothing else happens."""
+        ...
+
+    def update(self, change: Any) -> StoreFailed | None:
+        """A `StoreIndex` or an `AttachStore`, in the order of the copies to and from the tier."""
         ...
 
     def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone]:
@@ -287,6 +294,8 @@ class Store(Protocol):
 
 class ArenaExecutor:
     """Calls on host memory that outlives its worker."""
+
+    wait_s = IDLE_WAIT_S
 
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
@@ -307,8 +316,12 @@ class OrphanedExecutor:
     def __init__(self, agent: OrphanedAgent) -> None:
         self._agent = agent
 
-    def update(self, change: StoreIndex) -> None:
-        raise AssertionError(change)
+    @property
+    def wait_s(self) -> float:
+        return self._agent.wait_s
+
+    def update(self, change: AttachStore) -> None:
+        self._agent.attach(change)
 
     def check(self, busy: bool) -> Sequence[StoreFound | StoreGone]:
         return self._agent.look()
@@ -319,6 +332,8 @@ class OrphanedExecutor:
 
 class StoreExecutor:
     """Blocking calls on the store of a tier, from the one thread that owns it."""
+
+    wait_s = IDLE_WAIT_S
 
     def __init__(
         self, store: DiskStore, *, tier: Tier = Tier.DISK, clock: Clock = time.monotonic

@@ -13,17 +13,62 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.kvtransfer.agent import (
+    AttachStore,
+    ConnectPeer,
+    CopyBlocks,
+    CopyDone,
+    PeerConnected,
+    StoreFound,
+    StoreGone,
+)
 from kvrelay.kvtransfer.checksum import MOD
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.transfer_loop import Answer, Request
+
+
+class FoundInAll:
+    """Joins what the ranks find in the places that rank 0 has attached, each its part at a time of
+    its own. A block is found when all have it, in one slot and with one checksum.
+
+    Invariant: what has been found by some is kept until it is found by all, or gone in any."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        # By tier, first slot and place: ranks that have each block, unless all have.
+        self._places: dict[tuple[Tier, int, str], dict[Hashable, set[int]]] = {}
+
+    def add(self, rank: int, found: StoreFound) -> tuple[AttachStore | None, StoreFound | None]:
+        """(what the other ranks are to attach, what all ranks have now and had not before)."""
+        place, asked = (found.tier, found.first_slot, found.place), None
+        if rank == 0 and place not in self._places:
+            self._places[place] = {}
+            asked = AttachStore(found.tier, found.place, found.first_slot, found.num_slots)
+        blocks = self._places.get(place)
+        if blocks is None:
+            return None, None  # it has gone meanwhile
+        complete: list[DiskRecord] = []
+        for record in found.records:
+            block = record.slot, record.block_hash, record.checksum
+            ranks = blocks.setdefault(block, set())
+            ranks.add(rank)
+            if len(ranks) == self._num_ranks:
+                del blocks[block]
+                complete.append(record)
+        return asked, replace(found, records=tuple(complete)) if complete else None
+
+    def drop(self, gone: StoreGone) -> None:
+        """What others find of it from now on is of no use."""
+        for place in [place for place in self._places if place[:2] == (gone.tier, gone.first_slot)]:
+            del self._places[place]
 
 
 class RankAnswers:
     """Joins the answers of all ranks. Its methods may be called from any thread.
 
     Invariant: a connection and a copy that were begun are answered once; a store's failure in any
-    rank is the worker's, and is reported at once."""
+    rank is the worker's, and is reported at once, as is that a part of it has gone."""
 
     def __init__(
         self,
@@ -37,6 +82,7 @@ class RankAnswers:
         self._send = send
         self._deliver = deliver
         self._lock = threading.Lock()
+        self._found = FoundInAll(len(counted))
         # By what an answer names; connections to one peer may be asked for more than once.
         self._asked: dict[Hashable, deque[dict[int, Answer]]] = {}  # answers by rank
 
@@ -50,6 +96,17 @@ class RankAnswers:
 
     def add(self, rank: int, answer: Answer) -> None:
         """Takes what `rank` has answered."""
+        if isinstance(answer, StoreFound):
+            with self._lock:
+                asked, found = self._found.add(rank, answer)
+            if asked is not None:
+                self._send(asked)
+            if found is not None:
+                self._deliver(found)
+            return
+        if isinstance(answer, StoreGone):
+            with self._lock:
+                self._found.drop(answer)
         key = _key(answer)
         if key is None:
             self._deliver(answer)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvrelay.engine.backoff import Backoff
 from kvrelay.kvtransfer.agent import (
+    AttachStore,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -23,17 +24,22 @@ from kvrelay.kvtransfer.agent import (
     StoreGone,
     StoreIndex,
 )
-from kvrelay.kvtransfer.executor import SHUTS_DOWN, Store, TransferExecutor, failed_copy
+from kvrelay.kvtransfer.executor import (
+    IDLE_WAIT_S,
+    SHUTS_DOWN,
+    Store,
+    TransferExecutor,
+    failed_copy,
+)
 
 log = logging.getLogger("kvrelay.transfers")
 
-Request = ConnectPeer | CopyBlocks | StoreIndex
+Request = ConnectPeer | CopyBlocks | StoreIndex | AttachStore
 Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone
 
 SPINS = 20
 """Polls without a pause after something happened: a copy within one host is done in as many."""
 WAIT = Backoff(20e-6, 500e-6)
-IDLE_WAIT_S = 1.0
 
 
 class TransferLoop:
@@ -50,15 +56,13 @@ class TransferLoop:
         on_done: Callable[[Answer], None],
         *,
         store: Store | None = None,
-        idle_wait_s: float = IDLE_WAIT_S,
         max_outstanding: int = 1024,
         name: str = "kv-transfer",
     ) -> None:
-        """`idle_wait_s`: between two looks at the store. `on_done` is called from this loop's
-        thread, or from `submit` for a refusal; it must not block."""
+        """`on_done` is called from this loop's thread, or from `submit` for a refusal; it must not
+        block."""
         self._executor = executor
         self._store = store
-        self._idle_wait_s = idle_wait_s
         self._on_done = on_done
         self._max_outstanding = max_outstanding
         self._lock = threading.Lock()  # guards _outstanding and _stopped
@@ -106,7 +110,9 @@ class TransferLoop:
             wait_s = _wait_s(quiet)
             if self._executor.is_timing:
                 wait_s = min(wait_s, WAIT.base_s)
-            request = self._next(wait_s if self._executor.audit() else self._idle_wait_s)
+            if not self._executor.audit():
+                wait_s = IDLE_WAIT_S if self._store is None else self._store.wait_s
+            request = self._next(wait_s)
             if isinstance(request, float | int):
                 break  # the time that `stop` allows; every request came before it
             quiet += 1
@@ -148,7 +154,7 @@ class TransferLoop:
                 self._answer(failed_copy(request, SHUTS_DOWN))
             case CopyBlocks():
                 self._executor.post(request)
-            case StoreIndex():
+            case StoreIndex() | AttachStore():
                 assert self._store is not None, request
                 self._answer(self._store.update(request))
 
@@ -177,3 +183,5 @@ def _refused(request: Request, reason: str) -> Answer:
             return failed_copy(request, reason)
         case StoreIndex():
             return StoreFailed(f"the index was not changed: {reason}", tier=request.tier)
+        case AttachStore(tier, _, first, num_slots):
+            return StoreGone(tier, first, num_slots)

@@ -42,7 +42,13 @@ from kvrelay.worker.kv_plan import (
 from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import WorkerThreads, at_low_priority
-from kvrelay.worker.transfers import MakeRankTransfers, RankFacts, Transfers, open_transfers
+from kvrelay.worker.transfers import (
+    LeaveKV,
+    MakeRankTransfers,
+    RankFacts,
+    Transfers,
+    open_transfers,
+)
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.parallel.runner import ParallelRunner
@@ -67,13 +73,20 @@ class Ranks:
         config = self._own.config
         each = [facts.metadata for facts in self._facts]
         config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
-        host_outlives = Tier.HOST in self.records
-        num_disk_blocks = config.num_disk_blocks if Tier.DISK in self.records else 0
-        return structs.replace(config, host_outlives=host_outlives, num_disk_blocks=num_disk_blocks)
+        return structs.replace(
+            config,
+            host_outlives=Tier.HOST in self.records,
+            reads_left_kv=config.reads_left_kv and Tier.ORPHANED in self.records,
+            num_disk_blocks=config.num_disk_blocks if Tier.DISK in self.records else 0,
+        )
 
     def notices(self) -> list[str]:
         """What an operator should know; once, if all ranks say it."""
         return [*dict.fromkeys(notice for facts in self._facts for notice in facts.notices)]
+
+    def leave_kv(self) -> None:
+        self._own.leave_kv()
+        self._runner.tell(LeaveKV())
 
     def join(self, deliver: Deliver) -> RankAnswers:
         answers = RankAnswers(self._counted, self._runner.tell, deliver)
@@ -175,7 +188,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
-    info, leave_kv = config.info(), own.leave_kv
+    info, leave_kv = config.info(), own.leave_kv if ranks is None else ranks.leave_kv
     return BuiltWorker(worker, info, make_executor, tuple(notices), lost, leave_kv)
 
 

@@ -6,7 +6,7 @@ A store that cannot be opened is no reason not to serve: the worker runs without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.native import NativeBuildError
-from kvrelay.kvtransfer.checksum import BlockBytes
+from kvrelay.kvtransfer.agent import Agent, AgentError
 from kvrelay.kvtransfer.executor import Store, StoreExecutor, TransferExecutor
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.store.index import NO_CODEC
@@ -23,6 +23,10 @@ from kvrelay.kvtransfer.store.index import NO_CODEC
 if TYPE_CHECKING:
     from kvrelay.kvtransfer.codec import Codec
     from kvrelay.kvtransfer.store import DiskStore
+
+
+MakeCopies = Callable[..., TransferExecutor]
+"""A TransferExecutor over the worker's memory, given the agent, and options of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +50,14 @@ def open_disk_tier(
     config: WorkerConfig,
     folder: str,
     memory: Mapping[Tier, Any],
-    pools: Mapping[Tier, BlockBytes],
+    make_copies: MakeCopies,
     share: HeadShare | None = None,
-    reserve: Callable[[Sequence[int]], None] | None = None,
-    corrupt: Callable[..., None] | None = None,
-    *,
     part: str = "",
 ) -> tuple[Storage | None, list[str]]:
     """The tier, if `config` has one and it can be opened, and what an operator should know.
 
-    `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools, `pools` the
-    same as bytes, `share` the heads that are there; `reserve` as for TransferExecutor. `part`: of
-    the folder, for a rank of several. Raises NoHostMemory."""
-    from kvrelay.kvtransfer.agent import Agent, AgentError
+    `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools; `share`: the
+    heads that are there. `part`: of the folder, for a rank of several. Raises NoHostMemory."""
     from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
     from kvrelay.kvtransfer.agents.disk import DiskAgent
     from kvrelay.kvtransfer.agents.staged import StagedAgent
@@ -91,13 +90,8 @@ def open_disk_tier(
             raise NoHostMemory
         arena = memory[Tier.HOST]
         agent = StagedAgent(disk, memory[Tier.DEVICE], arena, config.num_host_blocks)
-    copies = TransferExecutor(
-        *(config.node_id, config.epoch, agent, pools),
-        share=share,
-        reserve=reserve,
-        corrupt=corrupt,
-        results=disk.results if isinstance(disk, CodedAgent) else None,
-    )
+    results = disk.results if isinstance(disk, CodedAgent) else None
+    copies = make_copies(agent, results=results)
     storage = Storage(copies, StoreExecutor(store), tuple(store.records))
     return storage, [*store.warnings, *_unused(root, config.fingerprint)]
 

@@ -16,13 +16,11 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
-from kvrelay.kvtransfer.checksum import BlockBytes
-from kvrelay.kvtransfer.executor import OrphanedExecutor, TransferExecutor
-from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.executor import OrphanedExecutor
 from kvrelay.kvtransfer.store import StoreError, StoreInUse, places
 from kvrelay.kvtransfer.store.arena import HostArena, arena_root
 from kvrelay.kvtransfer.store.folder import BLOCKS
-from kvrelay.worker.disk_tier import Storage
+from kvrelay.worker.disk_tier import MakeCopies, Storage
 
 LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
 NOTICE = "host memory for KV ends with this worker"
@@ -92,20 +90,17 @@ def open_orphaned(
     part: str,
     own: HostArena | None,
     memory: Mapping[Tier, Any],
-    pools: Mapping[Tier, BlockBytes],
-    share: HeadShare | None = None,
+    make_copies: MakeCopies,
+    *,
+    follows: bool,
 ) -> Storage | None:
     """What reads host memory of workers of this machine that have died; None where that cannot be.
-    `part`: as for `open_host_memory`; `memory`: the worker's own, `pools`: the same as bytes."""
+    `part`: as for `open_host_memory`; `memory`: the worker's own; `follows`: as OrphanedAgent."""
     try:
         root = arena_root() / part
     except StoreError:
         return None
     place = root / config.fingerprint.hex()
     own_folder = None if own is None else own.folder
-    agent = OrphanedAgent(config.node_id, place, own_folder, memory)
-    reserve = None if own is None else own.reserve
-    copies = TransferExecutor(
-        config.node_id, config.epoch, agent, pools, share=share, reserve=reserve
-    )
-    return Storage(copies, OrphanedExecutor(agent), ())
+    agent = OrphanedAgent(config.node_id, place, own_folder, memory, follows=follows)
+    return Storage(make_copies(agent), OrphanedExecutor(agent), ())

@@ -90,7 +90,7 @@ class Adopt:
 @dataclass(frozen=True, slots=True)
 class End:
     """To a worker's process: end, if you are of this epoch or an older one. `has_heir`: another
-    one takes its place, and the KV that it has in host memory."""
+    one takes its place, or reads from its own, and the KV that it has in host memory is kept."""
 
     epoch: int
     has_heir: bool = False

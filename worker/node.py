@@ -57,6 +57,7 @@ from kvrelay.kvtransfer.peer.producer import Handoff, Producer
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.kvtransfer.tiers.manager import Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
+from kvrelay.worker.left_kv import LeftKV
 
 Handler = Callable[[float, Any], list[Effect]]
 """What a worker does about messages of one type: (now, message) -> effects."""
@@ -69,6 +70,7 @@ class KVExchange:
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
         self.tiers = Tiers(config, core.kv)
+        self.left_kv = LeftKV(core, self.tiers)
         self.orphans = Orphans(core.kv.pool, self.tiers)
         self.connector = Connector(config, core.kv, self.tiers, self.orphans)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
@@ -86,7 +88,7 @@ class KVExchange:
             KVRelease: self._on_release,
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
-            StoreFound: lambda now, message: self.tiers.on_store_found(now, message),
+            StoreFound: self._on_store_found,
             StoreGone: lambda now, message: self.tiers.on_store_gone(message),
         }
 
@@ -210,6 +212,11 @@ class KVExchange:
             return effects
         return [] if self.orphans.on_copy_done(done) else self.connector.on_copy_done(now, done)
 
+    def _on_store_found(self, now: float, message: StoreFound) -> list[Effect]:
+        effects = self.tiers.on_store_found(now, message)
+        self.left_kv.on_found(now)
+        return effects
+
     def _refuse(self, message: KVConfirmRequest) -> Send:
         self._core.count("kv_refused")
         why = f"no lease {message.lease} is held"
@@ -248,6 +255,7 @@ class KVExchange:
         ]
 
 
+TICK = "tick"
 MAX_REPORTED = 8  # sequences that wait for memory, which are reported to routers at a time
 MAX_LEFT_SHARE = 0.5
 """So much of its KV blocks may be left to reads that do not settle. Beyond it a worker ends if they
@@ -311,7 +319,7 @@ class Worker:
     def start(self, now: float) -> list[Effect]:
         self.exchange.tiers.start(now, self._records)
         self._records = {}
-        return [Wake(self.config.stats_interval_s, "tick")]
+        return [Wake(self.config.stats_interval_s, TICK)]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
         self.core.now = now
@@ -343,7 +351,7 @@ class Worker:
             **self.exchange.handlers,
             **{role.request: partial(self._begin, role) for role in self._roles.values()},
             StepDone: lambda now, message: self._on_step_done(message),
-            Woken: lambda now, message: self._on_tick(now),
+            Woken: lambda now, message: self._on_tick(now) if message.tag == TICK else [],
             Abort: lambda now, message: self._on_abort(message),
             RouterUp: lambda now, message: publisher.subscribe(message.router),
             RouterDown: lambda now, message: self._on_router_down(message.router),
@@ -362,7 +370,8 @@ class Worker:
             return []
         grammar = accepted.sampling.grammar
         prepared: list[Effect] = [PrepareGrammar(grammar)] if grammar else []
-        return [*prepared, *role.begin(now, accepted, request)]
+        begun = role.begin(now, accepted, request)
+        return [*prepared, *begun, *self.exchange.left_kv.begin(now, accepted)]
 
     def _on_abort(self, abort: Abort) -> list[Effect]:
         mine = [seq for seq in self.core.seqs.values() if seq.request_id == abort.request_id]
@@ -435,7 +444,7 @@ class Worker:
         return [*ended, Send(lost.to, refused)]
 
     def _on_tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
+        effects: list[Effect] = [Wake(self.config.stats_interval_s, TICK)]
         self.core.watch.tick(now)
         self._count_left(now)
         for seq in self.core.expired(now):

@@ -19,13 +19,18 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LOOK_S
+from kvrelay.kvtransfer.agent import (
+    AttachStore,
+    ConnectPeer,
+    CopyBlocks,
+    StoreFailed,
+    StoreIndex,
+)
 from kvrelay.kvtransfer.executor import ArenaExecutor, TransferExecutor, failed_copy
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.tiers.registry import is_storage
-from kvrelay.kvtransfer.transfer_loop import IDLE_WAIT_S, TransferLoop
+from kvrelay.kvtransfer.transfer_loop import Request, TransferLoop
 from kvrelay.worker.disk_tier import Storage
 
 log = logging.getLogger("kvrelay.threads")
@@ -125,13 +130,7 @@ class TransferLoops:
         index = None if arena is None else ArenaExecutor(arena)
         self._memory = TransferLoop(memory, answer, store=index, name=f"{name}-kv")
         self._storage = {
-            tier: TransferLoop(
-                each.copies,
-                answer,
-                store=each.store,
-                idle_wait_s=LOOK_S if tier is Tier.ORPHANED else IDLE_WAIT_S,
-                name=f"{name}-{tier}",
-            )
+            tier: TransferLoop(each.copies, answer, store=each.store, name=f"{name}-{tier}")
             for tier, each in storage.items()
         }
 
@@ -139,9 +138,9 @@ class TransferLoops:
     def loops(self) -> dict[str, TransferLoop]:
         return {"memory": self._memory, **{str(tier): loop for tier, loop in self._storage.items()}}
 
-    def submit(self, request: ConnectPeer | CopyBlocks | StoreIndex) -> None:
+    def submit(self, request: Request) -> None:
         match request:
-            case StoreIndex(tier=tier) if is_storage(tier):
+            case StoreIndex(tier=tier) | AttachStore(tier=tier) if is_storage(tier):
                 self._submit_to(tier, request)
             case CopyBlocks(src_tier=tier) if is_storage(tier):
                 self._submit_to(tier, request)
@@ -157,7 +156,7 @@ class TransferLoops:
         for loop in self.loops.values():
             loop.join(timeout_s)
 
-    def _submit_to(self, tier: Tier, request: CopyBlocks | StoreIndex) -> None:
+    def _submit_to(self, tier: Tier, request: Request) -> None:
         missing = f"this worker has no {tier} tier"
         if tier in self._storage:
             self._storage[tier].submit(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
+from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.agents.ranks import RanksAgent
 from kvrelay.kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
 from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store.arena import HostArena
+from kvrelay.kvtransfer.transfer_loop import Request
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.host_tier import HostMemory, open_host_memory, open_orphaned
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
@@ -71,7 +73,7 @@ class Transfers:
             self.arena.update(change)
 
     def leave_kv(self) -> None:
-        """What is in host memory is for the worker that takes the place of this one."""
+        """What is in host memory is for another worker, when this one has ended."""
         if self.arena is not None:
             self.arena.has_heir = True
 
@@ -119,40 +121,44 @@ def open_transfers(
     make_agent = options.make_agent or _nixl_agent
     inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
     agent = RanksAgent(spec.worker, inner, share, shard.rank)
-    outlives = arena is not None
-    config = structs.replace(config, agent_metadata=agent.metadata(), host_outlives=outlives)
     pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
-    reserve = None if arena is None else arena.reserve
-    where = memory, pools, share
+    make_copies = partial(
+        TransferExecutor,
+        *(spec.worker, spec.epoch),
+        pools=pools,
+        share=share,
+        reserve=None if arena is None else arena.reserve,
+        corrupt=options.corrupt,
+    )
     try:
         disk, notices = open_disk_tier(
-            *(of_rank, spec.tiers.disk_path, *where, reserve, options.corrupt), part=part
+            of_rank, spec.tiers.disk_path, memory, make_copies, share, part
         )
     except NoHostMemory as error:
         raise BuildError(
             f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
             " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
         ) from error
-    if disk is None:
-        config = structs.replace(config, num_disk_blocks=0)
-    if runner.launch is not None:
-        config = structs.replace(config, steps_ahead=1)
-    storage = {} if disk is None else {Tier.DISK: disk}
-    if shard.size == 1:
-        orphaned = open_orphaned(of_rank, of_cluster, arena, *where)
-        storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
-    moves = TransferExecutor(
-        spec.worker,
-        spec.epoch,
-        agent,
-        pools,
-        share=share,
-        reserve=reserve,
-        corrupt=options.corrupt,
-        probes=Probes(agent),
+    config = structs.replace(
+        config,
+        agent_metadata=agent.metadata(),
+        host_outlives=arena is not None,
+        num_disk_blocks=0 if disk is None else config.num_disk_blocks,
+        steps_ahead=0 if runner.launch is None else 1,
     )
+    storage = {} if disk is None else {Tier.DISK: disk}
+    orphaned = open_orphaned(
+        of_rank, of_cluster, arena, memory, make_copies, follows=shard.rank > 0
+    )
+    storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
+    moves = make_copies(agent, probes=Probes(agent))
     notices = [*notices, *(() if host is None else host.notices)]
     return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveKV:
+    """To the ranks above 0: what is in host memory is for another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +179,16 @@ class RankTransfers:
 
     def __init__(self, opened: Transfers, name: NodeId, tell: Tell) -> None:
         self.facts = opened.facts
+        self._leave_kv = opened.leave_kv
         self.checksums = opened.checksums
         self.begin_checksums = opened.begin_checksums
         self._loops = TransferLoops(opened.memory, opened.storage, tell, name, opened.arena)
 
-    def receive(self, message: ConnectPeer | CopyBlocks | StoreIndex) -> None:
-        self._loops.submit(message)
+    def receive(self, message: Request | LeaveKV) -> None:
+        if isinstance(message, LeaveKV):
+            self._leave_kv()
+        else:
+            self._loops.submit(message)
 
     def close(self) -> None:
         self._loops.close(CLOSE_S)
@@ -228,4 +238,5 @@ def worker_config(
         disk_after_s=spec.tiers.disk_after_s,
         cores="" if spec.on_gpu else spec.machine,
         left_reads_s=spec.left_reads_s,
+        reads_left_kv=spec.num_peers > 0 and bool(spec.tiers.host_gib),
     )

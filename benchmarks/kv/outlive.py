@@ -2,11 +2,12 @@
 turns of its conversations compute again.
 
     python -m benchmarks.kv.outlive [--rounds 5] [--streams 16] [--output 400] [--second 3]
+                                    [--ranks 2] [--model gemma3-270m] [--explain]
 
 Each round has texts that no worker has seen. They are streamed, the worker is killed in mid-stream,
 and when its successor is up the same conversations go on. With `--second` the other worker, which
 has taken the streams over, is killed so many seconds after it. Last, the same requests run
-undisturbed: the answers must be the same.
+undisturbed: the answers must be the same. `--explain` says where the longest silence went.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import signal
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -40,9 +42,12 @@ def main() -> None:
     parser.add_argument("--second", type=float, default=0.0, help="seconds after it; 0: none")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="of each worker")
+    parser.add_argument("--explain", action="store_true")
     args = parser.parse_args()
     names = ("--prefill", str(args.prefill), "--decode", "1")
-    with Served({}, args.model, *names) as served:
+    settings = {"engine.tensor_parallel_size": args.ranks}
+    with Served(settings, args.model, *names) as served:
         rounds = [asyncio.run(one_round(served.url, seed, args)) for seed in range(args.rounds)]
     for name in rounds[0]:
         values = [each[name] for each in rounds]
@@ -69,23 +74,48 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
             await asyncio.sleep(args.second)
             os.kill(other["pid"], signal.SIGKILL)
         timings, _ = await running
+        failed = Counter(each.error for each in timings if each.error is not None)
+        assert failed.total() < len(timings), f"all streams have failed: {failed}"
         deadline = time.monotonic() + BACK_S
         while (now := await worker(http))["state"] != "up" or now["pid"] == before["pid"]:
             assert time.monotonic() < deadline, f"the decode worker is not back: {now}"
             await asyncio.sleep(0.05)
         back_s = time.monotonic() - killed_at
         cached = await next_turns(http, args.model, make_prompts(spec), timings)
+        if args.explain:
+            print(await longest_explained(http, timings))
     reference, _ = await run_load(spec)
     texts = sorted(each.text for each in reference)
     good = [each for each in timings if each.error is None]
     return {
-        "failed": len(timings) - len(good),
+        "failed": failed.total(),
         "altered": sum(each.text not in texts for each in good),
         "silence_s": longest_silence(good),
         "undisturbed_s": longest_silence(reference),
         "next_cached": cached,
         "back_s": back_s,
     }
+
+
+async def longest_explained(http: httpx.AsyncClient, timings: list[RequestTiming]) -> str:
+    """When the longest silence was, and the phases of its request."""
+    timing = max(timings, key=lambda each: longest_silence([each]))
+    gap_s = longest_silence([timing])
+    begun_s = next(
+        (at for at, gap in zip(timing.chunk_at, timing.gaps_s, strict=False) if gap == gap_s), 0.0
+    )
+    answer = await http.get(f"/requests/{timing.request_id}/explanation")
+    found = answer.raise_for_status().json()
+    lines = [f"{timing.request_id}: silent for {gap_s:.3f} s from {begun_s:.3f} s on"]
+    lines += [
+        f"  attempt {each['number']} on {each['decode']}: {each['cause'] or 'went well'}"
+        for each in found["attempts"]
+    ]
+    lines += [
+        f"  {each['name']:14} attempt {each['attempt']} {each['worker']:12} {each['seconds']:7.3f}"
+        for each in found["phases"]
+    ]
+    return "\n".join([*lines, f"  cached: {found['usage']['prompt_tokens_details']}"])
 
 
 async def next_turns(
@@ -98,11 +128,11 @@ async def next_turns(
         messages = [{"role": role, "content": text} for role, text in turns]
         body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
         answer = await http.post("/v1/chat/completions", json=body)
-        answer.raise_for_status()
+        assert answer.is_success, answer.text
         usage = answer.json()["usage"]
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
-    pairs = zip(prompts, timings, strict=True)
+    pairs = [pair for pair in zip(prompts, timings, strict=True) if pair[1].error is None]
     found = await asyncio.gather(*(ask(prompt, timing) for prompt, timing in pairs))
     return sum(cached for _, cached in found) / sum(all_of for all_of, _ in found)
 

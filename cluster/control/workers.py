@@ -312,9 +312,20 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.end(ProcessEvent.REMOVE)
         effects: list[Effect] = [Note("info", "worker_gone", f"{worker.node} has gone: {why}")]
         if worker.epoch:
-            effects.append(StopWorker(worker.node, worker.epoch, gently))
+            has_heir = gently and self._has_heir(worker)
+            effects.append(StopWorker(worker.node, worker.epoch, gently, has_heir))
             effects += self._forget(now, worker, why)
         return effects
+
+    def _has_heir(self, worker: DesiredWorker) -> bool:
+        """Whether another one can read what `worker` leaves in host memory: it is where all ranks
+        of `worker` are, with as many ranks."""
+        return any(
+            other.state is ProcessState.UP
+            and other.machines == worker.machines
+            and other.num_ranks == worker.num_ranks
+            for other in self.by_name.values()
+        )
 
     def take_removed(self) -> list[tuple[NodeId, str]]:
         """Which were removed since the last time, and why each."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvrelay.cluster.doctor.findings import Finding, fail, ok, warn
+from kvrelay.cluster.doctor.findings import Finding, fail, ok, rm, warn
 from kvrelay.cluster.doctor.system import GIB, MIB
 
 PROBE_BYTES = 64 * MIB
@@ -44,6 +44,18 @@ def check_disk_tier(
             "KV again, so tiers.disk_gib = 0 is better",
         )
     return ok(check, rates)
+
+
+def check_left_stores(folder: Path, sizes: Mapping[Path, int]) -> Finding:
+    """`sizes`: bytes of each store in `folder` that no worker has."""
+    check = "KV on disk"
+    if not sizes:
+        return ok(check, f"no worker has left any at {folder}")
+    return ok(
+        check,
+        f"{sum(sizes.values()) / GIB:.1f} GiB of {len(sizes)} worker(s) that are gone; the next"
+        f" server takes it over, this frees it: {rm(sizes)}",
+    )
 
 
 def check_state_folder(folder: Path) -> Finding:

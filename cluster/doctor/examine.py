@@ -42,6 +42,14 @@ def machine_checks(config: Config) -> dict[str, Check]:
             return skipped("disk tier", "tiers.disk_gib is 0")
         return disk.check_disk_tier(_disk_folder(config), config.tiers.disk_gib)
 
+    def left_on_disk() -> Finding:
+        from kvrelay.kvtransfer.store import stale_stores
+
+        folder = _disk_folder(config)
+        parts = [folder, *sorted(folder.glob("rank-*-of-*"))]
+        stores = [store for part in parts for store in stale_stores(part, b"")]
+        return disk.check_left_stores(folder, {store.path: store.num_bytes for store in stores})
+
     def packages() -> Finding:
         return software.check_packages(software.requirements(), software.installed())
 
@@ -59,6 +67,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
         "RDMA ports": lambda: system.check_rdma(ROOT),
         "state directory": lambda: disk.check_state_folder(config.sessions.state_path),
         "disk tier": disk_tier,
+        "KV on disk": left_on_disk,
         "state store": lambda: server.check_store(config.state.url, config.state.timeout_s),
         "KV between processes": links.measure_and_check,
     }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -33,6 +36,11 @@ def warn(check: str, found: str, fix: str) -> Finding:
 
 def fail(check: str, found: str, fix: str) -> Finding:
     return Finding(check, Verdict.FAIL, found, fix)
+
+
+def rm(folders: Iterable[Path]) -> str:
+    """The command that removes these, to be pasted."""
+    return shlex.join(["rm", "-r", *map(str, folders)])
 
 
 def skipped(check: str, found: str) -> Finding:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from kvrelay.cluster.doctor.findings import Finding, fail, ok, rm, skipped, warn
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -71,11 +71,11 @@ def check_left_memory(left: Iterable[tuple[Path, int]]) -> Finding:
     found = list(left)
     if not found:
         return ok(check, "no worker has left KV in host memory")
-    size, paths = sum(num_bytes for _, num_bytes in found), " ".join(str(path) for path, _ in found)
+    size = sum(num_bytes for _, num_bytes in found)
     return warn(
         check,
         f"{size / GIB:.1f} GiB of KV of {len(found)} worker(s) that are gone",
-        f"start the server again, which takes it over, or free it: rm -r {paths}",
+        f"start the server again, which takes it over, or free it: {rm(path for path, _ in found)}",
     )
 
 

@@ -50,14 +50,14 @@ def may_be_admitted(
     token_s: float,
     budget: int,
 ) -> Iterator[Sequence]:
-    """Those that have use for blocks now, most urgent first: streams, then those whose KV another
-    worker has begun to compute, then prompts that may be in the next step, of at most `budget`
-    tokens. The others would keep others out of the memory, and stay where they are. The caller may
-    set those that it gets RUNNING."""
+    """Those that have use for blocks now, most urgent first: streams, unless they wait for KV to be
+    found; then those whose KV another worker has begun to compute; then prompts that may be in the
+    next step, of at most `budget` tokens. The others would keep others out of the memory, and stay
+    where they are. The caller may set those that it gets RUNNING."""
     prompts: list[tuple[Order, Sequence]] = []
     arriving: list[Sequence] = []
     for seq in waiting:
-        if seq.awaits_producer:
+        if seq.awaits_producer or now < seq.not_before:
             continue
         if seq.is_stream:
             yield seq

@@ -3,6 +3,9 @@
 Life of an arena here: its worker has died, so that its lock is free -> attached, its blocks are
 announced to the node -> read, by copies that the calling thread makes -> left: another worker wants
 it, or has removed it.
+
+Where a worker has several ranks, each reads its own parts of arenas. Rank 0 looks for them and says
+to which slots they are attached; the others attach the same as soon as theirs are free.
 """
 
 from __future__ import annotations
@@ -10,16 +13,18 @@ from __future__ import annotations
 import fcntl
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError, StoreFound, StoreGone
+from kvrelay.kvtransfer.agent import AgentError, AttachStore, StoreFound, StoreGone
 from kvrelay.kvtransfer.agents.pool import is_on_gpu, pool_bytes
 from kvrelay.kvtransfer.store.arena import OrphanedArena, arenas, is_wanted, remove_arena
 from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
@@ -27,9 +32,9 @@ from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
+"""Between two looks for a worker that has died. What it was doing is here within milliseconds."""
 LIST_S = 1.0  # between two looks for arenas that are new
 MAX_FOUND = 2048  # records that are announced in one look
-"""Between two looks for a worker that has died. What it was doing is here within milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +43,14 @@ class Attached:
 
     arena: OrphanedArena
     first: int
-    until: float  # by the clock of the agent: all of its blocks have expired by then
-    announced: int = 0  # records
+    num_slots: int
+    until: float  # by the clock of the agent: what was announced of it has expired by then
+    announced: bool = False  # some of its records
+    has_more: bool = True  # records to announce
 
     @property
     def end(self) -> int:
-        return self.first + self.arena.num_slots
+        return self.first + self.num_slots
 
 
 class OrphanedAgent:
@@ -60,9 +67,12 @@ class OrphanedAgent:
         own: Path | None,
         pools: Mapping[Tier, Any],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        follows: bool = False,
     ) -> None:
         """`folder`: of arenas with blocks of this worker's form; `own`: its own one there;
-        `pools`: its memory, `[num_blocks, ...]` each, on the CPU or a GPU."""
+        `pools`: its memory, `[num_blocks, ...]` each, on the CPU or a GPU. `follows`: it looks for
+        nothing but what rank 0 has attached."""
         self._name = name
         self._folder = folder
         self._own = own
@@ -71,28 +81,47 @@ class OrphanedAgent:
         self._attached: list[Attached] = []
         self._watched: dict[Path, FolderLock] = {}  # not held, as long as a worker has it
         self._list_at = float("-inf")
+        self._follows = follows
+        self._asked: dict[Path, AttachStore] = {}  # those of `_watched`, where it follows
 
     def look(self) -> list[StoreFound | StoreGone]:
         """What has changed since the last call."""
         now = self._clock()
         changes: list[StoreFound | StoreGone] = []
-        for each in [a for a in self._attached if a.arena.is_wanted or now > a.until]:
+        for each in list(self._attached):
+            has_expired = now > each.until and not each.has_more
+            if not (has_expired or each.arena.is_wanted):
+                continue
             self._attached.remove(each)
             each.arena.detach()
-            if now > each.until:
+            if has_expired:
                 remove_arena(each.arena.folder)
             if each.announced:
-                changes.append(StoreGone(Tier.ORPHANED, each.first, each.arena.num_slots))
+                changes.append(StoreGone(Tier.ORPHANED, each.first, each.num_slots))
         self._list(now)
         for path, lock in list(self._watched.items()):
             if not lock.retry(fcntl.LOCK_SH):
                 continue
+            asked = self._asked.pop(path, None)
             del self._watched[path]
             if is_wanted(path):
                 lock.release()
             else:
-                self._attach(now, path, lock)
-        return [*changes, *self._announce()]
+                self._attach(now, path, lock, asked)
+        return [*changes, *self._announce(now)]
+
+    def attach(self, asked: AttachStore) -> None:
+        """As soon as it can be read; what was attached to these slots is left."""
+        first, end = asked.first_slot, asked.first_slot + asked.num_slots
+        path = self._folder / asked.place
+        for each in list(self._attached):
+            if each.arena.folder == path or (each.first < end and first < each.end):
+                self._attached.remove(each)
+                each.arena.detach()
+        if (lock := FolderLock.look_at(path / LOCK)) is not None:
+            if path in self._watched:
+                self._watched[path].release()
+            self._watched[path], self._asked[path] = lock, asked
 
     def _list(self, now: float) -> None:
         """Keep the files of the locks open that may come free."""
@@ -101,31 +130,48 @@ class OrphanedAgent:
         self._list_at = now
         for path in [path for path, lock in self._watched.items() if not lock.is_in_place]:
             self._watched.pop(path).release()
+            self._asked.pop(path, None)
+        if self._follows:
+            return
         known = {self._own, *self._watched, *(each.arena.folder for each in self._attached)}
         for path in arenas(self._folder):
             if path not in known and (lock := FolderLock.look_at(path / LOCK)) is not None:
                 self._watched[path] = lock
 
-    def _attach(self, now: float, path: Path, lock: FolderLock) -> None:
+    def _attach(self, now: float, path: Path, lock: FolderLock, asked: AttachStore | None) -> None:
         try:
             arena = OrphanedArena(path, lock)
         except (OSError, ValueError, KeyError) as error:  # it is being made, or removed
             logger.info("%s: nothing to read in %s: %s", self._name, path, error)
             lock.release()
             return
-        until = now + max((record.keep_s for record in arena.records), default=0.0)
-        self._attached.append(Attached(arena, self._room_for(arena.num_slots), until))
+        if asked is None:
+            each = Attached(arena, self._room_for(arena.num_slots), arena.num_slots, now)
+        else:
+            num_slots = min(asked.num_slots, arena.num_slots)
+            each = Attached(arena, asked.first_slot, num_slots, now)
+        self._attached.append(each)
         self._attached.sort(key=lambda each: each.first)
 
-    def _announce(self) -> list[StoreFound | StoreGone]:
+    @property
+    def wait_s(self) -> float:
+        """How long the next look may wait."""
+        return LOOK_S if self._watched or self._attached else LIST_S
+
+    def _announce(self, now: float) -> list[StoreFound | StoreGone]:
         found: list[StoreFound | StoreGone] = []
         for each in self._attached:
-            part = each.arena.records[each.announced : each.announced + MAX_FOUND]
-            if part:
-                each.announced += len(part)
-                records = tuple(replace(r, slot=each.first + r.slot) for r in part)
-                num_slots = each.arena.num_slots
-                found.append(StoreFound(Tier.ORPHANED, each.first, num_slots, records))
+            records = tuple(
+                DiskRecord(each.first + r.slot, r.block_hash, r.checksum, r.keep_s)
+                for r in islice(each.arena.records, MAX_FOUND)
+            )
+            each.has_more = len(records) == MAX_FOUND
+            if records:
+                each.announced = True
+                each.until = max(each.until, now + max(record.keep_s for record in records))
+                place = each.arena.folder.name
+                where = Tier.ORPHANED, each.first, each.num_slots
+                found.append(StoreFound(*where, records, place))
         return found
 
     def _room_for(self, num_slots: int) -> int:
@@ -160,8 +206,8 @@ class OrphanedAgent:
         for each in self._attached:
             here = [i for i, slot in enumerate(src) if each.first <= slot < each.end]
             if here:
-                found = each.arena.memory[[src[i] - each.first for i in here]]
-                _write(pool, [dst[i] for i in here], found)
+                slots = [src[i] - each.first for i in here]
+                _write(pool, [dst[i] for i in here], each.arena.memory, slots)
         if not all(any(a.first <= slot < a.end for a in self._attached) for slot in src):
             raise AgentError("the worker whose host memory this was is back")
 
@@ -180,12 +226,15 @@ class OrphanedAgent:
         self._watched.clear()
 
 
-def _write(pool: Any, blocks: Sequence[int], found: np.ndarray[Any, Any]) -> None:
+def _write(pool: Any, blocks: list[int], memory: NDArray[np.uint8], slots: list[int]) -> None:
     if not is_on_gpu(pool):
-        pool_bytes(pool)[list(blocks)] = found
+        target = pool_bytes(pool)
+        for block, slot in zip(blocks, slots, strict=True):
+            target[block] = memory[slot]
         return
     import torch
 
+    found = memory[slots]
     target = pool.flatten(1).view(torch.uint8)
-    target[list(blocks)] = torch.from_numpy(found).to(target.device)
+    target[blocks] = torch.from_numpy(found).to(target.device)
     torch.cuda.current_stream(target.device).synchronize()

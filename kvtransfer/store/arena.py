@@ -19,9 +19,11 @@ import mmap
 import os
 import shutil
 import stat
+import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +50,8 @@ RECORD = np.dtype(
         ("check", "<u8"),  # over the fields before it; 0: the slot has no block
     ]
 )
-_CHECKED_BYTES = RECORD.itemsize - 8
+_FIELDS = struct.Struct("<16sQdQ")  # those of a record before its check
+_CHECK = struct.Struct("<Q")
 
 Clock = Callable[[], float]
 
@@ -79,46 +82,52 @@ class ArenaIndex:
         self._rows = np.frombuffer(self._map, RECORD, num_slots, HEADER_BYTES)
         self._number = 0
 
-    def read(self, now: float) -> list[DiskRecord]:
-        """What is listed, the last written first; each block once."""
+    def read(self, now: float) -> Iterator[DiskRecord]:
+        """What is listed now, the last written first; each block once. Records are checked as they
+        are taken: there may be a hundred thousand."""
         rows = self._rows.copy()
         slots = np.flatnonzero((rows["check"] != 0) & (rows["expires_at"] > now))
         slots = slots[np.argsort(rows["number"][slots])[::-1]]
-        found: dict[bytes, DiskRecord] = {}
-        for slot in slots.tolist():
-            row = rows[slot]
-            if _check(row.tobytes()) != int(row["check"]):
-                continue
-            name = row["name"].tobytes()
-            keep_s = float(row["expires_at"]) - now
-            found.setdefault(name, DiskRecord(slot, name, int(row["checksum"]), keep_s))
         if len(slots):
-            self._number = int(rows["number"][slots].max())
-        return list(found.values())
+            self._number = int(rows["number"][slots[0]])
+        return _checked(rows, slots, now)
 
     def update(self, change: StoreIndex, now: float) -> None:
         for slot in change.remove:
-            self._rows[slot]["check"] = 0
+            _CHECK.pack_into(self._map, _place(slot) + _FIELDS.size, 0)
         for record in change.put:
-            row = self._rows[record.slot]
-            row["check"] = 0
-            row["name"] = np.void(record.block_hash)
-            row["checksum"] = record.checksum
-            row["expires_at"] = now + record.keep_s
             self._number += 1
-            row["number"] = self._number
-            row["check"] = _check(row.tobytes())
-
-    def clear(self) -> None:
-        self._rows["check"] = 0
+            until = now + record.keep_s
+            fields = _FIELDS.pack(record.block_hash, record.checksum, until, self._number)
+            at = _place(record.slot)
+            _CHECK.pack_into(self._map, at + _FIELDS.size, 0)
+            self._map[at : at + _FIELDS.size] = fields
+            _CHECK.pack_into(self._map, at + _FIELDS.size, _check(fields))
 
     def close(self) -> None:
         del self._rows
         self._map.close()
 
 
-def _check(row: bytes) -> int:
-    return xxh3_64_intdigest(row[:_CHECKED_BYTES], seed=VERSION) or 1
+def _checked(rows: NDArray[Any], slots: NDArray[Any], now: float) -> Iterator[DiskRecord]:
+    """Records of `slots`, in this order, that are as they were written."""
+    raw, seen = rows.tobytes(), set[bytes]()
+    chosen = rows[slots]
+    columns = (chosen[name].tolist() for name in ("checksum", "expires_at", "check"))
+    for slot, checksum, until, check in zip(slots.tolist(), *columns, strict=True):
+        at = slot * RECORD.itemsize
+        name = raw[at : at + 16]
+        if name not in seen and _check(raw[at : at + _FIELDS.size]) == check:
+            seen.add(name)
+            yield DiskRecord(slot, name, checksum, until - now)
+
+
+def _place(slot: int) -> int:
+    return HEADER_BYTES + slot * RECORD.itemsize
+
+
+def _check(fields: bytes) -> int:
+    return xxh3_64_intdigest(fields, seed=VERSION) or 1
 
 
 class HostArena:
@@ -193,7 +202,7 @@ class HostArena:
             memory = np.frombuffer(mapped, np.uint8).reshape(num_slots, bytes_per_block)
             arena = cls(folder, lock, memory, blocks, clock)
             arena._index = ArenaIndex(index, num_slots, writable=True)
-            arena.records = arena._index.read(clock())
+            arena.records = [*arena._index.read(clock())]
         except BaseException:
             os.close(blocks)
             raise
@@ -285,7 +294,7 @@ class OrphanedArena:
             self.num_slots = min(num_bytes // self.bytes_per_block, num_records)
             self._map = mmap.mmap(blocks.fileno(), num_bytes, prot=mmap.PROT_READ)
             rows = ArenaIndex(index.fileno(), self.num_slots, writable=False)
-            self.records = rows.read(clock())
+            self.records = rows.read(clock())  # those that nobody has taken yet
             rows.close()
         size = self.num_slots * self.bytes_per_block
         memory = np.frombuffer(self._map, np.uint8, size)

@@ -237,8 +237,10 @@ class TierBlocks:
         pool.fill((r.slot, r.checksum, 0, u) for r, u in zip(reversed(new), usages, strict=True))
 
     def on_gone(self, gone: StoreGone) -> None:
+        """Also of what was never found."""
         slots = range(gone.first_slot, gone.first_slot + gone.num_slots)
-        self.pools[gone.tier].forget_slots(slots, "lost")
+        if gone.tier in self.pools:
+            self.pools[gone.tier].forget_slots(slots, "lost")
 
     def may_write(self, now: float, tier: Tier) -> bool:
         """Whether `tier` may be written; storage that has failed is left alone for a while."""

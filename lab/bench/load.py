@@ -72,6 +72,7 @@ class RequestTiming:
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)  # as the server sent it
     error: str | None = None
+    request_id: str = ""  # as the server calls it
 
     @property
     def ttft_s(self) -> float:
@@ -175,6 +176,7 @@ class Client:
 
     async def _exchange(self, path: str, body: dict[str, Any], timing: RequestTiming) -> None:
         async with self._client.stream("POST", path, json=body) as response:
+            timing.request_id = response.headers.get("x-request-id", "")
             if response.is_error:
                 await response.aread()
                 timing.error = _error_kind(response)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def _disk_mover(
         fingerprint=FINGERPRINT,
         num_disk_blocks=max(COUNTS),
     )
-    tier, _ = open_disk_tier(config, str(folder), memory, pools)
+    make_copies = partial(TransferExecutor, OWN, EPOCH, pools=pools)
+    tier, _ = open_disk_tier(config, str(folder), memory, make_copies)
     if tier is None:
         yield None
         return

@@ -18,6 +18,7 @@ them.
 - `passes`: one that memory is missing for is passed without end.
 - `states`: a prefix that is read from a peer counts as read without the states of its end.
 - `again`: a step that failed is run again from where it began, though it may have changed states.
+- `left`: a stream waits without end for the KV that its dead worker has left.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -53,6 +54,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import RoleChanged, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord
 from kvrelay.router.router import Router
+from kvrelay.worker.left_kv import LeftKV
 from kvrelay.worker.messages import CONTROLLER
 from kvrelay.worker.node import Worker
 
@@ -72,6 +74,7 @@ class Break(StrEnum):
     TURNS = "turns"
     PASSES = "passes"
     OUTPUTS = "outputs"
+    LEFT = "left"
     AHEAD = "ahead"
     STATES = "states"
     AGAIN = "again"
@@ -164,6 +167,16 @@ class HastyOrphans(Orphans):
         super().take(transfer_id, (), sources)
 
 
+class EndlessLeftKV(LeftKV):
+    """Waits until something is found."""
+
+    def begin(self, now: float, seq: Seq) -> list[Effect]:
+        effects = super().begin(now, seq)
+        if effects:
+            seq.not_before = float("inf")
+        return effects
+
+
 _CONNECTORS: dict[Break, type[Connector]] = {
     Break.CONFIRM: TrustingConnector,
     Break.DRAIN: HastyConnector,
@@ -179,6 +192,8 @@ def break_worker(worker: Worker, broken: Break) -> None:
     if broken is Break.ORPHANS:
         orphans = HastyOrphans(worker.core.kv.pool, exchange.tiers)
         exchange.orphans = exchange.connector.orphans = orphans
+    if broken is Break.LEFT:
+        exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
     if broken is Break.WATCH:
         worker.core.watch = _BlindWatch(worker.config)
     if broken is Break.OUTPUTS:

@@ -212,10 +212,12 @@ OUTLIVES = (False, True, True)
 
 
 def _not_drawn(config: WorkerConfig, seed: int, index: int) -> WorkerConfig:
+    outlives = OUTLIVES[seed // 2 % len(OUTLIVES)]
     return structs.replace(
         config,
         steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)],
-        host_outlives=config.num_host_blocks > 0 and OUTLIVES[seed // 2 % len(OUTLIVES)],
+        host_outlives=config.num_host_blocks > 0 and outlives,
+        reads_left_kv=outlives,
     )
 
 

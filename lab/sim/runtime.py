@@ -9,7 +9,8 @@ and all that belonged to it: steps, transfers, wake-ups, and messages on their w
 
 Its disk, blocks and an index, survives its death. A block is written slot by slot at moments of its
 own, so a death in the middle leaves it half written; the index changes at once or not at all, as a
-transaction does.
+transaction does. So does its host memory, in some runs; others with as many ranks read it until the
+next life begins, each rank its part, at a time of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -111,7 +113,7 @@ class PoolShape:
     @property
     def reads_orphaned(self) -> bool:
         """Whether it looks for host memory of others, which have to be of its form."""
-        return self.num_blocks > 0 and self.num_ranks == 1
+        return self.num_blocks > 0
 
     def pool(self, num_blocks: int, attention: Attention = FULL) -> SimPool:
         return SimPool(
@@ -131,6 +133,7 @@ class SimNode:
     clock_s: float  # what its clock shows at virtual time 0: no two processes agree
     alive: bool = True
     orphaned: dict[NodeId, StoreGone] = field(default_factory=dict)  # whose host memory it reads
+    found: RankAnswers | None = None  # joins what its ranks find
 
 
 class MakeNode(Protocol):
@@ -220,18 +223,30 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         place = self._places[owner]
         if place.life is None and place.shape.reads_orphaned:
             for other in self._places.values():
-                if other.life is not None and other.shape.reads_orphaned:
-                    self._attach(other.life, owner, place.stores[Tier.HOST])
+                life, num_ranks = other.life, other.shape.num_ranks
+                if life is None or not other.shape.reads_orphaned:
+                    continue
+                if num_ranks == place.shape.num_ranks and owner not in life.orphaned:
+                    self._attach(life, owner, place.stores[Tier.HOST])
 
     def _attach(self, life: SimNode, owner: NodeId, store: SimStore) -> None:
-        if owner in life.orphaned:
-            return
         blocks, records = life.executor.pools[Tier.ORPHANED].blocks, store.records(self.now)
         first, num_slots = len(blocks), len(store.pool.blocks)
         blocks += store.pool.blocks
-        life.orphaned[owner] = StoreGone(Tier.ORPHANED, first, num_slots)
+        gone = life.orphaned[owner] = StoreGone(Tier.ORPHANED, first, num_slots)
         moved = tuple(replace(record, slot=first + record.slot) for record in records)
-        self._to_self(life, 0.001, StoreFound(Tier.ORPHANED, first, num_slots, moved))
+        found = StoreFound(Tier.ORPHANED, first, num_slots, moved, owner)
+        self.faults.injected["host KV left"] += 1
+
+        def find(rank: int) -> None:
+            if life.orphaned.get(owner) is gone:
+                assert life.found is not None
+                # It was killed when not all of its ranks had listed the last block.
+                num_known = max(0, len(moved) - (self.seed + rank) % 2)
+                life.found.add(rank, replace(found, records=moved[:num_known]))
+
+        for rank in range(life.agent.num_ranks):
+            self._push(0.001 + 0.1 * rank, life, partial(find, rank))
 
     def _detach(self, owner: NodeId) -> None:
         """It is back: nobody else reads its host memory."""
@@ -239,8 +254,12 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
             if other.life is not None and (gone := other.life.orphaned.pop(owner, None)):
                 blocks = other.life.executor.pools[Tier.ORPHANED].blocks
                 for slot in range(gone.first_slot, gone.first_slot + gone.num_slots):
-                    blocks[slot] = [~value for value in blocks[slot]]
-                self._to_self(other.life, 0.001, gone)
+                    left = blocks[slot]
+                    blocks[slot] = [~v for v in left] if other.shape.with_checksums else [*left]
+                assert other.life.found is not None
+                for rank in range(other.shape.num_ranks):
+                    tell = partial(other.life.found.add, rank, gone)
+                    self._push(0.001 + 0.1 * rank, other.life, tell)
 
     def restart(self, node_id: NodeId, epoch: int | None = None) -> Node:
         """Begin the next life of a node that is down: an empty pool, a new epoch."""
@@ -274,6 +293,8 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         node = place.make(epoch, records)
         life = SimNode(node_id, epoch, node, executor, agent, clock_s)
         place.life = life
+        deliver = partial(self._deliver, node_id, life)
+        life.found = RankAnswers([True] * shape.num_ranks, lambda asked: None, deliver)
         self._guard(life, lambda: life.node.start(clock_s + self.now))
         for owner, other in self._places.items():
             if Tier.HOST in other.stores and other.life is None:

@@ -7,12 +7,15 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 
 from benchmarks.serving.served import Served
+from kvrelay.kvtransfer.store.arena import SHARED_MEMORY
+from kvrelay.kvtransfer.store.folder import BLOCKS
 
 MODEL = "smollm2-135m"
 KVRELAY = [sys.executable, "-m", "kvrelay.cluster.cli.main"]
@@ -29,6 +32,14 @@ def status(url: str, key: str = "") -> Status:
 def worker_of(state: Status, name: str) -> Status:
     (worker,) = [each for each in state["workers"] if each["worker"] == name]
     return worker
+
+
+def arena_of(pid: int) -> Path:
+    """The file that a worker has its host memory in."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    files = {line.split()[-1] for line in maps.splitlines() if line.endswith(f"/{BLOCKS}")}
+    (path,) = (path for path in files if path.startswith(str(SHARED_MEMORY)))
+    return Path(path)
 
 
 def is_idle(state: Status) -> bool:

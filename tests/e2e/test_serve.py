@@ -20,9 +20,7 @@ from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.kv.spec import DTYPE_BYTES
 from kvrelay.engine.model.runner import ModelRunner
-from kvrelay.kvtransfer.store.arena import SHARED_MEMORY
-from kvrelay.kvtransfer.store.folder import BLOCKS
-from tests.e2e.serving import KVRELAY, MODEL, ask, status, wait_until, worker_of
+from tests.e2e.serving import KVRELAY, MODEL, arena_of, ask, status, wait_until, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -47,14 +45,6 @@ def logged(state_dir: Path, *options: str) -> str:
     config.write_text(f'[sessions]\nstate_dir = "{state_dir}"\n[api]\nport = 0\n')
     command = [*KVRELAY, "logs", "--config", str(config), "--lines", "0", *options]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def arena_of(pid: int) -> Path:
-    """The file that a worker has its host memory in."""
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    files = {line.split()[-1] for line in maps.splitlines() if line.endswith(f"/{BLOCKS}")}
-    (path,) = (path for path in files if path.startswith(str(SHARED_MEMORY)))
-    return Path(path)
 
 
 def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:

@@ -8,14 +8,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import (
+    AttachStore,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
     PeerConnected,
     ReadId,
     StoreFailed,
+    StoreFound,
+    StoreGone,
     StoreIndex,
 )
 from kvrelay.kvtransfer.checksum import MOD
@@ -100,3 +103,37 @@ def test_a_store_that_fails_in_one_rank_has_failed() -> None:
     world.answers.add(2, failed)
     assert world.told == [failed]
     assert world.answers.audit() == 0
+
+
+def found(*slots: int, checksum: int = 0) -> StoreFound:
+    records = tuple(DiskRecord(slot, bytes([slot] * 16), checksum + slot, 60.0) for slot in slots)
+    return StoreFound(Tier.ORPHANED, 8, 4, records, "decode-0")
+
+
+def test_what_was_left_is_found_once_all_ranks_have_it() -> None:
+    world = World()
+    world.answers.add(0, found(8, 9, 10))
+    assert world.sent == [AttachStore(Tier.ORPHANED, "decode-0", 8, 4)]
+    world.answers.add(1, found(9, 8))
+    world.answers.add(2, found(10, 9))
+    assert world.told == [found(9)]
+    world.answers.add(2, found(8, checksum=1))  # not the block that the others have
+    world.answers.add(1, found(10))
+    assert world.told[1:] == [found(10)]
+    world.answers.add(0, found(11))
+    assert len(world.sent) == 1, "it is attached already"
+
+
+def test_what_has_gone_in_one_rank_is_found_by_none() -> None:
+    world = World()
+    gone = StoreGone(Tier.ORPHANED, 8, 4)
+    world.answers.add(1, found(8))  # before rank 0 has asked for it: of an earlier time
+    world.answers.add(0, found(8))
+    world.answers.add(1, gone)
+    world.answers.add(1, found(8))
+    world.answers.add(2, found(8))
+    assert world.told == [gone]
+    for rank in range(NUM_RANKS):  # it comes back
+        world.answers.add(rank, found(8))
+    assert world.told[1:] == [found(8)]
+    assert len(world.sent) == 2

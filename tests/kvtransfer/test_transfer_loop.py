@@ -184,6 +184,8 @@ class TestTransferLoop:
 class FakeStore:
     """A StoreExecutor that keeps the order of what it and the agent are asked for."""
 
+    wait_s = 1.0
+
     def __init__(self, events: list[Any]) -> None:
         self.events = events
         self.news: queue.SimpleQueue[StoreFailed] = queue.SimpleQueue()

@@ -7,8 +7,10 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvrelay.kvtransfer.store.arena import arena_root, arenas, remove_arenas
 from tests.local.test_local import model_dir as model_dir
@@ -76,6 +78,24 @@ def test_others_of_the_machine_read_it_meanwhile(
         assert other.leftovers() == []
 
 
+def test_ranks_read_what_ranks_have_left(
+    model_dir: Path, name: str, expected: list[list[int]]
+) -> None:
+    """Each its part: those of the worker that has died, with the same division."""
+    two = structs.replace(ENGINE, tensor_parallel_size=2)
+    options = {"prefill": 0, "engine": two, "host_bytes": 16 * MIB, "name": name}
+    with LocalCluster(model_dir, **options) as other:
+        load_all(other)
+        with LocalCluster(model_dir, **options) as first:
+            answers = fill(first)
+            for built in first.workers.values():
+                built.leave_kv()
+        wait_for_found(other, NUM_PROMPTS * CACHED // 16)
+        assert ask(other) == answers == expected
+        assert num_cached(other) == NUM_PROMPTS * CACHED
+        assert other.leftovers() == []
+
+
 def test_one_byte_that_changed_is_noticed(
     model_dir: Path, name: str, expected: list[list[int]]
 ) -> None:
@@ -94,11 +114,11 @@ def test_one_byte_that_changed_is_noticed(
         assert num_cached(other) == 0
 
 
-def wait_for_found(cluster: LocalCluster) -> None:
+def wait_for_found(cluster: LocalCluster, at_least: int = 1) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while not any(
-        worker.node.exchange.tiers.counters.get("tier_found_orphaned")  # type: ignore[attr-defined]
-        for worker in cluster.workers.values()
+    nodes: list[Any] = [worker.node for worker in cluster.workers.values()]
+    while at_least > sum(
+        node.exchange.tiers.counters.get("tier_found_orphaned", 0) for node in nodes
     ):
         assert time.monotonic() < deadline, "nothing was found"
         time.sleep(0.02)

@@ -207,6 +207,14 @@ def test_memory_of_the_host_tier_counts() -> None:
         check_memory([], host - 1, host)
 
 
+def test_a_worker_waits_for_what_others_may_have_left() -> None:
+    """Also one that has no host memory itself, as those that compute prompts."""
+    plan = plan_kv(MODEL, EngineSection(), "float32")
+    for host_gib, num_peers, waits in (("auto", 1, True), (0.0, 1, False), ("auto", 0, False)):
+        spec = spec_of(tiers=TiersSection(host_gib=host_gib), num_peers=num_peers)
+        assert worker_config(spec, plan, 8192, bytes(32)).reads_left_kv == waits
+
+
 def test_a_worker_can_say_what_its_kv_is_made_of() -> None:
     plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
     ours = worker_config(spec_of(tiers=TiersSection(retention_s=60.0)), plan, 8192, bytes(32))

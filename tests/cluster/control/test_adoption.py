@@ -278,5 +278,5 @@ def test_a_worker_that_is_not_wanted_any_more_is_drained_before_it_ends(lives: L
         lives.say(ProgressReport("decode-0", 1, 5, Progress.MADE))
         lives.say(DrainReport("router-0", "decode-0", 1, 0))
         lives.say(Woken("drain 1 decode-0"))
-    assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1, gently=True)]
+    assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1, gently=True, has_heir=True)]
     assert [*lives.controller.workers] == ["prefill-0"]

@@ -13,8 +13,9 @@ import pytest
 
 from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.doctor import disk, links, server, software, system
-from kvrelay.cluster.doctor.examine import examine
+from kvrelay.cluster.doctor.examine import examine, machine_checks
 from kvrelay.cluster.doctor.findings import Finding, Verdict
+from kvrelay.kvtransfer.store.folder import FolderLock
 from tests.cluster.state.stores import Server
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -252,6 +253,24 @@ def test_a_server_is_asked_for_restarts_room_files_and_its_log() -> None:
     lost = 'kvrelay_log_lines_dropped_total{process="router"} %d\n'
     is_well(server.check_server_log(lost % 0))
     is_fault(server.check_server_log(lost % 3), "3 lines", "log-lost.md", Verdict.WARN)
+
+
+def test_kv_that_workers_have_left_on_disk_is_named_with_what_frees_it(tmp_path: Path) -> None:
+    checks = machine_checks(settings(tiers={"disk_path": str(tmp_path)}))
+    (none,) = examine({"KV on disk": checks["KV on disk"]})
+    is_well(none)
+    for part in ("", "rank-1-of-2"):
+        store = tmp_path / part / ("ab" * 16) / "decode 0"
+        store.mkdir(parents=True)
+        (store / "blocks.kv").write_bytes(b"x")
+    (found,) = examine({"KV on disk": checks["KV on disk"]})
+    is_well(found)
+    assert f"'{store}'" in found.found
+    assert "2 worker(s)" in found.found
+    lock = FolderLock.take(store / "lock", 0.0)
+    (found,) = examine({"KV on disk": checks["KV on disk"]})
+    assert "1 worker(s)" in found.found, "one has it open"
+    lock.release()
 
 
 def test_the_state_store_answers_or_is_found(

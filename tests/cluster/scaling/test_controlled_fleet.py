@@ -171,6 +171,20 @@ def test_a_worker_goes_when_no_router_needs_it_and_it_does_nothing(world: Contro
     assert down == Send("router-0", WorkerDown(worker, 1, "drained"))
 
 
+def test_one_that_goes_leaves_its_host_memory_to_another_of_its_machine(
+    world: ControlledWorld,
+) -> None:
+    stays, goes = world.up(), world.up()
+    one, other = (world.controller.workers[each] for each in (stays, goes))
+    for machine, is_kept in ((one.machine_id, True), ("elsewhere", False)):
+        other.machine_id = machine
+        world.provider.drain(goes)
+        world.pass_time(3)
+        assert world.of(StopWorker)[-1] == StopWorker(goes, 1, gently=True, has_heir=is_kept)
+        goes = world.up()
+        other = world.controller.workers[goes]
+
+
 def test_one_that_is_never_empty_goes_in_the_end(world: ControlledWorld) -> None:
     worker = world.up()
     world.live_requests[worker] = 1

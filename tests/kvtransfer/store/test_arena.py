@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
-from kvrelay.kvtransfer.agent import AgentError, StoreFound, StoreGone, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LIST_S, OrphanedAgent
+from kvrelay.kvtransfer.agent import AgentError, AttachStore, StoreFound, StoreGone, StoreIndex
+from kvrelay.kvtransfer.agents.orphaned import LIST_S, LOOK_S, MAX_FOUND, OrphanedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.store import StoreError, StoreInUse
 from kvrelay.kvtransfer.store.arena import (
@@ -228,6 +228,35 @@ class TestSurvivors:
         with pytest.raises(AgentError, match="is back"):
             agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
 
+    def test_many_records_come_in_parts_the_last_written_first(
+        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+    ) -> None:
+        agent, clock, _ = reader
+        num_slots = MAX_FOUND + 10
+        arena = open_arena(folder, num_slots=num_slots)
+        records = [DiskRecord(slot, name_of(slot), 7 * slot, 60.0) for slot in range(num_slots)]
+        arena.update(StoreIndex(put=tuple(records), tier=HOST))
+        arena.close()
+        parts = [look(agent, clock), agent.look(), agent.look()]
+        assert [len(part) for part in parts] == [1, 1, 0]
+        found = [record for (part,) in parts[:2] for record in part.records]
+        assert [record.slot for record in found] == list(range(num_slots))[::-1]
+        assert all(r.block_hash == name_of(r.slot) and r.checksum == 7 * r.slot for r in found)
+
+    def test_a_worker_that_is_alone_looks_seldom(
+        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+    ) -> None:
+        agent, clock, _ = reader
+        look(agent, clock)
+        assert agent.wait_s == LIST_S
+        arena = open_arena(folder)
+        look(agent, clock)
+        assert agent.wait_s == LOOK_S  # it may die at any moment
+        arena.close(remove=True)
+        look(agent, clock)
+        look(agent, clock)
+        assert agent.wait_s == LIST_S
+
     def test_one_that_waits_gets_it(
         self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
     ) -> None:
@@ -266,3 +295,60 @@ class TestSurvivors:
             assert record.slot == each.first_slot + 2
             agent.post_copy("me", [record.slot], [0], ORPHANED, DEVICE)
             assert checksum_blocks(pool, [0]) == [record.checksum]
+
+
+class TestRanks:
+    """Rank 0 says to which slots a place is attached; the others attach their parts there."""
+
+    @pytest.fixture
+    def follower(self, folder: Path) -> Iterator[OrphanedAgent]:
+        pool = np.zeros((SLOTS, SIZE), np.uint8)
+        agent = OrphanedAgent("me", folder.parent, None, {DEVICE: pool}, Clock(), follows=True)
+        yield agent
+        agent.close()
+
+    def test_it_waits_until_its_part_is_free(self, folder: Path, follower: OrphanedAgent) -> None:
+        arena = open_arena(folder)
+        write(arena, 5, 1)
+        follower.attach(AttachStore(ORPHANED, folder.name, 100, SLOTS))
+        assert follower.look() == []  # that rank lives still
+        arena.close()
+        (found,) = follower.look()
+        assert isinstance(found, StoreFound)
+        assert (found.first_slot, found.place) == (100, folder.name)
+        assert [record.slot for record in found.records] == [105]
+        follower.post_copy("me", [105], [0], ORPHANED, DEVICE)
+
+    def test_it_looks_for_nothing_itself(self, folder: Path, follower: OrphanedAgent) -> None:
+        arena = open_arena(folder)
+        write(arena, 5, 1)
+        arena.close()
+        assert look(follower, follower._clock) == []  # type: ignore[arg-type]
+
+    def test_what_is_attached_to_the_same_slots_is_left(
+        self, folder: Path, follower: OrphanedAgent
+    ) -> None:
+        for name in ("a", "b"):
+            arena = open_arena(folder.with_name(name))
+            write(arena, 5, ord(name))
+            arena.close()
+        for name in ("a", "b"):
+            follower.attach(AttachStore(ORPHANED, name, 0, SLOTS))
+            (found,) = follower.look()
+            assert isinstance(found, StoreFound)
+            assert [r.block_hash for r in found.records] == [name_of(ord(name))]
+        open_arena(folder.with_name("a")).close()  # nobody reads it any more
+
+    def test_it_leaves_a_part_that_is_wanted(self, folder: Path, follower: OrphanedAgent) -> None:
+        arena = open_arena(folder)
+        write(arena, 5, 1)
+        arena.close()
+        follower.attach(AttachStore(ORPHANED, folder.name, 0, SLOTS))
+        follower.look()
+        with ThreadPoolExecutor(1) as thread:
+            opening = thread.submit(open_arena, folder, lock_timeout_s=10.0)
+            changes: list[StoreFound | StoreGone] = []
+            while not opening.done():
+                changes += follower.look()
+        assert changes == [StoreGone(ORPHANED, 0, SLOTS)]
+        assert contents(opening.result()) == {name_of(1): 5}

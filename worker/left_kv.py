@@ -1,0 +1,55 @@
+"""Streams whose worker has died wait a moment for the KV that it left on this machine.
+
+Their router hands them over within milliseconds. The host memory of the dead worker can be read
+once the kernel has freed its lock, a moment later; a stream that begins before that computes its
+whole context again.
+"""
+
+from __future__ import annotations
+
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.node import Effect, Wake
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kvtransfer.tiers.manager import Tiers
+
+WAIT_S = 0.25  # what is not found by then is computed
+MIN_MISSING_BLOCKS = 2  # fewer are computed sooner than they are found
+_LATER_S = 0.002  # a timer may be early
+
+
+class LeftKV:
+    """Owned by a worker's exchange. It says until when a sequence waits (`Sequence.not_before`)."""
+
+    def __init__(self, core: EngineCore, tiers: Tiers) -> None:
+        self._core = core
+        self._tiers = tiers
+
+    def begin(self, now: float, seq: Sequence) -> list[Effect]:
+        """`seq` has just come. What its router knows to be held somewhere is not missing."""
+        if not self._core.config.reads_left_kv or not seq.is_stream or seq.is_remote:
+            return []
+        seq.num_had, windows = self._num_had(seq), self._core.kv.windows
+        num_held = max(windows.tokens(seq.num_had), seq.num_held)
+        if len(seq.tokens) - num_held < MIN_MISSING_BLOCKS * windows.block_size:
+            return []
+        seq.not_before = now + WAIT_S
+        self._core.count("left_kv_waits")
+        return [Wake(WAIT_S + _LATER_S, "left_kv")]
+
+    def on_found(self, now: float) -> None:
+        """Lower tiers have more than before: those that can use it go on."""
+        for seq in self._core.scheduler.waiting:
+            if now < seq.not_before and self._num_had(seq) > seq.num_had:
+                seq.not_before = now
+                self._core.count("left_kv_found")
+
+    def _num_had(self, seq: Sequence) -> int:
+        """Blocks of its prefix, from the first, that need not be computed."""
+        kv, tiers = self._core.kv, self._tiers
+        names = kv.usable_hashes(seq)
+        if not kv.windows.any:
+            count = len(kv.pool.lookup(names))
+            return count + len(tiers.find(names[count:]))
+        return kv.windows.reach(
+            len(names), lambda i: kv.pool.is_cached(names[i]) or bool(tiers.find([names[i]]))
+        )
