@@ -1,10 +1,12 @@
 """What KV in four bits (KIVI-4) costs and gains: `kv = "approximate"`.
 
-`python -m benchmarks.kv.approximate quality`: prose and code go through the engine's paged KV block
-by block. Each block is quantised as soon as it is full, so that every later token reads it in four
-bits and only its own block exact: as if the session had been parked after every block. Beside it KV
-in float8_e4m3, which ships. Both are compared with exact KV: the divergence of what would be said
-next, how often the likeliest token is another one, and perplexity.
+`python -m benchmarks.kv.approximate quality`: prose and code go through the engine's paged KV in
+turns. After each turn its blocks are quantised, as if the session had been parked and came back, so
+that the next one reads them in four bits and only its own exact. With `--turn 16` that is each
+block by itself, the worst that can happen. Beside it KV in float8_e4m3, which ships. Both are
+compared with exact KV: the divergence of what would be said next, how often the likeliest token is
+another one, and perplexity. Tokens of a first turn read nothing that was quantised, and are left
+out.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Kind:
 
 
 class Reader:
-    """Reads texts block by block. With `quantised`, each block is once it is full."""
+    """Reads texts turn by turn."""
 
     def __init__(self, model: Path, num_rows: int, kv_dtype: str = "auto") -> None:
         sections = ModelSection(dtype="bfloat16", device="cpu")
@@ -101,20 +103,22 @@ class Reader:
     def bytes_per_block(self) -> int:
         return self._blocks.shape[1]
 
-    def read(self, piece: Sequence[int], *, quantised: bool = False) -> Iterator[torch.Tensor]:
-        """Log-probabilities after each token, block by block."""
+    def read(
+        self, piece: Sequence[int], turn: int, *, quantised: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """Log-probabilities after each token, turn by turn. `quantised`: blocks are after it."""
         table = list(range(-(-len(piece) // BLOCK_SIZE) * self._groups))
         sampling = SamplingParams(temperature=0.0)
-        for start in range(0, len(piece), BLOCK_SIZE):
-            tokens = list(piece[start : start + BLOCK_SIZE])
+        for start in range(0, len(piece), turn):
+            tokens = list(piece[start : start + turn])
             share = ScheduledSeq("text", tokens, start, table, True, sampling, tokens, len(piece))
             batch = Batch.from_step(Step(0, [share]), self._limits, self._runner.device)
             with torch.inference_mode():
                 rows = _with_rows(batch, torch.arange(len(tokens)))
                 yield self._runner._decoder.forward(rows).float().log_softmax(-1)
-            if quantised and len(tokens) == BLOCK_SIZE:
-                first = start // BLOCK_SIZE * self._groups
-                self.quantise(range(first, first + self._groups))
+            if quantised:
+                first, end = start // BLOCK_SIZE, (start + len(tokens)) // BLOCK_SIZE
+                self.quantise(range(first * self._groups, end * self._groups))
 
     def quantise(self, blocks: Sequence[int]) -> None:
         quantizer = self._quantizer
@@ -130,24 +134,25 @@ def _sized(fields: dict[str, Any], num_blocks: int) -> EngineSection:
 
 
 def compare(
-    model: Path, texts: dict[str, list[list[int]]], progress: Progress
+    model: Path, texts: dict[str, list[list[int]]], turn: int, progress: Progress
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Facts by text and kind of KV. `texts`: the pieces of each, in tokens."""
     num_rows = max(-(-len(p) // BLOCK_SIZE) for pieces in texts.values() for p in pieces)
-    # A pool each, read in turns: so nothing but one block of logits is kept.
+    # A pool each, read in turns: so the logits of one turn are kept.
     exact, kivi = Reader(model, num_rows), Reader(model, num_rows)
     float8 = Reader(model, num_rows, FP8)
     facts = {}
     for name, pieces in texts.items():
         kinds = {KIVI: Kind(), FP8: Kind()}
-        total = sum(-(-len(piece) // BLOCK_SIZE) for piece in pieces)
+        total = sum(-(-len(piece) // turn) for piece in pieces)
         task = progress.add_task(name, total=total)
         for piece in pieces:
-            ways = exact.read(piece), kivi.read(piece, quantised=True), float8.read(piece)
-            for index, (base, *others) in enumerate(zip(*ways, strict=True)):
-                start = index * BLOCK_SIZE + 1
+            read = exact.read(piece, turn), kivi.read(piece, turn, quantised=True)
+            ways = zip(*read, float8.read(piece, turn), strict=True)
+            for index, (base, *others) in enumerate(ways):
+                start = index * turn + 1
                 following = torch.tensor(piece[start : start + len(base)])
-                for kind, found in zip(kinds.values(), others, strict=True):
+                for kind, found in zip(kinds.values(), others if index else (), strict=False):
                     kind.add(base, found, following)
                 progress.advance(task)
         facts[name] = {kind: each.facts for kind, each in kinds.items()}
@@ -157,32 +162,36 @@ def compare(
 @main.command()
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--context", type=click.IntRange(32), default=2048, show_default=True)
+@click.option("--turn", type=click.IntRange(16), default=256, show_default=True)
 @click.option("--share", type=click.FloatRange(0.01, 1.0), default=1.0, help="Of the texts.")
 @json_option()
-def quality(model: str, context: int, share: float, json_path: Path | None) -> None:
+def quality(model: str, context: int, turn: int, share: float, json_path: Path | None) -> None:
     """What it costs, beside KV in float8_e4m3."""
+    if turn % BLOCK_SIZE or context <= turn:
+        raise click.UsageError(f"--turn {turn}: blocks of {BLOCK_SIZE}, less than {context} tokens")
     console = make_console()
     path = resolve_model(model, progress=console.print)
     tokenizer, texts = Tokenizer(path), {}
     for name, length in LENGTHS.items():
         tokens = tokenizer.encode(TEXTS[name]())
-        if len(tokens) < length:
-            raise click.ClickException(f"the {name} has {len(tokens):,} of {length:,} tokens")
-        texts[name] = pieces_of(tokens[: int(length * share)], context)
+        num_pieces = -(-int(length * share) // (context - turn))
+        if len(tokens) < num_pieces * context:
+            raise click.ClickException(f"the {name} has only {len(tokens):,} tokens")
+        texts[name] = pieces_of(tokens[: num_pieces * context], context)
     with Progress(console=console) as progress:
-        facts = compare(path, texts, progress)
+        facts = compare(path, texts, turn, progress)
     table = number_table(
-        *("text", "KV", "KL", "perplexity", "change", "same likeliest token"),
-        title=f"{model}: {', '.join(f'{n:,} tokens of {t}' for t, n in LENGTHS.items())}",
+        *("text", "KV", "tokens", "KL", "perplexity", "change", "same likeliest token"),
+        title=f"{model}, pieces of {context:,} tokens, turns of {turn}",
         caption=f"against exact KV in bfloat16. Wanted of {KIVI}: KL {LIMITS['divergence']},"
         f" {LIMITS['change']:+.1%}, {LIMITS['same']:.0%}",
     )
     for text, kinds in facts.items():
         for kind, row in kinds.items():
             shown = f"{row['divergence']:.5f}", f"{row['perplexity']:.3f}", f"{row['change']:+.3%}"
-            table.add_row(text, kind, *shown, f"{row['same']:.2%}")
+            table.add_row(text, kind, f"{row['num_tokens']:,}", *shown, f"{row['same']:.2%}")
     console.print(table)
-    write_json(json_path, {"model": model, "context": context, "facts": facts})
+    write_json(json_path, {"model": model, "context": context, "turn": turn, "facts": facts})
 
 
 if __name__ == "__main__":
