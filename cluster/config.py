@@ -80,6 +80,9 @@ class TenantEntry(Section, frozen=True):
     max_sessions: Count = 0  # that are kept; 0: sessions.max_per_tenant
     max_session_tokens: Count = 0  # of all its sessions; 0: any number
     max_pinned_tokens: Count = 0  # of its pinned sessions; 0: any number
+    # how its KV is kept below device memory, where a request does not say: exact, or approximate,
+    # in four bits a number
+    kv: Literal["exact", "approximate"] = "exact"
     # its requests cannot ask for a lower number, which goes first
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 

@@ -43,6 +43,7 @@ class Tenant:
     min_priority: int = 0  # the first that its requests may ask for
     requests_per_minute: int = 0  # 0: any number
     tokens_per_minute: int = 0
+    is_approximate: bool = False  # its KV, where a request does not say
 
 
 ANONYMOUS = Tenant("", b"", min_priority=-MAX_PRIORITY)
@@ -83,6 +84,7 @@ class Tenants:
                 entry.min_priority,
                 entry.requests_per_minute,
                 entry.tokens_per_minute,
+                entry.kv == "approximate",
             )
             for hashed in _hashes(entry):
                 other = by_hash.setdefault(hashed, tenant)

@@ -3,7 +3,8 @@
 hash(block) = BLAKE2b-128(parent hash + token ids, key = fingerprint); the first block's parent is
 the root of (fingerprint, tenant salt). Equal hashes mean equal model, layout, tenant and tokens up
 to the end of the block. Where a prompt begins with a public region, its blocks have the root
-without a salt, and the tenant's salt goes into the chain behind them.
+without a salt, and the tenant's salt goes into the chain behind them. KV that may be approximate
+has another root than exact KV, in public regions too, so that the two never meet.
 
 Where layers are in groups (`engine.kv.window`), such a hash names the block of the first group; the
 block of another group that holds KV of these tokens is named after it (`group_hash`).
@@ -26,6 +27,7 @@ from kvrelay.engine.native import NativeBuildError, declarations, load
 
 SOURCE = Path(__file__).parents[1] / "c" / "block_chain.c"
 HASH_BYTES = 16
+APPROXIMATE = b"approximate KV\0\0"  # a salt that begins so; others are digests, or in tests short
 TOKEN_BYTES = array("I").itemsize
 
 
@@ -36,6 +38,16 @@ class CacheScope:
 
     salt: bytes = b""
     num_public_tokens: int = 0  # from the start of the prompt; blocks within are unsalted
+
+    @property
+    def is_approximate(self) -> bool:
+        """Its KV may be kept in fewer bits. The mark is part of the salt: so processes and records
+        of versions that know nothing of it keep its blocks apart as well."""
+        return self.salt.startswith(APPROXIMATE)
+
+    @property
+    def public_salt(self) -> bytes:
+        return APPROXIMATE if self.is_approximate else b""
 
 
 UNSALTED = CacheScope()
@@ -87,6 +99,7 @@ class BlockChain:
         "_num_groups",
         "_num_public",
         "_packed",
+        "_public_salt",
         "_salt",
         "block_hashes",
         "block_size",
@@ -103,6 +116,7 @@ class BlockChain:
         self._num_groups = num_groups
         self._packed = bytearray()
         self._salt = scope.salt
+        self._public_salt = scope.public_salt
         self._num_public = scope.num_public_tokens // block_size
 
     @property
@@ -155,7 +169,8 @@ class BlockChain:
     def _parent(self, index: int) -> bytes:
         """Returns the hash before block `index`, or the root."""
         if index == 0:
-            return root_hash(self.fingerprint, b"" if self._num_public else self._salt)
+            salt = self._public_salt if self._num_public else self._salt
+            return root_hash(self.fingerprint, salt)
         return self.block_hashes[index - 1]
 
 

@@ -134,6 +134,8 @@ class Session:
         size = block_size * TOKEN_BYTES
         low, high = 0, min(len(self.tokens), len(other.tokens)) // size
         mine, theirs = self.scope, other.scope
+        if mine.public_salt != theirs.public_salt:
+            return 0
         if mine.salt != theirs.salt:
             high = min(high, mine.num_public_tokens // block_size)
             high = min(high, theirs.num_public_tokens // block_size)

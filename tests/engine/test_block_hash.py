@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from kvrelay.engine.kv.block_hash import (
+    APPROXIMATE,
     HASH_BYTES,
     UNSALTED,
     BlockChain,
@@ -18,6 +21,7 @@ from kvrelay.engine.kv.block_hash import (
 SIZE = 4
 TOKENS = [7 * n for n in range(22)]  # 5 blocks and a part of one
 SCOPES = [UNSALTED, CacheScope(b"tenant"), CacheScope(b"tenant", 9), CacheScope(b"tenant", 99)]
+SCOPES += [CacheScope(APPROXIMATE + scope.salt, scope.num_public_tokens) for scope in SCOPES]
 
 
 def chain(scope: CacheScope) -> BlockChain:
@@ -25,9 +29,11 @@ def chain(scope: CacheScope) -> BlockChain:
 
 
 def by_definition(scope: CacheScope) -> list[bytes]:
-    """Block by block: public ones from the root without a salt, the salt in the chain behind."""
+    """Block by block: public ones from the root without a tenant's salt, which is in the chain
+    behind them."""
     num_public = scope.num_public_tokens // SIZE
-    parent = root_hash(b"model", b"" if num_public else scope.salt)
+    unsalted = APPROXIMATE if scope.is_approximate else b""
+    parent = root_hash(b"model", unsalted if num_public else scope.salt)
     names = []
     for index in range(len(TOKENS) // SIZE):
         if index and index == num_public:
@@ -73,3 +79,22 @@ def test_names_are_the_same_without_a_compiler(size: int, monkeypatch: pytest.Mo
     monkeypatch.setattr("kvrelay.engine.kv.block_hash._hasher", lambda: None)
     assert hash_blocks(b"model", UNSALTED, tokens, size) == compiled
     assert len(compiled) == 3
+
+
+def test_exact_and_approximate_kv_never_have_a_name_in_common() -> None:
+    """Ten thousand prompts that share beginnings, of tenants that share public ones: blocks of both
+    kinds, of all that was ever named."""
+    rng = Random(46)
+    kinds: dict[bool, set[bytes]] = {False: set(), True: set()}
+    shared = set[bytes]()
+    for _ in range(10_000):
+        tokens = rng.choices(range(3), k=rng.randrange(SIZE, 5 * SIZE))
+        salt, num_public = rng.choice((b"", b"red", b"blue")), rng.randrange(3 * SIZE)
+        for is_approximate in kinds:
+            scope = CacheScope(APPROXIMATE * is_approximate + salt, num_public)
+            assert scope.is_approximate == is_approximate
+            names = hash_blocks(b"model", scope, tokens, SIZE)
+            shared |= kinds[is_approximate].intersection(names)
+            kinds[is_approximate].update(names)
+    assert kinds[False].isdisjoint(kinds[True])
+    assert len(shared) > 1_000  # tenants and prompts of one kind did meet

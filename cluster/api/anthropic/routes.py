@@ -155,7 +155,7 @@ class MessageFormat(BlockFormat):
             },
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
-        }
+        } | {k: v for k, v in usage["prompt_tokens_details"].items() if k == "kv"}
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -232,6 +232,7 @@ class Generation:
             num_prompt += len(first.plan.tokens)
             num_cached += first.num_cached_tokens
             by_source.update(first.cached_by_source)
+        is_approximate = any(choice.plan.scope.is_approximate for choice in self.choices)
         num_output = sum(choice.num_tokens for choice in self.choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         return {
@@ -242,6 +243,7 @@ class Generation:
                 "cached_tokens": num_cached,
                 "cache_write_tokens": num_prompt - num_cached,  # all that is computed is kept
                 "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
+                **({"kv": "approximate"} if is_approximate else {}),
             },
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }

@@ -51,7 +51,7 @@ from kvrelay.cluster.api.text.tokenizer import (
     infill_prompt,
 )
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.block_hash import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import ReasoningBudget, Refusal, SamplingParams
 from kvrelay.router.admission.admission import IncomingCall
@@ -437,11 +437,14 @@ def priority_of(request: ModelRequest, tenant: Tenant) -> int:
 
 
 def salt_of(request: ModelRequest, tenant: Tenant) -> bytes:
-    """The tenant's, and within that the request's own: it divides a cache, and opens none."""
-    if request.cache_salt is None:
-        return tenant.salt
-    own = request.cache_salt.encode()
-    return blake2b(own, digest_size=16, key=tenant.salt[:64], person=b"kvrelay-salt").digest()
+    """The tenant's, and within that the request's own: it divides a cache, and opens none. Marked
+    where KV may be approximate."""
+    salt = tenant.salt
+    if request.cache_salt is not None:
+        own = request.cache_salt.encode()
+        salt = blake2b(own, digest_size=16, key=salt[:64], person=b"kvrelay-salt").digest()
+    asked = tenant.is_approximate if request.kv is None else request.kv == "approximate"
+    return APPROXIMATE + salt if asked else salt
 
 
 def _plan(

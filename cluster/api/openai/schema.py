@@ -296,6 +296,9 @@ class ModelRequest(BaseModel):
     user: str | None = None
     priority: _Priority | None = None  # lower goes first, as in vLLM
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    kv: Literal["exact", "approximate"] | None = (
+        None  # below device memory; None: as the tenant has
+    )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: to what fits
     truncation_side: Literal["left", "right"] | None = None
 

@@ -123,10 +123,10 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
-    details = usage["prompt_tokens_details"]
+    details, wanted = usage["prompt_tokens_details"], ("cached_tokens", "cache_write_tokens", "kv")
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {k: details[k] for k in ("cached_tokens", "cache_write_tokens")},
+        "input_tokens_details": {name: details[name] for name in wanted if name in details},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],

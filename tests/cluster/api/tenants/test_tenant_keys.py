@@ -152,6 +152,54 @@ def test_a_cache_salt_divides_the_cache_of_its_tenant_and_opens_no_other(guarded
         assert submitted(guarded, "red-key", body, path).scope.salt == mine[0].scope.salt
 
 
+def test_approximate_kv_is_asked_for_by_a_request_or_by_its_tenant_and_has_its_own_names(
+    guarded: Served,
+) -> None:
+    exact = submitted(guarded, "red-key")
+    body = BODY | {"kv": "approximate"}
+    asked = submitted(guarded, "red-key", body)
+    assert (exact.scope.is_approximate, asked.scope.is_approximate) == (False, True)
+    assert set(names(exact)).isdisjoint(names(asked))
+    assert names(submitted(guarded, "red-key", body)) == names(asked)
+    assert set(names(submitted(guarded, "blue-key", body))).isdisjoint(names(asked))
+    salted = submitted(guarded, "red-key", body | {"cache_salt": "x"})
+    assert salted.scope.is_approximate
+    assert set(names(salted)).isdisjoint(names(asked))
+    assert submitted(guarded, "red-key", BODY | {"kv": "exact"}).scope == exact.scope
+    again = {"model": MODEL, "input": "Hello", "kv": "approximate"}
+    assert submitted(guarded, "red-key", again, "responses").scope.is_approximate
+    wrong = guarded.http.post(
+        "/v1/chat/completions", json=BODY | {"kv": "int4"}, headers=bearer("red-key")
+    )
+    assert "'exact' or 'approximate', got 'int4'" in error_of(wrong, 400)["message"]
+
+
+def test_a_tenants_kv_is_as_its_entry_says(guarded: Served) -> None:
+    entry = TenantEntry("green", keys=("green-key",), kv="approximate")
+    guarded.ctx.tenants.update(Tenants.of([*ENTRIES, entry], b"a secret"))
+    try:
+        assert submitted(guarded, "green-key").scope.is_approximate
+        assert not submitted(guarded, "green-key", BODY | {"kv": "exact"}).scope.is_approximate
+        assert not submitted(guarded, "red-key").scope.is_approximate
+    finally:
+        guarded.ctx.tenants.update(Tenants.of(ENTRIES, b"a secret"))
+
+
+def test_usage_says_that_kv_may_be_approximate(guarded: Served) -> None:
+    def details(path: str, body: dict[str, object], key: str = "red-key") -> dict[str, object]:
+        answer = guarded.http.post(f"/v1/{path}", json=body, headers=bearer(key))
+        usage: dict[str, dict[str, object]] = answer.json()["usage"]
+        return usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+
+    for path, body in (
+        ("chat/completions", BODY),
+        ("completions", {"model": MODEL, "prompt": "Hello"}),
+        ("responses", {"model": MODEL, "input": "Hello"}),
+    ):
+        assert "kv" not in details(path, body)
+        assert details(path, body | {"kv": "approximate"})["kv"] == "approximate", path
+
+
 def test_without_tenants_everybody_is_the_same_and_any_key_will_do(served: Served) -> None:
     for headers in ({}, bearer("anything"), {"authorization": "Basic x"}):
         served.http.post("/v1/chat/completions", json=BODY, headers=headers)

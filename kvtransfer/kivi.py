@@ -1,0 +1,71 @@
+"""KV in four bits a number (KIVI-4), for sessions that ask for it: where their blocks are kept
+below the device, not where they are computed with.
+
+A block is what is quantised together: keys in groups of a channel over 16 tokens, values in groups
+of 32 channels of a token, each with its least and largest number as they were: 5.5 bits a number in
+bfloat16. A block that comes back and leaves again does not change any more (`c/kivi.c`).
+
+Some blocks stay exact: KV in float8, which has lost as much already; latents and heads of several
+shapes, for which nobody has measured what it costs; states of recurrent layers.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.native import declarations, load
+
+SOURCE = Path(__file__).parent / "c" / "kivi.c"
+KINDS = {"bfloat16": 1, "float32": 2}  # as in kivi.h
+MAX_MATRIX = 1 << 18  # numbers that a head has in a block
+
+Bytes = NDArray[np.uint8]
+
+
+class Quantizer:
+    """Blocks of one shape. May be used from several threads. Without a C compiler, NativeBuildError
+    when it is made."""
+
+    def __init__(self, spec: KVSpec, num_kv_heads: int) -> None:
+        """`num_kv_heads`: of each plane of a block, of one rank; `spec` is one that `fits`."""
+        assert fits(spec), spec
+        functions = _functions()
+        matrix = spec.block_size, spec.head_dim
+        self._shape = KINDS[spec.dtype], spec.num_layers, num_kv_heads, *matrix
+        self._encode, self._decode = functions.kvr_kivi_encode, functions.kvr_kivi_decode
+        self.block_bytes = spec.bytes_per_block // spec.num_kv_heads * num_kv_heads
+        self.num_bytes: int = functions.kvr_kivi_bytes(*self._shape)
+
+    def encode(self, block: Bytes, out: Bytes) -> bool:
+        """Fill the first `num_bytes` of `out`. False: it has numbers that are not finite."""
+        assert len(block) == self.block_bytes, (len(block), self.block_bytes)
+        assert len(out) >= self.num_bytes, (len(out), self.num_bytes)
+        assert block.flags.c_contiguous
+        assert out.flags.c_contiguous
+        return bool(self._encode(*self._shape, block.ctypes.data, out.ctypes.data))
+
+    def decode(self, coded: Bytes, block: Bytes) -> None:
+        """Fill `block`, whatever `coded` has."""
+        assert len(block) == self.block_bytes, (len(block), self.block_bytes)
+        assert len(coded) >= self.num_bytes, (len(coded), self.num_bytes)
+        assert block.flags.c_contiguous
+        assert coded.flags.c_contiguous
+        self._decode(*self._shape, coded.ctypes.data, block.ctypes.data)
+
+
+def fits(spec: KVSpec) -> bool:
+    """Whether blocks of this shape can be quantised."""
+    numbers = spec.block_size * spec.head_dim
+    uniform = spec.num_planes == 2 and not spec.heads and not spec.num_state_groups
+    return spec.dtype in KINDS and uniform and numbers % 8 == 0 and numbers <= MAX_MATRIX
+
+
+@cache
+def _functions() -> Any:
+    return load(SOURCE, ("-march=native",), ffi=declarations(SOURCE.with_suffix(".h")))
