@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,7 @@ VLLM = {
     "max-num-batched-tokens": Flag("engine.max_num_batched_tokens", read=count),
     "gpu-memory-utilization": Flag("engine.gpu_memory_utilization"),
     "tensor-parallel-size": Flag("engine.tensor_parallel_size", short="tp"),
+    "data-parallel-size": Flag("cluster.decode", short="dp", also={"cluster.prefill": 0}),
     "block-size": Flag("engine.block_size"),
     "kv-cache-dtype": Flag("engine.kv_dtype", values={"fp8": _E4M3, "fp8_e4m3": _E4M3}),
     "kv-cache-memory-bytes": Flag("engine.kv_cache_gib", read=gib),
@@ -125,9 +127,9 @@ VLLM = {
     "uvicorn-log-level": Flag("log.level"),
 }
 FLAGS = OWN | VLLM
-SHORT = {"pp": "pipeline-parallel-size", "dp": "data-parallel-size", "n": "nnodes"}
+SHORT = {"pp": "pipeline-parallel-size", "n": "nnodes"}
 SHORT |= {"ep": "enable-expert-parallel", "sc": "speculative-config", "cc": "compilation-config"}
-SHORT |= {"O": "optimization-level", "r": "node-rank"}
+SHORT |= {"O": "optimization-level", "r": "node-rank", "dcp": "decode-context-parallel-size"}
 
 
 def _names(listed: Mapping[str, str]) -> dict[str, str]:
@@ -148,9 +150,18 @@ HARMLESS = _names(
         "statistics are metrics, at /metrics": "disable-log-stats",
         "log.access says whether requests are logged": "disable-uvicorn-access-log",
         "requests with a lower 'priority' go first, others are served fairly": "scheduling-policy=",
-        "Ray places workers, and their ranks are processes": "distributed-executor-backend=",
+        "Ray places workers, and their ranks are processes": "distributed-executor-backend="
+        " data-parallel-backend=",
         "ranks add up by NCCL on GPUs": "disable-custom-all-reduce",
-        "only the language model of a checkpoint is loaded": "language-model-only",
+        "ranks divide experts by their width, so all are equally busy": "enable-expert-parallel"
+        " enable-eplb eplb-config= all2all-backend= expert-placement-strategy=",
+        "only the language model of a checkpoint is loaded": "language-model-only"
+        " mm-encoder-tp-mode= mm-encoder-attn-backend= mm-processor-cache-gb="
+        " mm-processor-cache-type= disable-chunked-mm-input skip-mm-profiling",
+        "config.json and params.json are both read": "config-format=",
+        "states are kept where prefixes part": "mamba-cache-mode= mamba-block-size=",
+        "kernels are chosen for the GPU": "linear-backend= mamba-backend= gdn-prefill-backend="
+        " kernel-config=",
         "grammars are llguidance's": "structured-outputs-config= guided-decoding-backend=",
         "each token and head has a scale": "calculate-kv-scales",
         "decode steps are captured in every size, and nothing else is compiled": "max-seq-len"
@@ -171,11 +182,19 @@ REFUSED = _names(
         "prompts are always computed in chunks, of engine.max_num_batched_tokens": "no-enable"
         "-chunked-prefill long-prefill-token-threshold max-num-partial-prefills",
         "draws follow the 'seed' of a request; without one they are new each time": "seed",
-        "every worker is a replica: --prefill 0 --decode N": "data-parallel-size"
-        " data-parallel-size-local data-parallel-address data-parallel-backend",
+        "every worker is a replica: --prefill 0 --decode N": "data-parallel-size-local"
+        " data-parallel-address data-parallel-rank"
+        " data-parallel-start-rank data-parallel-rpc-port data-parallel-hybrid-lb"
+        " data-parallel-external-lb",
+        "the tokens of a sequence are not divided among GPUs: --tensor-parallel-size": "decode"
+        "-context-parallel-size prefill-context-parallel-size",
+        "states are float32": "mamba-ssm-cache-dtype mamba-cache-dtype",
+        "layers are always in groups": "disable-hybrid-kv-cache-manager",
+        "requests have chat_template_kwargs": "default-chat-template-kwargs",
+        "requests have a thinking_budget": "reasoning-config",
+        "tools are run by clients": "tool-server",
+        "--attention-backend sets it": "attention-config",
         "layers are not divided: --tensor-parallel-size divides heads": "pipeline-parallel-size",
-        "experts are divided by width: --tensor-parallel-size": "enable-expert-parallel"
-        " enable-eplb all2all-backend",
         "machines join a Ray cluster: --address, or kvrelay up": "nnodes node-rank master-addr"
         " master-port headless",
         "prefill and decode workers exchange KV by themselves: --prefill N --decode N": "kv"
@@ -196,7 +215,7 @@ REFUSED = _names(
         'there is no sleep: kvrelay drain with cluster.on_stop = "keep-workers"': "enable-sleep"
         "-mode",
         "images and sound are not supported": "limit-mm-per-prompt mm-processor-kwargs"
-        " allowed-local-media-path media-io-kwargs",
+        " allowed-local-media-path allowed-media-domains media-io-kwargs omni",
         "/v1/embeddings, /v1/score and /v1/rerank are there beside it": "task runner convert",
         "set log.access and log.prompts in a file, or by --set": "enable-log-requests max-log-len",
         "clients ask for it: stream_options.include_usage": "enable-force-include-usage",
@@ -211,9 +230,12 @@ REFUSED = _names(
 )
 # Values of refused ones that ask for what is so.
 ALLOWED = {
-    **dict.fromkeys(("data-parallel-size", "pipeline-parallel-size", "nnodes"), ("1",)),
-    **dict.fromkeys(("tokenizer-mode", "runner", "convert"), ("auto",)),
-    "load-format": ("auto", "safetensors"),
+    **dict.fromkeys(("pipeline-parallel-size", "nnodes"), ("1",)),
+    **dict.fromkeys(("runner", "convert"), ("auto",)),
+    "tokenizer-mode": ("auto", "hf", "mistral"),
+    "limit-mm-per-prompt": ("0",),
+    **dict.fromkeys(("mamba-ssm-cache-dtype", "mamba-cache-dtype"), ("auto", "float32")),
+    "load-format": ("auto", "safetensors", "mistral"),
     "generation-config": ("auto",),
     "cpu-offload-gb": ("0",),
     "response-role": ("assistant",),
@@ -223,8 +245,8 @@ ALLOWED = {
 
 
 def spelled(word: str) -> str:
-    """The name of a flag, however it is written."""
-    name = word.partition("=")[0].lstrip("-").replace("_", "-")
+    """The name of a flag, however it is written; without the key of a value in JSON."""
+    name = re.split(r"[=.]", word, maxsplit=1)[0].lstrip("-").replace("_", "-")
     return SHORT.get(name, name)
 
 

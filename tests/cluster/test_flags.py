@@ -138,9 +138,11 @@ def test_the_length_of_the_model_is_the_default(serve: Serve, given: str) -> Non
 
 def test_what_is_so_anyway_is_accepted_and_said(serve: Serve) -> None:
     words = "--enable-prefix-caching --trust-remote-code --swap-space 4 --max-model-len 512 -O3"
+    words += " --kernel-config.moe_backend x --limit-mm-per-prompt.image 0 -dp 3 -ep"
     result, found = serve(*words.split(), "--pipeline-parallel-size=1", "--no-enable-lora")
     assert found is not None, result.output
     assert found.engine.max_model_len == 512
+    assert (found.cluster.prefill, found.cluster.decode) == (0, 3)
     for line in (
         "--enable-prefix-caching: prefixes are always cached\n",
         "--trust-remote-code: code of a checkpoint is never run",
@@ -158,7 +160,9 @@ def test_what_is_so_anyway_is_accepted_and_said(serve: Serve) -> None:
             "--enable-lora: adapters are not supported: merge",
         ),
         ("-pp 2", "-pp: layers are not divided: --tensor-parallel-size divides heads"),
-        ("--data_parallel_size=4", "every worker is a replica: --prefill 0 --decode N"),
+        ("--data_parallel_rank=4", "every worker is a replica: --prefill 0 --decode N"),
+        ("-dp 4 --prefill 1", "cluster.prefill has two values"),
+        ("--limit-mm-per-prompt.image 2", "images and sound are not supported"),
         ("--seed 7", "--seed: draws follow the 'seed' of a request"),
         ("--no-enable-prefix-caching", "requests with a 'cache_salt' keep theirs apart"),
         ("--no-async-scheduling", "one that runs, and that cannot be changed"),
@@ -196,7 +200,7 @@ def test_each_flag_is_listed_once_and_sets_what_there_is() -> None:
 def test_settings_that_flags_name_in_words_are_there() -> None:
     """What is told instead of a flag."""
     texts = " ".join((*HARMLESS.values(), *REFUSED.values()))
-    named = set(re.findall(r"\b([a-z]+)\.([a-z_]+)\b", texts)) - {("config", "json")}
+    named = set(re.findall(r"\b([a-z]+)\.(?!json)([a-z_]+)\b", texts))
     assert ("tiers", "host_gib") in named
     for section, key in named:
         assert hasattr(getattr(Config(), section, None), key), f"{section}.{key}"

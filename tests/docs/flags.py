@@ -18,7 +18,8 @@ PAGE = ROOT / "docs/command-line.md"
 def _row(name: str, flag: Flag) -> str:
     short = f", `-{flag.short}`" if flag.short else ""
     value = "" if flag.switch is None else f" = {str(flag.switch).lower()}"
-    return f"| `--{name}`{short} | `{flag.setting}`{value} |"
+    also = "".join(f", `{key}` = {str(given).lower()}" for key, given in flag.also.items())
+    return f"| `--{name}`{short} | `{flag.setting}`{value}{also} |"
 
 
 def _by_reason(listed: Mapping[str, str]) -> str:
