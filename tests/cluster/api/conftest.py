@@ -161,10 +161,12 @@ def serve(
     sock: socket.socket | None = None,
     context: dict[str, Any] | None = None,
     real_router: Any = None,
+    further: Callable[[ApiContext], None] = lambda ctx: None,
     **options: Any,
 ) -> Iterator[Served]:
     """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: as
-    `RealRouter`, instead of a fake one; `options`: of `serve_app`."""
+    `RealRouter`, instead of a fake one; `further`: adds other models; `options`: of
+    `serve_app`."""
     answer = [*tokenizer.encode(ANSWER), tokenizer.eos_token_ids[0]]
     router: Any = real_router or FakeRouter(answer=lambda submit: answer)
     client = router.client = RouterClient("api-0", "router-0", router.deliver)
@@ -190,6 +192,7 @@ def serve(
         **(context or {}),
     )
     ClusterCollector(registry, ctx.status)
+    further(ctx)
     sock = sock or bind_socket("127.0.0.1", 0)
     port = sock.getsockname()[1]
     ready = threading.Event()
