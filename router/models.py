@@ -16,6 +16,7 @@ from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wa
 from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
 from kvrelay.router.messages import WorkerDown, WorkerUp
 from kvrelay.router.router import Router
+from kvrelay.router.status import RouterStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,21 @@ class ModelRouters:
         if info is not None and isinstance(message, WorkerDown) and message.epoch >= info.epoch:
             del self._up[worker]
         return self._tell(now, self.default if info is None else info.model, message)
+
+    def status(self, now: float) -> RouterStatus:
+        """What the routers know, as if they were one."""
+        first, *others = [router.status(now) for router in self.routers.values()]
+        for other in others:
+            first.totals.add(other.totals)
+            first.workers += other.workers
+            first.num_live += other.num_live
+            first.num_queued += other.num_queued
+            first.bad_links += other.bad_links
+        totals = first.totals
+        first.cache_hit_rate = totals.cached_tokens / max(1, totals.prompt_tokens)
+        errors = [each.prediction_error for each in (first, *others)]
+        first.prediction_error = max((e for e in errors if e is not None), default=None)
+        return first
 
     def check_idle(self) -> list[str]:
         """A line for each thing that should not be there when no request is."""

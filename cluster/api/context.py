@@ -113,7 +113,7 @@ class ApiContext:
     token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
-    models: dict[str, ApiContext] = field(default_factory=dict, repr=False)
+    models: dict[str, ApiContext] = field(init=False, repr=False)
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
@@ -132,6 +132,7 @@ class ApiContext:
         self._pool = ThreadPoolExecutor(self.settings.tokenizer_threads, "tokenizer")
         self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
         self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
+        self.models = {}
         self._use_model()
 
     def beside(self, **own: Any) -> ApiContext:

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("model", required=False)
+@click.argument("models", nargs=-1)
 @click.option("--prefill", type=int, help="Prefill workers; 0: decode workers do both.")
 @click.option("--decode", type=int, help="Decode workers.")
 @click.option("--host", help="Address to serve at.")
@@ -102,11 +102,12 @@ def main() -> None:
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
 @click.option("--check", is_flag=True, help="Say whether this could be served, and end.")
-def serve(model: str | None, config_path: Path | None, check: bool, **options: Any) -> None:
-    """Serve MODEL with an OpenAI-compatible API.
+def serve(models: tuple[str, ...], config_path: Path | None, check: bool, **options: Any) -> None:
+    """Serve MODELS with an OpenAI-compatible API.
 
-    MODEL is a Hugging Face directory, a hub id, a GGUF file, gemma3-270m, or smollm2-135m, the
-    default.
+    Each is a Hugging Face directory, a hub id, a GGUF file, gemma3-270m, or smollm2-135m, the
+    default. Several have workers of their own each, as many as --prefill and --decode say, and are
+    called by their names, or as NAME=MODEL says.
     """
     from rich.console import Console
 
@@ -121,10 +122,23 @@ def serve(model: str | None, config_path: Path | None, check: bool, **options: A
     os.umask(0o077)  # prompts, tokens and keys are in what this and its processes write
     run = _check if check else _serve
     try:
-        asyncio.run(run(config_path, {"model.name": model, **overrides}, console))
+        asyncio.run(run(config_path, _models(models, options) | overrides, console))
     except (ConfigError, ServeError, ChannelError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)
+
+
+def _models(given: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The settings that name the models."""
+    if len(given) < 2:
+        return {"model.name": given[0] if given else None}
+    numbers = {role: options[role] for role in ("prefill", "decode") if options[role] is not None}
+    entries = []
+    for each in given:
+        name, is_named, checkpoint = each.rpartition("=")
+        name = name if is_named else Path(each).name.removesuffix(".gguf")
+        entries.append({"name": name, "checkpoint": checkpoint, **numbers})
+    return {"models": entries}
 
 
 async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> None:
@@ -228,7 +242,7 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
         console.print(f"{router}: {urls[router]}/v1", markup=False, soft_wrap=True)
     url = urls[first]
     console.print(
-        f"\nReady: {ready.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
+        f"\nReady: {', '.join(ready.model.served_names)} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
@@ -236,7 +250,8 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
     trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     key = '-H "Authorization: Bearer $KVRELAY_API_KEY" ' if config.api.key else ""
     path, asked = "completions", '"max_tokens": 30, "prompt": "The capital of France is"'
-    if config.model.chat_template or _has_chat_template(ready.model.path):
+    own = next(iter(config.by_model().values()))
+    if own.model.chat_template or _has_chat_template(ready.model.path):
         question = '[{"role": "user", "content": "What is the capital of France?"}]'
         path, asked = "chat/completions", f'"messages": {question}'
     console.print(

@@ -16,8 +16,8 @@ from typing import Any
 from msgspec import structs, to_builtins
 
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.messages import RequestMachines, ScalingReport
-from kvrelay.cluster.control.workers import DesiredWorker
+from kvrelay.cluster.control.messages import ScalingReport
+from kvrelay.cluster.control.workers import DesiredWorker, worker_name
 from kvrelay.cluster.scaling.decisions import Decision, Line, Reason
 from kvrelay.cluster.scaling.observations import Snapshot
 from kvrelay.cluster.scaling.planner import Scaler
@@ -39,12 +39,14 @@ class LogScaling:
     """Effect: keep what the autoscaler saw and decided."""
 
     line: Line
+    model: str = ""  # for whose workers
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
     worker: NodeId
     role: Role
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,10 @@ Order = Add | Drain | Flip | Remove
 class ControlledFleet:
     """WorkerProvider. `look` brings it up to date before it is asked or told anything."""
 
-    def __init__(self, pending_timeout_s: float, num_named: int) -> None:
-        """`num_named`: names with lower numbers may have been used."""
+    def __init__(self, pending_timeout_s: float, num_named: int, model: str = "") -> None:
+        """`num_named`: names with lower numbers may have been used. `model`: that they serve."""
         self.num_named = num_named
+        self._model = model
         self._pending_timeout_s = pending_timeout_s
         self._book = ManagedWorkers(pending_timeout_s)
         self._now = 0.0
@@ -80,11 +83,11 @@ class ControlledFleet:
         self._orders: list[Order] = []
 
     def start(self, role: Role) -> NodeId:
-        worker = f"{role}-{self.num_named}"
+        worker = worker_name(role, self._model, self.num_named)
         self.num_named += 1
         self._book.add(self._now, worker, role)
         self._book.explain(worker, "it was only just ordered")
-        self._orders.append(Add(worker, role))
+        self._orders.append(Add(worker, role, self._model))
         return worker
 
     def drain(self, worker: NodeId) -> None:
@@ -150,20 +153,24 @@ class ControlledFleet:
 
 
 class Autoscaling:
-    """Owned by the controller. Invariant: once begun, exactly one tick is under way."""
+    """Owned by the controller, one for the workers of each model that has it. Invariant: once
+    begun, exactly one tick is under way."""
 
-    def __init__(self, config: ScalingConfig, num_named: int, wall: Callable[[], float]) -> None:
+    def __init__(
+        self, config: ScalingConfig, num_named: int, wall: Callable[[], float], model: str = ""
+    ) -> None:
         """`wall`: returns seconds since 1970."""
         self._config = config
         self._wall = wall
-        self.fleet = ControlledFleet(config.pending_timeout_s, num_named)
+        self._model = model
+        self.fleet = ControlledFleet(config.pending_timeout_s, num_named, model)
         self._scaler = Scaler(config, self.fleet)
         self._routers: dict[NodeId, RouterSeen] = {}
         self._seen: dict[NodeId, WorkerSeen] = {}
         self._shown: list[Decision] = []  # those that say something new
         self._ticks: Counter[str] = Counter()  # by reason
         self._actions: Counter[str] = Counter()
-        self._machines = 0
+        self.num_machines = 0  # that it wants; 0: as many as there are
         self._has_begun = False
         self._offset_s = 0.0  # from the controller's clock to the wall's
 
@@ -172,7 +179,7 @@ class Autoscaling:
         if self._has_begun:
             return []
         self._has_begun = True
-        return [LogScaling(self._scaler.begin()), self._wake()]
+        return [LogScaling(self._scaler.begin(), self._model), self._wake()]
 
     def take(self, now: float, report: ScalingReport) -> None:
         """Ages become times of this clock."""
@@ -189,6 +196,7 @@ class Autoscaling:
     ) -> tuple[list[Order], list[Effect]]:
         """What the controller is to do. `routers`: those that are up."""
         fleet = self.fleet
+        workers = {name: each for name, each in workers.items() if each.model == self._model}
         fleet.look(now, workers)
         self._seen = {name: seen for name, seen in self._seen.items() if name in workers}
         self._routers = {name: seen for name, seen in self._routers.items() if name in routers}
@@ -204,10 +212,8 @@ class Autoscaling:
         line = self._scaler.tick(snapshot)
         decision = line.decision
         assert decision is not None
-        effects: list[Effect] = [LogScaling(line), self._wake(), *self._show(decision)]
-        if decision.machines and decision.machines != self._machines:
-            self._machines = decision.machines
-            effects.append(RequestMachines(decision.machines))
+        self.num_machines = decision.machines or self.num_machines
+        effects = [LogScaling(line, self._model), self._wake(), *self._show(decision)]
         return fleet.take_orders(), effects
 
     def view(self) -> ScalingStatus:
@@ -257,4 +263,4 @@ class Autoscaling:
         return [Note("info", "scaling", f"{decision.text}: {', '.join(actions)}")]
 
     def _wake(self) -> Wake:
-        return Wake(self._config.tick_s, TAG)
+        return Wake(self._config.tick_s, f"{TAG} {self._model}".rstrip())

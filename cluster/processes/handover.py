@@ -212,7 +212,7 @@ def become(command: Sequence[str], python_path: str, handover: Handover) -> NoRe
             os.set_inheritable(each, False)
 
 
-def check(config: Config, model: Path, found: Handover | None) -> None:
+def check(config: Config, models: Sequence[Path], found: Handover | None) -> None:
     """Whether the program of this process could serve `config`, also in place of the server that
     `found` comes from. Raises HandoverError."""
     for name in MODULES:
@@ -231,8 +231,8 @@ def check(config: Config, model: Path, found: Handover | None) -> None:
     if record is None:
         raise HandoverError(f"{found.life} does not say what runs: use `kvrelay drain`, start anew")
     changed = changed_settings(record, config)
-    if not changed and record.weights not in ("", weights_of(model)):
-        changed = [f"the weights in {model}"]
+    if not changed and record.weights not in ("", weights_of(*models)):
+        changed = [f"the weights in {', '.join(map(str, models))}"]
     if changed:
         raise HandoverError(
             f"{', '.join(changed)}: changed, which a server that runs cannot follow: use `kvrelay "

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import epoch_of
@@ -242,6 +243,9 @@ def fixed_settings(config: Config) -> dict[str, str]:
         "engine.window": config.engine.window,
         "engine.sinks": config.engine.sinks,
     }
+    for name, own in config.by_model().items() if config.models else ():
+        weights = own.model, own.engine.kv_dtype, own.engine.window, own.engine.sinks
+        values[f"models.{name}"] = replace(weights[0], chat_template="", cache_dir=""), weights[1:]
     digests = {name: hashlib.sha256(msgspec.json.encode(value)) for name, value in values.items()}
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
@@ -252,8 +256,12 @@ def changed_settings(record: LifeRecord, config: Config) -> list[str]:
     return sorted(n for n in now if n in record.fixed and record.fixed[n] != now[n])
 
 
-def weights_of(path: Path) -> str:
-    """A digest of a checkpoint by its place and the sizes and times of its files."""
+def weights_of(path: Path, *further: Path) -> str:
+    """A digest of a checkpoint, or of several, by its place and the sizes and times of its
+    files."""
+    if further:
+        digests = [weights_of(each) for each in (path, *further)]
+        return hashlib.sha256(msgspec.json.encode(digests)).hexdigest()[:16]
     path = path.resolve()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
@@ -274,7 +282,8 @@ def workers_of(config: Config) -> str:
     for name in NOT_OF_WORKERS:
         del cluster[name]
     scaling = config.scaling.enabled
-    parts = (config.model, config.engine, config.tiers, config.tls, cluster, config.state, scaling)
+    parts: list[Any] = [config.model, config.engine, config.tiers, config.tls, cluster]
+    parts += [config.state, scaling, *([config.models] if config.models else [])]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -378,5 +387,7 @@ def shared_life(config: Config, port: int) -> SharedLife:
     cluster = f"kvrelay-{hmac.digest(token, b'name', 'sha256').hex()[:8]}"
     server = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
     path = config.sessions.state_path / "running" / cluster  # names its log; nothing is written
-    public = Config(model=config.model, engine=config.engine, tiers=config.tiers)
+    public = Config(
+        model=config.model, engine=config.engine, tiers=config.tiers, models=config.models
+    )
     return SharedLife(path, LifeRecord(cluster, token, workers_of(public)), server)
