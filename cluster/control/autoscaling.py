@@ -22,6 +22,7 @@ from kvrelay.cluster.scaling.decisions import Decision, Line, Reason
 from kvrelay.cluster.scaling.observations import Snapshot
 from kvrelay.cluster.scaling.planner import Scaler
 from kvrelay.cluster.scaling.provider import ManagedWorker, ManagedWorkers, State
+from kvrelay.cluster.scaling.sharing import Demand
 from kvrelay.cluster.status import ScalingStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Wake
 from kvrelay.engine.stats import Role
@@ -191,10 +192,19 @@ class Autoscaling:
             if known is None or known.at_s <= dated.at_s:
                 self._seen[seen.worker] = dated
 
+    @property
+    def demand(self) -> Demand | None:
+        """What it would have if no other model was there; None: it has not looked yet."""
+        return self._scaler.demand
+
     def tick(
-        self, now: float, workers: Mapping[NodeId, DesiredWorker], routers: Collection[NodeId]
+        self,
+        now: float,
+        workers: Mapping[NodeId, DesiredWorker],
+        routers: Collection[NodeId],
+        share: int | None = None,
     ) -> tuple[list[Order], list[Effect]]:
-        """What the controller is to do. `routers`: those that are up."""
+        """What the controller is to do. `routers`: those that are up; `share`: as in `Snapshot`."""
         fleet = self.fleet
         workers = {name: each for name, each in workers.items() if each.model == self._model}
         fleet.look(now, workers)
@@ -208,6 +218,7 @@ class Autoscaling:
             routers=tuple(self._routers[name] for name in sorted(self._routers)),
             seen=tuple(self._seen[name] for name in sorted(self._seen)),
             workers=tuple(fleet.workers()),
+            share=share,
         )
         line = self._scaler.tick(snapshot)
         decision = line.decision

@@ -39,6 +39,7 @@ class ControllerConfig:
     use_gpus: bool = True  # where machines have some: one for each rank
     built: str = ""  # version and settings of workers that are started, as a digest
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
+    max_workers: int = 0  # of all models whose workers come and go; 0: as each may have
     further: tuple[ControllerConfig, ...] = ()  # of other models, for what concerns their workers
 
     @property

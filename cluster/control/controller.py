@@ -33,6 +33,7 @@ from kvrelay.cluster.control.process_messages import LinkLost
 from kvrelay.cluster.control.routers import DesiredRouter, RouterSet
 from kvrelay.cluster.control.watches import DRAIN_TAG, SUSPECT_TAG
 from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
+from kvrelay.cluster.scaling.sharing import shares
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown
 from kvrelay.router.messages import DrainReport, WorkerSuspected
@@ -179,7 +180,8 @@ class Controller:
             for each in self.scaling.values():
                 each.fleet.gone(now, node, why)
         routers = [peer.node for peer in self.router_set.peers]
-        orders, effects = self.scaling[model].tick(now, self.workers, routers)
+        share = self._shares().get(model)
+        orders, effects = self.scaling[model].tick(now, self.workers, routers, share)
         for order in orders:
             effects += self._obey(now, order)
         wanted = sum(each.num_machines for each in self.scaling.values())
@@ -187,6 +189,14 @@ class Controller:
             self._num_machines = wanted
             effects.append(RequestMachines(wanted))
         return effects
+
+    def _shares(self) -> dict[str, int]:
+        """Workers that each model may have of those that all may; empty: as many as it may."""
+        if not self.config.max_workers or len(self.scaling) < 2:
+            return {}
+        known = {model: each.demand for model, each in self.scaling.items()}
+        demands = {model: each for model, each in known.items() if each is not None}
+        return shares(self.config.max_workers, demands) if len(demands) == len(known) else {}
 
     def _obey(self, now: float, order: Order) -> list[Effect]:
         if isinstance(order, Add):

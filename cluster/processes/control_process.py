@@ -185,7 +185,8 @@ class ControlProcess:
             for name, own in by_model.items()
         ]
         timeout_s = max(each.start_timeout_s for each in (first, *further))
-        config = replace(first, further=tuple(further), start_timeout_s=timeout_s)
+        most = spec.config.scaling.max_workers if further else 0
+        config = replace(first, further=tuple(further), start_timeout_s=timeout_s, max_workers=most)
         self._scaling_logs = {
             name: ScalingLog.of(own, f"{spec.kept_file.parent.name}-{name}".rstrip("-"))
             for name, own in by_model.items()

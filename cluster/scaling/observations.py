@@ -122,6 +122,7 @@ class Snapshot(Struct, frozen=True):
     routers: tuple[RouterSeen, ...]
     seen: tuple[WorkerSeen, ...]
     workers: tuple[ManagedWorker, ...]
+    share: int | None = None  # of the workers that several models may have; None: there is one
 
 
 class Observation(Struct, frozen=True):

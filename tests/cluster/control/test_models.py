@@ -144,3 +144,46 @@ def test_each_model_scales_by_its_own_requests_to_none_and_back() -> None:
     assert names
     assert all("-small-" in name for name in names)
     assert {start.model for start in started["scale small"]} == {SMALL}
+
+
+def test_a_model_that_wakes_takes_a_machine_of_one_that_has_all() -> None:
+    """Three workers at most, of both; the first has them, and requests that it works at."""
+    both = replace(
+        config_of(LARGE, workers=(), scaling=replace_scaling(min_workers=0, max_workers=3)),
+        further=(config_of(SMALL, workers=(), scaling=replace_scaling(min_workers=0)),),
+        max_workers=3,
+    )
+    script = Script(both)
+    large = script.controller.scaling[LARGE].fleet
+    for _ in range(3):
+        large.start(Role.DECODE)
+    for order in large.take_orders():
+        script.controller._obey(0.0, order)
+    names = list(script.controller.workers)
+    for name in names:
+        script.bring_up(name, 1)
+    now = 10.0
+
+    def tick() -> dict[str, list[str]]:
+        """Both report, and both look; returns what was started and what drains, by model."""
+        nonlocal now
+        done: dict[str, list[str]] = {}
+        for model, number in ((LARGE, 5), (SMALL, waiting)):
+            script.say(ScalingReport(seen(number), (), model), at=now)
+            effects = script.say(Woken(f"scale {model}"), at=now)
+            done[model] = [start.worker for start in of(StartWorker, effects)]
+        now += SCALING.tick_s
+        return done
+
+    waiting = 0
+    assert tick() == tick() == {LARGE: [], SMALL: []}
+    waiting = 1
+    woken = tick()
+    assert (woken[LARGE], len(woken[SMALL])) == ([], 1)
+    tick()
+    states = [script.state(name) for name in names]
+    assert sorted(map(str, states)) == ["draining", "up", "up"]
+
+
+def replace_scaling(**changes: int) -> ScalingConfig:
+    return ScalingConfig(enabled=True, **{"max_workers": 4, **changes})  # type: ignore[arg-type]
