@@ -40,17 +40,30 @@ LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waitin
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedModel:
+class PlannedModel:
+    """A model on disk, and what its KV cache takes."""
+
     path: Path
     config: ModelConfig
     served_name: str
     max_model_len: int
     plan: KVPlan  # of the workers with the most ranks
     name: str = ""  # in [[models]]
-    further: tuple[PreparedModel, ...] = ()  # those that are served beside it
 
     @property
-    def by_name(self) -> dict[str, PreparedModel]:
+    def load_s(self) -> float:
+        """How long its weights may take to be read."""
+        return self.plan.weights_bytes / LOAD_BYTES_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel(PlannedModel):
+    """What is to be served: a model, and those that are served beside it."""
+
+    further: tuple[PlannedModel, ...] = ()
+
+    @property
+    def by_name(self) -> dict[str, PlannedModel]:
         return {each.name: each for each in (self, *self.further)}
 
     @property
@@ -60,11 +73,6 @@ class PreparedModel:
     @property
     def paths(self) -> tuple[Path, ...]:
         return tuple(each.path for each in self.by_name.values())
-
-    @property
-    def load_s(self) -> float:
-        """How long its weights may take to be read."""
-        return self.plan.weights_bytes / LOAD_BYTES_PER_S
 
 
 channel.register(PreparedModel)

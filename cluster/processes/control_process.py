@@ -49,7 +49,7 @@ from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.control.workers import worker_name
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PlannedModel, PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.life import (
     Keeper,
@@ -197,7 +197,7 @@ class ControlProcess:
         self.spawn(self._show())
 
     def _controller_config(
-        self, name: str, config: Config, model: PreparedModel, kept: Checkpoint
+        self, name: str, config: Config, model: PlannedModel, kept: Checkpoint
     ) -> ControllerConfig:
         """What it is made with for the workers of one model."""
         spec, cluster, scaling = self.spec, config.cluster, config.scaling

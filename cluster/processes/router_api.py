@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.context import ApiSettings
     from kvrelay.cluster.api.server import ServerCertificate
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
-    from kvrelay.cluster.prepare import PreparedModel
+    from kvrelay.cluster.prepare import PlannedModel
 
 SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
@@ -41,7 +41,7 @@ class ServedModel:
     name: str = ""  # in [[models]]
 
     @classmethod
-    def of(cls, model: PreparedModel) -> ServedModel:
+    def of(cls, model: PlannedModel) -> ServedModel:
         return cls(model.path, model.served_name, model.max_model_len, model.name)
 
 
