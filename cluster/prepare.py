@@ -71,8 +71,8 @@ class PreparedModel(PlannedModel):
         return tuple(each.served_name for each in self.by_name.values())
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        return tuple(each.path for each in self.by_name.values())
+    def paths(self) -> dict[str, Path]:
+        return {name: each.path for name, each in self.by_name.items()}
 
 
 channel.register(PreparedModel)

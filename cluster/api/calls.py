@@ -184,7 +184,7 @@ class Calls:
         self._explanations = explanations
         self._metrics = metrics
         self._trace = trace
-        self._kept: OrderedDict[str, ServedCall] = OrderedDict()  # of all models
+        self._kept: OrderedDict[str, ServedCall] = OrderedDict()  # whatever their model
         self.prompts = PromptHistory()
 
     def beside(self, model: str, explanations: Explanations) -> Calls:

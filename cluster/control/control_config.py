@@ -39,8 +39,8 @@ class ControllerConfig:
     use_gpus: bool = True  # where machines have some: one for each rank
     built: str = ""  # version and settings of workers that are started, as a digest
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
-    max_workers: int = 0  # of all models whose workers come and go; 0: as each may have
-    further: tuple[ControllerConfig, ...] = ()  # of other models, for what concerns their workers
+    max_workers: int = 0  # that all models may have, where workers come and go; 0: no limit
+    further: tuple[ControllerConfig, ...] = ()  # for workers of other models
 
     @property
     def by_model(self) -> dict[str, ControllerConfig]:

@@ -223,7 +223,7 @@ class Controller:
 
     def _restart(self, now: float, worker: DesiredWorker, why: str) -> list[Effect]:
         """Where others can serve, its requests move to them before it ends."""
-        if len(self.worker_set.up()) > 1:
+        if sum(each.model == worker.model for each in self.worker_set.up().values()) > 1:
             return self.worker_set.drain(now, worker, comes_back=True)
         return self.worker_set.lost(now, worker, why)
 

@@ -337,7 +337,7 @@ async def _prepare(
             model = prepare_models(config, progress, are_here=are_here, on_gpu=on_gpu)
         except BuildError as error:
             raise ServeError(str(error)) from error
-        on_progress("model", ", ".join(map(str, model.paths)), True)
+        on_progress("model", ", ".join(map(str, model.paths.values())), True)
         return model
 
     names = [each.model.name for each in config.by_model().values()]

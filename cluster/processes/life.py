@@ -18,6 +18,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,7 +60,7 @@ class LifeRecord(msgspec.Struct):
     settings: str = ""  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
     fixed: dict[str, str] = {}  # what no worker that runs can follow: `fixed_settings`
-    weights: str = ""  # `weights_of`
+    weights: str = ""  # `all_weights`
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -256,12 +257,24 @@ def changed_settings(record: LifeRecord, config: Config) -> list[str]:
     return sorted(n for n in now if n in record.fixed and record.fixed[n] != now[n])
 
 
-def weights_of(path: Path, *further: Path) -> str:
-    """A digest of a checkpoint, or of several, by its place and the sizes and times of its
-    files."""
-    if further:
-        digests = [weights_of(each) for each in (path, *further)]
-        return hashlib.sha256(msgspec.json.encode(digests)).hexdigest()[:16]
+def all_weights(paths: Mapping[str, Path]) -> str:
+    """By model its `weights_of`, as `LifeRecord` has them."""
+    return " ".join(f"{name}={weights_of(each)}".lstrip("=") for name, each in paths.items())
+
+
+def changed_weights(before: str, now: str) -> list[str]:
+    """Names the models that were served before, and whose weights are others."""
+    found = [dict(map(_named, each.split())) for each in (before, now)]
+    return sorted(name for name in found[0].keys() & found[1] if found[0][name] != found[1][name])
+
+
+def _named(part: str) -> tuple[str, str]:
+    name, _, weights = part.rpartition("=")
+    return name, weights
+
+
+def weights_of(path: Path) -> str:
+    """A digest of a checkpoint by its place and the sizes and times of its files."""
     path = path.resolve()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]

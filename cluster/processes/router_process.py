@@ -312,7 +312,7 @@ class RouterProcess:
         return status
 
     def _models(self, now: float) -> list[ModelStatus]:
-        """Where there are several."""
+        """A row for each, where there are several."""
         aliases = {each.name: each.aliases for each in self.config.models}
         return [
             model_status(name, aliases[name], self.routers.routers[name].status(now))
@@ -418,7 +418,7 @@ class RouterProcess:
         return Audit(self._spec.router, self._spec.epoch, live, left)
 
     def _from_store(self, model: str, message: Any) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         self.host.deliver_soon(self._spec.router, ForModel(model, message))
 
     def _deliver(self, to: NodeId, message: Any) -> None:

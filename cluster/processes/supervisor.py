@@ -37,7 +37,7 @@ from kvrelay.cluster.control.messages import (
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
-from kvrelay.cluster.processes.life import Life, SharedLife, weights_of
+from kvrelay.cluster.processes.life import Life, SharedLife, all_weights
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
@@ -154,7 +154,7 @@ class Supervisor:
 
     def use_model(self, model: PreparedModel) -> None:
         self._model = model
-        self._life.use_weights(weights_of(*model.paths))
+        self._life.use_weights(all_weights(model.paths))
         self._to_controller(model)
         if self._servers is not None:  # without a model it could not lead
             self._servers.start()

@@ -3,11 +3,12 @@ Gemma is not there, the default model serves under two names."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,26 +126,36 @@ def test_of_a_thousand_mixed_requests_none_is_on_the_wrong_model(server: Served)
             assert f"-{shown['model']}-" in (attempt["prefill"] or attempt["decode"])
 
 
+def streamed(url: str, model: str, on_chunk: Callable[[int], None] = lambda _: None) -> str:
+    body = {"model": model, "prompt": STORY, "max_tokens": 64, "temperature": 0.8, "seed": 5}
+    body |= {"stream": True, "ignore_eos": True}
+    text = ""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
+        chunks = (line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
+        for number, chunk in enumerate(map(json.loads, chunks)):
+            text += "".join(choice["text"] for choice in chunk["choices"])
+            on_chunk(number)
+    return text
+
+
 @pytest.mark.parametrize("killed", [CHAT, OTHER])
 def test_a_kill_of_ones_worker_is_not_seen_by_the_other(server: Served, killed: str) -> None:
-    names = (CHAT, OTHER)
+    (other,) = {CHAT, OTHER} - {killed}
     wait_for(server.url, all_up, 180, "not all are up")
-    expected = {name: complete(server.url, name, STORY, 48) for name in names}
+    expected = {name: streamed(server.url, name) for name in (killed, other)}
     victim = worker_of(status(server.url), f"decode-{killed}-0")
     survivors = {w["worker"]: w["epoch"] for w in status(server.url)["workers"]}
     del survivors[victim["worker"]]
-    said: dict[str, str] = {}
+    with ThreadPoolExecutor(1) as pool:
+        beside: list[Future[str]] = []
 
-    def ask(name: str) -> None:
-        said[name] = complete(server.url, name, STORY, 48)
+        def disturb(number: int) -> None:
+            if number == 3:
+                beside.append(pool.submit(streamed, server.url, other))
+            if number == 6:
+                os.kill(victim["pid"], signal.SIGKILL)
 
-    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    wait_for(server.url, lambda state: state["num_live"] == 2, 60, "they do not run")
-    os.kill(victim["pid"], signal.SIGKILL)
-    for thread in threads:
-        thread.join()
+        said = {killed: streamed(server.url, killed, disturb), other: beside[0].result()}
     assert said == expected
 
     def is_replaced(state: dict[str, Any]) -> bool:

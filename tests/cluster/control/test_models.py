@@ -9,6 +9,7 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     Checkpoint,
+    RestartWorker,
     ScalingReport,
     SendPeers,
     StartWorker,
@@ -187,3 +188,15 @@ def test_a_model_that_wakes_takes_a_machine_of_one_that_has_all() -> None:
 
 def replace_scaling(**changes: int) -> ScalingConfig:
     return ScalingConfig(enabled=True, **{"max_workers": 4, **changes})  # type: ignore[arg-type]
+
+
+def test_the_only_worker_of_a_model_is_restarted_at_once() -> None:
+    """Workers of the other model could not take its requests."""
+    decode = config_of(SMALL, workers=(("decode-small-0", Role.DECODE),))
+    script = Script(replace(CONFIG, further=(decode,)))
+    for worker in list(script.controller.workers):
+        script.bring_up(worker, 1)
+    stops = of(StopWorker, script.say(RestartWorker("decode-small-0", "for a test")))
+    assert [stop.worker for stop in stops] == ["decode-small-0"]
+    assert of(StopWorker, script.say(RestartWorker("decode-large-0", "for a test"))) == []
+    assert script.state("decode-large-0") is ProcessState.DRAINING
