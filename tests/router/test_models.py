@@ -3,7 +3,11 @@ All workers here are equal but for the model that they serve, their KV too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 import pytest
@@ -298,3 +302,50 @@ def test_nothing_is_left_of_requests_that_have_ended(model: str) -> None:
     assert models.routers.check_idle() == []
     models.submit(model, "left")
     assert any("left" in line for line in models.routers.check_idle())
+
+
+def first_tokens(rate_of_large: float) -> list[float]:
+    """How long each request of the small model waits for its first token, beside so many requests
+    a second of the large one. A worker takes four at once, 0.1 s for a prompt and 0.4 s for the
+    rest, and says how it is four times a second."""
+    models = Models(max_queue=64, max_inflight_per_worker=4)
+    events: list[tuple[float, int, Callable[[], None]]] = []
+    numbers, submitted, waited = count(), dict[str, float](), dict[str, float]()
+
+    def at(at_s: float, call: Callable[[], None]) -> None:
+        heappush(events, (at_s, next(numbers), call))
+
+    def submit(model: str, name: str) -> None:
+        submitted[name] = models.now
+        models.submit(model, name)
+
+    def serve() -> None:
+        for worker, name in sorted(models.asked()):
+            at(models.now + 0.1, partial(models.token, worker, name))
+            last = TokenDelta(name, 1, 11, (6,), finish=FinishReason.STOP)
+            at(models.now + 0.5, partial(models.tell, TokenDeltas(worker, 1, (last,))))
+        for output in models.take(Output):
+            waited.setdefault(output.request_id, models.now - submitted[output.request_id])
+
+    for tick in range(120):
+        for worker in ("decode-large", "decode-small"):
+            at(100.0 + 0.25 * tick, partial(models.tell, worker_stats(worker)))
+    for number in range(50):
+        at(100.05 + 0.37 * number, partial(submit, "small", f"s{number}"))
+    for number in range(int(20 * rate_of_large)):
+        at(100.0 + number / rate_of_large, partial(submit, "large", f"l{number}"))
+    while events:
+        at_s, _, call = heappop(events)
+        models.pass_time(at_s - models.now)
+        call()
+        serve()
+    refused = models.take(Failed)
+    assert bool(refused) == (rate_of_large > 8), "eight a second are served"
+    assert all(failed.request_id.startswith("l") for failed in refused)
+    return [waited[f"s{number}"] for number in range(50)]
+
+
+def test_an_overload_of_one_moves_no_first_token_of_the_other() -> None:
+    alone = first_tokens(rate_of_large=0.1)
+    assert max(alone) == pytest.approx(0.1)
+    assert first_tokens(rate_of_large=100.0) == pytest.approx(alone)
