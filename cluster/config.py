@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from msgspec import Meta, ValidationError, convert
-from msgspec.structs import fields, replace
+from msgspec import Meta, ValidationError, convert, field
+from msgspec.structs import asdict, fields, replace
 
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
@@ -35,6 +36,7 @@ from kvrelay.engine.stats import Role
 from kvrelay.router.config import MAX_PRIORITY, RouterConfig
 from kvrelay.router.scaling_config import ScalingConfig
 
+OWN_SECTIONS = ("model", "engine", "router", "scaling", "api")  # that a model may have
 Secrets = Annotated[tuple[str, ...], Meta(extra={"secret": True})]
 
 
@@ -226,6 +228,27 @@ class TracingSection(Section, frozen=True):
     sample: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
 
 
+Table = dict[str, Any]
+
+
+class ModelEntry(Section, frozen=True):
+    """One of several models behind one endpoint, the first for calls that name none."""
+
+    # what clients call it, and what its workers are named after
+    name: Annotated[str, matching(r"[\w.-]{1,64}", "letters, digits, . _ or -")]
+    checkpoint: str  # as model.name
+    aliases: tuple[str, ...] = ()  # other names that clients may use
+    tenants: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all
+    prefill: Annotated[int, Meta(ge=0, le=10_000)] = 1  # as in [cluster], of this model
+    decode: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    # its own settings, in place of those in [model], [engine], [router], [scaling] and [api]
+    model: Table = field(default_factory=dict)
+    engine: Table = field(default_factory=dict)
+    router: Table = field(default_factory=dict)
+    scaling: Table = field(default_factory=dict)
+    api: Table = field(default_factory=dict)  # tool_parser, reasoning_parser, max_live_requests ...
+
+
 class Config(Section, frozen=True):
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
@@ -241,10 +264,36 @@ class Config(Section, frozen=True):
     scaling: ScalingConfig = ScalingConfig()
     tracing: TracingSection = TracingSection()
     log: LogSection = LogSection()
+    models: tuple[ModelEntry, ...] = ()
+
+    def by_model(self) -> dict[str, Config]:
+        """The settings of each model, by its name; without [[models]] there is one, "". Raises
+        ConfigError."""
+        return {each.name: self._of_model(each) for each in self.models} or {"": self}
+
+    def _of_model(self, entry: ModelEntry) -> Config:
+        own: dict[str, Any] = {}
+        for name in OWN_SECTIONS:
+            common, given = getattr(self, name), getattr(entry, name)
+            try:
+                own[name] = convert(asdict(common) | given, type(common)) if given else common
+            except ValidationError as error:
+                told = explain_error(str(error), asdict(common) | given, type(common))
+                raise ConfigError(f"models.{name} of {entry.name}: {told}") from None
+        model = replace(own.pop("model"), name=entry.checkpoint, served_name=entry.name)
+        cluster = replace(self.cluster, prefill=entry.prefill, decode=entry.decode)
+        return replace(self, model=model, cluster=cluster, models=(), **own)
+
+    @property
+    def scales(self) -> bool:
+        """Whether workers of any model come and go."""
+        return any(each.scaling.enabled for each in self.by_model().values())
 
     @property
     def most_workers(self) -> int:
         """That there may be at once."""
+        if self.models:
+            return sum(each.most_workers for each in self.by_model().values())
         scaling, first = self.scaling, self.cluster.prefill + self.cluster.decode
         most = (scaling.max_workers, *scaling.limits_of_schedules()) if scaling.enabled else ()
         return max((first, *most))
@@ -289,9 +338,14 @@ def load_config(
     given = {key: value for key, value in overrides.items() if value is not None}
     tables: dict[str, Any] = {} if path is None else read_toml(kept or path)
     config = build_config(tables, str(path))
+    if config.models and ("model.name" in given or "models" in given):
+        raise ConfigError(f"command line: a MODEL was given, and {path} has [[models]]: leave one")
     for key, value in given.items():
         section, _, name = key.partition(".")
         table = tables.get(section, {})
+        if not name:
+            tables = tables | {section: value}
+            continue
         if not isinstance(table, Mapping) or isinstance(getattr(config, section, None), tuple):
             raise ConfigError(f"command line: {section} is a list of tables: write it in a file")
         tables = tables | {section: {**table, name: value}}
@@ -300,7 +354,7 @@ def load_config(
     folders = {key: Path() if path is None or key in given else path.parent for key in _FILES}
     config = _resolve_paths(config, folders)
     where = "command line" if "model.chat_template" in given else str(path)
-    return _read_chat_template(config, folders["model.chat_template"], where)
+    return _read_chat_templates(config, folders["model.chat_template"], where)
 
 
 _FILES = (
@@ -309,11 +363,22 @@ _FILES = (
 )
 
 
-def _read_chat_template(config: Config, folder: Path, where: str) -> Config:
-    """The file's text in place of its name: other machines do not have the file."""
-    given = config.model.chat_template
+def _read_chat_templates(config: Config, folder: Path, where: str) -> Config:
+    """The files' texts in place of their names: other machines do not have the files."""
+    source = _template(config.model.chat_template, folder, where)
+    model = replace(config.model, chat_template=source)
+    models = tuple(
+        replace(each, model=each.model | {"chat_template": _template(given, folder, where)})
+        if (given := each.model.get("chat_template"))
+        else each
+        for each in config.models
+    )
+    return replace(config, model=model, models=models)
+
+
+def _template(given: str, folder: Path, where: str) -> str:
     if not given or "{{" in given or "{%" in given:
-        return config
+        return given
     file = folder / Path(given).expanduser()
     try:
         source = file.read_text(encoding="utf-8")
@@ -323,7 +388,7 @@ def _read_chat_template(config: Config, folder: Path, where: str) -> Config:
     if reason:
         wanted = "neither Jinja nor a file with it"
         raise ConfigError(f"{where}: model.chat_template is {wanted}: '{file}': {reason}")
-    return replace(config, model=replace(config.model, chat_template=source))
+    return source
 
 
 def _resolve_paths(config: Config, folders: Mapping[str, Path]) -> Config:
@@ -351,9 +416,22 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
         if not entry.keys and not entry.key_hashes:
             who = f"tenant {number} ({entry.name})"
             raise ConfigError(f"{where}: {who} has neither keys nor key_hashes")
-    prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
-    if config.scaling.enabled and prefill != decode:
-        told = f"prefill workers have {prefill} rank(s), decode workers {decode}"
-        wanted = "give them one tensor_parallel_size, or set scaling.enabled = false"
-        raise ConfigError(f"{where}: scaling.enabled counts workers, and {told}: {wanted}")
+    try:
+        _check_names(config)
+        own = config.by_model().values()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for each in own:
+        prefill, decode = each.ranks_of(Role.PREFILL), each.ranks_of(Role.DECODE)
+        if each.scaling.enabled and prefill != decode:
+            told = f"prefill workers have {prefill} rank(s), decode workers {decode}"
+            wanted = "give them one tensor_parallel_size, or set scaling.enabled = false"
+            raise ConfigError(f"{where}: scaling.enabled counts workers, and {told}: {wanted}")
     return config
+
+
+def _check_names(config: Config) -> None:
+    """Raises ConfigError where one name would stand for two models."""
+    names = Counter(name for each in config.models for name in (each.name, *each.aliases))
+    for name in (name for name, number in names.items() if number > 1):
+        raise ConfigError(f"models: {name!r} is there twice: give each a name of its own")

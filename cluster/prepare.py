@@ -7,8 +7,9 @@ it knows better.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,17 +40,39 @@ LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waitin
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedModel:
+class PlannedModel:
+    """A model on disk, and what its KV cache takes."""
+
     path: Path
     config: ModelConfig
     served_name: str
     max_model_len: int
     plan: KVPlan  # of the workers with the most ranks
+    name: str = ""  # in [[models]]
 
     @property
     def load_s(self) -> float:
         """How long its weights may take to be read."""
         return self.plan.weights_bytes / LOAD_BYTES_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel(PlannedModel):
+    """What is to be served: a model, and those that are served beside it."""
+
+    further: tuple[PlannedModel, ...] = ()
+
+    @property
+    def by_name(self) -> dict[str, PlannedModel]:
+        return {each.name: each for each in (self, *self.further)}
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        return tuple(each.served_name for each in self.by_name.values())
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        return {name: each.path for name, each in self.by_name.items()}
 
 
 channel.register(PreparedModel)
@@ -62,10 +85,12 @@ def prepare_model(
     *,
     num_prefill_here: int = 0,
     on_gpu: bool = False,
+    beside: Sequence[KVPlan] = (),
 ) -> PreparedModel:
     """The model on disk, and the plan of its KV cache. Checks that `num_workers_here`, of which
-    `num_prefill_here` are started for prefill, fit into the memory of this machine; 0 if they run
-    elsewhere. On GPUs only the host tier has to. May take minutes. Raises BuildError."""
+    `num_prefill_here` are started for prefill, fit into the memory of this machine, with workers of
+    other models `beside` them; 0 if they run elsewhere. On GPUs only the host tier has to. May take
+    minutes. Raises BuildError."""
     section = config.model
     try:
         cache_dir = Path(section.cache_dir) if section.cache_dir else None
@@ -81,6 +106,7 @@ def prepare_model(
     host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
     here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
     here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
+    here += beside
     check_memory([] if on_gpu else here, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
         path=path,
@@ -102,6 +128,24 @@ def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, Eng
         check_divides(model, num_ranks, size_setting(config, role))
         found[role] = replace(engine, tensor_parallel_size=num_ranks)
     return found
+
+
+def prepare_models(
+    config: Config, progress: Progress, *, are_here: bool, on_gpu: bool
+) -> PreparedModel:
+    """All that are to be served, the first with the others beside it. `are_here`: workers are to be
+    started on this machine. Raises BuildError."""
+    prepared: list[PreparedModel] = []
+    beside: list[KVPlan] = []
+    for name, own in config.by_model().items():
+        num_here = own.most_workers if are_here else 0
+        num_prefill = own.cluster.prefill if are_here else 0
+        model = prepare_model(
+            own, num_here, progress, num_prefill_here=num_prefill, on_gpu=on_gpu, beside=beside
+        )
+        beside += [model.plan] * num_here
+        prepared.append(dataclasses.replace(model, name=name))
+    return dataclasses.replace(prepared[0], further=tuple(prepared[1:]))
 
 
 ROOT = Path("/")
@@ -128,7 +172,8 @@ def size_setting(config: Config, role: Role) -> str:
 
 def uses_gpus(config: Config, found: int) -> bool:
     """Whether workers on this machine, which has `found` GPUs, will run on them."""
-    return found > 0 and config.model.device != "cpu" and not config.cluster.address
+    devices = {each.model.device for each in config.by_model().values()}
+    return found > 0 and devices != {"cpu"} and not config.cluster.address
 
 
 def for_gpus(config: Config, found: int) -> tuple[Config, str]:
@@ -137,11 +182,15 @@ def for_gpus(config: Config, found: int) -> tuple[Config, str]:
     GPUs for ever."""
     if not uses_gpus(config, found):
         return config, ""
+    if config.models:
+        needed = sum(map(_num_gpus_of, config.by_model().values()))
+        if needed <= found:
+            return config, ""
+        wanted = "lower prefill, decode or tensor_parallel_size of some"
+        raise BuildError(f"workers of all models need {needed} GPUs, {found} are here: {wanted}")
     cluster = config.cluster
     prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
-    needed = cluster.prefill * prefill + cluster.decode * decode
-    if config.scaling.enabled:  # then all have one size
-        needed = config.most_workers * decode
+    needed = _num_gpus_of(config)
     if needed <= found:
         return config, ""
     default = ClusterSection()
@@ -152,6 +201,16 @@ def for_gpus(config: Config, found: int) -> tuple[Config, str]:
         told = f"{found} GPU(s), and two workers need {needed}: one pool (--prefill 0 --decode 1)"
         return replace(config, cluster=one), told
     raise BuildError(_too_few(config, needed, found))
+
+
+def _num_gpus_of(config: Config) -> int:
+    """That the workers of one model need."""
+    if config.model.device == "cpu":
+        return 0
+    cluster, decode = config.cluster, config.ranks_of(Role.DECODE)
+    if config.scaling.enabled:  # then all have one size
+        return config.most_workers * decode
+    return cluster.prefill * config.ranks_of(Role.PREFILL) + cluster.decode * decode
 
 
 def check_machines(config: Config) -> None:

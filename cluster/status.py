@@ -17,7 +17,7 @@ from kvrelay.router.status import RouterStatus, WorkerStatus
 
 CONTROLLERS = (
     *("epoch", "pid", "machine", "further_machines", "tensor_parallel_size"),
-    *("restarts", "hangs", "last_error", "version"),
+    *("restarts", "hangs", "last_error", "version", "model"),
 )
 """Fields of a worker that only the controller knows for sure."""
 
@@ -114,12 +114,40 @@ class ClusterView(Struct, kw_only=True):
     scaling: ScalingStatus | None  # None: as many workers as were asked for
     restarted_tasks: dict[str, int] = field(default_factory=dict)
     restart: RestartStatus = field(default_factory=RestartStatus)
+    scaling_by_model: dict[str, ScalingStatus] = field(default_factory=dict)  # where it is several
+
+
+class ModelStatus(Struct, kw_only=True):
+    """One of several models, by the router that is asked."""
+
+    model: str
+    aliases: tuple[str, ...] = ()
+    num_up: int = 0  # workers
+    num_live: int = 0  # requests
+    num_queued: int = 0
+    cache_hit_rate: float = 0.0
+    output_tokens: int = 0  # since the router's start
+    scaling: ScalingStatus | None = None
+
+
+def model_status(name: str, aliases: tuple[str, ...], router: RouterStatus) -> ModelStatus:
+    """What the router of one model knows of it."""
+    return ModelStatus(
+        model=name,
+        aliases=aliases,
+        num_up=sum(worker.state != "down" for worker in router.workers),
+        num_live=router.num_live,
+        num_queued=router.num_queued,
+        cache_hit_rate=router.cache_hit_rate,
+        output_tokens=router.totals.output_tokens,
+    )
 
 
 class ClusterStatus(RouterStatus, kw_only=True):
     """What the router that is asked knows, and what the controller has said."""
 
-    model: str
+    model: str  # where there are several, the first
+    models: list[ModelStatus] = field(default_factory=list)  # where there are several
     routers: list[RouterProcessStatus] = field(default_factory=list)
     controller: ControllerStatus = field(default_factory=lambda: ControllerStatus(known=False))
     scaling: ScalingStatus | None = None  # None: no autoscaler, or nothing was said of it yet
@@ -152,6 +180,8 @@ def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
     mine = {router.router: router for router in own.routers}
     own.routers = [_router(mine.get(seen.router), seen) for seen in view.routers]
     own.scaling, own.restart = view.scaling, view.restart
+    for model in own.models:
+        model.scaling = view.scaling_by_model.get(model.model)
     own.restarted_tasks = own.restarted_tasks | view.restarted_tasks
 
 

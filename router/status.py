@@ -37,6 +37,17 @@ class Totals(Struct):
     queue_seconds_by_tenant: dict[str, float] = field(default_factory=dict)  # that those waited
     work_by_tenant: dict[str, float] = field(default_factory=dict)  # units of admission.estimates
 
+    def add(self, others: Totals) -> None:
+        """What was counted elsewhere, too."""
+        for name in self.__struct_fields__:
+            mine, other = getattr(self, name), getattr(others, name)
+            if isinstance(mine, Counter):
+                mine.update(other)
+            elif isinstance(mine, dict):
+                mine.update({key: mine.get(key, 0.0) + value for key, value in other.items()})
+            else:
+                setattr(self, name, mine + other)
+
     def refused(self, tenant: str, reason: str) -> None:
         """Count one refusal, for lack of room or time."""
         self.requests[reason] += 1
@@ -60,6 +71,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
 
     worker: NodeId
     role: Role
+    model: str | None = None  # that it serves, where there are several
     state: str  # a `ProcessState`, "draining", or as a router sees it: "up", "backoff" or "down"
     epoch: int | None = None  # counts its starts
     # By the router that is asked:

@@ -20,13 +20,23 @@ STOP_TIMEOUT_S = 60.0  # more than it takes to drain
 
 
 def toml_text(settings: Mapping[str, object]) -> str:
-    """ "section.key" -> value, as the text of a configuration file."""
+    """ "section.key" -> value, or "section" -> tables of that name, as the text of a configuration
+    file."""
     sections: dict[str, list[str]] = {}
+    tables: list[str] = []
     for name, value in settings.items():
         section, _, key = name.partition(".")
-        shown = json.dumps(value)  # TOML's texts, numbers and truth values are JSON's
-        sections.setdefault(section, []).append(f"{key} = {shown}")
-    return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in sections.items()) + "\n"
+        if isinstance(value, list) and not key:
+            tables += [f"[[{section}]]\n" + "\n".join(_rows(table)) + "\n" for table in value]
+        else:
+            sections.setdefault(section, []).extend(_rows({key: value}))
+    parts = [f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in sections.items()]
+    return "".join(parts + tables)
+
+
+def _rows(table: Mapping[str, object]) -> list[str]:
+    """TOML's texts, numbers and truth values are JSON's."""
+    return [f"{key} = {json.dumps(value)}" for key, value in table.items()]
 
 
 class OwnedServer:

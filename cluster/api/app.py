@@ -42,7 +42,7 @@ from kvrelay.cluster.api.openai.embeddings import (
     plan_embeddings,
 )
 from kvrelay.cluster.api.openai.formats import CompletionFormat
-from kvrelay.cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
+from kvrelay.cluster.api.openai.plan import plan_chat, plan_completion
 from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
 from kvrelay.cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
 from kvrelay.cluster.api.openai.stored import StoredChats, chat_format
@@ -164,30 +164,26 @@ def create_app(ctx: ApiContext) -> FastAPI:
 def _model_routes(ctx: ApiContext) -> list[Route]:
     created = int(time.time())
 
-    def card(name: str) -> dict[str, Any]:
+    def card(name: str, stands_for: ApiContext) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "kvrelay",
             # As in vLLM and SGLang: the model that the name stands for.
-            "root": ctx.model_name,
+            "root": stands_for.model_name,
             "parent": None,
-            "max_model_len": ctx.max_model_len,
+            "max_model_len": stands_for.max_model_len,
         }
 
-    names = (ctx.model_name, *ctx.aliases)
-
     async def models(http: Request) -> JSONResponse:
-        caller(ctx, http)
-        return JSONResponse({"object": "list", "data": [card(name) for name in names]})
+        names = ctx.names_for(caller(ctx, http))
+        cards = [card(name, each) for name, each in names.items()]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(http: Request) -> JSONResponse:
-        caller(ctx, http)
-        name = http.path_params["name"]
-        if name not in names:
-            raise unknown_model(ctx, name)
-        return JSONResponse(card(name))
+        tenant, name = caller(ctx, http), http.path_params["name"]
+        return JSONResponse(card(name, ctx.chosen(name, tenant)))
 
     return [
         Route("/v1/models", models, methods=["GET"]),  # and HEAD

@@ -134,6 +134,7 @@ class Call:
     ended_at: float = 0.0
     outcome: str = ""
     result: CallResult | None = None
+    model: str = ""  # once it is known which; "": the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,14 @@ class Calls:
         self._explanations = explanations
         self._metrics = metrics
         self._trace = trace
-        self._kept: OrderedDict[str, ServedCall] = OrderedDict()
+        self._kept: OrderedDict[str, ServedCall] = OrderedDict()  # whatever their model
         self.prompts = PromptHistory()
+
+    def beside(self, model: str, explanations: Explanations) -> Calls:
+        """Calls of another model, which are found here too."""
+        other = Calls(model, explanations, self._metrics, self._trace)
+        other._kept = self._kept
+        return other
 
     def ended(self, call: Call) -> ServedCall | None:
         """`call` has sent its last byte. One that has submitted nothing has no phases: None."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -207,10 +208,30 @@ def _total(name: str) -> Family:
     return Family(name_of_metric, CounterMetricFamily, text, (label,), _by_key(counts))
 
 
+def _models(status: ClusterStatus) -> list[ClusterStatus]:
+    """That of each model: its workers, and its requests."""
+    return [
+        replace(
+            status,
+            model=each.model,
+            num_queued=each.num_queued,
+            workers=[worker for worker in status.workers if worker.model == each.model],
+        )
+        for each in status.models
+    ] or [status]
+
+
+def _of_models(name: str) -> Callable[[ClusterStatus], Samples]:
+    return lambda status: [((m.model,), float(getattr(m, name))) for m in status.models]
+
+
 def _vllm(name: str, text: str, get: Callable[[ClusterStatus], float]) -> Family:
-    """A value for all workers and the router together."""
-    name, labels = f"vllm:{name}", ("model_name",)
-    return Family(name, GaugeMetricFamily, text, labels, lambda s: [((s.model,), get(s))])
+    """A value for all workers of a model and the router together."""
+
+    def samples(status: ClusterStatus) -> Samples:
+        return [((each.model,), get(each)) for each in _models(status)]
+
+    return Family(f"vllm:{name}", GaugeMetricFamily, text, ("model_name",), samples)
 
 
 def _known(status: ClusterStatus) -> list[WorkerStatus]:
@@ -226,11 +247,12 @@ def _kv_usage(status: ClusterStatus) -> float:
 
 
 def _cache_config(status: ClusterStatus) -> Samples:
-    workers = _known(status)
-    sizes = {worker.block_size for worker in workers if worker.block_size}
-    if len(sizes) == 1:
-        num_blocks = sum(worker.num_blocks or 0 for worker in workers)
-        yield (status.model, str(sizes.pop()), str(num_blocks)), 1.0
+    for each in _models(status):
+        workers = _known(each)
+        sizes = {worker.block_size for worker in workers if worker.block_size}
+        if len(sizes) == 1:
+            num_blocks = sum(worker.num_blocks or 0 for worker in workers)
+            yield (each.model, str(sizes.pop()), str(num_blocks)), 1.0
 
 
 _WORKER = ("worker", "role")
@@ -302,6 +324,12 @@ def _of_scaling(name: str) -> Callable[[ClusterStatus], Samples]:
 
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+_MODEL_FAMILIES = {
+    "num_up": ("workers_up", GAUGE, "Workers that the router may use, by the model they serve."),
+    "num_live": ("live_requests", GAUGE, "Requests of the router, by model."),
+    "num_queued": ("queued_requests", GAUGE, "Those among them that wait for a worker."),
+    "output_tokens": ("output_tokens", COUNTER, "Tokens that were sent to clients, by model."),
+}
 _GROUP_FAMILIES = {
     "num_used": ("group_used_blocks", GAUGE, "KV blocks held by requests, by kind of group."),
     "num_cached": ("group_cached_blocks", GAUGE, "KV blocks that are sealed, by kind of group."),
@@ -314,6 +342,10 @@ FAMILIES = (
         "1; the version, and what is served.",
         ("version", "model"),
         lambda status: [((VERSION, status.model), 1.0)],
+    ),
+    *(
+        Family(f"kvrelay_model_{name}", kind, text, ("model",), _of_models(key))
+        for key, (name, kind, text) in _MODEL_FAMILIES.items()
     ),
     Family(
         "kvrelay_clock_seconds",

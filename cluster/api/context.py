@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from kvrelay.cluster.api.access import AccessLog
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
-from kvrelay.cluster.api.errors import overloaded
+from kvrelay.cluster.api.errors import overloaded, unknown_model
 from kvrelay.cluster.api.limiter import (
     ByteBudget,
     ConcurrencyLimiter,
@@ -23,7 +24,7 @@ from kvrelay.cluster.api.limiter import (
 )
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.responses.store import ResponseStore
-from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
 from kvrelay.cluster.config import ApiSection
@@ -73,7 +74,10 @@ class ApiSettings(ApiSection, frozen=True):
 
 @dataclass(slots=True)
 class ApiContext:
-    """One model behind one router. Owned by the process that serves it.
+    """One model behind one router, and with it those that are served beside it, which share all but
+    what follows from the model. Owned by the process that serves them.
+
+    Invariant: `models` is one for all of them, and has each by its name and its aliases.
 
     `status()`: see `cluster.status`; `healthy()` says whether requests can be served,
     and why not. Both are called in the event loop and must not block.
@@ -100,6 +104,7 @@ class ApiContext:
     public_prompts: PublicPrompts = field(default_factory=PublicPrompts)
     retention_s: float = DEFAULT_RETENTION.keep_s  # for KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
+    allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
     tracing: Tracing | None = None
     rates: RateLimits = field(default_factory=RateLimits)
     log: LogSection = field(default_factory=LogSection)
@@ -108,6 +113,7 @@ class ApiContext:
     token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    models: dict[str, ApiContext] = field(init=False, repr=False)
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
@@ -119,12 +125,30 @@ class ApiContext:
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
-        self.access = AccessLog(self.log, self.tokenizer.decode)
-        self.live = self._limiter(self.settings.max_live_requests, "requests are being served")
         self.commands = self._limiter(
             self.settings.max_session_commands, "session commands are waiting"
         )
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
+        self._pool = ThreadPoolExecutor(self.settings.tokenizer_threads, "tokenizer")
+        self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
+        self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
+        self.models = {}
+        self._use_model()
+
+    def beside(self, **own: Any) -> ApiContext:
+        """Another model. `own`: the fields that follow from it."""
+        other = copy(self)
+        for name, value in own.items():
+            setattr(other, name, value)
+        other.calls = self.calls.beside(other.model_name, other.explanations)
+        other._use_model()
+        return other
+
+    def _use_model(self) -> None:
+        """Make what follows from the model."""
+        self.models |= dict.fromkeys((self.model_name, *self.aliases), self)
+        self.access = AccessLog(self.log, self.tokenizer.decode)
+        self.live = self._limiter(self.settings.max_live_requests, "requests are being served")
         from kvrelay.cluster.api.constraints.grammar import Constraints
         from kvrelay.cluster.api.openai.logprobs import TokenNames
         from kvrelay.cluster.api.output.dialect import Dialect
@@ -135,9 +159,27 @@ class ApiContext:
         parsers = self.settings.tool_parser, self.settings.reasoning_parser
         self.dialect = Dialect.of(source, *parsers)
         self.constraints = Constraints(self.tokenizer.directory, self.tokenizer.eos_token_ids)
-        self._pool = ThreadPoolExecutor(self.settings.tokenizer_threads, "tokenizer")
-        self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
-        self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
+
+    @property
+    def all(self) -> tuple[ApiContext, ...]:
+        """Those of all models, the first one's first."""
+        return tuple({each.model_name: each for each in self.models.values()}.values())
+
+    def names_for(self, tenant: Tenant) -> dict[str, ApiContext]:
+        """What `tenant` may call models, and what each name stands for."""
+        return {
+            name: each
+            for name, each in self.models.items()
+            if not each.allowed or tenant.name in each.allowed
+        }
+
+    def chosen(self, name: str | None, tenant: Tenant) -> ApiContext:
+        """The model that a call names; if it names none, the first. Raises ApiError (404)."""
+        known = self.names_for(tenant)
+        found = known.get(name) if name else next(iter(known.values()), None)
+        if found is None:
+            raise unknown_model(name or "", known)
+        return found
 
     def _limiter(self, limit: int, what: str) -> ConcurrencyLimiter:
         return ConcurrencyLimiter(limit, what=what, is_shared=lambda: self.tenants.are_several)
@@ -161,7 +203,8 @@ class ApiContext:
             raise overloaded(message, reached.retry_after_s) from None
 
     def close(self) -> None:
-        self.constraints.close()
+        for each in self.all:
+            each.constraints.close()
         self.responses.close()
         for pool in (self._pool, self._pool_of_large):
             pool.shutdown(wait=False, cancel_futures=True)

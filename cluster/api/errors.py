@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,6 +126,17 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def unauthorized(message: str) -> ApiError:
     """401: the caller is unknown."""
     return ApiError(401, message, code="invalid_api_key")
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    """`known`: names of those that the caller may use."""
+    there = ", ".join(f"'{each}'" for each in known) or "none for this API key"
+    return ApiError(
+        404,
+        f"The model '{name[:200]}' does not exist; this server has {there}",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:

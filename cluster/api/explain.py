@@ -39,7 +39,9 @@ def explanation_routes(ctx: ApiContext) -> list[Route]:
                 param="id",
                 code="request_not_found",
             )
-        shown = explanation_json(*found) | {"prefix": prefix_json(ctx, found[0])}
+        shown = explanation_json(*found) | {
+            "prefix": prefix_json(ctx.models.get(found[0].model, ctx), found[0])
+        }
         return JSONResponse(shown)
 
     async def recent(http: Request) -> Response:

@@ -113,7 +113,8 @@ class SessionCalls:
         timeout_s = ctx.settings.session_timeout_s
         try:
             with ctx.commands.take():
-                reply = await ctx.client.command(
+                model = ctx.chosen(http.query_params.get("model"), tenant)
+                reply = await model.client.command(
                     op,
                     tenant.name,
                     session,

@@ -40,7 +40,8 @@ _STATE_COLOURS = {
 def status_table(status: dict[str, Any]) -> Group:
     """One row per worker, a row that sums them up, one per router, and what the router that was
     asked has served. Blocks are KV blocks."""
-    table = Table(title=status.get("model"))
+    several = [each["model"] for each in status.get("models", [])]
+    table = Table(title=", ".join(several) or status.get("model"))
     table.add_column("worker")
     table.add_column("role")
     table.add_column("state")
@@ -66,13 +67,31 @@ def status_table(status: dict[str, Any]) -> Group:
         table.add_row("all", "", "", *([""] if has_ranks else []), *_load(workers, status, tiers))
     routers = status.get("routers")
     groups = [(worker["worker"], each) for worker in workers for each in worker.get("groups", ())]
-    parts = [_routers_table(routers)] if routers else []
+    models = status.get("models")
+    parts = [_models_table(models)] if models else []
+    parts += [_routers_table(routers)] if routers else []
     if groups:
         parts.append(_groups_table(groups))
     links = [(worker["worker"], link) for worker in workers for link in worker.get("links", ())]
     if links:
         parts.append(_links_table(links))
     return Group(table, *parts, *_router_lines(status))
+
+
+def _models_table(models: list[dict[str, Any]]) -> Table:
+    """One row per model: its workers, and what the router has of it."""
+    table = Table()
+    table.add_column("model")
+    for name in ("workers up", "requests", "waiting", "hit rate", "output tokens"):
+        table.add_column(name, justify="right")
+    for each in models:
+        counts = (str(each[f"num_{name}"]) for name in ("up", "live", "queued"))
+        rate, name = (
+            f"{100 * each['cache_hit_rate']:.0f} %",
+            ", ".join([each["model"], *each["aliases"]]),
+        )
+        table.add_row(name, *counts, rate, str(each["output_tokens"]))
+    return table
 
 
 def _groups_table(groups: list[tuple[str, dict[str, Any]]]) -> Table:

@@ -85,20 +85,21 @@ def main() -> None:
 
 
 @main.command(cls=FlagsCommand)
-@click.argument("model", required=False)
+@click.argument("models", nargs=-1)
 @settings_options
 @click.option("--check", is_flag=True, help="Say whether this could be served, and end.")
 def serve(
-    model: str | None,
+    models: tuple[str, ...],
     config_path: Path | None,
     overrides: dict[str, Any],
     check: bool,
     **flags: Any,
 ) -> None:
-    """Serve MODEL with an OpenAI-compatible API.
+    """Serve MODELS with an OpenAI-compatible API.
 
-    MODEL is a Hugging Face directory, a hub id, a GGUF file, gemma3-270m, or smollm2-135m, the
-    default.
+    Each is a Hugging Face directory, a hub id, a GGUF file, gemma3-270m, or smollm2-135m, the
+    default. Several have workers of their own each, as many as --prefill and --decode say, and are
+    called by their names, or as NAME=MODEL says.
     """
     from rich.console import Console
 
@@ -106,7 +107,7 @@ def serve(
     from kvrelay.cluster.processes.supervisor import ServeError
     from kvrelay.engine.wire.channel import ChannelError
 
-    overrides = settings_of(flags, overrides | ({"model.name": model} if model else {}))
+    overrides = _models(models, settings_of(flags, overrides))
     console = Console(stderr=True, highlight=False)
     os.umask(0o077)  # prompts, tokens and keys are in what this and its processes write
     run = _check if check else _serve
@@ -115,6 +116,20 @@ def serve(
     except (ConfigError, ServeError, ChannelError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)
+
+
+def _models(given: tuple[str, ...], overrides: dict[str, Any]) -> dict[str, Any]:
+    """With the settings that name the models."""
+    if len(given) < 2:
+        return overrides | ({"model.name": given[0]} if given else {})
+    roles = {role: overrides.get(f"cluster.{role}") for role in ("prefill", "decode")}
+    numbers = {role: number for role, number in roles.items() if number is not None}
+    entries = []
+    for each in given:
+        name, is_named, checkpoint = each.rpartition("=")
+        name = name if is_named else Path(each).name.removesuffix(".gguf")
+        entries.append({"name": name, "checkpoint": checkpoint, **numbers})
+    return overrides | {"models": entries}
 
 
 async def _serve(path: Path | None, overrides: dict[str, Any], console: Any) -> None:
@@ -218,7 +233,7 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
         console.print(f"{router}: {urls[router]}/v1", markup=False, soft_wrap=True)
     url = urls[first]
     console.print(
-        f"\nReady: {ready.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
+        f"\nReady: {', '.join(ready.model.served_names)} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
@@ -226,7 +241,8 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
     trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     key = '-H "Authorization: Bearer $KVRELAY_API_KEY" ' if config.api.key else ""
     path, asked = "completions", '"max_tokens": 30, "prompt": "The capital of France is"'
-    if config.model.chat_template or _has_chat_template(ready.model.path):
+    own = next(iter(config.by_model().values()))
+    if own.model.chat_template or _has_chat_template(ready.model.path):
         question = '[{"role": "user", "content": "What is the capital of France?"}]'
         path, asked = "chat/completions", f'"messages": {question}'
     console.print(

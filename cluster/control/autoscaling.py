@@ -16,12 +16,13 @@ from typing import Any
 from msgspec import structs, to_builtins
 
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.messages import RequestMachines, ScalingReport
-from kvrelay.cluster.control.workers import DesiredWorker
+from kvrelay.cluster.control.messages import ScalingReport
+from kvrelay.cluster.control.workers import DesiredWorker, worker_name
 from kvrelay.cluster.scaling.decisions import Decision, Line, Reason
 from kvrelay.cluster.scaling.observations import Snapshot
 from kvrelay.cluster.scaling.planner import Scaler
 from kvrelay.cluster.scaling.provider import ManagedWorker, ManagedWorkers, State
+from kvrelay.cluster.scaling.sharing import Demand
 from kvrelay.cluster.status import ScalingStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Wake
 from kvrelay.engine.stats import Role
@@ -39,12 +40,14 @@ class LogScaling:
     """Effect: keep what the autoscaler saw and decided."""
 
     line: Line
+    model: str = ""  # for whose workers
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
     worker: NodeId
     role: Role
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,10 @@ Order = Add | Drain | Flip | Remove
 class ControlledFleet:
     """WorkerProvider. `look` brings it up to date before it is asked or told anything."""
 
-    def __init__(self, pending_timeout_s: float, num_named: int) -> None:
-        """`num_named`: names with lower numbers may have been used."""
+    def __init__(self, pending_timeout_s: float, num_named: int, model: str = "") -> None:
+        """`num_named`: names with lower numbers may have been used. `model`: that they serve."""
         self.num_named = num_named
+        self._model = model
         self._pending_timeout_s = pending_timeout_s
         self._book = ManagedWorkers(pending_timeout_s)
         self._now = 0.0
@@ -80,11 +84,11 @@ class ControlledFleet:
         self._orders: list[Order] = []
 
     def start(self, role: Role) -> NodeId:
-        worker = f"{role}-{self.num_named}"
+        worker = worker_name(role, self._model, self.num_named)
         self.num_named += 1
         self._book.add(self._now, worker, role)
         self._book.explain(worker, "it was only just ordered")
-        self._orders.append(Add(worker, role))
+        self._orders.append(Add(worker, role, self._model))
         return worker
 
     def drain(self, worker: NodeId) -> None:
@@ -150,20 +154,24 @@ class ControlledFleet:
 
 
 class Autoscaling:
-    """Owned by the controller. Invariant: once begun, exactly one tick is under way."""
+    """Owned by the controller, one for the workers of each model that has it. Invariant: once
+    begun, exactly one tick is under way."""
 
-    def __init__(self, config: ScalingConfig, num_named: int, wall: Callable[[], float]) -> None:
+    def __init__(
+        self, config: ScalingConfig, num_named: int, wall: Callable[[], float], model: str = ""
+    ) -> None:
         """`wall`: returns seconds since 1970."""
         self._config = config
         self._wall = wall
-        self.fleet = ControlledFleet(config.pending_timeout_s, num_named)
+        self._model = model
+        self.fleet = ControlledFleet(config.pending_timeout_s, num_named, model)
         self._scaler = Scaler(config, self.fleet)
         self._routers: dict[NodeId, RouterSeen] = {}
         self._seen: dict[NodeId, WorkerSeen] = {}
         self._shown: list[Decision] = []  # those that say something new
         self._ticks: Counter[str] = Counter()  # by reason
         self._actions: Counter[str] = Counter()
-        self._machines = 0
+        self.num_machines = 0  # that it wants; 0: as many as there are
         self._has_begun = False
         self._offset_s = 0.0  # from the controller's clock to the wall's
 
@@ -172,7 +180,7 @@ class Autoscaling:
         if self._has_begun:
             return []
         self._has_begun = True
-        return [LogScaling(self._scaler.begin()), self._wake()]
+        return [LogScaling(self._scaler.begin(), self._model), self._wake()]
 
     def take(self, now: float, report: ScalingReport) -> None:
         """Ages become times of this clock."""
@@ -184,11 +192,21 @@ class Autoscaling:
             if known is None or known.at_s <= dated.at_s:
                 self._seen[seen.worker] = dated
 
+    @property
+    def demand(self) -> Demand | None:
+        """What it would have if no other model was there; None: it has not looked yet."""
+        return self._scaler.demand
+
     def tick(
-        self, now: float, workers: Mapping[NodeId, DesiredWorker], routers: Collection[NodeId]
+        self,
+        now: float,
+        workers: Mapping[NodeId, DesiredWorker],
+        routers: Collection[NodeId],
+        share: int | None = None,
     ) -> tuple[list[Order], list[Effect]]:
-        """What the controller is to do. `routers`: those that are up."""
+        """What the controller is to do. `routers`: those that are up; `share`: as in `Snapshot`."""
         fleet = self.fleet
+        workers = {name: each for name, each in workers.items() if each.model == self._model}
         fleet.look(now, workers)
         self._seen = {name: seen for name, seen in self._seen.items() if name in workers}
         self._routers = {name: seen for name, seen in self._routers.items() if name in routers}
@@ -200,14 +218,13 @@ class Autoscaling:
             routers=tuple(self._routers[name] for name in sorted(self._routers)),
             seen=tuple(self._seen[name] for name in sorted(self._seen)),
             workers=tuple(fleet.workers()),
+            share=share,
         )
         line = self._scaler.tick(snapshot)
         decision = line.decision
         assert decision is not None
-        effects: list[Effect] = [LogScaling(line), self._wake(), *self._show(decision)]
-        if decision.machines and decision.machines != self._machines:
-            self._machines = decision.machines
-            effects.append(RequestMachines(decision.machines))
+        self.num_machines = decision.machines or self.num_machines
+        effects = [LogScaling(line, self._model), self._wake(), *self._show(decision)]
         return fleet.take_orders(), effects
 
     def view(self) -> ScalingStatus:
@@ -257,4 +274,4 @@ class Autoscaling:
         return [Note("info", "scaling", f"{decision.text}: {', '.join(actions)}")]
 
     def _wake(self) -> Wake:
-        return Wake(self._config.tick_s, TAG)
+        return Wake(self._config.tick_s, f"{TAG} {self._model}".rstrip())

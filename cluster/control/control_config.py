@@ -15,6 +15,7 @@ from kvrelay.worker.messages import Peer
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
     workers: tuple[tuple[NodeId, Role], ...]  # with an autoscaler: those of the beginning
+    model: str = field(default="", kw_only=True)  # that they serve, by its name
     routers: tuple[Peer, ...]  # that live as long as the controller
     listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
     further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
@@ -38,12 +39,23 @@ class ControllerConfig:
     use_gpus: bool = True  # where machines have some: one for each rank
     built: str = ""  # version and settings of workers that are started, as a digest
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
+    max_workers: int = 0  # that all models may have, where workers come and go; 0: no limit
+    further: tuple[ControllerConfig, ...] = ()  # for workers of other models
+
+    @property
+    def by_model(self) -> dict[str, ControllerConfig]:
+        return {each.model: each for each in (self, *self.further)}
+
+    def of(self, model: str) -> ControllerConfig:
+        """What concerns workers of `model`."""
+        return self.by_model[model]
 
     @property
     def first_workers(self) -> tuple[tuple[NodeId, Role], ...]:
         """Those to begin with: where workers come and go, what the last controller had."""
         if self.scaling is not None and self.kept.num_named:
-            return tuple((each.worker, each.role) for each in self.kept.workers)
+            mine = [each for each in self.kept.workers if each.model == self.model]
+            return tuple((each.worker, each.role) for each in mine)
         return self.workers
 
     def machines_for(self, num_ranks: int) -> int:

@@ -19,6 +19,7 @@ from kvrelay.cluster.control.messages import (
     Checkpoint,
     MachinesChanged,
     Record,
+    RequestMachines,
     RestartWorker,
     RouterFailed,
     RouterJoined,
@@ -32,6 +33,7 @@ from kvrelay.cluster.control.process_messages import LinkLost
 from kvrelay.cluster.control.routers import DesiredRouter, RouterSet
 from kvrelay.cluster.control.watches import DRAIN_TAG, SUSPECT_TAG
 from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
+from kvrelay.cluster.scaling.sharing import shares
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown
 from kvrelay.router.messages import DrainReport, WorkerSuspected
@@ -54,10 +56,13 @@ class Controller:
         self.config = config
         self.router_set = RouterSet(config, node_id)
         self.worker_set = WorkerSet(config, self.router_set, node_id)
-        self.scaling: Autoscaling | None = None  # None: as many workers as were asked for
-        if config.scaling is not None:
-            num_named = max(config.kept.num_named, len(config.workers))
-            self.scaling = Autoscaling(config.scaling, num_named, wall)
+        # By model; where there is none, as many workers as were asked for.
+        self.scaling: dict[str, Autoscaling] = {}
+        for model, own in config.by_model.items():
+            if own.scaling is not None:
+                num_named = max(config.kept.num_named, len(own.workers))
+                self.scaling[model] = Autoscaling(own.scaling, num_named, wall, model)
+        self._num_machines = 0  # that were asked for
         self._recorded = config.kept
 
     @property
@@ -86,7 +91,7 @@ class Controller:
     def _record(self, effects: list[Effect]) -> list[Effect]:
         """Before all else, what has changed for the controller that comes after this one."""
         workers = tuple(worker.checkpoint() for worker in self.workers.values() if worker.epoch)
-        num_named = 0 if self.scaling is None else self.scaling.fleet.num_named
+        num_named = max([each.fleet.num_named for each in self.scaling.values()], default=0)
         routers = self.router_set
         kept = Checkpoint(workers, routers.epochs, num_named, routers.joined)
         if kept == self._recorded:
@@ -108,7 +113,7 @@ class Controller:
                 effects = [Note("info", "machines_changed", changes)] if changes else []
                 effects += [effect for worker in idle for effect in workers.start(worker)]
                 # Before it is known who provides machines, nothing can be pending.
-                return effects + ([] if self.scaling is None else self.scaling.start())
+                return effects + [each for s in self.scaling.values() for each in s.start()]
             case WorkerStarted(info):
                 worker = workers.current(info.worker, info.epoch, *COMING)
                 return workers.introduce(worker, message) if worker else []
@@ -144,9 +149,9 @@ class Controller:
             case DrainReport():
                 workers.drains.reported(message)
                 return []
-            case ScalingReport():
-                if self.scaling is not None:
-                    self.scaling.take(now, message)
+            case ScalingReport(_, _, model):
+                if model in self.scaling:
+                    self.scaling[model].take(now, message)
                 return []
             case RestartWorker(node):
                 worker = self.workers.get(node)
@@ -166,23 +171,37 @@ class Controller:
         """With an autoscaler, some are, and no other is about to be: it may want more than there
         is room for."""
         states = {worker.state for worker in self.workers.values()}
-        if self.scaling is not None and not states.isdisjoint(SERVING):
+        if self.scaling and not states.isdisjoint(SERVING):
             states -= {ProcessState.DOWN, ProcessState.BACKOFF}
         return states <= {*SERVING} and self.router_set.all_up()
 
-    def _scale(self, now: float) -> list[Effect]:
-        assert self.scaling is not None
+    def _scale(self, now: float, model: str) -> list[Effect]:
         for node, why in self.worker_set.take_removed():
-            self.scaling.fleet.gone(now, node, why)
+            for each in self.scaling.values():
+                each.fleet.gone(now, node, why)
         routers = [peer.node for peer in self.router_set.peers]
-        orders, effects = self.scaling.tick(now, self.workers, routers)
+        share = self._shares().get(model)
+        orders, effects = self.scaling[model].tick(now, self.workers, routers, share)
         for order in orders:
             effects += self._obey(now, order)
+        wanted = sum(each.num_machines for each in self.scaling.values())
+        if wanted != self._num_machines:
+            self._num_machines = wanted
+            effects.append(RequestMachines(wanted))
         return effects
+
+    def _shares(self) -> dict[str, int]:
+        """Workers that each model may have of those that all may; empty: as many as it may."""
+        if not self.config.max_workers or len(self.scaling) < 2:
+            return {}
+        known = {model: each.demand for model, each in self.scaling.items()}
+        demands = {model: each for model, each in known.items() if each is not None}
+        return shares(self.config.max_workers, demands) if len(demands) == len(known) else {}
 
     def _obey(self, now: float, order: Order) -> list[Effect]:
         if isinstance(order, Add):
-            return self.worker_set.add(self.worker_set.desired(order.worker, order.role))
+            wanted = self.worker_set.desired(order.worker, order.role, order.model)
+            return self.worker_set.add(wanted)
         worker = self.workers.get(order.worker)
         match order:
             case _ if worker is None:
@@ -204,7 +223,7 @@ class Controller:
 
     def _restart(self, now: float, worker: DesiredWorker, why: str) -> list[Effect]:
         """Where others can serve, its requests move to them before it ends."""
-        if len(self.worker_set.up()) > 1:
+        if sum(each.model == worker.model for each in self.worker_set.up().values()) > 1:
             return self.worker_set.drain(now, worker, comes_back=True)
         return self.worker_set.lost(now, worker, why)
 
@@ -232,9 +251,10 @@ class Controller:
     def _woken(self, now: float, tag: str) -> list[Effect]:
         if tag.startswith(self.router_set.tag):
             return self.router_set.woken(now, tag)
-        if tag == SCALE_TAG:
-            return self._scale(now)
-        kind, epoch, node = tag.split(" ", 2)
+        kind, _, rest = tag.partition(" ")
+        if kind == SCALE_TAG:
+            return self._scale(now, rest)
+        epoch, _, node = rest.partition(" ")
         if kind == SUSPECT_TAG:
             return self._look_after(now, node, int(epoch))
         if kind == DRAIN_TAG:

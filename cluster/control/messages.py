@@ -25,6 +25,7 @@ class StartWorker:
     machine_id: str
     num_ranks: int = 1  # its processes
     further: tuple[str, ...] = ()  # other machines; the ranks are divided evenly among all
+    model: str = ""  # by its name in [[models]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class WorkerCheckpoint:
     hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
     built: str = ""  # `ControllerConfig.built` when it was started
     settings: str = ""  # a digest of those that it was started with
+    model: str = ""  # that it serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class ScalingReport:
 
     seen: RouterSeen
     workers: tuple[WorkerSeen, ...]
+    model: str = ""  # for which that is
 
 
 @dataclass(frozen=True, slots=True)

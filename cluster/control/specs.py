@@ -28,7 +28,9 @@ def worker_spec(
     machines: Mapping[str, Machine],
     workers: Collection[DesiredWorker],
 ) -> WorkerSpec:
-    """`machines`: by their id; `workers`: all that are wanted."""
+    """`config`, `model`: of all models; `machines`: by their id; `workers`: all that are wanted."""
+    most_workers, scales = config.most_workers, config.scales
+    config, path = config.by_model()[start.model], model.by_name[start.model].path
     machine = machines[start.machine_id]
     threads = config.engine.threads or max(1, int(machine.num_cpus))
     engine = replace(config.engine, tensor_parallel_size=start.num_ranks, threads=threads)
@@ -38,8 +40,8 @@ def worker_spec(
         most_ms = engine.itl_most_ms or ITL_MOST_MS
         engine = replace(engine, itl_target_ms=ITL_TARGET_MS, itl_most_ms=most_ms)
     on_gpu = machine.num_gpus > 0 and config.model.device != "cpu"
-    if config.scaling.enabled:  # any may become a decode worker, and there may be so many
-        num_sharing = -(-config.most_workers // max(1, len(machines)))
+    if scales:  # any may become a decode worker, and there may be so many
+        num_sharing = -(-most_workers // max(1, len(machines)))
     else:
         num_sharing = num_sharing_tiers(start, workers)
     # Ray shows a worker its own GPUs only, so they are the first there.
@@ -49,12 +51,12 @@ def worker_spec(
         worker=start.worker,
         role=start.role,
         epoch=start.epoch,
-        model_dir=str(model.path),
+        model_dir=str(path),
         model=replace(config.model, device=device),
         engine=engine,
         tiers=config.tiers,
         num_sharing=num_sharing,
-        num_peers=config.most_workers - 1,
+        num_peers=most_workers - 1,
         left_reads_s=config.router.silent_after_s + config.cluster.silent_grace_s + PEER_GONE_S,
         machine=start.machine_id,
         further=start.further,

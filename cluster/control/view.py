@@ -36,11 +36,13 @@ def cluster_view(
         status.last_error = router.last_error
         status.version = router.peer.package if router.peer else None
         routers.append(status)
+    scaling = {model: each.view() for model, each in controller.scaling.items()}
     return ClusterView(
         controller=me,
         workers=[_worker(worker) for worker in controller.workers.values()],
         routers=routers,
-        scaling=None if controller.scaling is None else controller.scaling.view(),
+        scaling=next(iter(scaling.values()), None),
+        scaling_by_model={model: each for model, each in scaling.items() if model},
     )
 
 
@@ -80,4 +82,5 @@ def _worker(worker: DesiredWorker) -> WorkerStatus:
         hangs=worker.hangs,
         last_error=worker.last_error,
         version=worker.peer.package if worker.peer else None,
+        model=worker.model or None,
     )

@@ -39,6 +39,7 @@ RESTART_S = 1.0  # for one that drained to be started again: it ends by itself
 @dataclass(slots=True, kw_only=True)
 class DesiredWorker(DesiredProcess):
     role: Role
+    model: str = ""  # that it serves, by its name
     num_ranks: int = 1  # its processes, each with a GPU where they are used; whatever its role
     machine_id: str | None = None
     further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
@@ -75,6 +76,7 @@ class DesiredWorker(DesiredProcess):
             self.hosts,
             self.built,
             self.settings,
+            self.model,
         )
 
 
@@ -89,7 +91,11 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         super().__init__(config)
         self.routers = routers
         self.machines: tuple[Machine, ...] = ()
-        self.by_name = {node: self.desired(node, role) for node, role in config.first_workers}
+        self.by_name = {
+            node: self.desired(node, role, model)
+            for model, own in config.by_model.items()
+            for node, role in own.first_workers
+        }
         self.suspects = Suspects(controller, config.silent_grace_s)
         self.drains = Drains(controller)
         # Any worker, ever; routers that outlived an earlier controller have had some.
@@ -97,11 +103,11 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self._failures = 0  # that removed workers had in a row, since one came up
         self._removed: list[tuple[NodeId, str]] = []
 
-    def desired(self, node: NodeId, role: Role) -> DesiredWorker:
+    def desired(self, node: NodeId, role: Role, model: str = "") -> DesiredWorker:
         """A worker that is to be started as `role`."""
-        config = self.config
+        config = self.config.of(model)
         num_ranks = config.prefill_ranks if role is Role.PREFILL else config.decode_ranks
-        return DesiredWorker(node, role=role, num_ranks=num_ranks)
+        return DesiredWorker(node, role=role, model=model, num_ranks=num_ranks)
 
     def up(self) -> dict[NodeId, WorkerInfo]:
         """Those that routers may use."""
@@ -110,8 +116,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def outdated(self) -> list[NodeId]:
         """Those that serve, and that another version or other settings have started."""
-        built = self.config.built
-        return [w.node for w in self.by_name.values() if w.is_serving and w.built != built]
+        serving = [w for w in self.by_name.values() if w.is_serving]
+        return [w.node for w in serving if w.built != self.config.of(w.model).built]
 
     def listening(self) -> dict[NodeId, Peer]:
         return {w.node: w.peer for w in self.by_name.values() if w.peer is not None}
@@ -119,21 +125,24 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     def adopt(self, kept: WorkerCheckpoint) -> list[Effect]:
         """What an earlier controller has left: one that listened is asked whether it lives; one
         that had not come so far, or has other settings than those of now, is ended."""
-        worker = self.by_name.get(kept.worker)
+        if kept.model not in self.config.by_model:
+            return [StopWorker(kept.worker, kept.epoch)]
+        worker, settings = self.by_name.get(kept.worker), self.config.of(kept.model).settings
         if worker is None and kept.peer is not None:  # fewer are wanted: it is drained first
-            worker = self.by_name[kept.worker] = self.desired(kept.worker, kept.role)
+            worker = self.desired(kept.worker, kept.role, kept.model)
+            self.by_name[kept.worker] = worker
             kept = replace(kept, is_draining=True)
         if worker is not None:
             worker.role, worker.epoch, worker.restarts = kept.role, kept.epoch, kept.restarts
             worker.is_leaving, worker.hangs = kept.is_draining, kept.hangs
-        is_other = kept.settings not in ("", self.config.settings)
+        is_other = kept.settings not in ("", settings)
         if worker is None or kept.peer is None or is_other:
             return [StopWorker(kept.worker, kept.epoch)]
         worker.on(ProcessEvent.ADOPT)
         worker.machine_id, worker.further = kept.machine_id, kept.further
         worker.hosts = kept.hosts or (kept.peer.host,)
         worker.pid, worker.peer, worker.built = kept.pid, kept.peer, kept.built
-        worker.settings = self.config.settings
+        worker.settings = settings
         self.has_been_up = True
         return [
             AdoptWorker(worker.node, worker.epoch, kept.peer, kept.machine_id, kept.pid),
@@ -164,6 +173,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         return [self.wake(self.backoff.pause_s(worker.failures), worker)]
 
     def start(self, worker: DesiredWorker) -> list[Effect]:
+        config = self.config.of(worker.model)
         placed = [
             Assigned(machine, other.role, other.num_ranks // len(other.machines))
             for other in self.by_name.values()
@@ -175,10 +185,10 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             self.machines,
             placed,
             num_ranks=worker.num_ranks,
-            num_machines=self.config.machines_for(worker.num_ranks),
+            num_machines=config.machines_for(worker.num_ranks),
             avoid=worker.avoid,
-            most=self.config.workers_per_machine,
-            use_gpus=self.config.use_gpus,
+            most=config.workers_per_machine,
+            use_gpus=config.use_gpus,
         )
         if machines is None:
             worker.on(ProcessEvent.NO_ROOM)
@@ -186,18 +196,21 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             text = f"{worker.last_error} for {worker.node}"
             return [Note("warning", "no_machine", text)]
         bound = self.begin(worker)
-        worker.built, worker.settings = self.config.built, self.config.settings
+        worker.built, worker.settings = config.built, config.settings
         worker.machine_id, *further = machines
         worker.further = tuple(further)
         host_of = {machine.machine_id: machine.host for machine in self.machines}
         worker.hosts = tuple(host_of[machine] for machine in machines)
-        num_ranks = worker.num_ranks
-        return [
-            StartWorker(
-                worker.node, worker.role, worker.epoch, machines[0], num_ranks, worker.further
-            ),
-            bound,
-        ]
+        start = StartWorker(
+            worker.node,
+            worker.role,
+            worker.epoch,
+            machines[0],
+            worker.num_ranks,
+            worker.further,
+            worker.model,
+        )
+        return [start, bound]
 
     def _no_room(self, worker: DesiredWorker) -> str:
         number = self.config.machines_for(worker.num_ranks)
@@ -218,7 +231,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             gone = [node for node, epoch in kept.items() if epochs.get(node) != epoch]
             forgotten = [Send(worker.node, RouterDown(node)) for node in gone]
         worker.on(ProcessEvent.LISTENS)
-        worker.info, worker.started = replace(started.info, role=worker.role), started
+        worker.info = replace(started.info, role=worker.role, model=worker.model)
+        worker.started = started
         worker.pid = started.pid
         versions = started.protocol, started.package
         worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch, *versions)
@@ -229,8 +243,10 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         known = (*peers, *self.config.listeners)
         effects: list[Effect] = [SendPeers(worker.node, me.node, me.epoch, known)]
         effects += [SendPeers(peer.node, me.node, me.epoch, (me,)) for peer in peers]
-        # Workers of one role only save each other work: one that hangs must not keep others down.
-        spared = {other.node for other in others if other.role is worker.role}
+        # Workers of one role only save each other work, and those of two models none: one that
+        # hangs must not keep others down.
+        mine = worker.role, worker.model
+        spared = {o.node for o in others if o.role is mine[0] or o.model != mine[1]}
         # A router comes together with it when it can.
         spared |= {each.node for each in self.routers.by_name.values() if not each.is_fixed}
         worker.waiting_for = {effect.to for effect in effects} - spared
@@ -343,6 +359,11 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             if worker.node in other.waiting_for:
                 effects += self.updated(now, other, worker.node)
         return effects
+
+
+def worker_name(role: Role, model: str, number: int) -> NodeId:
+    """ "decode-0", or where there are several models "decode-small-0"."""
+    return f"{role}-{model}-{number}" if model else f"{role}-{number}"
 
 
 def _is_up(worker: DesiredWorker) -> str:

@@ -137,12 +137,19 @@ def check_layouts(status: Mapping[str, Any]) -> Finding:
     """Workers with another model, data type or block size go on alone, and prompts are computed
     twice."""
     check = "KV layout"
-    known = [(each["worker"], each["layout"]) for each in status["workers"] if each.get("layout")]
-    layouts = Counter(layout for _, layout in known)
-    if not layouts:
+    by_model: dict[str, list[tuple[str, str]]] = {}
+    for each in status["workers"]:
+        if each.get("layout"):
+            known = by_model.setdefault(each.get("model", ""), [])
+            known.append((each["worker"], each["layout"]))
+    if not by_model:
         return skipped(check, "no worker tells its layout")
-    ((usual, _),) = layouts.most_common(1)
-    others = [f"{worker} ({layout})" for worker, layout in known if layout != usual]
+    shown, others = [], []
+    for model, known in by_model.items():
+        ((usual, _),) = Counter(layout for _, layout in known).most_common(1)
+        shown.append(f"{usual} ({model})" if model else usual)
+        others += [f"{worker} ({layout})" for worker, layout in known if layout != usual]
+    usual = ", ".join(shown)
     if others:
         return fail(
             check,
@@ -151,7 +158,7 @@ def check_layouts(status: Mapping[str, Any]) -> Finding:
             "install one version everywhere, with one model and model.dtype (auto depends on the "
             "CPU), then kvrelay restart",
         )
-    return ok(check, f"one, {usual}")
+    return ok(check, f"one of each model: {usual}" if len(shown) > 1 else f"one, {usual}")
 
 
 def check_server_clock(metrics: str, now: float) -> Finding:

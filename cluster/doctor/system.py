@@ -82,10 +82,13 @@ def check_left_memory(left: Iterable[tuple[Path, int]]) -> Finding:
 def check_memory(available: int, config: Config, root: Path) -> Finding:
     """`available`: bytes. All workers are taken to be here; on GPUs, KV is in their memory."""
     check = "memory"
-    workers = config.most_workers
-    on_cpu = config.model.device == "cpu" or not _gpus(root)
-    each = config.engine.sized(gpu=False).kv_cache_gib * on_cpu
-    need = int((workers * each + config.tiers.set_host_gib) * GIB)
+    workers, on_gpus = config.most_workers, bool(_gpus(root))
+    kv_gib = sum(
+        own.most_workers * own.engine.sized(gpu=False).kv_cache_gib
+        for own in config.by_model().values()
+        if own.model.device == "cpu" or not on_gpus
+    )
+    need = int((kv_gib + config.tiers.set_host_gib) * GIB)
     if available >= need:
         return ok(check, f"{available / GIB:.1f} GiB free; KV takes {need / GIB:.1f} GiB at most")
     return fail(

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
@@ -49,7 +50,8 @@ from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.control.workers import worker_name
+from kvrelay.cluster.prepare import PlannedModel, PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.here import run_here
 from kvrelay.cluster.processes.life import (
@@ -130,7 +132,7 @@ class ControlProcess:
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
         self._restart = spec.restart
         self._is_publishing = False
-        self._scaling_log = ScalingLog.of(spec.config, spec.kept_file.parent.name)
+        self._scaling_logs: dict[str, ScalingLog] = {}  # by model
         self._tasks: set[asyncio.Task[Any]] = set()
         self.restarted: Counter[str] = Counter()  # tasks that ended, by name
 
@@ -175,7 +177,7 @@ class ControlProcess:
 
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
-        spec, cluster = self.spec, self.spec.config.cluster
+        spec = self.spec
         kept = self._read_kept()
         # Those that are not to be adopted can be told to end, wherever they are.
         update_peers(self.wire, [each.peer for each in kept.workers if each.peer is not None])
@@ -184,35 +186,53 @@ class ControlProcess:
             "controller begins (epoch %d); %d workers and %d routers run",
             *(spec.epoch, len(kept.workers), running),
         )
-        roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
-        self.controller = Controller(
-            ControllerConfig(
-                workers=tuple((f"{role}-{i}", role) for role, n in roles for i in range(n)),
-                routers=(),
-                listeners=(self._me,),
-                further_routers=spec.routers if self._leads is None else (),
-                kept=kept,
-                running_routers=spec.running_routers,
-                settings=settings_of_workers(spec.config, model.path),
-                start_timeout_s=cluster.start_timeout_s + model.load_s,
-                prefill_ranks=spec.config.ranks_of(Role.PREFILL),
-                decode_ranks=spec.config.ranks_of(Role.DECODE),
-                ranks_per_machine=cluster.ranks_per_machine,
-                use_gpus=spec.config.model.device != "cpu",
-                silent_grace_s=cluster.silent_grace_s,
-                scaling=spec.config.scaling if spec.config.scaling.enabled else None,
-                drain_timeout_s=spec.config.api.request_timeout_s,
-                restart_drain_s=cluster.drain_s,
-                workers_per_machine=spec.config.scaling.workers_per_machine,
-                built=f"{own_version()} {workers_of(spec.config)}",
-            ),
-            wall=time.time,
-        )
+        by_model = spec.config.by_model()
+        first, *further = [
+            self._controller_config(name, own, model.by_name[name], kept)
+            for name, own in by_model.items()
+        ]
+        timeout_s = max(each.start_timeout_s for each in (first, *further))
+        most = spec.config.scaling.max_workers if further else 0
+        config = replace(first, further=tuple(further), start_timeout_s=timeout_s, max_workers=most)
+        self._scaling_logs = {
+            name: ScalingLog.of(own, f"{spec.kept_file.parent.name}-{name}".rstrip("-"))
+            for name, own in by_model.items()
+        }
+        self.controller = Controller(config, wall=time.time)
         self.host.add(self.controller, self)
         self._model.set_result(model)
         self.spawn(self._show())
         if spec.here is not None:
             self.say(MachinesChanged((spec.here,)))
+
+    def _controller_config(
+        self, name: str, config: Config, model: PlannedModel, kept: Checkpoint
+    ) -> ControllerConfig:
+        """What it is made with for the workers of one model."""
+        spec, cluster, scaling = self.spec, config.cluster, config.scaling
+        roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
+        named = [(worker_name(role, name, i), role) for role, n in roles for i in range(n)]
+        return ControllerConfig(
+            workers=tuple(named),
+            model=name,
+            routers=(),
+            listeners=(self._me,),
+            further_routers=spec.routers if self._leads is None else (),
+            kept=kept,
+            running_routers=spec.running_routers,
+            settings=settings_of_workers(config, model.path),
+            start_timeout_s=cluster.start_timeout_s + model.load_s,
+            prefill_ranks=config.ranks_of(Role.PREFILL),
+            decode_ranks=config.ranks_of(Role.DECODE),
+            ranks_per_machine=cluster.ranks_per_machine,
+            use_gpus=config.model.device != "cpu",
+            silent_grace_s=cluster.silent_grace_s,
+            scaling=scaling if scaling.enabled else None,
+            drain_timeout_s=config.api.request_timeout_s,
+            restart_drain_s=cluster.drain_s,
+            workers_per_machine=scaling.workers_per_machine,
+            built=f"{own_version()} {workers_of(config)}",
+        )
 
     def _keep(self, kept: Checkpoint) -> None:
         if self._leads is None:
@@ -252,8 +272,8 @@ class ControlProcess:
                     self._loop.call_later(END_TIMEOUT_S, self._stop_worker, worker, epoch)
                 else:
                     self._stop_worker(worker, epoch)
-            case LogScaling(line):
-                self._scaling_log.write(line)
+            case LogScaling(line, model):
+                self._scaling_logs[model].write(line)
             case RequestMachines(num_machines):
                 self.spawn(self._request_machines(num_machines))
             case AdoptWorker():
@@ -439,7 +459,7 @@ class ControlProcess:
         if self._leads is not None and not self._leads.holds():
             return
         await ray.end_groups(cluster, kept)
-        use_gpus = config.model.device != "cpu"
+        use_gpus = any(each.use_gpus for each in self.controller.config.by_model.values())
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
 
     async def _watch_machines(self, use_gpus: bool) -> None:
@@ -560,10 +580,17 @@ class ControlProcess:
                 self._tell(StartupProgress(part.node, f"{part.state}{why}", part.is_serving))
             await asyncio.sleep(0.1)
         self._are_up.set()
-        infos = [w.info for w in self.controller.workers.values() if w.info is not None]
-        model = await self._model
         num_outdated = len(self.controller.worker_set.outdated())
-        self._tell(AllUp(tuple(kv_lines(model.config, infos)), num_outdated))
+        self._tell(AllUp(tuple(self._kv_lines(await self._model)), num_outdated))
+
+    def _kv_lines(self, models: PreparedModel) -> list[str]:
+        """What the KV cache of each model costs, for the user."""
+        lines: list[str] = []
+        workers = self.controller.workers.values()
+        for name, model in models.by_name.items():
+            infos = [w.info for w in workers if w.info is not None and w.model == name]
+            lines += [f"{name}: {line}" if name else line for line in kv_lines(model.config, infos)]
+        return lines
 
     def _send(self, to: NodeId, message: Any) -> str | None:
         return self.wire.send(to, message)

@@ -16,7 +16,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -27,9 +27,10 @@ from kvrelay.cluster.processes.life import (
     Installed,
     Life,
     LifeRecord,
+    all_weights,
     changed_settings,
+    changed_weights,
     read_record,
-    weights_of,
     write_private,
 )
 from kvrelay.engine.node import NodeId
@@ -212,7 +213,7 @@ def become(command: Sequence[str], python_path: str, handover: Handover) -> NoRe
             os.set_inheritable(each, False)
 
 
-def check(config: Config, model: Path, found: Handover | None) -> None:
+def check(config: Config, models: Mapping[str, Path], found: Handover | None) -> None:
     """Whether the program of this process could serve `config`, also in place of the server that
     `found` comes from. Raises HandoverError."""
     for name in MODULES:
@@ -231,8 +232,9 @@ def check(config: Config, model: Path, found: Handover | None) -> None:
     if record is None:
         raise HandoverError(f"{found.life} does not say what runs: use `kvrelay drain`, start anew")
     changed = changed_settings(record, config)
-    if not changed and record.weights not in ("", weights_of(model)):
-        changed = [f"the weights in {model}"]
+    if not changed:
+        names = changed_weights(record.weights, all_weights(models))
+        changed = [f"the weights in {models[name]}" for name in names]
     if changed:
         raise HandoverError(
             f"{', '.join(changed)}: changed, which a server that runs cannot follow: use `kvrelay "

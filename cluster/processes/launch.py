@@ -25,7 +25,7 @@ from kvrelay.cluster.prepare import (
     check_machines,
     for_gpus,
     num_gpus,
-    prepare_model,
+    prepare_models,
     uses_gpus,
 )
 from kvrelay.cluster.processes.certificates import (
@@ -107,7 +107,8 @@ async def serve(
         until = (tasks[0], tasks[2], supervisor.failed)
         model = await _first(preparing, until)
         if forks is not None and not uses_gpus(config, num_gpus()):
-            have_kept(forks, KeepWeights(str(model.path), config.model, config.engine))
+            first = next(iter(config.by_model().values()))
+            have_kept(forks, KeepWeights(str(model.path), first.model, first.engine))
         supervisor.use_model(model)
         on_ready(await _first(supervisor.ready, until), config)
         if source is not None:
@@ -166,7 +167,7 @@ async def check(config: Config, found: Handover | None) -> None:
     load_access(config)
     model = await _prepare(config, ignore, asyncio.Event(), is_fresh=found is None)
     try:
-        check_program(config, model.path, found)
+        check_program(config, model.paths, found)
     except HandoverError as error:
         raise ServeError(str(error)) from error
 
@@ -178,7 +179,8 @@ def _tell_of_key(on_progress: OnProgress, path: Path) -> None:
 def _for_gpus(config: Config, on_progress: OnProgress) -> Config:
     """As many workers as the GPUs of this machine are for. Raises ServeError."""
     try:
-        check_machines(config)
+        for each in config.by_model().values():
+            check_machines(each)
         config, notice = for_gpus(config, num_gpus())
     except BuildError as error:
         raise ServeError(str(error)) from error
@@ -191,11 +193,13 @@ def _check_chat_template(config: Config) -> None:
     """Raises ServeError."""
     from kvrelay.cluster.api.text.chat_template import ChatTemplate  # jinja2, where it is set
 
-    try:
-        if config.model.chat_template:
-            ChatTemplate(config.model.chat_template, {})
-    except ValueError as error:
-        raise ServeError(f"model.chat_template: {error}") from error
+    for name, own in config.by_model().items():
+        try:
+            if own.model.chat_template:
+                ChatTemplate(own.model.chat_template, {})
+        except ValueError as error:
+            where = f"models.model.chat_template of {name}" if name else "model.chat_template"
+            raise ServeError(f"{where}: {error}") from error
 
 
 class _Stopped(Exception):
@@ -285,9 +289,8 @@ async def _prepare(
     will take a while. `is_fresh`: no worker holds memory yet."""
     loop = asyncio.get_running_loop()
     on_gpu = uses_gpus(config, num_gpus())
-    num_here, num_prefill = config.most_workers, config.cluster.prefill
-    if config.cluster.address or config.cluster.name or not is_fresh:  # elsewhere, or they run
-        num_here = num_prefill = 0
+    is_elsewhere = bool(config.cluster.address or config.cluster.name)
+    are_here = is_fresh and not is_elsewhere  # else they run already
 
     def prepare() -> PreparedModel:
         def progress(state: str) -> None:
@@ -295,16 +298,15 @@ async def _prepare(
             on_progress("model", state, False)
 
         try:
-            model = prepare_model(
-                config, num_here, progress, num_prefill_here=num_prefill, on_gpu=on_gpu
-            )
+            model = prepare_models(config, progress, are_here=are_here, on_gpu=on_gpu)
         except BuildError as error:
             raise ServeError(str(error)) from error
-        on_progress("model", str(model.path), True)
+        on_progress("model", ", ".join(map(str, model.paths.values())), True)
         return model
 
-    on_progress("model", config.model.name, False)
-    if notice := license_notice(config.model.name):
+    names = [each.model.name for each in config.by_model().values()]
+    on_progress("model", ", ".join(names), False)
+    for notice in filter(None, map(license_notice, names)):
         on_progress("license", notice, True)
     try:
         return await in_thread(prepare, "prepare-model")

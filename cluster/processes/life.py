@@ -18,11 +18,13 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import epoch_of
@@ -58,7 +60,7 @@ class LifeRecord(msgspec.Struct):
     settings: str = ""  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
     fixed: dict[str, str] = {}  # what no worker that runs can follow: `fixed_settings`
-    weights: str = ""  # `weights_of`
+    weights: str = ""  # `all_weights`
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -242,6 +244,9 @@ def fixed_settings(config: Config) -> dict[str, str]:
         "engine.window": config.engine.window,
         "engine.sinks": config.engine.sinks,
     }
+    for name, own in config.by_model().items() if config.models else ():
+        weights = own.model, own.engine.kv_dtype, own.engine.window, own.engine.sinks
+        values[f"models.{name}"] = replace(weights[0], chat_template="", cache_dir=""), weights[1:]
     digests = {name: hashlib.sha256(msgspec.json.encode(value)) for name, value in values.items()}
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
@@ -250,6 +255,22 @@ def changed_settings(record: LifeRecord, config: Config) -> list[str]:
     """Names the fixed settings that are others now."""
     now = fixed_settings(config)
     return sorted(n for n in now if n in record.fixed and record.fixed[n] != now[n])
+
+
+def all_weights(paths: Mapping[str, Path]) -> str:
+    """By model its `weights_of`, as `LifeRecord` has them."""
+    return " ".join(f"{name}={weights_of(each)}".lstrip("=") for name, each in paths.items())
+
+
+def changed_weights(before: str, now: str) -> list[str]:
+    """Names the models that were served before, and whose weights are others."""
+    found = [dict(map(_named, each.split())) for each in (before, now)]
+    return sorted(name for name in found[0].keys() & found[1] if found[0][name] != found[1][name])
+
+
+def _named(part: str) -> tuple[str, str]:
+    name, _, weights = part.rpartition("=")
+    return name, weights
 
 
 def weights_of(path: Path) -> str:
@@ -274,7 +295,8 @@ def workers_of(config: Config) -> str:
     for name in NOT_OF_WORKERS:
         del cluster[name]
     scaling = config.scaling.enabled
-    parts = (config.model, config.engine, config.tiers, config.tls, cluster, config.state, scaling)
+    parts: list[Any] = [config.model, config.engine, config.tiers, config.tls, cluster]
+    parts += [config.state, scaling, *([config.models] if config.models else [])]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -378,5 +400,7 @@ def shared_life(config: Config, port: int) -> SharedLife:
     cluster = f"kvrelay-{hmac.digest(token, b'name', 'sha256').hex()[:8]}"
     server = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
     path = config.sessions.state_path / "running" / cluster  # names its log; nothing is written
-    public = Config(model=config.model, engine=config.engine, tiers=config.tiers)
+    public = Config(
+        model=config.model, engine=config.engine, tiers=config.tiers, models=config.models
+    )
     return SharedLife(path, LifeRecord(cluster, token, workers_of(public)), server)

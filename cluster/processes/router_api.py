@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,12 +17,16 @@ from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.host import NodeHost
+from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
-from kvrelay.router.router import Router
+from kvrelay.router.models import ForModel, ModelRouters
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.api.client import RouterClient
     from kvrelay.cluster.api.context import ApiSettings
     from kvrelay.cluster.api.server import ServerCertificate
+    from kvrelay.cluster.api.text.tokenizer import Tokenizer
+    from kvrelay.cluster.prepare import PlannedModel
 
 SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
@@ -34,15 +38,21 @@ class ServedModel:
     path: Path
     served_name: str
     max_model_len: int  # tokens, prompt and output together
+    name: str = ""  # in [[models]]
+
+    @classmethod
+    def of(cls, model: PlannedModel) -> ServedModel:
+        return cls(model.path, model.served_name, model.max_model_len, model.name)
 
 
 class RouterHost(Protocol):
     """Who hosts a router. The methods are described in `cluster.api.context`."""
 
     config: Config
-    served_model: ServedModel
+    configs: dict[str, Config]  # by model, as are the next
+    served_models: dict[str, ServedModel]
     host: NodeHost
-    router: Router
+    routers: ModelRouters
     draining: bool
     certificate: ServerCertificate | None  # None: the API is served in clear text
     finish_s: float  # that live requests have when it stops, besides SHUTDOWN_S
@@ -54,7 +64,7 @@ class RouterHost(Protocol):
     def order(self, service: Any) -> None: ...
 
 
-def load_of(router: Router, now: float, state: StoreStatus) -> RouterLoad:
+def load_of(router: ModelRouters, now: float, state: StoreStatus) -> RouterLoad:
     status = router.status(now)
     return RouterLoad(status.num_live, status.num_queued, state.up)
 
@@ -97,41 +107,71 @@ def _tracing(config: Config, metrics: Any) -> Any:
     return Tracing(section.endpoint, section.sample, count_spans) if section.endpoint else None
 
 
+def _client(served: RouterHost, model: str) -> RouterClient:
+    """Submits to the router of one model."""
+    from kvrelay.cluster.api.client import RouterClient
+
+    router = served.routers.node_id
+    name = router.replace("router", "api") + (f"/{model}" if model else "")
+
+    def deliver(to: NodeId, message: Any) -> None:
+        served.host.deliver(to, ForModel(model, message))
+
+    client = RouterClient(name, router, deliver)
+    served.host.add(client)
+    return client
+
+
+async def _of_model(
+    served: RouterHost, model: str, tokenizer: Tokenizer, access: Access
+) -> dict[str, Any]:
+    """The fields of a model's context that follow from it."""
+    from kvrelay.cluster.api.text.tokenizer import PublicPrompts
+
+    config, router = served.configs[model], served.routers.routers[model]
+    prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
+    entry = next((each for each in served.config.models if each.name == model), None)
+    return {
+        "model_name": served.served_models[model].served_name,
+        "aliases": entry.aliases if entry else (),
+        "allowed": entry.tenants if entry else (),
+        "tokenizer": tokenizer,
+        "client": _client(served, model),
+        "max_model_len": served.served_models[model].max_model_len,
+        "explanations": router.explanations,
+        "refuse_early": lambda call: router.refuse(asyncio.get_running_loop().time(), call),
+        "settings": _settings(config),
+        "public_prompts": prompts,
+    }
+
+
 async def serve_api(
     served: RouterHost,
-    tokenizer: Any,
+    tokenizers: Mapping[str, Tokenizer],
     access: Access,
     sock: socket.socket,
     stop: asyncio.Event,
     on_ready: Callable[[int], None],
 ) -> None:
-    """Serve HTTP at `sock` until `stop`. `on_ready` gets the port once requests are taken."""
+    """Serve HTTP at `sock` until `stop`. `tokenizers`: by model. `on_ready` gets the port once
+    requests are taken."""
     from prometheus_client import CollectorRegistry
 
     from kvrelay.cluster.api.app import create_app
-    from kvrelay.cluster.api.client import RouterClient
     from kvrelay.cluster.api.cluster_metrics import ClusterCollector
     from kvrelay.cluster.api.context import ApiContext
     from kvrelay.cluster.api.http.connection import ConnectionLimits
     from kvrelay.cluster.api.metrics import ApiMetrics
     from kvrelay.cluster.api.server import serve_app
-    from kvrelay.cluster.api.text.tokenizer import PublicPrompts
 
     settle_memory()
-    config, router = served.config, served.router
-    registry = CollectorRegistry()
+    config, registry = served.config, CollectorRegistry()
     ClusterCollector(registry, served.status)
-    name = router.node_id.replace("router", "api")
-    served.host.add(client := RouterClient(name, router.node_id, served.host.deliver))
-    metrics = ApiMetrics(registry, served.served_model.served_name)
+    (first, tokenizer), *further = tokenizers.items()
+    metrics = ApiMetrics(registry, served.served_models[first].served_name)
     tracing = await asyncio.to_thread(_tracing, config, metrics)
-    prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
-    responses = await asyncio.to_thread(_open_responses, config)
     context = ApiContext(
-        model_name=served.served_model.served_name,
-        tokenizer=tokenizer,
-        client=client,
-        max_model_len=served.served_model.max_model_len,
+        **await _of_model(served, first, tokenizer, access),
         status=served.status,
         healthy=served.healthy,
         audit=served.audit,
@@ -139,17 +179,16 @@ async def serve_api(
         is_draining=lambda: served.draining,
         order=served.order,
         metrics=metrics,
-        explanations=router.explanations,
         tracing=tracing,
-        settings=_settings(config),
-        refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         tenants=access.tenants,
-        public_prompts=prompts,
         retention_s=config.tiers.retention_s,
-        responses=responses,
+        responses=await asyncio.to_thread(_open_responses, config),
         log=config.log,
     )
-    context.constraints.warm_up()
+    for model, its in further:
+        context.beside(**await _of_model(served, model, its, access))
+    for each in context.all:
+        each.constraints.warm_up()
     await serve_app(
         create_app(context),
         config.api.host,

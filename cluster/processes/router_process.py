@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,16 @@ from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
 from kvrelay.cluster.scaling.planner import router_config
-from kvrelay.cluster.state.opening import open_state
-from kvrelay.cluster.status import ClusterStatus, ClusterView, StateFolderStatus, merge
+from kvrelay.cluster.state.opening import ModelStores, open_state
+from kvrelay.cluster.status import (
+    ClusterStatus,
+    ClusterView,
+    ModelStatus,
+    StateFolderStatus,
+    StoreStatus,
+    merge,
+    model_status,
+)
 from kvrelay.engine.host import NodeHost, in_thread, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
@@ -51,6 +59,7 @@ from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
+from kvrelay.router.models import ForModel, ModelRouters
 from kvrelay.router.router import Router
 from kvrelay.worker.messages import CONTROLLER, Adopt, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import Listening, update_peers
@@ -84,6 +93,11 @@ class RouterProcessSpec:
     # where tenants come from that may change: `path` and `overrides` of a `Source`
     source: tuple[Path | None, dict[str, Any]] | None = None
     kept: Path | None = None  # the `kept` of that `Source`
+    further: tuple[ServedModel, ...] = ()  # models beside the first
+
+    @property
+    def models(self) -> dict[str, ServedModel]:
+        return {each.name: each for each in (self.model, *self.further)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +124,7 @@ class RouterProcess:
     ) -> None:
         """`order`: begins what an operator asks of the whole server."""
         self.config = spec.config
-        self.served_model = spec.model
+        self.served_models = spec.models
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
@@ -120,17 +134,26 @@ class RouterProcess:
         self._ends: dict[str, float] = {}  # when certificates do
         if spec.config.tls.is_on:
             self._show(identity_of(spec.config.tls))
-        self._opened = open_state(
-            spec.config, spec.model.served_name, spec.cluster, spec.router, spec.routers
-        )
-        self.router = Router(
-            spec.router,
-            _router_config(spec.config),
-            self._opened.sessions,
-            self._opened.records,
-            state=self._opened.state,
-            clock=perf_counter,
-            controller=CONTROLLER,
+        self.configs = spec.config.by_model()
+        self._opened = {
+            name: open_state(
+                self.configs[name], model.served_name, spec.cluster, spec.router, spec.routers, name
+            )
+            for name, model in spec.models.items()
+        }
+        self.routers = ModelRouters(
+            {
+                name: Router(
+                    spec.router,
+                    _router_config(self.configs[name]),
+                    opened.sessions,
+                    opened.records,
+                    state=opened.state,
+                    clock=perf_counter,
+                    controller=CONTROLLER,
+                )
+                for name, opened in self._opened.items()
+            }
         )
         self._http_port = 0
         self._stop = asyncio.Event()
@@ -153,15 +176,19 @@ class RouterProcess:
         spec = self._spec
         self._http_port = sock.getsockname()[1]
         host, port = await self.wire.listen(host)
-        self.host.add(self.router, self._opened.executor)
-        self._opened.start(self.host.inbox(spec.router))
+        stores = {name: opened.executor for name, opened in self._opened.items()}
+        self.host.add(self.routers, ModelStores(stores))
+        for name, opened in self._opened.items():
+            opened.start(partial(self._from_store, name))
         serving = self._loop.create_task(self._serve(sock))
         serving.add_done_callback(self._on_served)
         self._tasks = [serving]
         self._keep("report", self._report)
         self._keep("watch_state_folder", self._watch_state_folder)
-        if spec.config.scaling.enabled:
-            self._keep("report_traffic", self._report_traffic)
+        for name, config in self.configs.items():
+            if config.scaling.enabled:
+                about = f"report_traffic {name}".rstrip()
+                self._keep(about, partial(self._report_traffic, name))
         if spec.config.tls.is_on:
             use = partial(follow_certificates, spec.config.tls, self._show)
             self._keep("follow_certificates", use)
@@ -209,12 +236,13 @@ class RouterProcess:
         """The API. Its libraries take a while; the router gets to know its workers meanwhile, and
         clients wait in the socket's queue."""
         try:
-            tokenizer = await asyncio.to_thread(
-                _load_tokenizer, self._spec.model.path, self._spec.config
-            )
+            tokenizers = {
+                name: await asyncio.to_thread(_load_tokenizer, model.path, self.configs[name])
+                for name, model in self.served_models.items()
+            }
             await serve_api(
                 self,
-                tokenizer,
+                tokenizers,
                 self._spec.access,
                 sock,
                 self._stop,
@@ -250,12 +278,12 @@ class RouterProcess:
     def healthy(self) -> tuple[bool, dict[str, Any]]:
         """Whether requests can be served: at least one worker is up, or the autoscaler starts one
         as soon as there is a request."""
-        workers = self.router.status(self._loop.time()).workers
+        workers = self.routers.status(self._loop.time()).workers
         num_up = sum(worker.state != "down" for worker in workers)
         wanted = len(workers) if self._view is None else len(self._view.workers)
-        scaling = self._spec.config.scaling
-        is_asleep = scaling.enabled and scaling.limits(time())[0] == 0 and not num_up
-        return num_up > 0 or is_asleep, {"workers_up": num_up, "workers": wanted}
+        scalings = [each.scaling for each in self.configs.values()]
+        may_sleep = any(each.enabled and each.limits(time())[0] == 0 for each in scalings)
+        return num_up > 0 or may_sleep, {"workers_up": num_up, "workers": wanted}
 
     def status(self) -> ClusterStatus:
         """What this router knows, and what the controller has said."""
@@ -264,12 +292,13 @@ class RouterProcess:
         up, load = ProcessState.UP, self._load()
         me = router_status(spec.router, spec.epoch, up, host, port, load, scheme)
         status = ClusterStatus(
-            **msgspec.structs.asdict(self.router.status(now)),
-            model=self.served_model.served_name,
+            **msgspec.structs.asdict(self.routers.status(now)),
+            model=spec.model.served_name,
+            models=self._models(now),
             routers=[me],
-            state=self._opened.status(),
+            state=self._store_status(),
             wire=dict(self.wire.counters),
-            sessions=self.router.sessions.counts(),
+            sessions=dict(sum(map(Counter, self._session_counts()), Counter())),
             restarted_tasks=dict(self._restarted),
             certificates=self._ends,
             state_folder=self._state_folder,
@@ -281,6 +310,22 @@ class RouterProcess:
         else:
             status.controller.age_s = round(age_s, 3)
         return status
+
+    def _models(self, now: float) -> list[ModelStatus]:
+        """A row for each, where there are several."""
+        aliases = {each.name: each.aliases for each in self.config.models}
+        return [
+            model_status(name, aliases[name], self.routers.routers[name].status(now))
+            for name in aliases
+        ]
+
+    def _session_counts(self) -> Iterator[dict[str, int]]:
+        return (router.sessions.counts() for router in self.routers.routers.values())
+
+    def _store_status(self) -> StoreStatus:
+        """All use one store, each with keys of its own: one that is in trouble stands for all."""
+        all_of = [opened.status() for opened in self._opened.values()]
+        return next((each for each in all_of if each.up is False), all_of[0])
 
     def set_role(self, worker: NodeId, role: Role) -> Role:
         """Prefer `worker` for `role` from now on; returns what it was before. Raises KeyError, with
@@ -312,7 +357,7 @@ class RouterProcess:
         return self._view
 
     def _load(self) -> RouterLoad:
-        return load_of(self.router, self._loop.time(), self._opened.status())
+        return load_of(self.routers, self._loop.time(), self._store_status())
 
     async def _report(self) -> None:
         while True:
@@ -348,18 +393,18 @@ class RouterProcess:
                 log.warning("%s", text)
         self._runs_out = set(found)
 
-    async def _report_traffic(self) -> None:
-        """To the autoscaler."""
-        config, router = self._spec.config, self.router
+    async def _report_traffic(self, model: str) -> None:
+        """To the autoscaler of a model's workers."""
+        scaling, router = self.configs[model].scaling, self.routers.routers[model]
         while True:
-            await asyncio.sleep(config.scaling.tick_s)
+            await asyncio.sleep(scaling.tick_s)
             if not self.wire.knows(CONTROLLER):
                 continue
             now = self._loop.time()
             seen = router_seen(0.0, router.node_id, router.traffic, len(router.live))
             stats = router.worker_stats
             workers = [worker_seen(at_s - now, info, each) for info, at_s, each in stats]
-            self.wire.send(CONTROLLER, ScalingReport(seen, tuple(workers)))
+            self.wire.send(CONTROLLER, ScalingReport(seen, tuple(workers), model))
 
     def _tell_load(self) -> None:
         spec = self._spec
@@ -369,8 +414,12 @@ class RouterProcess:
 
     def _own_audit(self) -> Audit:
         live = {"live": self._load().num_live}
-        left = tuple(self.router.check_idle())
+        left = tuple(self.routers.check_idle())
         return Audit(self._spec.router, self._spec.epoch, live, left)
+
+    def _from_store(self, model: str, message: Any) -> None:
+        """May be called from any thread."""
+        self.host.deliver_soon(self._spec.router, ForModel(model, message))
 
     def _deliver(self, to: NodeId, message: Any) -> None:
         """What is for the process is not for its node."""

@@ -38,7 +38,7 @@ from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
 from kvrelay.cluster.processes.here import this_machine
-from kvrelay.cluster.processes.life import Life, SharedLife, weights_of
+from kvrelay.cluster.processes.life import Life, SharedLife, all_weights
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
@@ -155,7 +155,7 @@ class Supervisor:
 
     def use_model(self, model: PreparedModel) -> None:
         self._model = model
-        self._life.use_weights(weights_of(model.path))
+        self._life.use_weights(all_weights(model.paths))
         self._to_controller(model)
         if self._servers is not None:  # without a model it could not lead
             self._servers.start()
@@ -498,8 +498,7 @@ class Supervisor:
         if old is not None:
             old.kill()
             await old.ended(END_S)
-        model = self._model
-        served = ServedModel(model.path, model.served_name, model.max_model_len)
+        served, *further = map(ServedModel.of, self._model.by_name.values())
         spec = RouterProcessSpec(
             cluster=self._life.record.cluster,
             router=name,
@@ -507,6 +506,7 @@ class Supervisor:
             routers=tuple(self._sockets),
             config=config,
             model=served,
+            further=tuple(further),
             access=self._access,
             source=None if self._source is None else (self._source.path, self._source.overrides),
             kept=None if self._source is None else self._source.kept,
@@ -587,7 +587,7 @@ class Supervisor:
         if lines is not None and model is not None and is_all and not self.ready.done():
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
             shown = ", ".join(f"{name} at port {port}" for name, port in ports.items())
-            log.info("the server is ready: %s, %s", model.served_name, shown)
+            log.info("the server is ready: %s, %s", ", ".join(model.served_names), shown)
             self.ready.set_result(Ready(ports, lines, model))
             if self._found is None:
                 self._life.is_good(self._installed)

@@ -122,6 +122,7 @@ class Snapshot(Struct, frozen=True):
     routers: tuple[RouterSeen, ...]
     seen: tuple[WorkerSeen, ...]
     workers: tuple[ManagedWorker, ...]
+    share: int | None = None  # that several models leave to this one, in workers; None: all
 
 
 class Observation(Struct, frozen=True):

@@ -28,6 +28,7 @@ from kvrelay.cluster.scaling.provider import (
     WorkerProvider,
 )
 from kvrelay.cluster.scaling.shadows import Shadows
+from kvrelay.cluster.scaling.sharing import Demand
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.router.config import RouterConfig
@@ -148,6 +149,7 @@ class Planner:
         )  # (when, ended, missed beyond shadows)
         self._decoding: deque[tuple[float, float]] = deque()  # (when, workers full of sequences)
         self._peaks: deque[tuple[float, float, float]] = deque()  # (when, arrivals, workers busy)
+        self.demand: Demand | None = None  # by the last tick; None: there was none
         self._active_at = 0.0  # the last tick with requests
         self._fewer_since: float | None = None
         self._most_needed = 0  # since then
@@ -166,12 +168,24 @@ class Planner:
         self._num_coming = sum(each.state in COMING for each in workers)
         self._take_in(now, seen, len(workers))
         need = self._need(now, seen, most)
+        self.demand = self._demand(now, seen, len(workers), need, (least, most))
+        if snapshot.share is not None:
+            most = max(least, min(most, snapshot.share))
         inputs = self._inputs(snapshot, seen, need, (least, most))
         decision = self._decide(now, seen, workers, need, inputs)
         self._remember(now, workers, decision)
         return decision
 
     # -- what is needed --------------------------------------------------------------------------
+
+    def _demand(
+        self, now: float, seen: Observation, have: int, need: Need, limits: tuple[int, int]
+    ) -> Demand:
+        """What it would have if no other model was there."""
+        least, most = limits
+        is_idle = seen.is_idle and (not have or now - self._active_at >= self._config.idle_s)
+        needed = least if is_idle else max(1, need.size or have)
+        return Demand(least, needed, most)
 
     def _take_in(self, now: float, seen: Observation, have: int) -> None:
         if not seen.is_idle or have == self._num_coming:  # what has not served yet is not idle
@@ -456,6 +470,10 @@ class Scaler:
             for role in decision.starts:
                 self._provider.start(role)
         return Line(snapshot=snapshot, decision=decision)
+
+    @property
+    def demand(self) -> Demand | None:
+        return self._planner.demand
 
     @property
     def why(self) -> str:

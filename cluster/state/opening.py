@@ -17,6 +17,7 @@ from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.state.session_store import SessionStore, open_sessions, session_config
 from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.node import NodeId
+from kvrelay.router.models import ForModel
 from kvrelay.router.sessions.session import SessionConfig, SessionRecord
 from kvrelay.router.state import StateConfig
 
@@ -90,10 +91,33 @@ def with_cluster_token(config: Config) -> Config:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelStores:
+    """Executor of a router for several models: each has a store of its own, or none."""
+
+    stores: dict[str, SessionStore | RedisState | None]
+
+    def perform(self, effect: ForModel) -> None:
+        store = self.stores[effect.model]
+        assert store is not None, f"there is no store for {effect.content}"
+        store.perform(effect.content)
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            if store is not None:
+                store.close()
+
+
 def open_state(
-    config: Config, model: str, run: str, router: NodeId, routers: tuple[NodeId, ...]
+    config: Config,
+    model: str,
+    run: str,
+    router: NodeId,
+    routers: tuple[NodeId, ...],
+    name: str = "",
 ) -> OpenedState:
-    """The store of `router`, one of `routers`. `run` names this life of the cluster."""
+    """The store of `router`, one of `routers`, for the sessions of `model`. `run` names this life
+    of the cluster; `name`: of the model, where there are several."""
     section = config.state
     if section.url:
         from kvrelay.cluster.state.redis import RedisOptions, RedisState
@@ -113,7 +137,7 @@ def open_state(
         store = RedisState(options)
         return OpenedState(store, store, sessions, [], state)
     if router == routers[0]:
-        file, sessions, records = open_sessions(config, model)
+        file, sessions, records = open_sessions(config, model, name)
         if len(routers) > 1:
             log.warning(
                 "%d routers without state.url: none knows the others' sessions", len(routers)

@@ -248,7 +248,7 @@ def _record(
 
 
 def open_sessions(
-    config: Config, model: str
+    config: Config, model: str, name: str = ""
 ) -> tuple[SessionStore | None, SessionConfig, list[SessionRecord]]:
     """The store of a server's sessions, if they are to outlive it, and what its router needs. A
     store that cannot be opened is no reason not to serve."""
@@ -256,7 +256,8 @@ def open_sessions(
     store = None
     if section.durable:
         try:
-            store = SessionStore(section.state_path / FILE, model)
+            path = section.state_path / (f"{name}.{FILE}" if name else FILE)
+            store = SessionStore(path, model)
         except SessionStoreError as error:
             log.warning("sessions will be forgotten when the server stops: %s", error)
     limits = session_config(config, durable=store is not None)

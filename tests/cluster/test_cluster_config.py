@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cluster.cli.main import _models
 from kvrelay.cluster.config import Config, ConfigError, build_config, load_config
 from tests.docs.example import example_toml
 
@@ -137,3 +138,96 @@ def test_the_most_workers_are_those_of_the_limits() -> None:
     assert build_config({"cluster": cluster, "scaling": scaling}, "x").most_workers == 5
     scaling |= {"schedules": ["mon-fri 08:00-18:00 4-12"]}
     assert build_config({"cluster": cluster, "scaling": scaling}, "x").most_workers == 12
+
+
+TWO = """
+[engine]
+max_num_seqs = 16
+[[models]]
+name = "large"
+checkpoint = "/models/large"
+aliases = ["gpt-4o"]
+[[models]]
+name = "small"
+checkpoint = "smollm2-135m"
+prefill = 0
+decode = 3
+engine = {max_num_seqs = 4}
+[models.router]
+ttft_target_s = 0.5
+[models.api]
+tool_parser = "hermes"
+"""
+
+
+def test_each_of_several_models_has_settings_of_its_own(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, TWO), {})
+    large, small = config.by_model()["large"], config.by_model()["small"]
+    assert list(config.by_model()) == ["large", "small"]
+    assert (large.model.name, large.model.served_name) == ("/models/large", "large")
+    assert (large.engine.max_num_seqs, small.engine.max_num_seqs) == (16, 4)
+    assert (large.router.ttft_target_s, small.router.ttft_target_s) == (0.0, 0.5)
+    assert (large.api.tool_parser, small.api.tool_parser) == ("auto", "hermes")
+    assert (small.cluster.prefill, small.cluster.decode) == (0, 3)
+    assert (large.most_workers, small.most_workers, config.most_workers) == (2, 3, 5)
+
+
+def test_without_models_there_is_one_with_all_settings() -> None:
+    config = load_config(None, {"engine.max_num_seqs": 4})
+    assert config.by_model() == {"": config}
+
+
+def test_a_models_chat_template_may_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    own = TWO.replace("engine = {max_num_seqs = 4}", 'model = {chat_template = "chat.jinja"}')
+    by_model = load_config(write(tmp_path, own), {}).by_model()
+    assert by_model["small"].model.chat_template == "{{ messages }}"
+    assert by_model["large"].model.chat_template == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "max_num_seqs = 4",
+            "max_seqs = 4",
+            "models.engine of small: max_seqs is not a setting; d",
+        ),
+        ("max_num_seqs = 4", "max_num_seqs = -4", "of small: max_num_seqs = -4: expected at least"),
+        ("decode = 3", "decode = 0", "models 2.decode = 0: expected at least 1"),
+        ("decode = 3", "decoders = 3", "models 2.decoders is not a setting; did you mean decode?"),
+        ('"small"', '"large"', "models: 'large' is there twice: give each a name of its own"),
+        ('"small"', '"gpt-4o"', "models: 'gpt-4o' is there twice"),
+        ('"small"', '"a/b"', "models 2.name = 'a/b': expected letters, digits"),
+        ('checkpoint = "smollm2-135m"', "", "models 2.checkpoint is missing"),
+    ],
+)
+def test_what_is_wrong_with_one_of_several_models_is_named(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, TWO.replace(old, new)), {})
+    assert said in str(error.value)
+
+
+def test_a_model_on_the_command_line_beside_models_in_the_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, TWO)
+    for given in ({"model.name": "a"}, {"models": [{"name": "a", "checkpoint": "a"}]}):
+        with pytest.raises(
+            ConfigError, match=r"a MODEL was given, and .* has \[\[models\]\]: leave one"
+        ):
+            load_config(path, given)
+
+
+def test_several_models_on_the_command_line() -> None:
+    options = {"prefill": 0, "decode": None}
+    given = _models(("/models/a.gguf", "chat=smollm2-135m"), options)
+    assert given == {
+        "models": [
+            {"name": "a", "checkpoint": "/models/a.gguf", "prefill": 0},
+            {"name": "chat", "checkpoint": "smollm2-135m", "prefill": 0},
+        ]
+    }
+    assert list(load_config(None, given | {"cluster.prefill": 0}).by_model()) == ["a", "chat"]
+    assert _models(("a=b",), options) == {"model.name": "a=b"}
+    assert _models((), options) == {"model.name": None}

@@ -9,13 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.processes import life
 from kvrelay.cluster.processes.life import (
     Installed,
     Life,
     LifeRecord,
+    all_weights,
     changed_settings,
+    changed_weights,
+    fixed_settings,
     open_life,
     settings_of_workers,
     weights_of,
@@ -119,3 +122,33 @@ def test_weights_that_were_replaced_in_their_place_are_others(tmp_path: Path) ->
     assert weights_of(tmp_path) == before
     os.utime(file, (1, 1))
     assert weights_of(tmp_path) != before
+
+
+def test_models_may_come_and_go_and_weights_of_one_that_stays_may_not_change(
+    tmp_path: Path,
+) -> None:
+    paths = {name: tmp_path / name for name in ("large", "small", "third")}
+    for path in paths.values():
+        path.write_bytes(b"weights")
+    large, small, third = paths["large"], paths["small"], paths["third"]
+    before = all_weights({"large": large, "small": small})
+    assert changed_weights(before, all_weights({"large": large, "third": third})) == []
+    assert changed_weights(before, all_weights({"large": large, "small": third})) == ["small"]
+    assert changed_weights("", before) == []
+    alone = all_weights({"": large})
+    assert alone == weights_of(large)
+    assert changed_weights(alone, all_weights({"": small})) == [""]
+
+
+def test_settings_of_a_model_that_stays_are_fixed_and_others_may_come(tmp_path: Path) -> None:
+    def config_with(**dtypes: str) -> Config:
+        models = [
+            {"name": name, "checkpoint": "smollm2-135m", "model": {"dtype": dtype}}
+            for name, dtype in dtypes.items()
+        ]
+        return build_config({"models": models, "sessions": {"state_dir": str(tmp_path)}}, "")
+
+    before = config_with(a="float32", b="float32")
+    record = LifeRecord("c", b"t", workers_of(before), fixed=fixed_settings(before))
+    assert changed_settings(record, config_with(a="float32", new="float32")) == []
+    assert changed_settings(record, config_with(a="bfloat16", b="float32")) == ["models.a"]

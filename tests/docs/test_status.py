@@ -7,6 +7,7 @@ import re
 from kvrelay.cluster.status import (
     ClusterStatus,
     ControllerStatus,
+    ModelStatus,
     RestartStatus,
     RouterProcessStatus,
     ScalingStatus,
@@ -20,6 +21,7 @@ KINDS = {
     "The cluster": ClusterStatus,
     "A worker": WorkerStatus,
     "Groups of a worker": GroupBlocks,
+    "A model": ModelStatus,
     "A router": RouterProcessStatus,
     "The controller": ControllerStatus,
     "The autoscaler": ScalingStatus,

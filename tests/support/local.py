@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.kvtransfer.store.arena import remove_arenas
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerDown, WorkerUp
+from kvrelay.router.models import ForModel, ModelRouters
+from kvrelay.router.placement.work import RoutingDecision
 from kvrelay.router.router import Router
 from kvrelay.router.status import RouterStatus
 from kvrelay.worker.kv_plan import GIB
@@ -116,33 +118,41 @@ class LocalCluster:
         host_bytes: int = 0,
         disk_bytes: int = 0,
         name: str = "",
+        further: Mapping[str, str | Path] | None = None,
         **tiers: Any,
     ) -> None:
         """`engines`: of the workers of a role, in place of `engine`. `host_bytes`, `disk_bytes`: of
-        every worker. `tiers`: as in TiersSection. Two clusters with the same disk_path continue
-        each other, and two of one `name` may by what is left in host memory."""
+        every worker. `further`: models by name, each with as many workers, named after it; the
+        first model's name is "". `tiers`: as in TiersSection. Two clusters with the same disk_path
+        continue each other, and two of one `name` may by what is left in host memory."""
         self._thread = LoopThread("local-cluster")
         self._name = name or f"local-{os.getpid()}-{next(_numbers)}"
         self._leaves_memory = bool(name)
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
-        self.router = Router(ROUTER, router, clock=time.perf_counter)
+        self._models = {"": model, **(further or {})}
+        routers = {name: Router(ROUTER, router, clock=time.perf_counter) for name in self._models}
+        self.router, self._node = routers[""], ModelRouters(routers)
         self._client = _Client()
         self._ids = itertools.count()
         roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
         tiers |= {"host_gib": host_bytes / GIB, "disk_gib": disk_bytes / GIB}
         self._specs = [
-            WorkerSpec(
-                cluster=self._name,
-                worker=f"{role}-{i if role is Role.PREFILL else i - prefill}",
-                role=role,
-                epoch=1,
-                model_dir=str(model),
-                model=ModelSection(name=str(model), dtype=dtype, device=device),
-                engine=(engines or {}).get(role) or engine or EngineSection(),
-                tiers=TiersSection(**tiers),
-                num_sharing=1,
-                num_peers=len(roles) - 1,
+            (
+                of,
+                WorkerSpec(
+                    cluster=self._name,
+                    worker=f"{role}-{of and f'{of}-'}{i if role is Role.PREFILL else i - prefill}",
+                    role=role,
+                    epoch=1,
+                    model_dir=str(path),
+                    model=ModelSection(name=str(path), dtype=dtype, device=device),
+                    engine=(engines or {}).get(role) or engine or EngineSection(),
+                    tiers=TiersSection(**tiers),
+                    num_sharing=1,
+                    num_peers=len(roles) * len(self._models) - 1,
+                ),
             )
+            for of, path in self._models.items()
             for i, role in enumerate(roles)
         ]
         self._options = BuildOptions(corrupt=corrupt)
@@ -150,8 +160,10 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         try:
-            for spec in self._specs:
-                self.workers[spec.worker] = build_worker(spec, self._options)
+            for model, spec in self._specs:
+                built = build_worker(spec, self._options)
+                info = replace(built.info, model=model)
+                self.workers[spec.worker] = replace(built, info=info)
             self._thread.call(self._start)
         except BaseException:
             self._thread.close()
@@ -175,6 +187,7 @@ class LocalCluster:
         timeout_s: float = 120.0,
         scope: CacheScope = UNSALTED,
         request_id: str | None = None,
+        model: str = "",
     ) -> Future[Completion]:
         """The future's result is the whole answer, or what it failed with."""
         request_id = request_id or f"local-{next(self._ids)}"
@@ -184,7 +197,7 @@ class LocalCluster:
         def begin() -> None:
             completion = Completion(request_id, submitted_at=time.monotonic())
             self._client.waiting[request_id] = (completion, future)
-            self.host.deliver(ROUTER, submit)
+            self.host.deliver(ROUTER, ForModel(model, submit))
 
         self._thread.loop.call_soon_threadsafe(begin)
         return future
@@ -203,9 +216,14 @@ class LocalCluster:
 
         def forget() -> None:
             self._client.waiting.pop(request_id, None)
-            self.host.deliver(ROUTER, Cancel(request_id))
+            for model in self._models:
+                self.host.deliver(ROUTER, ForModel(model, Cancel(request_id)))
 
         self._thread.call(forget)
+
+    def decided(self, request_id: str, model: str) -> tuple[RoutingDecision, ...]:
+        """Where it went, and why, as the router of `model` knows it."""
+        return self._thread.call(lambda: self._node.routers[model].explain(request_id))
 
     def kill(self, worker: NodeId) -> None:
         """It neither hears nor says anything more; the router is told at once, its peers never."""
@@ -229,7 +247,7 @@ class LocalCluster:
         """What is leaked; empty if all is well."""
 
         def look() -> list[str]:
-            nodes: list[Any] = [self.router, *(built.node for built in self.workers.values())]
+            nodes: list[Any] = [self._node, *(built.node for built in self.workers.values())]
             return [line for node in nodes for line in node.check_idle()]
 
         return self._thread.call(look)
@@ -261,7 +279,7 @@ class LocalCluster:
         return self._thread.call(look)
 
     def _start(self) -> None:
-        self.host.add(self.router)
+        self.host.add(self._node)
         self.host.add(self._client)
         for built in self.workers.values():
             node_id = built.node.node_id

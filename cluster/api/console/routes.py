@@ -239,7 +239,7 @@ class Console:
     def __init__(self, ctx: ApiContext) -> None:
         server = {
             "version": VERSION,
-            "models": [ctx.model_name, *ctx.aliases],
+            "models": [*ctx.models],
             "max_model_len": ctx.max_model_len,
             "can_set_role": ctx.set_role is not None,
             "key_required": ctx.tenants.key_required,

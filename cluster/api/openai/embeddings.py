@@ -22,7 +22,6 @@ from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.openai.formats import Format
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan
 from kvrelay.cluster.api.openai.plan import (
-    check_model,
     keep_of,
     priority_of,
     prompt_tokens,
@@ -85,7 +84,6 @@ class EmbeddingRequest(PooledRequest):
 
 async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenant) -> Plan:
     """One silent choice for each text. Raises `ApiError`."""
-    check_model(ctx, request)
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     scope, special = CacheScope(salt_of(request, tenant)), request.add_special_tokens

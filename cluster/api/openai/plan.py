@@ -311,26 +311,10 @@ def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, tuple[in
     return "".join(texts), tuple(offsets)
 
 
-def check_model(ctx: ApiContext, request: ModelRequest) -> None:
-    """Raises `ApiError`."""
-    if request.model not in ("", ctx.model_name, *ctx.aliases):
-        raise unknown_model(ctx, request.model)
-
-
 def _check(ctx: ApiContext, request: GenerationRequest) -> None:
-    check_model(ctx, request)
     check_token_ids(ctx, "logit_bias", request.logit_bias)
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check_token_ids(ctx, name, getattr(request, name) or ())
-
-
-def unknown_model(ctx: ApiContext, name: str) -> ApiError:
-    return ApiError(
-        404,
-        f"The model '{name[:200]}' does not exist; this server has '{ctx.model_name}'",
-        param="model",
-        code="model_not_found",
-    )
 
 
 def room_after(

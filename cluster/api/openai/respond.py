@@ -113,23 +113,24 @@ class GenerateEndpoint(Generic[Request]):
             call.ended_at = clock()
             metrics.requests.labels(self._name, call.outcome).inc()
             metrics.e2e_s.observe(call.ended_at - call.arrived_at)
-            served = self._ctx.calls.ended(call)
+            ctx = self._ctx.models.get(call.model, self._ctx)
+            served = ctx.calls.ended(call)
             if access.is_on:
                 prompt = call.result.prompt if call.result else ()
                 elapsed_s = call.ended_at - call.arrived_at
-                access.write(scope, status, elapsed_s, call.outcome, served, prompt)
+                ctx.access.write(scope, status, elapsed_s, call.outcome, served, prompt)
 
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
+    def _admitted(self, ctx: ApiContext) -> Iterator[None]:
         """A place among those that are served: not before the body has come, which takes as long as
         a client likes."""
-        live, gauge = self._ctx.live, self._ctx.metrics.live_requests
+        gauge, models = ctx.metrics.live_requests, ctx.all
         try:
-            with self._refuse_when_full(), live.take():
-                gauge.set(live.num_taken)
+            with self._refuse_when_full(), ctx.live.take():
+                gauge.set(sum(each.live.num_taken for each in models))
                 yield
         finally:
-            gauge.set(live.num_taken)
+            gauge.set(sum(each.live.num_taken for each in models))
 
     @contextlib.contextmanager
     def _refuse_when_full(self) -> Iterator[None]:
@@ -156,24 +157,26 @@ class GenerateEndpoint(Generic[Request]):
         tenant = caller(self._ctx, http)
         clock = asyncio.get_running_loop().time
         deadline = call.arrived_at + self._ctx.settings.request_timeout_s
-        with self._refuse_when_full():
-            self._ctx.live.check()
+        with self._refuse_when_full():  # by the model with most room: it is not known which
+            min(self._ctx.all, key=lambda each: each.live.num_taken).live.check()
         async with contextlib.AsyncExitStack() as arrived:
             async with self._until(deadline):
                 request, name = await self._asked(http, call, arrived)
-            about = call_of(self._ctx, request, tenant, name)
-            failed = self._ctx.refuse_early(about)
+            ctx = self._ctx.chosen(request.model, tenant)
+            call.model = ctx.model_name
+            about = call_of(ctx, request, tenant, name)
+            failed = ctx.refuse_early(about)
             if failed is not None:
                 raise refused(failed)
-            rates, num_taken = self._ctx.rates, about.num_prompt_tokens
-            with self._admitted():
+            rates, num_taken = ctx.rates, about.num_prompt_tokens
+            with self._admitted(ctx):
                 rates.admit(clock(), tenant, num_taken)
                 try:
                     async with self._until(deadline):
-                        plan = await self._plan(self._ctx, request, tenant)
+                        plan = await self._plan(ctx, request, tenant)
                     await arrived.aclose()
                     plan = replace(plan, call=about.name)
-                    return await self._generate(http, call, send, request, plan, deadline)
+                    return await self._generate(ctx, http, call, send, request, plan, deadline)
                 finally:
                     used = 0 if call.result is None else call.result.usage["total_tokens"]
                     rates.settle(clock(), tenant, num_taken, used)
@@ -194,6 +197,7 @@ class GenerateEndpoint(Generic[Request]):
 
     async def _generate(
         self,
+        ctx: ApiContext,
         http: HttpRequest,
         call: Call,
         send: Send,
@@ -203,8 +207,8 @@ class GenerateEndpoint(Generic[Request]):
     ) -> str:
         clock = asyncio.get_running_loop().time
         assert call.received_at is not None
-        generation = Generation(self._ctx, plan, call.request_id, call.received_at, deadline)
-        format = self._format(self._ctx, plan, request, call.request_id)
+        generation = Generation(ctx, plan, call.request_id, call.received_at, deadline)
+        format = self._format(ctx, plan, request, call.request_id)
         call.submitted_at = clock()
         headers = self._ctx.rates.headers(clock(), plan.tenant)
         try:

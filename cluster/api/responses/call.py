@@ -118,6 +118,7 @@ class ResponseCall:
         self.chat: ResponsesChat  # once it is prepared, as are the next two
         self._name: bytes  # the call's
         self._num_bytes: int  # that the model is to read, all together
+        self.model = kept.ctx.chosen(request.model, tenant)  # raises ApiError
 
     async def prepare(self, body: bytes) -> None:
         """Reads back what came before. body: what is asked. Raises `ApiError`."""

@@ -106,7 +106,7 @@ class Responses:
                 async with held_body(self._ctx, http) as body:
                     call = await self.read(body, tenant, response_id)
                     with renamed(CHAT_NAMES):
-                        tokens = (await chat_prompt(self._ctx, call.chat)).tokens
+                        tokens = (await chat_prompt(call.model, call.chat)).tokens
         except ClientDisconnect:
             return Response(status_code=400)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
@@ -175,7 +175,7 @@ class Responses:
         mine = [each for each in self._background.values() if each.tenant == call.tenant.name]
         if len(mine) >= MAX_BACKGROUND:
             raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
-        model, response_id = self._ctx.model_name, call.response_id
+        model, response_id = call.model.model_name, call.response_id
         response = begun(call.request, model, response_id, "in_progress")
         running = Background(self._ctx, call, scope, call.tenant.name)
         self._background[response_id] = running
@@ -214,7 +214,9 @@ class Compaction:
             instructions=asked.instructions,
             previous_response_id=asked.previous_response_id,
             prompt_cache_key=asked.prompt_cache_key,
-            max_output_tokens=max(1, ctx.max_model_len // COMPACT_SHARE),
+            max_output_tokens=max(
+                1, ctx.chosen(asked.model, tenant).max_model_len // COMPACT_SHARE
+            ),
             store=False,
             truncation="auto",
         )

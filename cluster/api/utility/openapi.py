@@ -154,11 +154,10 @@ def _answers(generates: bool) -> dict[str, Any]:
 
 
 def document_routes(ctx: ApiContext) -> list[Route]:
-    names = ctx.model_name, *ctx.aliases
 
     @cache  # made once: the schemas take 0.1 s
     def made(app: Starlette) -> tuple[dict[str, Any], str]:
-        described = document(app.routes, names)
+        described = document(app.routes, tuple(ctx.models))
         return described, page(app.routes, described)
 
     async def openapi(http: Request) -> Response:

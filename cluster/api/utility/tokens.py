@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.incoming import check_token_ids, held_body, utility_call
-from kvrelay.cluster.api.openai.plan import CHARS_PER_TOKEN, chat_prompt, text_tokens, unknown_model
+from kvrelay.cluster.api.openai.plan import CHARS_PER_TOKEN, chat_prompt, text_tokens
 from kvrelay.cluster.api.openai.schema import ChatRequest, parse
 from kvrelay.cluster.api.parameters import TOKENIZE
 
@@ -59,10 +59,10 @@ class _Tokens:
 
     async def tokenize(self, http: Request) -> Response:
         ctx = self._ctx
-        with utility_call(ctx, http):
+        with utility_call(ctx, http) as tenant:
             async with held_body(ctx, http) as body:
                 request = await ctx.in_thread(len(body), parse, TokenizeRequest, body)
-                self._check(request.model)
+                ctx = ctx.chosen(request.model, tenant)
                 if request.prompt is not None:
                     special = request.add_special_tokens
                     tokens = await text_tokens(
@@ -73,37 +73,35 @@ class _Tokens:
                     chat = await ctx.in_thread(len(body), _chat, body, named)
                     tokens = (await chat_prompt(ctx, chat)).tokens
             return await ctx.in_thread(
-                CHARS_PER_TOKEN * len(tokens), self._answer, tokens, request.return_token_strs
+                CHARS_PER_TOKEN * len(tokens), _answer, ctx, tokens, request.return_token_strs
             )
-
-    def _answer(self, tokens: list[int], return_token_strs: bool) -> Response:
-        answer: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": self._ctx.max_model_len,
-            "tokens": tokens,
-            "token_strs": None,
-        }
-        if return_token_strs:
-            answer["token_strs"] = list(map(self._ctx.tokenizer.token_str, tokens))
-        return JSONResponse(answer)
 
     async def detokenize(self, http: Request) -> Response:
         ctx = self._ctx
-        with utility_call(ctx, http):
+        with utility_call(ctx, http) as tenant:
             async with held_body(ctx, http) as body:
                 request = await ctx.in_thread(len(body), parse, DetokenizeRequest, body)
-            self._check(request.model)
-            return await ctx.in_thread(CHARS_PER_TOKEN * len(request.tokens), self._text, request)
+            ctx = ctx.chosen(request.model, tenant)
+            return await ctx.in_thread(CHARS_PER_TOKEN * len(request.tokens), _text, ctx, request)
 
-    def _text(self, request: DetokenizeRequest) -> Response:
-        """Raises `ApiError`."""
-        check_token_ids(self._ctx, "tokens", request.tokens)
-        text = self._ctx.tokenizer.decode(request.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text})
 
-    def _check(self, model: str | None) -> None:
-        if model not in (None, self._ctx.model_name, *self._ctx.aliases):
-            raise unknown_model(self._ctx, str(model))
+def _answer(ctx: ApiContext, tokens: list[int], return_token_strs: bool) -> Response:
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": ctx.max_model_len,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if return_token_strs:
+        answer["token_strs"] = list(map(ctx.tokenizer.token_str, tokens))
+    return JSONResponse(answer)
+
+
+def _text(ctx: ApiContext, request: DetokenizeRequest) -> Response:
+    """Raises `ApiError`."""
+    check_token_ids(ctx, "tokens", request.tokens)
+    text = ctx.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return JSONResponse({"prompt": text})
 
 
 def _chat(body: bytes, model: str | None) -> ChatRequest:

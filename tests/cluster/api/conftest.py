@@ -161,17 +161,17 @@ def serve(
     sock: socket.socket | None = None,
     context: dict[str, Any] | None = None,
     real_router: Any = None,
+    further: Callable[[ApiContext], None] = lambda ctx: None,
     **options: Any,
 ) -> Iterator[Served]:
-    """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: as
-    `RealRouter`, instead of a fake one; `options`: of `serve_app`."""
+    """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: in place of a fake
+    one; `further`: adds models; `options`: of `serve_app`."""
     answer = [*tokenizer.encode(ANSWER), tokenizer.eos_token_ids[0]]
     router: Any = real_router or FakeRouter(answer=lambda submit: answer)
     client = router.client = RouterClient("api-0", "router-0", router.deliver)
     router.reply = lambda message: client.receive(asyncio.get_running_loop().time(), message)
     registry = CollectorRegistry()
-    audits: list[Any] = []
-    health: list[Any] = [True, {}]
+    audits, health = list[Any](), list[Any]([True, {}])
 
     async def audit() -> dict[str, Any]:
         return audits.pop(0) if audits else AUDIT
@@ -190,6 +190,7 @@ def serve(
         **(context or {}),
     )
     ClusterCollector(registry, ctx.status)
+    further(ctx)
     sock = sock or bind_socket("127.0.0.1", 0)
     port = sock.getsockname()[1]
     ready = threading.Event()
@@ -199,9 +200,8 @@ def serve(
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
-        app = create_app(ctx)
         await serve_app(
-            app,
+            create_app(ctx),
             "127.0.0.1",
             port,
             sock=sock,
@@ -214,8 +214,7 @@ def serve(
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     assert ready.wait(20)
-    url = f"http://127.0.0.1:{port}"
-    http = httpx.Client(base_url=url, timeout=20)
+    http = httpx.Client(base_url=(url := f"http://127.0.0.1:{port}"), timeout=20)
     served = Served(url, port, router, client, ctx, health, audits, http, stop[0])
     try:
         yield served

@@ -73,8 +73,7 @@ class ControlledWorld:
 
     @property
     def provider(self) -> Any:
-        assert self.controller.scaling is not None
-        return self.controller.scaling.fleet
+        return self.controller.scaling[""].fleet
 
     def take_all_places(self) -> None:
         self.say(MachinesChanged(()))
@@ -320,8 +319,7 @@ def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None
     world.pass_time(2 * SCALING.tick_s)
     (start,) = world.of(StartWorker)
     assert start.role is Role.DECODE
-    assert world.controller.scaling is not None
-    view = world.controller.scaling.view()
+    view = world.controller.scaling[""].view()
     woke = [each for each in view.decisions if each["starts"]]
     assert [each["reason"] for each in woke] == ["wake"]
     assert woke[0]["at_s"] > 1e9  # by the wall's clock
@@ -335,8 +333,7 @@ def test_reports_of_routers_that_are_gone_do_not_make_measurements_old() -> None
         seen = RouterSeen("router-0", 0.0, {}, {}, 0, 0, 0, 0)
         world.say(ScalingReport(seen, ()))
         world.pass_time(1.0)
-    assert world.controller.scaling is not None
-    assert world.controller.scaling.view().reason == "idle"
+    assert world.controller.scaling[""].view().reason == "idle"
 
 
 def test_machines_are_asked_for_once_for_each_number() -> None:

@@ -33,9 +33,8 @@ def world() -> ControlledWorld:
 
 
 def view(world: ControlledWorld) -> dict[str, Any]:
-    assert world.controller.scaling is not None
     plain: dict[str, Any] = msgspec.json.decode(
-        msgspec.json.encode(world.controller.scaling.view())
+        msgspec.json.encode(world.controller.scaling[""].view())
     )
     return plain
 
