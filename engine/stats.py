@@ -50,6 +50,7 @@ class WorkerInfo:
     cores: str = ""  # the machine on whose cores it computes, beside others; "": it has its own
     # Windows of the groups of layers, where any has one (`engine.kv.window`); 0: all is read.
     group_windows: tuple[int, ...] = ()
+    serves_adapters: bool = False
 
     @property
     def row_blocks(self) -> int:
