@@ -61,6 +61,8 @@ class EngineSection(Section, frozen=True):
     # longer than it should if that is more; ten times this before steps were measured; 0: never
     step_timeout_s: Seconds = 30.0
     max_failed_steps: Positive = 3  # health checks in a row; then a worker ends
+    # bytes of adapters that a worker holds; the last ones used stay
+    adapter_bytes: Count = 1 << 30
     # folder for the stacks, and the GPU's state, of workers that end because a step hangs; "": none
     core_dumps: Annotated[str, matching("|[/~].*", "an absolute path")] = ""
     # CPU threads per worker; 0: all cores, which the workers of a machine share
@@ -134,6 +136,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     retention: Retention = DEFAULT_RETENTION  # where a request does not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
     cores: str = ""  # as in WorkerInfo
+    serves_adapters: bool = False
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
@@ -168,6 +171,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
+            serves_adapters=self.serves_adapters,
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
         )

@@ -28,6 +28,7 @@ LEFT_OUT = {
     Refusal.BLOCK_TABLE: "block_table_fault",
     Refusal.SAMPLING: "sampling_fault",
     Refusal.GRAMMAR: "grammar_fault",
+    Refusal.ADAPTER: "adapter_fault",
     Refusal.INVALID_TOKENS: "request_fault",
 }
 """Counters of sequences that were left out of a step, by why."""
@@ -105,6 +106,7 @@ class EngineCore:
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
             num_held=work.num_held,
+            adapter=work.adapter,
         )
         # A router's hashes are trusted: they only decide what requests of this router share. Their
         # number is checked.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
@@ -27,6 +28,7 @@ class WorkRequest:
     fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
     block_hashes: bytes = b""  # packed, for the full blocks of `tokens`: hashed only once
     num_held: int = 0  # tokens that need not be computed, as far as the router knows
+    adapter: Adapter | None = None  # its digest is in `scope` already
 
 
 @dataclass(frozen=True, slots=True)

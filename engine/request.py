@@ -33,6 +33,7 @@ class Refusal(StrEnum):
     WORKER_FAILED = "worker_failed"  # likewise
     UNENCODABLE = "unencodable"  # some value of it does not fit into a message
     GRAMMAR = "grammar_failed"  # the request's; it would fail anywhere
+    ADAPTER = "adapter_failed"  # the request's: its adapter cannot be loaded
     INVALID_TOKENS = "invalid_tokens"  # the request's: the model has no such token ids
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
@@ -42,6 +43,7 @@ class Sequence:
     arrived_at: float
     chain: BlockChain
     retention: Retention
+    adapter: Adapter | None = None
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
     block_ids: list[int] = field(default_factory=list)

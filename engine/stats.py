@@ -51,6 +51,7 @@ class WorkerInfo:
     # Windows of the groups of layers, where any has one (`engine.kv.window`); 0: all is read.
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
+    serves_adapters: bool = False
 
     @property
     def row_blocks(self) -> int:

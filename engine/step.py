@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
 HEALTH_CHECK = "health check"  # in place of a request id
@@ -42,6 +43,7 @@ class ScheduledSeq:
     # Index of the same sequence in the step before, if that one still runs: the token that it
     # samples there is the input here, in place of the one in `tokens`. None: `tokens` are known.
     follows: int | None = None
+    adapter: Adapter | None = None
 
     @property
     def output_positions(self) -> range:
@@ -149,8 +151,10 @@ class StepDone:
     unsampled: dict[int, str] = field(default_factory=dict)  # no token could be drawn for it
     ungrammatical: dict[int, str] = field(default_factory=dict)  # failed by its own grammar
     invalid: dict[int, str] = field(default_factory=dict)  # failed by token ids of its own
-    # Index of sequences that are to come again, for their grammars still compile.
+    # Index of sequences that are to come again, for their grammars still compile, or their adapters
+    # are still loaded.
     waiting: frozenset[int] = frozenset()
+    unadapted: dict[int, str] = field(default_factory=dict)  # whose adapter cannot be loaded
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)
@@ -163,6 +167,8 @@ class StepDone:
             return Refusal.SAMPLING, self.unsampled[index]
         if index in self.invalid:
             return Refusal.INVALID_TOKENS, self.invalid[index]
+        if index in self.unadapted:
+            return Refusal.ADAPTER, self.unadapted[index]
         why = self.ungrammatical.get(index)
         return None if why is None else (Refusal.GRAMMAR, why)
 

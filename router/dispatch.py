@@ -217,6 +217,13 @@ class Dispatcher:
         cut = clamp_max_tokens(record.num_prompt_tokens, record.sampling.max_tokens, self._shapes)
         if isinstance(cut, Rejection):
             return cut
+        unfit = next((info for info in self._shapes if not info.serves_adapters), None)
+        if record.submit.adapter is not None and unfit is not None:
+            return Rejection(
+                Refusal.ADAPTER,
+                f"{unfit.worker} serves no adapters: on a GPU, with tensor parallelism and in"
+                " earlier versions they are not computed",
+            )
         record.clamp(cut)
         record.fits = self._shapes
         return None
@@ -455,7 +462,8 @@ class Dispatcher:
         """Workers have come or gone."""
         infos = [e.info for fleet in self._fleets.values() for e in fleet]
         self._kinds = {(i.fingerprint, i.block_size): i for i in infos}
-        shapes = {(i.max_model_len, i.num_blocks, i.block_size): i for i in infos}
+        kept = ((i.max_model_len, i.num_blocks, i.block_size, i.serves_adapters) for i in infos)
+        shapes = dict(zip(kept, infos, strict=True))
         self._shapes = list(shapes.values())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.node import NodeId
@@ -59,6 +60,12 @@ class Submit:
     tenant: str = ""
     share: TenantShare = TenantShare()
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do
+    adapter: Adapter | None = None  # with which it is computed
+
+    @property
+    def kv_scope(self) -> CacheScope:
+        """Who may share its KV."""
+        return self.scope.with_adapter(self.adapter)
 
 
 @dataclass(frozen=True, slots=True)

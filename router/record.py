@@ -257,7 +257,7 @@ class RequestRecord:
         key = (info.fingerprint, info.block_size)
         chain = self._chains.get(key)
         if chain is None:
-            scope = self.submit.scope
+            scope = self.submit.kv_scope
             chain = self._chains[key] = BlockChain(info.fingerprint, scope, info.block_size)
         return chain
 
@@ -336,7 +336,8 @@ def dispatch_messages(
         "num_prompt_tokens": record.num_prompt_tokens,
         "sampling": record.sampling,
         "timeout_s": timeout_s,
-        "scope": record.submit.scope,
+        "scope": record.submit.kv_scope,
+        "adapter": record.submit.adapter,
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
         "num_held": record.num_held(attempt),
     }

@@ -322,7 +322,13 @@ class Router:
                 requests.retry(now, record, cause, detail, gone=endpoint, blamed=endpoint)
             case Refusal.DUPLICATE:  # a repeated message: it has this attempt already, or a later
                 self._probe(now, record, attempt)
-            case Refusal.DEADLINE | Refusal.GRAMMAR | Refusal.INVALID_TOKENS | Refusal.UNENCODABLE:
+            case (
+                Refusal.DEADLINE
+                | Refusal.GRAMMAR
+                | Refusal.ADAPTER
+                | Refusal.INVALID_TOKENS
+                | Refusal.UNENCODABLE
+            ):
                 requests.fail(record, Rejection(refused.reason, detail))
             case Refusal.NEVER_FITS | Refusal.CONTEXT_LENGTH if from_decode:
                 requests.fail(record, Rejection(refused.reason, detail))

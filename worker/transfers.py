@@ -237,6 +237,7 @@ def worker_config(
         retention=Retention(spec.tiers.retention_s),
         disk_after_s=spec.tiers.disk_after_s,
         cores="" if spec.on_gpu else spec.machine,
+        serves_adapters=not spec.on_gpu and spec.engine.tensor_parallel_size == 1,
         left_reads_s=spec.left_reads_s,
         reads_left_kv=spec.num_peers > 0 and bool(spec.tiers.host_gib),
     )

@@ -35,6 +35,7 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.WORKER_FAILED: (503, "service_unavailable_error"),
     Refusal.UNENCODABLE: (400, "invalid_request_error"),
     Refusal.GRAMMAR: (400, "invalid_request_error"),
+    Refusal.ADAPTER: (400, "invalid_request_error"),
     Refusal.INVALID_TOKENS: (400, "invalid_request_error"),
 }
 _SESSION_STATUS: dict[SessionRefusal, tuple[int, str]] = {

@@ -4,7 +4,8 @@ hash(block) = BLAKE2b-128(parent hash + token ids, key = fingerprint); the first
 the root of (fingerprint, tenant salt). Equal hashes mean equal model, layout, tenant and tokens up
 to the end of the block. Where a prompt begins with a public region, its blocks have the root
 without a salt, and the tenant's salt goes into the chain behind them. KV that may be approximate
-has another root than exact KV, in public regions too, so that the two never meet.
+has another root than exact KV, in public regions too, so that the two never meet. What is computed
+with an adapter has that in its salt (`CacheScope.with_adapter`).
 
 Where layers are in groups (`engine.kv.window`), such a hash names the block of the first group; the
 block of another group that holds KV of these tokens is named after it (`group_hash`).
@@ -23,6 +24,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.native import NativeBuildError, declarations, load
 
 SOURCE = Path(__file__).parents[1] / "c" / "block_chain.c"
@@ -48,6 +50,14 @@ class CacheScope:
     @property
     def public_salt(self) -> bytes:
         return APPROXIMATE if self.is_approximate else b""
+
+    def with_adapter(self, adapter: Adapter | None) -> CacheScope:
+        """What is computed with an adapter is shared with nothing that is not: a digest of all its
+        bytes is part of the salt. No region of it is public."""
+        if adapter is None:
+            return self
+        salt = blake2b(self.salt, digest_size=32, key=adapter.digest, person=b"kvrelay-adapter")
+        return CacheScope(self.public_salt + salt.digest())
 
 
 UNSALTED = CacheScope()

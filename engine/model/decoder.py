@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.batch import AdaptedRows, Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.recurrence import DeltaRows
@@ -29,6 +29,7 @@ class Decoder:
         self._ops = ops
         self._growth: torch.Tensor | None = None  # what this step's queries grow by, [N, 1]
         self._inputs: torch.Tensor | None = None  # [num_layers, N, layer_inputs]
+        self._adapted: tuple[AdaptedRows, ...] = ()  # rows of this step with adapters
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits of `batch.sample_rows`, float32 [R, vocab_size], valid until the next call."""
@@ -39,6 +40,7 @@ class Decoder:
         the next call."""
         ops, weights = self._ops, self._weights
         ops.begin(batch)
+        self._adapted = batch.adapted
         self._growth = self._growth_of(batch)
         hidden = ops.embed(weights.table, batch.tokens)  # [N, hidden_size]
         if self._config.embed_scale != 1.0:
@@ -73,7 +75,9 @@ class Decoder:
                 hidden, is_whole = hidden.index_select(0, rows), True
                 if self._inputs is not None:
                     self._inputs = self._inputs.index_select(1, rows)
-                self._ops.begin(batch.sampled())
+                batch = batch.sampled()
+                self._ops.begin(batch)
+                self._adapted = batch.adapted
         return hidden if is_whole else hidden.index_select(0, rows)
 
     def _attend(
@@ -86,14 +90,14 @@ class Decoder:
         ops = self._ops
         x = ops.rms_norm(hidden, layer.input_norm)
         if isinstance(attention, AttentionWeights):
-            qkv = ops.linear(x, attention.qkv)  # [N, (num_heads + 2 * num_kv_heads) * head_dim]
+            qkv = self._linear(x, attention.qkv)  # [N, (num_heads + 2 * num_kv_heads) * head_dim]
             q_norm, k_norm = attention.q_norm, attention.k_norm
             if self._config.changes_queries:
                 q_norm, k_norm = self._change_queries(qkv, q_norm, k_norm, index)
             ops.rope_write(qkv, index, q_norm, k_norm)
             attended = ops.attention(qkv, index, attention.sinks)  # [N, num_heads * head_dim]
             if attention.gate is not None:
-                attended = ops.gate(attended, ops.linear(x, attention.gate))
+                attended = ops.gate(attended, self._linear(x, attention.gate))
         elif isinstance(attention, LatentWeights):
             attended = self._attend_latents(x, attention, index)
         else:
@@ -117,7 +121,7 @@ class Decoder:
     def _end(self, hidden: torch.Tensor, layer: LayerWeights, index: int) -> None:
         if layer.inputs is not None:
             assert self._inputs is not None
-            gate = self._ops.linear(hidden, layer.inputs.gate)
+            gate = self._linear(hidden, layer.inputs.gate)
             x = self._ops.activated(gate, self._inputs[index])
             self._add(hidden, x, layer.inputs.project, layer.inputs.norm)
         if layer.scale != 1.0:
@@ -157,13 +161,13 @@ class Decoder:
         are not expanded."""
         ops, latent = self._ops, self._config.latent
         assert latent is not None
-        compressed = ops.linear(x, layer.compress)  # [N, (q_rank) + rank + rope_dim]
+        compressed = self._linear(x, layer.compress)  # [N, (q_rank) + rank + rope_dim]
         if latent.scale != 1.0:
             compressed[:, : (latent.q_rank or 0) + latent.rank] *= latent.scale
         kv = compressed[:, latent.q_rank or 0 :].contiguous()
         if layer.q_norm is not None:
             x = ops.rms_norm(compressed[:, : latent.q_rank].contiguous(), layer.q_norm)
-        queries = ops.linear(x, layer.queries)  # [N, num_heads * (nope_dim + rope_dim)]
+        queries = self._linear(x, layer.queries)  # [N, num_heads * (nope_dim + rope_dim)]
         if self._growth is not None:
             queries = queries * self._growth.to(queries.dtype)
         queries = queries.view(len(x), -1, latent.nope_dim + latent.rope_dim)
@@ -181,7 +185,7 @@ class Decoder:
         """What a recurrent layer has in place of attention: [N, in] of its output projection."""
         ops, shape = self._ops, self._config.recurrent
         assert shape is not None
-        rows = ops.linear(x, layer.project)
+        rows = self._linear(x, layer.project)
         if shape.kind == SHORT_CONVOLUTION:
             before, after, x = rows.chunk(3, dim=1)
             return ops.convolve(before * x, layer, index, silu=False).mul_(after)
@@ -192,8 +196,8 @@ class Decoder:
             beta = rows[:, channels + shape.width :][:, : shape.num_heads]
         else:
             beta, (low_decay, low_gate) = decay, rows[:, channels:numbers].chunk(2, dim=1)
-            decay = ops.linear(low_decay, layer.decay_up)
-            gate = ops.linear(low_gate, layer.gate_up)
+            decay = self._linear(low_decay, layer.decay_up)
+            gate = self._linear(low_gate, layer.gate_up)
         qkv = ops.convolve(qkv, layer, index, silu=True)
         said = ops.delta_rule(DeltaRows(qkv, decay, beta), layer, index)
         return ops.gated_norm(said, gate, layer.norm)
@@ -206,9 +210,9 @@ class Decoder:
         if layer.experts is not None:
             self._ops.add_experts(hidden, x, layer.experts)
         if layer.mlp is not None:
-            gated = self._ops.gated(x, layer.mlp.gate_up)
+            gated = self._gated(x, layer.mlp.gate_up)
             if layer.mlp.gate is not None:
-                gated = self._ops.gate(gated, self._ops.linear(x, layer.mlp.gate))
+                gated = self._ops.gate(gated, self._linear(x, layer.mlp.gate))
             self._add(hidden, gated, layer.mlp.down, layer.mlp_out_norm)
 
     def _feed_forward_beside(
@@ -222,8 +226,8 @@ class Decoder:
         ops, mlp = self._ops, layer.mlp
         assert mlp is not None
         assert layer.mlp_out_norm is not None
-        gated = ops.gated(ops.rms_norm(hidden, layer.mlp_norm), mlp.gate_up)
-        out = ops.rms_norm(ops.linear(gated, mlp.down), norms.mlp_output).clone()
+        gated = self._gated(ops.rms_norm(hidden, layer.mlp_norm), mlp.gate_up)
+        out = ops.rms_norm(self._linear(gated, mlp.down), norms.mlp_output).clone()
         routed, made = ops.rms_norm(hidden, norms.router).clone(), torch.zeros_like(hidden)
         ops.add_experts(made, ops.rms_norm(hidden, norms.input), experts, routed)
         out += ops.rms_norm(made, norms.output)
@@ -234,5 +238,26 @@ class Decoder:
     ) -> None:
         if norm is None:
             self._ops.add_linear(hidden, x, matrix)
+            self._add_adapters(hidden, x, matrix)
         else:
-            hidden += self._ops.rms_norm(self._ops.linear(x, matrix), norm)
+            hidden += self._ops.rms_norm(self._linear(x, matrix), norm)
+
+    def _linear(self, x: torch.Tensor, matrix: object) -> torch.Tensor:
+        out = self._ops.linear(x, matrix)
+        self._add_adapters(out, x, matrix)
+        return out
+
+    def _gated(self, x: torch.Tensor, matrix: object) -> torch.Tensor:
+        widths = (each.adapter.by_matrix.get(id(matrix)) for each in self._adapted)
+        width = next((low_rank.width for low_rank in widths if low_rank is not None), 0)
+        if not width:
+            return self._ops.gated(x, matrix)
+        added = x.new_zeros(len(x), width)
+        self._add_adapters(added, x, matrix)
+        return self._ops.gated(x, matrix, added)
+
+    def _add_adapters(self, out: torch.Tensor, x: torch.Tensor, matrix: object) -> None:
+        for each in self._adapted:
+            low_rank = each.adapter.by_matrix.get(id(matrix))
+            if low_rank is not None:
+                self._ops.add_low_rank(out[each.rows], x[each.rows], low_rank)

@@ -9,6 +9,7 @@ long contexts; `begin` sets the batch of the following calls.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -85,9 +86,22 @@ class Ops(Protocol):
         """hidden [n, out] += x [n, in] @ matrix."""
         ...
 
-    def gated(self, x: torch.Tensor, matrix: Any) -> torch.Tensor:
+    def gated(
+        self, x: torch.Tensor, matrix: Any, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[n, in] -> [n, width]: activation(x @ gate) * (x @ up), with the model's activation; one
-        that has no gate is activation(x @ up)."""
+        that has no gate is activation(x @ up). added: to the products, before the activation, as
+        `add_low_rank` has left it."""
+        ...
+
+    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> Any:
+        """Prepare what an adapter adds to the product with a matrix [out, in]: down [rank, in] and
+        up [out, rank]; is_gated: to one for `gated`. It has a size (`nbytes`),
+        and a `width`: columns of what it is added to. May be called while others compute."""
+        ...
+
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: Any) -> None:
+        """out [n, out] += (x [n, in] @ down) @ up; out of a gated matrix becomes `added`."""
         ...
 
     def activated(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -198,6 +212,22 @@ class Ops(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds, as plain tensors."""
+
+    down: torch.Tensor  # [rank, in]
+    up: torch.Tensor  # [out, rank]
+
+    @property
+    def width(self) -> int:
+        return len(self.up)
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
+
+
 class TensorOps:
     """What sets have in common that keep weights as plain tensors of one device."""
 
@@ -223,6 +253,12 @@ class TensorOps:
 
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)
+
+    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
+        return LowRank(self.table(down), self.table(up))
+
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
+        out += F.linear(F.linear(x, low_rank.down), low_rank.up)
 
     def qkv(self, weight: torch.Tensor, bias: torch.Tensor | None, layer: int) -> Any:
         return self.matrix(weight, bias, "qkv")

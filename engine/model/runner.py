@@ -7,9 +7,10 @@ from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvrelay.engine.adapters import Adapter, AdapterError
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
-from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.adapters import Adapters
+from kvrelay.engine.model.batch import Batch, Guard, Limits, LoadedAdapter, by_adapter
+from kvrelay.engine.model.checkpoint.adapter import load_adapter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig, with_window
@@ -118,6 +122,9 @@ class ModelRunner:
                     self._decode = ops.decode(weights, self._limits)
                 self._steps = self._gpu_steps(own, progress)
         self._guard = Guard(self._limits)
+        self.adapters = Adapters(
+            partial(self._load_adapter, model_dir, ops, weights), engine.adapter_bytes
+        )
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
@@ -126,6 +133,21 @@ class ModelRunner:
     def verifies_drafts(self) -> bool:
         """Whether draft tokens are looked at: not where each layer is a call of its own."""
         return self._decode is not None or self._steps is not None
+
+    def _load_adapter(
+        self, model_dir: Path, ops: Ops, weights: Weights, adapter: Adapter
+    ) -> LoadedAdapter:
+        """Runs beside steps. Raises AdapterError."""
+        if self._member is not None or self._steps is not None:
+            raise AdapterError(
+                f"{adapter.source}: adapters are computed by workers of one process on a CPU, not"
+                " on a GPU or with engine.tensor_parallel_size above 1"
+            )
+        try:
+            with torch.inference_mode():
+                return load_adapter(adapter, model_dir, self.config, ops, weights)
+        except ModelError as error:
+            raise AdapterError(f"{adapter.source}: {error}") from error
 
     def _weights(self, path: Path, ops: Ops, progress: Callable[[str], None]) -> Weights:
         """Those that the process it was forked from has kept, or loaded."""
@@ -167,7 +189,8 @@ class ModelRunner:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is left out, and its
         error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
-        in `ungrammatical`, and one for which no token can be drawn in `unsampled`."""
+        in `ungrammatical`, one without its adapter in
+        `waiting` or `unadapted`, and one for which no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs = len(step.seqs)
@@ -178,25 +201,29 @@ class ModelRunner:
             waiting, masks_of = self.grammars.not_ready(step.seqs), self.grammars.masks
             ungrammatical = self.grammars.follow(step.seqs, waiting)
         unchecked = failed | invalid
-        left_out = {*unchecked, *ungrammatical, *waiting}
+        away, unadapted = self.adapters.choose(step.seqs)
+        waiting |= away
+        left_out = {*unchecked, *ungrammatical, *waiting, *unadapted}
         if len(left_out) > len(unchecked) and self._member is not None:  # other ranks know none
             seqs = [*step.seqs]
             for index in (*ungrammatical, *waiting):
                 seqs[index] = replace(seqs[index], sampling=GREEDY)
-            step, left_out = replace(step, seqs=seqs), {*unchecked}
-        kept = [index for index in range(num_seqs) if index not in left_out]
-        if len(kept) < num_seqs:
+            step, left_out = replace(step, seqs=seqs), {*unchecked, *unadapted}
+        kept = by_adapter(step.seqs, (i for i in range(num_seqs) if i not in left_out))
+        if kept != [*range(num_seqs)]:
             checked = (index for index in range(num_seqs) if index not in unchecked)
             by_index = dict(zip(checked, tables, strict=True))
             tables = [by_index[index] for index in kept]
-            step = Step(step.step_id, [step.seqs[index] for index in kept])
+            repeats = step.repeats if len(kept) == num_seqs else 1
+            step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
+        adapters = self.adapters.loaded(step.seqs)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
         with torch.inference_mode():
             if step.seqs and self._steps is not None:
                 sampled, outputs = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
-                sampled, outputs = self._run(step, tables, masks_of)
+                sampled, outputs = self._run(step, tables, masks_of, adapters)
                 if self.device.type == "cuda":  # blocks are complete when this returns
                     torch.cuda.current_stream(self.device).synchronize()
         if masks_of is not None:
@@ -208,7 +235,7 @@ class ModelRunner:
             for index, each in results.items()
             if each is not None and each.token == NO_TOKEN
         }
-        for index in (*unsampled, *ungrammatical, *waiting):
+        for index in (*unsampled, *ungrammatical, *waiting, *unadapted):
             results[index] = None
         return StepDone(
             step.step_id,
@@ -220,17 +247,22 @@ class ModelRunner:
             prompts={kept[index]: each for index, each in outputs.items()},
             invalid=invalid,
             waiting=frozenset(waiting),
+            unadapted=unadapted,
         )
 
     def _run(
-        self, step: Step, tables: list[np.ndarray], masks_of: Masks | None
+        self,
+        step: Step,
+        tables: list[np.ndarray],
+        masks_of: Masks | None,
+        adapters: Mapping[bytes, LoadedAdapter],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Runs the step anywhere but on a GPU."""
         if self._decode is not None:
-            drawn = self._decode.execute(step, tables, masks_of)
+            drawn = self._decode.execute(step, tables, masks_of, adapters)
             if drawn is not None:
                 return [*drawn], {}
-        batch = Batch.from_step(step, self._limits, self.device, tables)
+        batch = Batch.from_step(step, self._limits, self.device, tables, adapters)
 
         def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None

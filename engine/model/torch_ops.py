@@ -94,8 +94,11 @@ class TorchOps(TensorOps):
     def _inputs(self, x: torch.Tensor, bits: int) -> torch.Tensor:
         return round_inputs(x, bits).to(x.dtype) if bits and self._rounds else x
 
-    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return self._gated(self.linear(x, matrix))
+    def gated(
+        self, x: torch.Tensor, matrix: Matrix, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate_up = self.linear(x, matrix)
+        return self._gated(gate_up if added is None else gate_up + added)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()

@@ -188,11 +188,14 @@ class LocalCluster:
         scope: CacheScope = UNSALTED,
         request_id: str | None = None,
         model: str = "",
+        **fields: Any,
     ) -> Future[Completion]:
-        """The future's result is the whole answer, or what it failed with."""
+        """The future's result is the whole answer, or what it failed with. fields: as of Submit."""
         request_id = request_id or f"local-{next(self._ids)}"
         future: Future[Completion] = Future()
-        submit = Submit(request_id, CLIENT, tuple(tokens), sampling, timeout_s, scope=scope)
+        submit = Submit(
+            request_id, CLIENT, tuple(tokens), sampling, timeout_s, scope=scope, **fields
+        )
 
         def begin() -> None:
             completion = Completion(request_id, submitted_at=time.monotonic())

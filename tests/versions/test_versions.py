@@ -55,7 +55,10 @@ POSITIONAL = {
     "ModelConfig.weight_scales": "(matrix, factor): both or none",
     "Decision.flips": "(worker, role): in a log that only its own version replays",
 }
-NOT_SENT = {"Tier": ["orphaned"]}  # values of enums; this one is announced as "host"
+NOT_SENT = {  # values of enums
+    "Tier": ["orphaned"],  # it is announced as "host"
+    "Refusal": ["adapter_failed"],  # only to who has asked for an adapter
+}
 GONE: dict[str, str] = {}  # fields that no version needs: why
 PICKLES = {
     "engine/model/parallel": "ranks of one worker, once they have compared versions",

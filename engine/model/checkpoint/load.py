@@ -245,8 +245,8 @@ class Checkpoint:
         stated, dtype = quantization_of(path, raw), getattr(torch, float_type(raw))
         self.quantized = stated and QuantizedWeights(stated, dtype, self._find)
         self._places = self._found()
-        self._renames = renames_of(self._places)
-        self.is_interleaved = self._renames is MISTRAL  # rotated rows are stored in pairs
+        self.renames = renames_of(self._places)
+        self.is_interleaved = self.renames is MISTRAL  # rotated rows are stored in pairs
 
     def _found(self) -> dict[str, str]:
         """Returns the file that has each tensor."""
@@ -275,7 +275,7 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor, or a matrix that is packed."""
-        name = renamed(name, self._renames)
+        name = renamed(name, self.renames)
         names = [name]
         if self.quantized and name.endswith(".weight"):
             names += [name.removesuffix(".weight") + end for end in PACKED]
@@ -283,7 +283,7 @@ class Checkpoint:
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `name`. Raises ModelError if it is missing or not of `shape`."""
-        name, tensor = renamed(name, self._renames), None
+        name, tensor = renamed(name, self.renames), None
         if self.quantized and name.endswith(".weight"):
             tensor = self.quantized.read(name.removesuffix(".weight"), shape)
         if tensor is None:
@@ -329,7 +329,7 @@ def load_weights(
     scale = dict(config.weight_scales).get("lm_head", 1.0)
     layers = []
     for index in range(config.num_layers):
-        layers.append(_Layer(checkpoint, config, ops, root, index, MODULE_NAMES[last]).load())
+        layers.append(Layer(checkpoint, config, ops, root, index, MODULE_NAMES[last]).load())
         if index % 8 == 7:
             progress(f"loading weights: layer {index + 1} of {config.num_layers}")
     norm = checkpoint.get(f"{root}{last}.weight", config.hidden_size)
@@ -346,7 +346,7 @@ def _norm(weight: torch.Tensor, config: ModelConfig, ops: Ops) -> torch.Tensor:
     return ops.vector(weight.float() + config.norm_offset if config.norm_offset else weight)
 
 
-class _Layer:
+class Layer:
     """The tensors of one layer, by their names within it."""
 
     def __init__(

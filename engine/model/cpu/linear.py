@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.cpu.kernels import constants
@@ -42,6 +43,7 @@ class Matrix:
     data: torch.Tensor
     kind: int
     bias: torch.Tensor | None  # float32
+    number: int = 0  # among those of a set of operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,20 @@ class Experts:
     gate_ups: torch.Tensor  # each [2 * width, hidden_size]
     downs: torch.Tensor  # each [hidden_size, width]
     kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    down: Matrix  # [rank, in]
+    up: Matrix  # [out, rank]; of a gated matrix in the order of its panels
+
+    @property
+    def width(self) -> int:
+        return self.up.rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.down.data.nbytes + self.up.data.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,7 @@ class CpuLinear:
         self._has_gate = activation != ACTIVATIONS["squared_relu"]
         self._buffer = buffer
         self._memory = HugePages()
+        self._num_matrices = 0
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         wide = None if bias is None else owned(bias, torch.float32)
@@ -96,13 +113,18 @@ class CpuLinear:
         kind = self._kind(weight, role)
         return self._packed(weight, None, role, kind, gated=self._has_gate)
 
-    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    def gated(
+        self, x: torch.Tensor, matrix: Matrix, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """added: [n, rows of the `up` of a gated `LowRank`]."""
         if not self._has_gate:
             out = self.linear(x, matrix)
+            if added is not None:
+                out += added
             self._lib.kvr_squared_relu(out.data_ptr(), *out.shape, self._threads)
             return out
         out = self._buffer(matrix.role, len(x), matrix.rows // 2)
-        self._multiply(x, matrix, None, out, activation=self._activation)
+        self._multiply(x, matrix, None, out, activation=self._activation, added=added)
         return out
 
     def exact(self, weight: torch.Tensor, role: str) -> Matrix:
@@ -119,8 +141,33 @@ class CpuLinear:
     ) -> Matrix:
         rows, depth = weight.shape
         packed = self._memory.take(self._lib.kvr_packed_bytes(rows, depth, kind))
-        self._pack_into(packed, weight, kind, gated)
-        return Matrix(role, rows, depth, packed, kind, bias)
+        self._pack_into(packed, weight, kind, gated, self._threads)
+        self._num_matrices += 1
+        return Matrix(role, rows, depth, packed, kind, bias, self._num_matrices - 1)
+
+    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
+        """May be called from any thread, while others compute."""
+        if is_gated and self._has_gate:
+            up = self._in_panels(up)
+        matrices = []
+        for weight in (down, up):
+            kind = self._low_precision or (BF16 if self._bf16 else _exact_kind(weight))
+            packed = torch.zeros(self._lib.kvr_packed_bytes(*weight.shape, kind), dtype=torch.int8)
+            self._pack_into(packed, weight, kind, gated=False, threads=1)
+            rows, depth = weight.shape
+            matrices.append(Matrix("low_rank", rows, depth, packed, kind, None))
+        return LowRank(*matrices)
+
+    def _in_panels(self, weight: torch.Tensor) -> torch.Tensor:
+        """Rows of [gate; up] in the order of a packed gated matrix."""
+        width = self._lib.kvr_vector_width()
+        halves = torch.stack(weight.chunk(2))  # [2, rows, rank]
+        halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % width))
+        return halves.unflatten(1, (-1, width)).transpose(0, 1).flatten(0, 2)
+
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
+        low = self.linear(x, low_rank.down)
+        self._multiply(low, low_rank.up, None, out, keep=True)
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         out = self._buffer(matrix.role, len(x), matrix.rows)
@@ -163,7 +210,7 @@ class CpuLinear:
         return BF16 if self._bf16 else _exact_kind(weight)
 
     def _pack_into(
-        self, packed: torch.Tensor, weight: torch.Tensor, kind: int, gated: bool
+        self, packed: torch.Tensor, weight: torch.Tensor, kind: int, gated: bool, threads: int
     ) -> None:
         rows, depth = weight.shape
         scales = None
@@ -180,7 +227,7 @@ class CpuLinear:
             gated,
             None if scales is None else scales.data_ptr(),
             packed.data_ptr(),
-            self._threads,
+            threads,
         )
 
     def _stack(self, weights: torch.Tensor, kind: int, gated: bool = False) -> torch.Tensor:
@@ -188,7 +235,7 @@ class CpuLinear:
         size = self._lib.kvr_packed_bytes(rows, depth, kind)
         packed = self._memory.take(count * size).view(count, size)
         for index in range(count):
-            self._pack_into(packed[index], weights[index], kind, gated)
+            self._pack_into(packed[index], weights[index], kind, gated, self._threads)
         return packed
 
     def _multiply(
@@ -199,6 +246,7 @@ class CpuLinear:
         out: torch.Tensor,
         keep: bool = False,
         activation: int = 0,
+        added: torch.Tensor | None = None,
     ) -> None:
         assert x.stride(1) == out.stride(1) == 1
         self._lib.kvr_linear(
@@ -214,6 +262,7 @@ class CpuLinear:
             out.stride(0),
             keep,
             activation,
+            None if added is None else added.data_ptr(),
             self._threads,
         )
 

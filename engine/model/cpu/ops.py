@@ -23,6 +23,7 @@ from kvrelay.engine.model.cpu.linear import (
     CpuLinear,
     Experts,
     Heads,
+    LowRank,
     Matrix,
     fastest_kind,
     owned,
@@ -151,8 +152,16 @@ class CpuOps:
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
         self._linear.add_linear(hidden, x, matrix)
 
-    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return self._linear.gated(x, matrix)
+    def gated(
+        self, x: torch.Tensor, matrix: Matrix, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._linear.gated(x, matrix, added)
+
+    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
+        return self._linear.low_rank(down, up, is_gated=is_gated)
+
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
+        self._linear.add_low_rank(out, x, low_rank)
 
     def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         assert logits.is_contiguous()

@@ -30,8 +30,8 @@ def described_matrix(matrix: Matrix | None) -> Any:
     """As long as the matrix lives. None: a matrix that is not there."""
     if matrix is None:
         return _Matrix()
-    bias = address(matrix.bias)
-    return _Matrix(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
+    at, bias = matrix.data.data_ptr(), address(matrix.bias)
+    return _Matrix(at, bias, matrix.rows, matrix.depth, matrix.kind, matrix.number)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -10,13 +10,20 @@ step seen. Torch draws no tokens here: its threads spin for a while where the ke
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.batch import (
+    NO_ADAPTERS,
+    AdaptedRows,
+    Batch,
+    Limits,
+    LoadedAdapter,
+    adapted_rows,
+)
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import constants, structure
@@ -69,6 +76,7 @@ def draw_of(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int, int]
 
 _Experts, _Latent = structure("Experts"), structure("Latent")
 _Layer, _Step = structure("Layer"), structure("Step")
+_LowRank, _AdaptedRows = structure("LowRank"), structure("AdaptedRows")
 ROW_BLOCK_STEP: int = constants.ROW_BLOCK_STEP
 
 
@@ -102,6 +110,7 @@ class CpuStep:
             self._widths = widths(self._layers, self._config, self._recurrent)
         assert hidden.is_contiguous()
         step, rows, count = self._step, len(hidden), len(layers)
+        self._adapted = put_adapters(step, batch.adapted)
         step.hidden, step.rows = hidden.data_ptr(), rows
         buffers = {
             name: self._buffer("step_" + name, rows + step.threads * ROW_BLOCK_STEP, width)
@@ -141,11 +150,34 @@ class CpuStep:
         width = layer.qkv.rows or qkv.shape[1]  # this layer's; those with latents are all alike
         queries = qkv.view(-1)[: step.rows * width].view(-1, width)
         queries = queries.index_select(0, batch.sample_rows)
-        self._attention.begin(batch.sampled())
+        batch = batch.sampled()
+        self._attention.begin(batch)
         self._lib.kvr_attention(layer.attention, queries.data_ptr(), step.attended, layer.pool)
         step.hidden, step.rows = hidden.data_ptr(), len(hidden)
+        self._adapted = put_adapters(step, batch.adapted)
         self._lib.kvr_after_attention(ctypes.addressof(layer), ctypes.addressof(step))
         return hidden
+
+
+def put_adapters(step: Any, adapted: Sequence[AdaptedRows]) -> Any:
+    """Into the kernels' step; returns what has to live as long as it is used."""
+    rows = (_AdaptedRows * len(adapted))()
+    for to, (first, count, adapter) in zip(rows, adapted, strict=True):
+        if adapter.described is None:
+            adapter.described = _described_adapter(adapter)
+        of = adapter.described
+        to.of, to.count, to.first, to.rows = ctypes.addressof(of), len(of), first, count
+    step.adapted, step.num_adapted = ctypes.addressof(rows) if adapted else None, len(adapted)
+    return rows
+
+
+def _described_adapter(adapter: LoadedAdapter) -> ctypes.Array[Any]:
+    count = 1 + max((matrix.number for matrix, _ in adapter.pairs), default=0)
+    described = (_LowRank * count)()
+    for matrix, low_rank in adapter.pairs:
+        to = described[matrix.number]
+        to.down, to.up = described_matrix(low_rank.down), described_matrix(low_rank.up)
+    return described
 
 
 def step_of(config: ModelConfig, library: Any, num_threads: int) -> Any:
@@ -305,7 +337,11 @@ class CpuDecode:
         self._lengths: list[int] = []  # context of each row, in tokens
 
     def execute(
-        self, step: Step, tables: Sequence[np.ndarray], masks_of: Masks | None = None
+        self,
+        step: Step,
+        tables: Sequence[np.ndarray],
+        masks_of: Masks | None = None,
+        adapters: Mapping[bytes, LoadedAdapter] = NO_ADAPTERS,
     ) -> list[Sampled] | None:
         """Up to `step.repeats` passes; none follows one that drew a stop token. `tables`: of the
         sequences, as `Guard.check` gives them. `masks_of`: as `Grammars.masks`, for one pass.
@@ -317,6 +353,8 @@ class CpuDecode:
         count = sum(len(seq.input_tokens) for seq in seqs)
         self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
         self._fill(seqs, tables, count)
+        lengths = [len(seq.input_tokens) for seq in seqs]
+        self._adapted = put_adapters(request.step, adapted_rows(seqs, lengths, adapters))
         at = self._rows["draws"]["mask"][:count]
         at[:] = 0
         if masks_of is not None:

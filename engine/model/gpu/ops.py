@@ -205,8 +205,13 @@ class TritonOps(TensorOps):
         )
         return out
 
-    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return gated(self.linear(x, matrix), self._config.activation)
+    def gated(
+        self, x: torch.Tensor, matrix: Matrix, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate_up = self.linear(x, matrix)
+        if added is not None:
+            gate_up += added
+        return gated(gate_up, self._config.activation)
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
         batch, tables = self._batch, self._rope_of(layer)

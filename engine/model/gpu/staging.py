@@ -8,7 +8,8 @@ of 16 bytes, as vectorized loads want it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ def stage(batch: Batch, device: torch.device) -> Batch:
     """`batch`, made on the host, on `device`."""
     named = ((field.name, getattr(batch, field.name)) for field in fields(batch))
     arrays = {name: each.numpy() for name, each in named if isinstance(each, torch.Tensor)}
-    return Batch(spans=batch.spans, states=batch.states, **stage_arrays(arrays, device))
+    staged: dict[str, Any] = {**stage_arrays(arrays, device)}
+    return replace(batch, **staged)
 
 
 def stage_arrays(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from kvrelay.engine.adapters import Adapter, read_adapter
 from kvrelay.engine.cache_dir import default_cache_dir
-from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.batch import Batch, Limits, LoadedAdapter
+from kvrelay.engine.model.checkpoint.adapter import load_adapter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig
@@ -484,6 +487,11 @@ class Driver:
         with torch.inference_mode():
             weights = load_weights(path, self.config, made, lambda _: None)
         self._decoder = Decoder(self.config, weights, made)
+        self._load = partial(
+            load_adapter, model_dir=path, config=self.config, ops=made, weights=weights
+        )
+        self._adapters: dict[bytes, LoadedAdapter] = {}
+        self.adapter_of: dict[str, Adapter] = {}  # by sequence
         order = torch.Generator().manual_seed(3)
         self._free = torch.randperm(NUM_BLOCKS, generator=order).tolist()
         self._blocks: dict[str, list[int]] = {}
@@ -494,6 +502,12 @@ class Driver:
             self.state_pool = make_states(self.config, torch.nan)
             made.use_states(self.state_pool)
 
+    def adapt(self, name: str, folder: Path) -> None:
+        """Sequence `name` has this adapter from its first token on."""
+        adapter = Adapter(read_adapter(folder).digest, str(folder))
+        self._adapters[adapter.digest] = self._load(adapter)
+        self.adapter_of[name] = adapter
+
     def feed(
         self,
         *parts: tuple[str, list[int]],
@@ -501,7 +515,8 @@ class Driver:
         states: StateSpans | None = None,
     ) -> torch.Tensor:
         """One step over (name, next tokens) pairs: logits after each that is not in `mute`,
-        [R, VOCAB]. states: by default each sequence has a slot of its own."""
+        [R, VOCAB]. Those with adapters come last, by digest. states: by default each sequence has
+        a slot of its own."""
         states = states or self._spans(parts)
         seqs, groups = [], len(self._windows)
         for name, tokens in parts:
@@ -510,7 +525,9 @@ class Driver:
             while len(blocks) // groups * BLOCK_SIZE < start + len(tokens):
                 blocks += [self._free.pop() for _ in range(groups)]
             self._start[name] = start + len(tokens)
-            seqs.append(scheduled(tokens, start, blocks, sample=name not in mute))
+            adapter = self.adapter_of.get(name)
+            shown = name not in mute
+            seqs.append(scheduled(tokens, start, blocks, sample=shown, adapter=adapter))
         limits = Limits(
             NUM_BLOCKS,
             BLOCK_SIZE,
@@ -520,7 +537,8 @@ class Driver:
             num_sinks=self.config.num_sinks,
             group_windows=self._windows,
         )
-        batch = Batch.from_step(Step(0, seqs), limits, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        batch = Batch.from_step(Step(0, seqs), limits, cpu, adapters=self._adapters)
         batch = replace(batch, states=(states,) if states else ())
         with torch.inference_mode():
             return self._decoder.forward(batch).clone()

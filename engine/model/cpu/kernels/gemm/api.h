@@ -13,6 +13,7 @@ typedef struct {
     const float *bias; /* NULL: none */
     int64_t rows, depth;
     int64_t kind;
+    int64_t number; /* among the matrices of a model */
 } Matrix;
 
 /* Floats in a vector register. */
@@ -32,10 +33,11 @@ void kvr_pack(const void *w, int64_t m, int64_t k, int kind, int gated, const ui
 
 /* y = x @ W^T (+ bias). x: [n, k], y: [n, m], float32, rows `ldx` and `ldy` apart. keep: add to y
  * instead of setting it, without a bias. With an activation the matrix is gated, and y is
- * [n, m / 2]. */
+ * [n, m / 2]; added: NULL, or what each of the matrix' results is added to, [n, m] in the order of a
+ * packed gated matrix, m rounded up to whole panels. */
 void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *packed, int kind,
                 int64_t m, const float *bias, float *y, int64_t ldy, int keep, int activation,
-                int threads);
+                const float *added, int threads);
 
 /* A matrix for each head. x: [rows, heads, k], y: [rows, heads, m]; rows are `ldx` and `ldy` apart,
  * heads `x_step` and `y_step`. packed: a matrix [m, k] of each head, one after the other. */

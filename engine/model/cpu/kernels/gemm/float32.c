@@ -186,8 +186,8 @@ void gemm_run(Gemm *t, int threads) {
  * it, without a bias then. Of a gated matrix, with its activation, y is [n, m / 2]. */
 void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *packed, int kind,
                 int64_t m, const float *bias, float *y, int64_t ldy, int keep, int activation,
-                int threads) {
+                const float *added, int threads) {
     Gemm t = {x, y, bias, packed, n, m, k, ldx, ldy, .kind = kind, .keep = keep};
-    t.activation = activation;
+    t.activation = activation, t.added = added;
     gemm_run(&t, threads);
 }

@@ -22,6 +22,9 @@ typedef struct {
     const float *norm; /* x is normed first, by these weights [k]; NULL: it is not. Of low-precision kinds */
     float eps;
     int16_t *converted_y; /* instead of y, [n, converted_width(m / 2)]; of gated BF16_PAIRS and AMX */
+    const float *added;   /* of a gated matrix: what the results of rows from `added_from` on are added to */
+    int64_t added_from;
+    int64_t number; /* of the matrix */
 } Gemm;
 
 INLINE int64_t num_panels(const Gemm *t) { return (t->m + NR - 1) / NR; }
@@ -96,7 +99,12 @@ void fp16_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
 void int16_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
 
 /* activation(gate) * up: of a gated matrix a panel has VL outputs' gates, then what goes through them. */
-INLINE void put_gated(const Gemm *t, int64_t row, int64_t panel, const vf sum[2]) {
+INLINE void put_gated(const Gemm *t, int64_t row, int64_t panel, const vf sums[2]) {
+    vf sum[2] = {sums[0], sums[1]};
+    if (t->added && row >= t->added_from) {
+        const float *added = t->added + ((row - t->added_from) * num_panels(t) + panel) * NR;
+        sum[0] += load(added), sum[1] += load(added + VL);
+    }
     int64_t first = panel * VL, left = t->m / 2 - first;
     float *y = t->y + row * t->ldy + first;
     if (t->converted_y) {

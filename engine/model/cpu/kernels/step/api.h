@@ -53,12 +53,25 @@ typedef struct {
     float scale; /* of what comes out */
 } Layer;
 
+/* What an adapter adds to a matrix' results: up @ (down @ x). */
+typedef struct {
+    Matrix down, up; /* up, of a gated matrix: in the order of its panels; NULL: nothing is added */
+} LowRank;
+
+/* Rows of a step that have an adapter, which changes the first `count` of a model's matrices. */
+typedef struct {
+    const LowRank *of; /* by the matrix' number */
+    int64_t count, first, rows;
+} AdaptedRows;
+
 /* Buffers of `rows` rows each; `norm`, `gated` and `added` have up to ROW_BLOCK_STEP more for each
  * thread. `projected`: of a recurrent layer, its projection of all rows, then their decays. */
 typedef struct {
     float *hidden, *norm, *qkv, *attended, *gated, *added, *projected, *recurred;
     int64_t rows, width; /* width: of hidden, norm and added */
     int64_t kept;        /* from one layer's `projected` to the next one's; 0: they have one place */
+    const AdaptedRows *adapted; /* [num_adapted], the step's last rows, in order */
+    int64_t num_adapted, at;    /* at: which of the whole step's rows is the first of these */
     float eps;
     int32_t activation, threads;
 } Step;

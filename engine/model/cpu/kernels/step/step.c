@@ -16,7 +16,7 @@ static void multiply_normed(const Step *s, Gemm t, const float *norm) {
         kvr_rms_norm(t.x, s->width, norm, s->norm, s->rows, s->width, s->eps, s->threads);
         t.x = s->norm;
     }
-    gemm_run(&t, s->threads);
+    kvr_run_adapted(s, &t);
 }
 
 /* hidden += the product, normed in between where the layer says so. */
@@ -25,7 +25,7 @@ static void add(const Step *s, Gemm t, const float *norm) {
     int64_t width = s->width;
     if (norm) {
         t.y = s->added;
-        gemm_run(&t, s->threads);
+        kvr_run_adapted(s, &t);
         kvr_rms_norm(t.y, width, norm, t.y, s->rows, width, s->eps, s->threads);
         for (int64_t i = 0; i < s->rows * width; i++) hidden[i] += t.y[i];
         return;
@@ -33,7 +33,7 @@ static void add(const Step *s, Gemm t, const float *norm) {
     for (int64_t r = 0; t.bias && r < s->rows; r++)
         for (int64_t i = 0; i < width; i++) hidden[r * width + i] += t.bias[i];
     t.y = hidden, t.bias = NULL, t.keep = 1;
-    gemm_run(&t, s->threads);
+    kvr_run_adapted(s, &t);
 }
 
 typedef struct {
@@ -73,7 +73,7 @@ static void before_latent(const Layer *layer, const Step *s) {
     Gemm made = gemm_of(s, l->q_norm ? compressed : s->hidden, &l->queries, queries);
     if (l->q_norm) {
         made.ldx = width;
-        gemm_run(&made, s->threads);
+        kvr_run_adapted(s, &made);
     } else {
         multiply_normed(s, made, layer->input_norm);
     }
@@ -115,12 +115,12 @@ static void add_mlp(const Layer *l, const Step *s, const float *x) {
             memset(gate_up.converted_y + r * width + k, 0, sizeof(int16_t) * behind);
     }
     if (x)
-        gemm_run(&gate_up, s->threads);
+        kvr_run_adapted(s, &gate_up);
     else
         multiply_normed(s, gate_up, l->mlp_norm);
     if (l->mlp_gate.packed) {
         Gemm gate = gemm_of(s, x, &l->mlp_gate, s->added);
-        gemm_run(&gate, s->threads);
+        kvr_run_adapted(s, &gate);
         kvr_gate(s->gated, s->added, 1, 1, NULL, 0, s->rows, 1, down.k, s->eps, 0, 0, s->threads);
     }
     add(s, down, l->mlp_out_norm);
@@ -172,7 +172,7 @@ static void row_block_task(void *arg, int64_t block) {
     const Layer *l = b->layer;
     Step s = *b->step;
     int64_t first = block * b->rows, own = kvr_thread_index() * b->rows;
-    s.rows = s.rows - first < b->rows ? s.rows - first : b->rows, s.threads = 1;
+    s.rows = s.rows - first < b->rows ? s.rows - first : b->rows, s.threads = 1, s.at += first;
     s.hidden += first * s.width, s.qkv += first * l->qkv.rows, s.attended += first * l->out.depth;
     s.recurred += first * l->recurrent.out.depth;
     s.norm += own * s.width, s.gated += own * l->down.depth, s.added += own * s.width;

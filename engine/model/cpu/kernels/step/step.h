@@ -7,9 +7,12 @@
 /* The step's rows at x times the matrix. */
 INLINE Gemm gemm_of(const Step *s, const float *x, const Matrix *m, float *y) {
     Gemm t = {x, y, m->bias, m->packed, s->rows, m->rows, m->depth, m->depth, m->rows};
-    t.kind = (int)m->kind;
+    t.kind = (int)m->kind, t.number = m->number;
     return t;
 }
+
+/* The product, and what the adapters of its rows add to it (adapters.c). */
+void kvr_run_adapted(const Step *step, Gemm *product);
 
 /* The hidden rows through a recurrent layer, to `recurred`. */
 void kvr_recur(const Layer *layer, const Step *step);

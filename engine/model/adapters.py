@@ -1,0 +1,168 @@
+"""Adapters in a worker's memory: loaded beside the steps when they are first used, and dropped when
+others need their place, the one that was not used for the longest first.
+
+A step runs with the adapters that are there; a sequence whose adapter is not there yet comes again
+in the next step. Where those in use leave no room, adapters take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from time import perf_counter
+
+from kvrelay.engine.adapters import Adapter, AdapterError
+from kvrelay.engine.model.batch import LoadedAdapter
+from kvrelay.engine.step import ScheduledSeq
+
+IDLE_WAIT_S = 0.05  # for one that is loaded, where a step has nothing else to do
+TURN_S = 0.5  # in memory, at least, before one that waits takes the place of one in use
+MAX_FAILED = 1024  # remembered, so that a step need not wait for each of their requests again
+RETRY_S = 10.0  # after a failure: the files may be there now
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    future: Future[LoadedAdapter]
+    since: float
+    expected: int  # bytes, before it is loaded
+    used: int = 0  # the last step that had it
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.future.done() and self.future.exception() is None
+
+    @property
+    def nbytes(self) -> int:
+        return self.future.result().nbytes if self.is_loaded else self.expected
+
+
+class Adapters:
+    """Those of one runner. Called from the thread that runs steps; they are loaded in another.
+
+    Invariant: after `choose`, what is loaded takes at most `max_bytes`."""
+
+    def __init__(
+        self,
+        load: Callable[[Adapter], LoadedAdapter],
+        max_bytes: int,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """load: may raise AdapterError; it runs beside steps."""
+        self._load, self._max_bytes, self._clock = load, max_bytes, clock
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._entries: dict[bytes, _Entry] = {}
+        self._waits: dict[bytes, float] = {}  # since when, of those that find no room
+        self._failed: dict[bytes, tuple[float, str]] = {}  # until when, and why
+        self._step = 0
+        self.num_loads = 0
+
+    def choose(self, seqs: Sequence[ScheduledSeq]) -> tuple[set[int], dict[int, str]]:
+        """Index of those of `seqs` whose adapter is not there yet; and of those whose adapter
+        cannot be loaded, with the reason."""
+        wanted: dict[Adapter, list[int]] = {}
+        for index, seq in enumerate(seqs):
+            if seq.adapter is not None:
+                wanted.setdefault(seq.adapter, []).append(index)
+        if not wanted:
+            return set(), {}
+        self._step += 1
+        failed = self._look_after(wanted)
+        away = self._away(wanted, failed)
+        if len(away) + len(failed) == len(seqs) and away:
+            futures = [entry.future for entry in self._entries.values() if not entry.is_loaded]
+            wait(futures, IDLE_WAIT_S, FIRST_COMPLETED)
+            failed = self._look_after(wanted)
+            away = self._away(wanted, failed)
+        return away, failed
+
+    def loaded(self, seqs: Sequence[ScheduledSeq]) -> dict[bytes, LoadedAdapter]:
+        """Those of `seqs`, which `choose` has left in the step."""
+        digests = {seq.adapter.digest for seq in seqs if seq.adapter is not None}
+        return {digest: self._entries[digest].future.result() for digest in digests}
+
+    def _look_after(self, wanted: dict[Adapter, list[int]]) -> dict[int, str]:
+        """Has those loaded that are not there, as far as there is room, and drops what exceeds it.
+        Returns which sequences cannot go on, and why."""
+        failed: dict[int, str] = {}
+        now = self._clock()
+        for adapter in wanted:
+            if adapter.digest in self._entries:
+                self._entries[adapter.digest].used = self._step
+        for adapter in sorted(wanted, key=lambda each: self._waits.get(each.digest, now)):
+            why = self._begin(adapter, now)
+            if why:
+                failed |= dict.fromkeys(wanted[adapter], why)
+        while self._excess(0) > 0:
+            self._drop_one(resident_since=now)
+        return failed
+
+    def _away(self, wanted: dict[Adapter, list[int]], failed: dict[int, str]) -> set[int]:
+        here = {digest for digest, entry in self._entries.items() if entry.is_loaded}
+        away = {i for a, at in wanted.items() if a.digest not in here for i in at}
+        return away - failed.keys()
+
+    def _begin(self, adapter: Adapter, now: float) -> str:
+        """Has it loaded, unless it is there or there is no room; returns why it cannot be."""
+        until, why = self._failed.get(adapter.digest, (0.0, ""))
+        if now < until:
+            return why
+        entry = self._entries.get(adapter.digest)
+        if entry is None:
+            expected = max((each.nbytes for each in self._entries.values()), default=0)
+            if self._has_room(adapter.digest, expected, now):
+                self.num_loads += 1
+                future = self._thread.submit(self._load, adapter)
+                self._entries[adapter.digest] = _Entry(future, now, expected, self._step)
+            return ""
+        why = self._fault(adapter, entry.future) if entry.future.done() else ""
+        if why:
+            del self._entries[adapter.digest]
+            while len(self._failed) >= MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
+            self._failed[adapter.digest] = (now + RETRY_S, why)
+        return why
+
+    def _fault(self, adapter: Adapter, future: Future[LoadedAdapter]) -> str:
+        error = future.exception()
+        if error is None:
+            size = future.result().nbytes
+            if size <= self._max_bytes:
+                return ""
+            return (
+                f"adapter {adapter.source} takes {size} bytes, engine.adapter_bytes allows"
+                f" {self._max_bytes}"
+            )
+        if isinstance(error, AdapterError):
+            return str(error)
+        logger.error("adapter %s cannot be loaded", adapter.source, exc_info=error)
+        text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        return f"adapter {adapter.source} cannot be loaded: {text}"
+
+    def _excess(self, more: int) -> int:
+        return sum(entry.nbytes for entry in self._entries.values()) + more - self._max_bytes
+
+    def _has_room(self, digest: bytes, size: int, now: float) -> bool:
+        """Whether it may be loaded now. Those that this step does not have make room; where all are
+        in use, the one that came first does so, once it has had its turn."""
+        while self._entries and self._excess(size) > 0:
+            if not self._drop_one(resident_since=now - TURN_S):
+                self._waits.setdefault(digest, now)
+                return False
+        self._waits.pop(digest, None)
+        return True
+
+    def _drop_one(self, resident_since: float) -> bool:
+        """One that this step does not have, or one that was asked for by then; False: there is
+        none."""
+        loaded = {digest: entry for digest, entry in self._entries.items() if entry.is_loaded}
+        idle = {d: entry.used for d, entry in loaded.items() if entry.used != self._step}
+        first = {d: entry.since for d, entry in loaded.items() if entry.since <= resident_since}
+        found = idle or first
+        if found:
+            del self._entries[min(found, key=lambda digest: found[digest])]
+        return bool(found)

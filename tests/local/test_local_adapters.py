@@ -1,0 +1,177 @@
+"""Adapters in a cluster: each request has the tokens of its own merged weights, and no KV of
+another adapter, wherever it is served and whatever was reloaded under the same name."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvrelay.engine.adapters import Adapter, read_adapter
+from kvrelay.engine.config import EngineSection
+from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.request import Refusal, SamplingParams
+from kvrelay.engine.step import Step
+from tests.engine.model.runners import model_runner
+from tests.engine.model.tiny import scheduled, tokens_of
+from tests.local.test_local_tiers import MIB, assert_clean, load_all, settle
+from tests.local.test_migration import at_once as at_once
+from tests.local.test_migration import chase
+from tests.local.test_migration import unhurried as unhurried
+from tests.support.adapters import merge, write_adapter
+from tests.support.local import Completion, LocalCluster
+
+PROMPTS = [tokens_of(70, seed=number) for number in range(4)]
+COUNT = 24
+GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0)
+ENGINE = EngineSection(num_blocks=64, max_num_batched_tokens=64, num_speculative_tokens=2)
+
+
+def answers_of(model: Path) -> list[tuple[int, ...]]:
+    """What a runner of this model alone says to each prompt."""
+    runner = model_runner(model, num_blocks=16, dtype="float32", threads=1)
+    answers = []
+    for prompt in PROMPTS:
+        out: list[int] = []
+        while len(out) < COUNT:
+            context = [*prompt, *out]
+            feed, start = ([out[-1]], len(context) - 1) if out else (context, 0)
+            share = scheduled(feed, start, [*range(6)], context=context, sampling=GREEDY)
+            (sampled,) = runner.execute(Step(0, [share])).sampled
+            assert sampled is not None
+            out.append(sampled.token)
+        answers.append(tuple(out))
+    return answers
+
+
+class World:
+    """A model, adapters of it, and what each has to say."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.model, self.folder = model, folder
+        self.expected = {None: answers_of(model)}
+        self._numbers = itertools.count()
+
+    def adapter(self, path: Path | None = None) -> Adapter:
+        """A new one, at `path` in place of what was there."""
+        number = next(self._numbers)
+        path = write_adapter(path or self.folder / f"{number}", self.model, seed=number, rank=4)
+        found = Adapter(read_adapter(path).digest, str(path))
+        self.expected[found] = answers_of(merge(self.folder / f"m{number}", self.model, path))
+        return found
+
+    def ask(
+        self, cluster: LocalCluster, adapters: Sequence[Adapter | None]
+    ) -> list[tuple[Completion, bool]]:
+        """Each prompt with each of `adapters`, all at once; and whether the answer is right."""
+        pairs = [(a, i) for i in range(len(PROMPTS)) for a in adapters]
+        futures = [cluster.submit(PROMPTS[i], GREEDY, adapter=a) for a, i in pairs]
+        found = [future.result(300) for future in futures]
+        cluster.check()
+        expected = [self.expected[a][i] for a, i in pairs]
+        return [(c, tuple(c.tokens) == right) for c, right in zip(found, expected, strict=True)]
+
+    def check(self, cluster: LocalCluster, adapters: Sequence[Adapter | None]) -> int:
+        """Returns how many tokens were cached."""
+        answers = self.ask(cluster, adapters)
+        assert all(right for _, right in answers), [each.failed for each, _ in answers]
+        return sum(each.num_cached_tokens for each, _ in answers)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> World:
+    return World(tmp_path_factory.mktemp("adapters"), llama)
+
+
+def test_two_pools_host_and_disk_give_each_request_the_tokens_of_its_adapter(
+    world: World, tmp_path: Path
+) -> None:
+    adapters = [None, world.adapter(), world.adapter()]
+    kept = {"host_bytes": 8 * MIB, "disk_bytes": 8 * MIB, "disk_path": str(tmp_path)}
+    with LocalCluster(world.model, prefill=1, decode=2, engine=ENGINE, **kept) as cluster:
+        load_all(cluster)
+        assert world.check(cluster, adapters) == 0, "KV of one was used for another"
+        settle(cluster)
+        world.check(cluster, adapters)
+        settle(cluster)
+        assert_clean(cluster)
+    with LocalCluster(world.model, prefill=0, engine=ENGINE, **kept) as cluster:
+        load_all(cluster)
+        assert world.check(cluster, adapters) > 0
+        assert world.check(cluster, [world.adapter()]) == 0
+        assert_clean(cluster)
+
+
+@pytest.mark.usefixtures("at_once", "unhurried")
+def test_a_request_keeps_its_adapter_when_it_moves(world: World) -> None:
+    adapters = [None, world.adapter()]
+    with LocalCluster(world.model, prefill=0, decode=2, engine=ENGINE) as cluster:
+        futures = [cluster.submit(PROMPTS[i], GREEDY, adapter=adapters[i % 2]) for i in range(4)]
+        chase(cluster, futures)
+        for i, future in enumerate(futures):
+            assert tuple(future.result(300).tokens) == world.expected[adapters[i % 2]][i]
+        assert_clean(cluster)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_the_death_of_a_worker_changes_no_token(world: World) -> None:
+    adapters = [None, world.adapter(), world.adapter()]
+    with LocalCluster(world.model, prefill=1, decode=2, engine=ENGINE) as cluster:
+        futures = [(a, cluster.submit(PROMPTS[0], GREEDY, adapter=a)) for a in adapters]
+        cluster.kill("decode-0")
+        for adapter, future in futures:
+            assert tuple(future.result(300).tokens) == world.expected[adapter][0]
+
+
+def test_an_adapter_that_is_written_again_finds_no_kv_of_the_one_before(world: World) -> None:
+    path = world.folder / "again"
+    with LocalCluster(
+        world.model, prefill=1, decode=1, engine=ENGINE, host_bytes=8 * MIB
+    ) as cluster:
+        for _ in range(3):
+            adapter = world.adapter(path)
+            assert world.check(cluster, [adapter]) == 0
+            settle(cluster)
+            assert world.check(cluster, [adapter]) > 0
+        assert_clean(cluster)
+
+
+def test_more_adapters_than_there_is_memory_for_are_all_served(world: World) -> None:
+    adapters = [world.adapter() for _ in range(5)]
+    size = 250_000  # as large as each is, about
+    engine = EngineSection(num_blocks=256, max_num_batched_tokens=64, adapter_bytes=2 * size)
+    with LocalCluster(world.model, prefill=1, decode=1, engine=engine) as cluster:
+        world.check(cluster, [None, *adapters])
+        assert_clean(cluster)
+
+
+def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(world: World) -> None:
+    path = world.folder / "changed"
+    old, good = world.adapter(path), world.adapter()
+    write_adapter(path, world.model, seed=99)
+    with LocalCluster(world.model, prefill=1, decode=1, engine=ENGINE) as cluster:
+        answers = world.ask(cluster, [None, old, good])
+        for number, (answer, is_right) in enumerate(answers):
+            if number % 3 != 1:
+                assert is_right
+                continue
+            assert answer.failed is not None
+            assert answer.failed.reason is Refusal.ADAPTER
+            assert "has changed since it was registered" in answer.failed.detail
+        assert_clean(cluster)
+
+
+def test_ten_thousand_adapters_and_salts_share_no_hash() -> None:
+    draw, names = random.Random(1), set()
+    tokens = [1] * 16
+    for number in range(10_000):
+        adapter = Adapter(draw.randbytes(32) if number % 2 else bytes([number % 251]) * 32, "")
+        scope = CacheScope(draw.choice((b"", draw.randbytes(16))), draw.choice((0, 16)))
+        own = (*hash_blocks(b"model", scope.with_adapter(adapter), tokens, 16),)
+        names |= {(scope.salt, adapter.digest, own)}
+        assert own != (*hash_blocks(b"model", scope, tokens, 16),)
+    by_hash = {own: (salt, digest) for salt, digest, own in names}
+    assert len(by_hash) == len({(salt, digest) for salt, digest, _ in names})
