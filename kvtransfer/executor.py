@@ -193,12 +193,16 @@ class TransferExecutor:
             self._reserve(request.dst)
         if is_storage(request.dst_tier):
             checksums = self._checksums(self._pools[request.src_tier], request.src)
+        keys: Any = {}
+        if request.names:
+            keys = {"names": request.names, "checksums": request.checksums}
         handle = self._agent.post_copy(
             request.peer,
             list(request.src),
             list(request.dst),
             src_tier=request.src_tier,
             dst_tier=request.dst_tier,
+            **keys,
         )
         return _Copy(request, handle, started, checksums)
 
