@@ -27,6 +27,7 @@ class WorkRequest:
     fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
     block_hashes: bytes = b""  # packed, for the full blocks of `tokens`: hashed only once
     num_held: int = 0  # tokens that need not be computed, as far as the router knows
+    num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
 
 
 @dataclass(frozen=True, slots=True)

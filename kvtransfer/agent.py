@@ -107,6 +107,14 @@ class StoreFound:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreListed:
+    """To a node: storage that has keys holds blocks of these names, among others."""
+
+    tier: Tier
+    names: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoreGone:
     """To a node: these slots of `tier` cannot be read any more."""
 
@@ -117,6 +125,8 @@ class StoreGone:
 
 MISSING, DAMAGED = -1, -2
 """In place of a checksum: storage that has keys holds no such block, or another one's bytes."""
+UNKNOWN = -3
+"""In place of a checksum: storage that has keys compares it, and says which it was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFound,
     StoreGone,
     StoreIndex,
+    StoreListed,
     TransferId,
 )
 from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
@@ -282,7 +283,7 @@ class Store(Protocol):
         """In the order of the copies to and from the tier."""
         ...
 
-    def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone]:
+    def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone | StoreListed]:
         """Called often; what the node has to know that is new."""
         ...
 

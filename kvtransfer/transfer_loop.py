@@ -22,13 +22,14 @@ from kvrelay.kvtransfer.agent import (
     StoreFound,
     StoreGone,
     StoreIndex,
+    StoreListed,
 )
 from kvrelay.kvtransfer.executor import SHUTS_DOWN, Store, TransferExecutor, failed_copy
 
 log = logging.getLogger("kvrelay.transfers")
 
 Request = ConnectPeer | CopyBlocks | StoreIndex
-Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone
+Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone | StoreListed
 
 SPINS = 20
 """Polls without a pause after something happened: a copy within one host is done in as many."""

@@ -28,6 +28,7 @@ from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.host_tier import HostMemory, open_host_memory, open_orphaned
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
+from kvrelay.worker.object_tier import open_object_tier
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import TransferLoops
 
@@ -124,20 +125,17 @@ def open_transfers(
     pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
     reserve = None if arena is None else arena.reserve
     where = memory, pools, share
-    try:
-        disk, notices = open_disk_tier(
-            *(of_rank, spec.tiers.disk_path, *where, reserve, options.corrupt), part=part
-        )
-    except NoHostMemory as error:
-        raise BuildError(
-            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
-            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
-        ) from error
+    disk, notices = _open_disk(spec, of_rank, where, reserve, options, part)
     if disk is None:
         config = structs.replace(config, num_disk_blocks=0)
     if runner.launch is not None:
         config = structs.replace(config, steps_ahead=1)
     storage = {} if disk is None else {Tier.DISK: disk}
+    stored, more = open_object_tier(of_rank, spec.tiers, *where, reserve, num_ranks=shard.size)
+    if stored is None:
+        config = structs.replace(config, num_object_blocks=0)
+    else:
+        storage[Tier.OBJECT] = stored
     if shard.size == 1:
         orphaned = open_orphaned(of_rank, of_cluster, arena, *where)
         storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
@@ -151,8 +149,28 @@ def open_transfers(
         corrupt=options.corrupt,
         probes=Probes(agent),
     )
-    notices = [*notices, *(() if host is None else host.notices)]
+    notices = [*notices, *more, *(() if host is None else host.notices)]
     return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
+
+
+def _open_disk(
+    spec: WorkerSpec,
+    of_rank: WorkerConfig,
+    where: tuple[Any, Any, HeadShare],
+    reserve: Callable[[Sequence[int]], None] | None,
+    options: BuildOptions,
+    part: str,
+) -> tuple[Storage | None, list[str]]:
+    """As `open_disk_tier`. Raises BuildError."""
+    try:
+        return open_disk_tier(
+            *(of_rank, spec.tiers.disk_path, *where, reserve, options.corrupt), part=part
+        )
+    except NoHostMemory as error:
+        raise BuildError(
+            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
+            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +244,8 @@ def worker_config(
         disk_bytes=plan.disk_bytes,
         retention=Retention(spec.tiers.retention_s),
         disk_after_s=spec.tiers.disk_after_s,
+        num_object_blocks=spec.tiers.object_blocks if spec.tiers.object_bucket else 0,
+        object_after_s=spec.tiers.object_after_s,
         cores="" if spec.on_gpu else spec.machine,
         left_reads_s=spec.left_reads_s,
     )

@@ -245,8 +245,7 @@ class ObjectAgent:
         own = peer == self._name and [src_tier, dst_tier].count(Tier.OBJECT) == 1
         if not own or tier not in self._memory or len(names) != len(blocks):
             raise AgentError(f"{text}: not what the object store of {self._name} is for")
-        sizes = self._bytes[tier].shape[0], max(blocks, default=0) + 1
-        check_block_ids(peer, src, dst, *(sizes if not reads else sizes[::-1]))
+        check_block_ids(peer, blocks, blocks, *[self._bytes[tier].shape[0]] * 2)
         now = self._clock()
         self._forget_settled()
         if now < self._retry_at:

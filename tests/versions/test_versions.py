@@ -35,7 +35,7 @@ from tests.cluster.api.responses.asking import ask
 from tests.cluster.api.tools.templates import prompt
 from tests.cluster.state.stores import Server, opened
 from tests.versions import record
-from tests.versions.schemas import Reader, Schema, filled, sparse
+from tests.versions.schemas import NOT_SENT, Reader, Schema, filled, sparse
 
 LAST: dict[str, Any] = json.loads(record.latest().read_text(encoding="utf-8"))
 NOW = record.message_types()
@@ -55,7 +55,6 @@ POSITIONAL = {
     "ModelConfig.weight_scales": "(matrix, factor): both or none",
     "Decision.flips": "(worker, role): in a log that only its own version replays",
 }
-NOT_SENT = {"Tier": ["orphaned"]}  # values of enums; this one is announced as "host"
 GONE: dict[str, str] = {}  # fields that no version needs: why
 PICKLES = {
     "engine/model/parallel": "ranks of one worker, once they have compared versions",

@@ -234,5 +234,5 @@ def test_credentials_that_were_revoked_and_replaced(world: World) -> None:
 def test_a_copy_that_is_not_for_the_store_is_refused(world: World) -> None:
     with pytest.raises(AgentError, match="not what the object store of me is for"):
         world.agent.post_copy("other", [1], [1], OBJECT, DEVICE, [name_of(1)])
-    with pytest.raises(AgentError, match="destination block 99"):
+    with pytest.raises(AgentError, match="source block 99"):
         world.agent.post_copy("me", [0], [99], OBJECT, DEVICE, [name_of(1)])
