@@ -106,6 +106,16 @@ class TiersSection(Section, frozen=True):
     disk_codec: DiskCodec = "none"  # how KV is made smaller on disk
     retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
     disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk
+    object_bucket: str = ""  # S3, shared by all machines; "": no object tier
+    object_endpoint: str = ""  # the server's URL; "": AWS in the region
+    object_region: str = "us-east-1"
+    object_prefix: str = "kvrelay"  # what keys begin with
+    # a file in the format of ~/.aws/credentials; "": AWS_ACCESS_KEY_ID and so on
+    object_credentials: str = ""
+    # KV that was not used for this long is written there; that of a parked session at once
+    object_after_s: Seconds = 60.0
+    # objects that a worker remembers, 0.5 KB each
+    object_blocks: Annotated[int, Meta(ge=1, le=1 << 24)] = 1 << 16
 
     @property
     def set_host_gib(self) -> float:
@@ -135,6 +145,8 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     reads_left_kv: bool = False  # others of the machine leave theirs there when they die
     retention: Retention = DEFAULT_RETENTION  # where a request does not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
+    num_object_blocks: int = 0  # that it remembers to be in the object store; 0: there is none
+    object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
     serves_adapters: bool = False
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs

@@ -323,6 +323,7 @@ class EngineCore:
             decoding_tokens=sum(decoding),
             progress=self.watch.progress,
             groups=self.kv.group_blocks(),
+            object_read_bytes_per_s=read_rates[Tier.OBJECT],
         )
 
     def count(self, name: str, amount: float = 1) -> None:

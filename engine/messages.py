@@ -29,6 +29,7 @@ class WorkRequest:
     block_hashes: bytes = b""  # packed, for the full blocks of `tokens`: hashed only once
     num_held: int = 0  # tokens that need not be computed, as far as the router knows
     adapter: Adapter | None = None  # its digest is in `scope` already
+    num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class TokenDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
     finish: FinishReason | None = None
     num_cached_tokens: int | None = None  # prompt tokens not computed; None: not known yet
-    # By "device", "host", "disk", "peer".
+    # By "device", "host", "disk", "object", "peer".
     cached_by_source: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)  # phase name -> seconds
     prompt: PromptOutputs = NO_OUTPUTS  # with the first token of output

@@ -140,6 +140,7 @@ class WorkerStats:
     progress: Progress = Progress.MADE
     links: tuple[KVLink, ...] = ()  # to the peers that it can read
     groups: tuple[GroupBlocks, ...] = ()  # where layers are in several groups
+    object_read_bytes_per_s: float = 0.0  # from the object store into the device
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,10 @@ class CopyBlocks:
     write to dst.
 
     With the node's own name as `peer` (at its own epoch) blocks move between its own tiers; it need
-    not be connected. Only then may one of the tiers be storage, the other being memory."""
+    not be connected. Only then may one of the tiers be storage, the other being memory.
+
+    Storage that has keys instead of slots finds blocks by `names`, which are their hashes; with
+    what is written there goes the checksum of each block, as it was computed."""
 
     transfer_id: TransferId
     peer: NodeId
@@ -67,6 +70,8 @@ class CopyBlocks:
     timeout_s: float
     src_tier: Tier = Tier.DEVICE
     dst_tier: Tier = Tier.DEVICE
+    names: tuple[bytes, ...] = ()
+    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +119,26 @@ class AttachStore:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreListed:
+    """To a node: storage that has keys holds blocks of these names, among others."""
+
+    tier: Tier
+    names: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoreGone:
     """To a node: these slots of `tier` cannot be read any more."""
 
     tier: Tier
     first_slot: int
     num_slots: int
+
+
+MISSING, DAMAGED = -1, -2
+"""In place of a checksum: storage that has keys holds no such block, or another one's bytes."""
+UNKNOWN = -3
+"""In place of a checksum: storage that has keys compares it, and says which it was."""
 
 
 @dataclass(frozen=True, slots=True)

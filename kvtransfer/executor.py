@@ -28,6 +28,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFound,
     StoreGone,
     StoreIndex,
+    StoreListed,
     TransferId,
 )
 from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
@@ -195,12 +196,16 @@ class TransferExecutor:
             self._reserve(request.dst)
         if is_storage(request.dst_tier):
             checksums = self._checksums(self._pools[request.src_tier], request.src)
+        keys: Any = {}
+        if request.names:
+            keys = {"names": request.names, "checksums": request.checksums}
         handle = self._agent.post_copy(
             request.peer,
             list(request.src),
             list(request.dst),
             src_tier=request.src_tier,
             dst_tier=request.dst_tier,
+            **keys,
         )
         return _Copy(request, handle, started, checksums)
 
@@ -285,7 +290,7 @@ class Store(Protocol):
         """A `StoreIndex` or an `AttachStore`, in the order of the copies to and from the tier."""
         ...
 
-    def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone]:
+    def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone | StoreListed]:
         """Called often; what the node has to know that is new."""
         ...
 

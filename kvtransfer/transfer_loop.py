@@ -23,6 +23,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFound,
     StoreGone,
     StoreIndex,
+    StoreListed,
 )
 from kvrelay.kvtransfer.executor import (
     IDLE_WAIT_S,
@@ -35,7 +36,7 @@ from kvrelay.kvtransfer.executor import (
 log = logging.getLogger("kvrelay.transfers")
 
 Request = ConnectPeer | CopyBlocks | StoreIndex | AttachStore
-Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone
+Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone | StoreListed
 
 SPINS = 20
 """Polls without a pause after something happened: a copy within one host is done in as many."""

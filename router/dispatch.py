@@ -93,6 +93,7 @@ class Dispatcher:
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
         self.index.on_slot = self._on_slot
+        self.index.on_store = self._on_store
         self._predictor = TtftPredictor()
         self._policy = Policy(
             config.policy,
@@ -156,7 +157,8 @@ class Dispatcher:
         if old is not None:
             self._retire(old)
         endpoint = self._endpoints[info.worker] = Endpoint(info, last_seen_at=now)
-        self.index.add(info.worker, info.epoch, GROUP[info.role])
+        self.index.add(info.worker, info.epoch, GROUP[info.role], info.fingerprint)
+        endpoint.store_slot = self.index.stores.get(info.fingerprint, -1)
         self._fleets[POOL[info.role]].add(now, endpoint)
         self._on_fleet_changed()
         return (old if was_alive else None), True
@@ -181,7 +183,7 @@ class Dispatcher:
         self._fleets[POOL[endpoint.info.role]].remove(endpoint)
         endpoint.set_role(role)
         self._fleets[POOL[role]].add(now, endpoint)
-        self.index.add(worker, epoch, GROUP[role])
+        self.index.add(worker, epoch, GROUP[role], endpoint.info.fingerprint)
         self._on_fleet_changed()
         return endpoint
 
@@ -265,8 +267,7 @@ class Dispatcher:
         if choice is None or (leaves and choice.best.seconds.memory > 0):
             return None
         best, first = choice.best, choice.prefill_option
-        seconds, intake = best.seconds, best.intake
-        free = choice.decode.free_share
+        seconds, intake, free = best.seconds, best.intake, choice.decode.free_share
         if accepts is not None and not accepts(now, record, seconds.ttft, seconds.queue, free):
             return None
         attempt = record.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
@@ -274,6 +275,7 @@ class Dispatcher:
             block_hashes = record.block_hashes(choice.decode.info)
             attempt.retain_on = self._retention.choose(now, record, block_hashes, choice.prefill)
         attempt.num_held = len(record.tokens) - intake.computed
+        attempt.num_stored = self._stored(now, record, choice.decode.info)
         if patient and seconds.memory > 0:
             missing = work.num_tokens - best.held.device
             choice.decode.held_blocks = choice.decode.info.blocks_for(missing)
@@ -447,6 +449,18 @@ class Dispatcher:
 
     def _on_slot(self, worker: NodeId, slot: int | None) -> None:
         self._policy.chooser.put(self._endpoints[worker], slot)
+
+    def _on_store(self, kind: bytes, slot: int) -> None:
+        for endpoint in self._endpoints.values():
+            if endpoint.info.fingerprint == kind:
+                endpoint.store_slot = slot
+
+    def _stored(self, now: float, record: RequestRecord, info: WorkerInfo) -> int:
+        """Tokens of the prompt whose KV the object store of these workers has."""
+        if info.fingerprint not in self.index.stores:
+            return 0
+        found = self.index.lookup(now, record.packed_hashes(info))
+        return info.block_size * found.stored(info.fingerprint)
 
     def _update(self, now: float, endpoint: Endpoint) -> None:
         self._now = max(self._now, now)

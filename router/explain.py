@@ -278,6 +278,7 @@ def _holding(candidate: Candidate, num_tokens: int) -> str:
         (held.device, "in device memory"),
         (held.host, "in host memory"),
         (held.disk, "on disk"),
+        (held.object, "in the object store"),
     )
     found = [(count, where) for count, where in tiers if count]
     if not found:

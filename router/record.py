@@ -88,6 +88,7 @@ class Attempt:
     sent_at: float
     fetch_from: NodeId | None = None  # peer that the worker which computes fetches KV from
     num_held: int = 0  # tokens that need not be computed where the prompt is
+    num_stored: int = 0  # tokens that the object store has
     num_tokens: int = 0  # prompt and output, when it was sent
     is_apart: bool = False  # no other suspect was where it is
     retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
@@ -340,6 +341,7 @@ def dispatch_messages(
         "adapter": record.submit.adapter,
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
         "num_held": record.num_held(attempt),
+        "num_stored": attempt.num_stored,
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST

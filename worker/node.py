@@ -38,6 +38,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreFound,
     StoreGone,
+    StoreListed,
 )
 from kvrelay.kvtransfer.messages import (
     CacheOrder,
@@ -89,6 +90,7 @@ class KVExchange:
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
             StoreFound: self._on_store_found,
+            StoreListed: lambda now, message: self.tiers.on_store_listed(now, message),
             StoreGone: lambda now, message: self.tiers.on_store_gone(message),
         }
 
@@ -368,6 +370,9 @@ class Worker:
             return [Send(request.router, accepted)]
         if accepted is None:
             return []
+        if request.num_stored:
+            num_blocks = request.num_stored // self.config.block_size
+            self.exchange.tiers.expect_stored(now, accepted.block_hashes[:num_blocks])
         grammar = accepted.sampling.grammar
         prepared: list[Effect] = [PrepareGrammar(grammar)] if grammar else []
         begun = role.begin(now, accepted, request)

@@ -30,6 +30,7 @@ from kvrelay.kvtransfer.transfer_loop import Request
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.host_tier import HostMemory, open_host_memory, open_orphaned
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
+from kvrelay.worker.object_tier import open_object_tier
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import TransferLoops
 
@@ -139,20 +140,25 @@ def open_transfers(
             f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
             " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
         ) from error
+    stored, more = open_object_tier(
+        of_rank, spec.tiers, memory, make_copies, share, num_ranks=shard.size
+    )
     config = structs.replace(
         config,
         agent_metadata=agent.metadata(),
         host_outlives=arena is not None,
         num_disk_blocks=0 if disk is None else config.num_disk_blocks,
+        num_object_blocks=0 if stored is None else config.num_object_blocks,
         steps_ahead=0 if runner.launch is None else 1,
     )
-    storage = {} if disk is None else {Tier.DISK: disk}
+    tiers = ((Tier.DISK, disk), (Tier.OBJECT, stored))
+    storage = {tier: each for tier, each in tiers if each is not None}
     orphaned = open_orphaned(
         of_rank, of_cluster, arena, memory, make_copies, follows=shard.rank > 0
     )
     storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
     moves = make_copies(agent, probes=Probes(agent))
-    notices = [*notices, *(() if host is None else host.notices)]
+    notices = [*notices, *more, *(() if host is None else host.notices)]
     return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
 
 
@@ -236,6 +242,8 @@ def worker_config(
         disk_bytes=plan.disk_bytes,
         retention=Retention(spec.tiers.retention_s),
         disk_after_s=spec.tiers.disk_after_s,
+        num_object_blocks=spec.tiers.object_blocks if spec.tiers.object_bucket else 0,
+        object_after_s=spec.tiers.object_after_s,
         cores="" if spec.on_gpu else spec.machine,
         serves_adapters=not spec.on_gpu and spec.engine.tensor_parallel_size == 1,
         left_reads_s=spec.left_reads_s,

@@ -30,7 +30,7 @@ _KNOWN_TOTALS: dict[str, tuple[str, ...]] = {
     "requests": (*FinishReason, *Refusal),
     "retries": tuple(Cause),
     "kv_lost": ("handoff", "fetch"),
-    "cached_tokens_by_source": ("device", "host", "disk", "peer"),
+    "cached_tokens_by_source": ("device", "host", "disk", "object", "peer"),
 }
 WORKER_EVENTS = (
     "preemptions",

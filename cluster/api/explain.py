@@ -152,7 +152,12 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "worker": candidate.worker,
         "prefill_from": candidate.prefill_from,
         "fetch_from": candidate.fetch_from,
-        "cached_tokens": {"device": held.device, "host": held.host, "disk": held.disk},
+        "cached_tokens": {
+            "device": held.device,
+            "host": held.host,
+            "disk": held.disk,
+            "object": held.object,
+        },
         "seconds": candidate.seconds._asdict(),
         "total_s": candidate.seconds.total,
     }

@@ -27,7 +27,8 @@ from kvrelay.engine.wire.codec import register
 class KVEvents:
     """Net change of the sets of sealed blocks since event `seq - 1`; no hash is in both lists.
 
-    `stored` and `removed` are of device memory, `tiers` of host memory and disk."""
+    `stored` and `removed` are of device memory, `tiers` of host memory and disk. What is in the
+    object store stands apart: not every version knows that tier."""
 
     worker: NodeId
     epoch: int
@@ -35,6 +36,8 @@ class KVEvents:
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
     tiers: tuple[TierHashes, ...] = ()
+    stored_objects: tuple[bytes, ...] = ()
+    removed_objects: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class KVSnapshot:
     seq: int
     hashes: tuple[bytes, ...]
     tiers: tuple[TierHashes, ...] = ()  # blocks in host memory and on disk; nothing is `removed`
+    stored_objects: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,9 @@ class KVPublisher:
     ) -> list[Effect]:
         config = self._config
         self.event_seq += 1
-        event = KVEvents(config.node_id, config.epoch, self.event_seq, stored, removed, tiers)
+        about = config.node_id, config.epoch, self.event_seq
+        tiers, objects = _apart(tiers)
+        event = KVEvents(*about, stored, removed, tiers, objects.stored, objects.removed)
         return [Send(router, event) for router in self.routers]
 
     def snapshot(self, router: NodeId) -> list[Effect]:
@@ -145,8 +151,22 @@ class KVPublisher:
         announced = _by_tier(first)
         hashes = announced.pop(Tier.DEVICE, ())
         tiers = tuple(TierHashes(part.tier, announced.get(part.tier, ())) for part in tiers)
-        held = KVSnapshot(config.node_id, config.epoch, self.event_seq, hashes, tiers)
+        tiers, objects = _apart(tiers)
+        about = config.node_id, config.epoch, self.event_seq
+        held = KVSnapshot(*about, hashes, tiers, objects.stored)
         return [Send(router, held)]
+
+
+def _apart(tiers: Iterable[TierHashes]) -> tuple[tuple[TierHashes, ...], TierHashes]:
+    """Those of the worker's own tiers, and what is in the object store."""
+    objects = TierHashes(Tier.OBJECT, ())
+    own = []
+    for part in tiers:
+        if part.tier is Tier.OBJECT:
+            objects = part
+        else:
+            own.append(part)
+    return tuple(own), objects
 
 
 def _by_tier(blocks: Iterable[tuple[Tier, bytes]]) -> dict[Tier, tuple[bytes, ...]]:

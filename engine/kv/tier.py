@@ -16,6 +16,7 @@ class Tier(StrEnum):
     HOST = "host"
     ORPHANED = "orphaned"  # host memory of workers of this machine that have died
     DISK = "disk"
+    OBJECT = "object"  # shared by all workers with the same hashes
 
 
 LOWER_TIERS = (Tier.HOST, Tier.DISK)

@@ -92,6 +92,18 @@ def block_bytes(pool: Any, share: HeadShare | None = None) -> BlockBytes:
     return DeviceBytes(pool, share) if is_on_gpu(pool) else pool_bytes(pool)
 
 
+def write_block(pool: Any, block_id: int, block: NDArray[np.uint8]) -> None:
+    """Into `[num_blocks, ...]` on the CPU or a GPU; complete when this returns."""
+    if not is_on_gpu(pool):
+        pool_bytes(pool)[block_id] = block
+        return
+    import torch
+
+    target = pool.flatten(1).view(torch.uint8)
+    target[block_id].copy_(torch.from_numpy(block))
+    torch.cuda.current_stream(target.device).synchronize()
+
+
 def space_of(pool: Any) -> tuple[Space, int]:
     """Where `[num_blocks, ...]` lies, contiguous, on the CPU or a GPU; and the bytes per block."""
     if is_on_gpu(pool):

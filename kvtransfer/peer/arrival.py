@@ -10,7 +10,7 @@ and are skipped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvrelay.engine.cost import blocks_worth_loading
@@ -19,7 +19,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId, Note
 from kvrelay.engine.request import TokenLogprobs
 from kvrelay.engine.sequence import NO_BLOCK, Sequence
-from kvrelay.kvtransfer.agent import TransferId
+from kvrelay.kvtransfer.agent import UNKNOWN, TransferId
 from kvrelay.kvtransfer.messages import KVReady
 from kvrelay.kvtransfer.peer.handoff import ConsumerState, Key
 from kvrelay.kvtransfer.tiers.blocks import Source
@@ -161,6 +161,15 @@ class Arrival:
         if index < self.own_end:
             return self.own_source(index).checksum
         return self.offers[index].checksum
+
+    def accept(self, index: int, checksum: int) -> bool:
+        """Whether the block that has come has the right bytes."""
+        expected = self.checksum(index)
+        if expected == UNKNOWN and checksum >= 0:
+            source = replace(self.own_source(index), checksum=checksum)
+            self.own[index - self.first] = source
+            return True
+        return checksum == expected
 
     def num_asked(self, tier: Tier | None) -> int:
         """Blocks of the reads from this source that are under way."""

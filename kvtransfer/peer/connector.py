@@ -31,6 +31,7 @@ from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.stats import KVLink
 from kvrelay.kvtransfer.agent import (
+    MISSING,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -52,7 +53,7 @@ from kvrelay.kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, n
 from kvrelay.kvtransfer.peer.rates import ReadRates
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.tiers.manager import Tiers
-from kvrelay.kvtransfer.tiers.registry import TIERS, memory_tiers
+from kvrelay.kvtransfer.tiers.registry import TIERS, has_keys, memory_tiers
 
 MAX_MISSED = 4096  # handoffs whose announcements were dropped, that are remembered
 CONFIRM_TIMEOUT_S = 5.0
@@ -332,11 +333,12 @@ class Connector:
             bad = read.indices
         else:
             sums = zip(read.indices, done.checksums, strict=True)
-            bad = [index for index, value in sums if value != arrival.checksum(index)]
-            if bad:
+            bad = [index for index, value in sums if not arrival.accept(index, value)]
+            if bad and done.checksums.count(MISSING) < len(bad):
                 effects.append(mismatch(arrival, read, len(bad)))
         arrival.good.update(set(read.indices) - set(bad))
-        if bad and read.tier is not None:
+        is_there = done.error is not None and read.tier is not None and has_keys(read.tier)
+        if bad and read.tier is not None and not is_there:
             for index in bad:
                 self.tiers.discard(arrival.own_source(index))
         why = "read_failed" if done.error is not None else "checksum_mismatch"
@@ -439,7 +441,9 @@ class Connector:
             ]
             if todo:
                 slots = tuple(arrival.own_source(index).slot for index in todo)
-                effects.append(self._post(now, arrival, todo, tier, tier, slots))
+                names = tuple(arrival.own_source(index).block_hash for index in todo)
+                keys = names if has_keys(tier) else ()
+                effects.append(self._post(now, arrival, todo, tier, tier, slots, keys))
         return effects
 
     def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
@@ -460,6 +464,7 @@ class Connector:
         own_tier: Tier | None,
         src_tier: Tier,
         src: tuple[int, ...],
+        names: tuple[bytes, ...] = (),
     ) -> CopyBlocks:
         transfer_id = next(self._read_ids)
         arrival.posted.update(indices)
@@ -480,6 +485,7 @@ class Connector:
             dst=tuple(arrival.seq.block_ids[index] for index in indices),
             timeout_s=timeout_s,
             src_tier=src_tier,
+            names=names,
         )
 
     def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:

@@ -18,15 +18,19 @@ from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.node import Effect, Note
-from kvrelay.kvtransfer.agent import StoreFound, StoreGone, StoreIndex
+from kvrelay.kvtransfer.agent import UNKNOWN, StoreFound, StoreGone, StoreIndex
 from kvrelay.kvtransfer.tiers.pool import Entry, LeastFirst, TierPool, Usage
-from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
+from kvrelay.kvtransfer.tiers.registry import TIERS, has_keys, is_storage
 
 WRITE_AHEAD_SHARE = 0.25  # where less of the first tier is blank, its oldest are written early
 
 RETRY = Backoff(10.0, 300.0)  # before a store that failed is written again
 REFRESH_SHARE = 0.5  # a record that lacks so much of its block's retention is put again
 MAX_REFRESHED = 64  # records that are put again at a time
+WHAT_IT_NEEDS = {
+    False: "folder exists, is writable, and has room for the full size",
+    True: "server answers, and the bucket may be written",
+}
 
 StoreRecords = Mapping[Tier, Sequence[DiskRecord]]
 """What the store of each tier held when it was opened."""
@@ -61,7 +65,8 @@ class IndexUpdates:
 
     def put(self, entry: Entry) -> None:
         """It can be read from now on."""
-        self._put.append(entry)
+        if not has_keys(self._tier):
+            self._put.append(entry)
 
     def remove(self, entry: Entry) -> None:
         if entry.indexed_until is not None:
@@ -109,8 +114,7 @@ class IndexUpdates:
         self._retry_at = now + retry_s
         text = (
             f"{error}. Nothing is written to the {self._tier} store for {retry_s:g} s, what it"
-            " holds is still read; see that its folder exists, is writable, and has room for the"
-            " full size"
+            f" holds is still read; see that its {WHAT_IT_NEEDS[has_keys(self._tier)]}"
         )
         return [Note("warning", f"{self._tier}_store_failed", text)]
 
@@ -235,6 +239,25 @@ class TierBlocks:
         new = [record for record in found.records if record.block_hash not in pool]
         usages = [self._usage_of(now, record) for record in reversed(new)]
         pool.fill((r.slot, r.checksum, 0, u) for r, u in zip(reversed(new), usages, strict=True))
+
+    def on_listed(
+        self, now: float, tier: Tier, names: Sequence[bytes], keep_s: float, *, evict: bool
+    ) -> int:
+        """Storage that has keys holds blocks of these names: they can be read from now on, as far
+        as there is room to remember them. Returns how many were new."""
+        pool = self.pools.get(tier)
+        new = [] if pool is None else [name for name in dict.fromkeys(names) if name not in pool]
+        for number, name in enumerate(new):
+            assert pool is not None
+            if not (evict or pool.num_blank):
+                return number
+            usage = self.usages.get(name) or self._add_usage(now, name, Retention(keep_s))
+            entry = pool.allocate(now, usage)
+            if entry is None:
+                self.forget_usage(name)
+                return number
+            pool.commit(entry, UNKNOWN)
+        return len(new)
 
     def on_gone(self, gone: StoreGone) -> None:
         """Also of what was never found."""

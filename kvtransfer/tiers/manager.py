@@ -17,7 +17,14 @@ from kvrelay.engine.kv.block_hash import of_groups
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.node import Effect, Note, Send
-from kvrelay.kvtransfer.agent import CopyDone, MoveId, StoreFailed, StoreFound, StoreGone
+from kvrelay.kvtransfer.agent import (
+    CopyDone,
+    MoveId,
+    StoreFailed,
+    StoreFound,
+    StoreGone,
+    StoreListed,
+)
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
 from kvrelay.kvtransfer.tiers.moves import TierMoves
@@ -140,6 +147,19 @@ class Tiers:
         self._blocks.on_found(now, found)
         self._blocks.count(f"tier_found_{found.tier}", len(found.records))
         return []
+
+    def on_store_listed(self, now: float, listed: StoreListed) -> list[Effect]:
+        keep_s, tier = self._config.retention.keep_s, listed.tier
+        found = self._blocks.on_listed(now, tier, listed.names, keep_s, evict=False)
+        self._blocks.count(f"tier_found_{tier}", found)
+        return []
+
+    def expect_stored(self, now: float, block_hashes: Sequence[bytes]) -> None:
+        """A router says that storage that has keys holds these: other workers have written them."""
+        if not self._kv.windows.any:
+            self._blocks.on_listed(
+                now, Tier.OBJECT, block_hashes, self._config.retention.keep_s, evict=True
+            )
 
     def on_store_gone(self, gone: StoreGone) -> list[Effect]:
         self._blocks.on_gone(gone)

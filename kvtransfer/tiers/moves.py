@@ -9,17 +9,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, Note
-from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
+from kvrelay.kvtransfer.agent import (
+    MISSING,
+    UNKNOWN,
+    CopyBlocks,
+    CopyDone,
+    MoveId,
+    TransferId,
+)
 from kvrelay.kvtransfer.tiers.blocks import BackingTier, TierBlocks
 from kvrelay.kvtransfer.tiers.pool import Entry, TierPool
-from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
+from kvrelay.kvtransfer.tiers.registry import TIERS, has_keys, is_storage
 
 MAX_MOVE_BLOCKS = 32  # in one move; there is one at a time in each direction
 MOVE_SHARE = 8  # and it has at most 1 / 8 of the blocks of either tier
@@ -92,7 +99,7 @@ class TierMoves:
                 self._blocks.pools[move.src].unpin(block.src)
         if done.error is None:
             assert len(done.checksums) == len(move.blocks)
-            arrived = [b.checksum == c for b, c in zip(move.blocks, done.checksums, strict=True)]
+            arrived = _arrived(move, done)
             add(f"moved_blocks_{way}", sum(arrived))
             add(f"moved_bytes_{way}", done.num_bytes)
             add(f"moved_s_{way}", done.elapsed_s)
@@ -100,7 +107,7 @@ class TierMoves:
                 most, _ = TIERS[move.dst].sizes(self._config)
                 add(f"stored_bytes_{way}", sum(done.stored_bytes))
                 add(f"stored_whole_{way}", done.stored_bytes.count(most))
-            effects = self._check_arrived(move, arrived)
+            effects = self._check_arrived(move, arrived, done)
         else:
             arrived = [False] * len(move.blocks)
             add(f"moves_failed_{way}")
@@ -216,6 +223,7 @@ class TierMoves:
         transfer_id = next(self._move_ids)
         self.live[transfer_id] = Move(src, dst, moving)
         config = self._config
+        is_keyed = has_keys(src) or has_keys(dst)
         return [
             CopyBlocks(
                 transfer_id=transfer_id,
@@ -226,6 +234,8 @@ class TierMoves:
                 timeout_s=config.read_timeout_s,
                 src_tier=src,
                 dst_tier=dst,
+                names=tuple(block.block_hash for block in moving) if is_keyed else (),
+                checksums=tuple(block.checksum for block in moving) if has_keys(dst) else (),
             )
         ]
 
@@ -247,7 +257,7 @@ class TierMoves:
                 blocks.indexes[dst].put(entry)
         blocks.consider_writing(block.block_hash)
 
-    def _check_arrived(self, move: Move, arrived: list[bool]) -> list[Effect]:
+    def _check_arrived(self, move: Move, arrived: list[bool], done: CopyDone) -> list[Effect]:
         """Forget the sources of blocks that do not fit their checksum; not the device's, whose
         blocks were computed there."""
         bad = [block for block, good in zip(move.blocks, arrived, strict=True) if not good]
@@ -257,6 +267,8 @@ class TierMoves:
         if move.src is not Tier.DEVICE:
             for block in bad:
                 self._blocks.discard(move.src, block.src, block.block_hash, "bad")
+        if set(done.checksums) & {MISSING} and len(bad) == done.checksums.count(MISSING):
+            return []  # others may evict there
         text = (
             f"{self._config.node_id}: {len(bad)} blocks moved from {move.src} to {move.dst} do not"
             " have the bytes that were computed; these copies are not used"
@@ -266,7 +278,7 @@ class TierMoves:
     def _fail(self, now: float, move: Move, done: CopyDone) -> list[Effect]:
         self._not_before[move.way] = now + RETRY_S
         # A refused move took no time: the source was not read.
-        if is_storage(move.src) and done.elapsed_s > 0:
+        if is_storage(move.src) and not has_keys(move.src) and done.elapsed_s > 0:
             for block in move.blocks:
                 self._blocks.discard(move.src, block.src, block.block_hash, "unreadable")
         text = (
@@ -276,3 +288,12 @@ class TierMoves:
         if is_storage(move.dst):
             return self._blocks.on_store_failed(now, move.dst, text)
         return [Note("warning", "tier_move_failed", text)]
+
+
+def _arrived(move: Move, done: CopyDone) -> list[bool]:
+    """Whether each block has the bytes that it should have. Those whose checksum was not known have
+    it from now on."""
+    for index, (block, checksum) in enumerate(zip(move.blocks, done.checksums, strict=True)):
+        if block.checksum == UNKNOWN and checksum >= 0:
+            move.blocks[index] = replace(block, checksum=checksum)
+    return [b.checksum == c for b, c in zip(move.blocks, done.checksums, strict=True)]

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from kvrelay.engine.kv.block_pool import NetChanges
 from kvrelay.engine.kv.tier import Tier, TierHashes
+from kvrelay.kvtransfer.tiers.registry import has_keys
 
 PROBATION_SHARE = 0.7
 """Of a tier, left to blocks that no second request has used. The rest is for those that one has, so
@@ -21,6 +22,7 @@ that a flood of prompts without a second use does not push them out. On an hour 
 it finds 1.0 points more blocks than LRU in 8 M tokens and 0.3 more in 16 M, and no rule that was
 compared finds 0.5 more (`python -m benchmarks.kv.tier_trace TRACE --policies`)."""
 KEPT_SHARE = 0.5  # at most, so much of a tier is kept by orders
+FORGOTTEN_HERE = ("evicted", "expired")  # what others may find in storage that has keys
 
 Item = TypeVar("Item")
 
@@ -130,6 +132,7 @@ class TierPool:
         self.used_bytes = 0
         self._block_bytes = block_bytes
         self._room_bytes = room_bytes
+        self._has_keys = has_keys(tier)
         self.num_reused = 0
         self.num_kept = 0
         self._entries: dict[bytes, Entry] = {}
@@ -246,7 +249,7 @@ class TierPool:
         self._owners[entry.slot] = None
         self.num_reused -= entry.usage.is_reused
         self.num_kept -= entry.kept
-        if entry.readable:
+        if entry.readable and not (self._has_keys and why in FORGOTTEN_HERE):
             self._changes.note(entry.block_hash, stored=False)
         if not self._pins[entry.slot]:
             self._give_back(entry.slot)

@@ -20,12 +20,16 @@ class TierSpec:
 
     Memory is copied by the worker's memory agent, and peers read it. Anything else is storage: it
     outlives the process, has an index (`StoreIndex`), and is copied to and from memory only, by an
-    agent and a thread of its own."""
+    agent and a thread of its own.
+
+    Storage that `has_keys` is shared with other workers, who find blocks there by their names. It
+    evicts by itself; a slot is only a place to remember that a block is there."""
 
     num_blocks: Callable[[WorkerConfig], int]  # 0: the worker has no such tier
     bytes_per_s: float  # into device memory, until a load was measured
     is_storage: bool
     can_be_written: bool = True
+    has_keys: bool = False
     # The most that a block takes, and room for all of them; 0, 0: the number of blocks says it.
     sizes: Callable[[WorkerConfig], tuple[int, int]] = lambda config: (0, 0)
     # Behind the first tier: a block that was not used for this long is written.
@@ -43,11 +47,22 @@ TIERS: dict[Tier, TierSpec] = {
         sizes=lambda config: (config.disk_slot_bytes, config.disk_bytes),
         write_after_s=lambda config: config.disk_after_s,
     ),
+    Tier.OBJECT: TierSpec(
+        lambda config: config.num_object_blocks,
+        0.1e9,
+        is_storage=True,
+        has_keys=True,
+        write_after_s=lambda config: config.object_after_s,
+    ),
 }
 
 
 def is_storage(tier: Tier) -> bool:
     return tier in TIERS and TIERS[tier].is_storage
+
+
+def has_keys(tier: Tier) -> bool:
+    return tier in TIERS and TIERS[tier].has_keys
 
 
 def memory_tiers() -> list[Tier]:

@@ -43,6 +43,8 @@ Hashes = bytes | bytearray | memoryview  # packed
 FACT = {Tier.DEVICE: constants.DEVICE, Tier.HOST: constants.HOST, Tier.DISK: constants.DISK}
 EXPECTED: int = constants.EXPECTED
 SAID: int = constants.SAID  # all that a worker has said itself, in whatever tier
+STORE_GROUP = 2  # slots of object stores are in none of workers
+MAX_STORED = 1 << 22  # blocks of one object store; then what is known of it is begun anew
 NUM_RUNS: int = constants.NUM_RUNS  # in device memory, any memory, any tier, said by the worker
 
 
@@ -71,16 +73,15 @@ class Held(NamedTuple):
     host: int = 0  # each of them in device or host memory
     disk: int = 0  # each in any tier
     said: int = 0
+    object: int = 0  # beyond those, in the object store that the worker can read
 
     @property
     def total(self) -> int:
-        return self.device + self.host + self.disk
+        return self.device + self.host + self.disk + self.object
 
     def times(self, factor: int) -> Held:
         """Counts in a unit that is `factor` times smaller."""
-        return Held(
-            self.device * factor, self.host * factor, self.disk * factor, self.said * factor
-        )
+        return Held(*(count * factor for count in self))
 
 
 NOTHING = Held()
@@ -208,6 +209,7 @@ class _View:
     slot: int  # its blocks in the table
     group: int
     epoch: int
+    kind: bytes  # equal for workers that share an object store, if they have one
     seq: int | None = None  # last event (or snapshot) applied; None: nothing yet
     seen: int = -1  # highest event known of, applied or not
     asked_at: float | None = None
@@ -233,11 +235,17 @@ class Matches:
         view = self._index.views.get(worker)
         if view is None:
             return NOTHING
-        at, ends = NUM_RUNS * view.slot, self.ends
-        if at >= len(ends) or not ends[at + 2]:
+        at, ends, stored = NUM_RUNS * view.slot, self.ends, self.stored(view.kind)
+        if at >= len(ends) or not (ends[at + 2] or stored):
             return NOTHING
         device, memory, anywhere, said = ends[at : at + NUM_RUNS]
-        return Held(device, memory - device, anywhere - memory, said)
+        beyond = max(0, stored - anywhere)
+        return Held(device, memory - device, anywhere - memory, said, beyond)
+
+    def stored(self, kind: bytes) -> int:
+        """How much of the prefix the object store of these workers has, from the first block on."""
+        at = NUM_RUNS * self._index.stores.get(kind, -1) + 2
+        return self.ends[at] if 0 <= at < len(self.ends) else 0
 
     def best(self, group: int, limit: int = 8) -> list[NodeId]:
         """The workers of `group` that hold most of the prefix in any tier, most first; none that
@@ -280,17 +288,21 @@ class PrefixIndex:
         self.table = IndexTable(stride, max_expected)
         self.views: dict[NodeId, _View] = {}
         self.slots: dict[int, _View] = {}
+        self.stores: dict[bytes, int] = {}  # slots of object stores, by the kind of their workers
         self._lagging: dict[NodeId, _View] = {}
         self.on_slot: Callable[[NodeId, int | None], None] = lambda worker, slot: None
         """Told which slot of the table a worker has from now on; None: none any more."""
+        self.on_store: Callable[[bytes, int], None] = lambda kind, slot: None
+        """Told which slot of the table the object store of workers of a kind has."""
 
-    def add(self, worker: NodeId, epoch: int, group: int = 0) -> None:
+    def add(self, worker: NodeId, epoch: int, group: int = 0, kind: bytes = b"") -> None:
         """Begin to follow `worker`, if it is not followed: it is due to be asked for a snapshot.
-        `group` is the kind of workers that it is to be found among from now on."""
+        `group` is the kind of workers that it is to be found among from now on; what one of `kind`
+        has in an object store, all of that kind have."""
         view = self.views.get(worker)
         if view is None:
             slot = self.table.open(group)
-            view = self.views[worker] = self.slots[slot] = _View(worker, slot, group, epoch)
+            view = self.views[worker] = self.slots[slot] = _View(worker, slot, group, epoch, kind)
             self.on_slot(worker, slot)
         elif epoch > view.epoch:
             self._restart(view, epoch)
@@ -306,6 +318,8 @@ class PrefixIndex:
             del self.slots[view.slot]
             self.table.close(view.slot)
             self._lagging.pop(worker, None)
+            if view.kind in self.stores and all(v.kind != view.kind for v in self.views.values()):
+                self.table.close(self.stores.pop(view.kind))
 
     def apply(self, now: float, events: KVEvents | KVSnapshot) -> bool:
         """True: the worker has to be asked for a snapshot now.
@@ -314,17 +328,22 @@ class PrefixIndex:
         change nothing. A later epoch than the known one empties the view.
         """
         if isinstance(events, KVSnapshot):
-            parts = (TierHashes(Tier.DEVICE, events.hashes), *events.tiers)
+            objects = TierHashes(Tier.OBJECT, events.stored_objects)
+            parts = (TierHashes(Tier.DEVICE, events.hashes), *events.tiers, objects)
             tiers = {part.tier: b"".join(part.stored) for part in parts}
             return self.restore(now, events.worker, events.epoch, events.seq, tiers)
         view = self._current_view(events.worker, events.epoch, events.seq)
         if view is None:
             return False
         if view.seq is not None and events.seq == view.seq + 1:
-            for change in (TierHashes(Tier.DEVICE, events.stored, events.removed), *events.tiers):
-                fact = FACT[change.tier]
-                self.table.change(view.slot, b"".join(change.stored), add=fact)
-                self.table.change(view.slot, b"".join(change.removed), drop=fact)
+            objects = TierHashes(Tier.OBJECT, events.stored_objects, events.removed_objects)
+            device = TierHashes(Tier.DEVICE, events.stored, events.removed)
+            for change in (device, *events.tiers, objects):
+                if not (change.stored or change.removed):
+                    continue
+                slot, fact = self._place_of(view, change.tier)
+                self.table.change(slot, b"".join(change.stored), add=fact)
+                self.table.change(slot, b"".join(change.removed), drop=fact)
             view.seq = events.seq
         self._check_gap(view)
         return self._ask(now, view)
@@ -341,7 +360,10 @@ class PrefixIndex:
             if self.table.held(view.slot, SAID):
                 self.table.drop_all(view.slot, SAID)
             for tier, block_hashes in tiers.items():
-                self.table.change(view.slot, block_hashes, add=FACT[tier])
+                if not block_hashes:
+                    continue
+                slot, fact = self._place_of(view, tier)
+                self.table.change(slot, block_hashes, add=fact)
             view.seq = seq
         self._check_gap(view)
         return self._ask(now, view)
@@ -409,6 +431,19 @@ class PrefixIndex:
         assert len(self.slots) == len(self.views)
         assert self._lagging == {w: v for w, v in self.views.items() if not v.in_step}
         self.table.check_integrity()
+
+    def _place_of(self, view: _View, tier: Tier) -> tuple[int, int]:
+        """The slot and the fact by which the table knows what this worker has in a tier. What it
+        has in the object store, all of its kind have."""
+        if tier is not Tier.OBJECT:
+            return view.slot, FACT[tier]
+        slot, fact = self.stores.get(view.kind), FACT[Tier.DISK]
+        if slot is None:
+            slot = self.stores[view.kind] = self.table.open(STORE_GROUP)
+            self.on_store(view.kind, slot)
+        elif self.table.held(slot, fact) > MAX_STORED:
+            self.table.drop_all(slot, fact)
+        return slot, fact
 
     def _current_view(self, worker: NodeId, epoch: int, seq: int) -> _View | None:
         """The view that an event or snapshot of this epoch is for; None: it is of the past."""

@@ -47,7 +47,7 @@ bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool
 
 static int64_t held_in_any_tier(const question *q, const worker *w) {
     held has = held_by(&q->asked, w);
-    return has.device + has.host + has.disk;
+    return has.device + has.host + has.disk + has.object;
 }
 
 void find_candidates(const cost_model *c, const question *q, const fleet *f,

@@ -79,9 +79,10 @@ static intake own_intake(const cost_model *c, const worker *w, const work *asked
     int64_t missing = asked->num_tokens - has.device, loaded = 0;
     double tokens_per_s = RATE(c, w, prefill_tokens_per_s), load_s = 0.0, best_gain_s = 0.0;
     intake best = {.computed = missing};
-    int64_t tokens[2] = {has.host, has.disk};
-    double rates[2] = {RATE(c, w, host_read_bytes_per_s), RATE(c, w, disk_read_bytes_per_s)};
-    for (int i = 0; i < 2; i++) {
+    int64_t tokens[3] = {has.host, has.disk, has.object};
+    double rates[3] = {RATE(c, w, host_read_bytes_per_s), RATE(c, w, disk_read_bytes_per_s),
+                       RATE(c, w, object_read_bytes_per_s)};
+    for (int i = 0; i < 3; i++) {
         if (tokens[i] == 0)
             continue;
         loaded += tokens[i];
@@ -238,7 +239,7 @@ placement local_at(const cost_model *c, const worker *w, const work *asked) {
 bool may_be_local(const cost_model *c, const worker *w, const placement *first,
                   const work *asked) {
     held has = held_by(asked, w);
-    int64_t most = has.device + has.host + has.disk;
+    int64_t most = has.device + has.host + has.disk + has.object;
     for (int64_t i = 0; i < asked->num_fetch_sources; i++)
         if (asked->fetch_sources[i].held.said > most)
             most = asked->fetch_sources[i].held.said;

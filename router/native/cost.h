@@ -25,8 +25,12 @@ static inline held held_by(const work *asked, const worker *w) {
     if (p == NULL || w->slot < 0 || w->slot >= p->num_slots)
         return (held){0};
     const uint32_t *ends = p->ends + NUM_RUNS * w->slot;
+    int64_t beyond = 0;
+    if (w->store_slot >= 0 && w->store_slot < p->num_slots)
+        beyond = (int64_t)p->ends[NUM_RUNS * w->store_slot + 2] - ends[2];
     return (held){p->unit * ends[0], p->unit * ((int64_t)ends[1] - ends[0]),
-                  p->unit * ((int64_t)ends[2] - ends[1]), p->unit * ends[3]};
+                  p->unit * ((int64_t)ends[2] - ends[1]), p->unit * ends[3],
+                  beyond > 0 ? p->unit * beyond : 0};
 }
 
 /* Time that fetching from `source` saves a worker that holds none of the prefix, at most. */

@@ -110,6 +110,7 @@ enum { NUM_WEIGHTS = 4 }; /* of a fit, as in engine/cost.py */
 typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
+    double object_read_bytes_per_s;
     double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
     bool has_prompt_weights, has_decode_weights;
 } rates;
@@ -121,6 +122,7 @@ typedef struct worker {
     int64_t row_blocks, windowed_groups, window_blocks; /* as in engine.stats.WorkerInfo */
     double bytes_per_token;
     int64_t slot; /* in the prefix index; -1: none */
+    int64_t store_slot; /* likewise, of the object store that it can read; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
     double beside; /* as `stalled` has it of all others on the same cores; as of the last choice */
     int64_t decoding_beside; /* sequences that decode there now; likewise */
@@ -177,10 +179,11 @@ typedef struct {
     int64_t num_slots;
 } hashed_prompt;
 
-/* Tokens of the prefix that a worker holds: in device memory, then in host memory, then on disk.
+/* Tokens of the prefix that a worker holds: in device memory, then in host memory, then on disk,
+ * and then those that the object store has beyond.
  * `said`: as far as the worker's own events say so, in whatever tier; only that can be fetched. */
 typedef struct {
-    int64_t device, host, disk, said;
+    int64_t device, host, disk, said, object;
 } held;
 
 /* A worker that others may fetch KV from. */

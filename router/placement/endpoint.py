@@ -141,6 +141,7 @@ class Endpoint:
 
     model: int = struct_field("model")  # equal for workers that can use each other's KV
     slot: int = struct_field("slot")  # its blocks in the prefix index
+    store_slot: int = struct_field("store_slot")  # those of the object store that it can read
     excluded_until: float = struct_field("excluded_until")
     typical_decoding: float = struct_field("typical_decoding")
     prompt_slowdown: float = struct_field("prompt_slowdown")
@@ -166,6 +167,7 @@ class Endpoint:
             "max_num_batched_tokens": info.max_num_batched_tokens,
             "bytes_per_token": info.bytes_per_block * info.row_blocks / info.block_size,
             "slot": -1,
+            "store_slot": -1,
             "last_seen_at": last_seen_at,
             "reported_free_blocks": info.num_blocks,
             "prompts": self.prompts.struct,

@@ -35,7 +35,7 @@ from tests.cluster.api.responses.asking import ask
 from tests.cluster.api.tools.templates import prompt
 from tests.cluster.state.stores import Server, opened
 from tests.versions import record
-from tests.versions.schemas import Reader, Schema, filled, sparse
+from tests.versions.schemas import NOT_SENT, Reader, Schema, filled, sparse
 
 LAST: dict[str, Any] = json.loads(record.latest().read_text(encoding="utf-8"))
 NOW = record.message_types()
@@ -54,10 +54,6 @@ POSITIONAL = {
     "RouterProcessSpec.source": "(path, overrides): both or none",
     "ModelConfig.weight_scales": "(matrix, factor): both or none",
     "Decision.flips": "(worker, role): in a log that only its own version replays",
-}
-NOT_SENT = {  # values of enums
-    "Tier": ["orphaned"],  # it is announced as "host"
-    "Refusal": ["adapter_failed"],  # only to who has asked for an adapter
 }
 GONE: dict[str, str] = {}  # fields that no version needs: why
 PICKLES = {

@@ -1,4 +1,4 @@
-"""A fourth tier, object storage, as one would be added: a member of the enum and an entry in the
+"""A tier more, an archive, as one would be added: a member of the enum and an entry in the
 registry. For tests of what else has to know of it: nothing."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ WRITE_AFTER_S = 10.0
 
 
 def add_object_tier(monkeypatch: pytest.MonkeyPatch, num_blocks: int = 80) -> Tier:
-    """Until the test ends, every worker has an object store of `num_blocks`."""
-    tier = str.__new__(Tier, "object")
-    tier._name_, tier._value_ = "OBJECT", "object"
-    monkeypatch.setattr(Tier, "_member_names_", [*Tier._member_names_, "OBJECT"])
-    monkeypatch.setitem(Tier._member_map_, "OBJECT", tier)
-    monkeypatch.setitem(Tier._value2member_map_, "object", tier)
+    """Until the test ends, every worker has an archive of `num_blocks`."""
+    tier = str.__new__(Tier, "archive")
+    tier._name_, tier._value_ = "ARCHIVE", "archive"
+    monkeypatch.setattr(Tier, "_member_names_", [*Tier._member_names_, "ARCHIVE"])
+    monkeypatch.setitem(Tier._member_map_, "ARCHIVE", tier)
+    monkeypatch.setitem(Tier._value2member_map_, "archive", tier)
     spec = TierSpec(
         lambda config: num_blocks,
         1e9,

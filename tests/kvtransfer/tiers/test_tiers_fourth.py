@@ -80,7 +80,7 @@ def test_a_store_that_fails_does_not_stop_another(objects: Tier) -> None:
     world.rest(8.0 + WRITE_AFTER_S / 10)
     assert (world.held(DISK), world.held(objects)) == ([1], [])
     (note,) = world.notes
-    assert note.counter == "object_store_failed"
+    assert note.counter == "archive_store_failed"
     world.rest(WRITE_AFTER_S)
     assert world.held(objects) == [1]
     world.assert_idle()
