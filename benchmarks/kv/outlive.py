@@ -115,7 +115,10 @@ async def longest_explained(http: httpx.AsyncClient, timings: list[RequestTiming
         f"  {each['name']:14} attempt {each['attempt']} {each['worker']:12} {each['seconds']:7.3f}"
         for each in found["phases"]
     ]
-    return "\n".join([*lines, f"  cached: {found['usage']['prompt_tokens_details']}"])
+    name = found["attempts"][-1]["decode"]
+    counters = (await worker(http, name)).get("counters") or {}
+    told = {n: v for n, v in counters.items() if n.startswith(("blocks_from_", "left_kv_"))}
+    return "\n".join([*lines, f"  {name} since its start: {told}"])
 
 
 async def next_turns(
