@@ -56,7 +56,7 @@ from kvrelay.kvtransfer.peer.connector import Connector, Orphans
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
-from kvrelay.kvtransfer.tiers.manager import Tiers
+from kvrelay.kvtransfer.tiers.manager import AS_HOST, Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 from kvrelay.worker.left_kv import LeftKV
 
@@ -99,7 +99,14 @@ class KVExchange:
         are loaded from lower tiers rather than computed, and pins them."""
         core = self._core
         compute_s = core.config.block_size / (core.timing.prefill_tokens_per_s.value or 1e-9)
-        sources = choose_loads(seq, core.kv, self.tiers, self.connector.rates.load_s, compute_s)
+        rates = self.connector.rates
+
+        def load_s(tier: Tier) -> float:
+            # To compute a stream's context again would hold up the others, which a copy does not;
+            # and where a worker has just died, neither rate is what was measured before.
+            return 0.0 if seq.is_stream and tier in AS_HOST else rates.load_s(tier)
+
+        sources = choose_loads(seq, core.kv, self.tiers, load_s, compute_s)
         return self.connector.plan(seq, sources)
 
     def advance(self, now: float) -> list[Effect]:

@@ -84,6 +84,7 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
         cached = await next_turns(http, args.model, make_prompts(spec), timings)
         if args.explain:
             print(await longest_explained(http, timings))
+            print(f"  {before['num_host_blocks']} blocks were in host memory before the kill")
     reference, _ = await run_load(spec)
     texts = sorted(each.text for each in reference)
     good = [each for each in timings if each.error is None]
@@ -115,7 +116,10 @@ async def longest_explained(http: httpx.AsyncClient, timings: list[RequestTiming
         f"  {each['name']:14} attempt {each['attempt']} {each['worker']:12} {each['seconds']:7.3f}"
         for each in found["phases"]
     ]
-    return "\n".join([*lines, f"  cached: {found['usage']['prompt_tokens_details']}"])
+    name = found["attempts"][-1]["decode"]
+    counters = (await worker(http, name)).get("counters") or {}
+    shown = {n: v for n, v in counters.items() if n.startswith(("blocks_from_", "left_kv_"))}
+    return "\n".join([*lines, f"  {name} since its start: {shown}"])
 
 
 async def next_turns(

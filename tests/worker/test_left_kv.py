@@ -87,6 +87,17 @@ def test_it_goes_on_with_what_is_found_at_once() -> None:
     assert machine.cached() == {"orphaned": len(TOKENS) - BLOCK_SIZE}
 
 
+def test_it_loads_what_was_left_however_slow_the_last_load_was() -> None:
+    machine = Machine()
+    machine.submit("b", [60, 61, 62], 2, remote=False)
+    machine.drain()  # so that it knows how fast it computes
+    machine.decode.exchange.connector.rates.add(Tier.ORPHANED, 32, 1e6)
+    machine.take_over()
+    machine.leave(TOKENS)
+    machine.assert_right()
+    assert machine.cached() == {"orphaned": len(TOKENS) - BLOCK_SIZE}
+
+
 def test_it_computes_when_nothing_is_found_in_time() -> None:
     machine = Machine()
     machine.take_over()
