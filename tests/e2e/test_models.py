@@ -52,8 +52,8 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     other = "gemma3-270m" if has_gemma() else "smollm2-135m"
     common = {
         "model.dtype": "float32",
-        "engine.max_model_len": 1024,
-        "engine.num_blocks": 1024,
+        "engine.max_model_len": 512,
+        "engine.num_blocks": 128,
         "router.policy": "round_robin",  # every prompt is handed over
         "sessions.state_dir": str(folder / "state"),
         "tiers.host_gib": 0,
@@ -240,7 +240,8 @@ def test_one_is_added_and_one_removed_while_a_third_serves(tmp_path: Path) -> No
     url, log = f"http://127.0.0.1:{port}", (tmp_path / "log").open("w+")
     with subprocess.Popen(command, stderr=log) as process:
         try:
-            wait_until(lambda: is_up(url, CHAT, "first"), 240, "it does not serve")
+            wait_until(lambda: process.poll() or is_up(url, CHAT, "first"), 240, "it is not up")
+            assert process.poll() is None
             expected = complete(url, CHAT, STORY, 16)
             with Busy(url) as busy:
                 file.write_text(toml_text(settings(tmp_path, models=[chat, second])))
