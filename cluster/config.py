@@ -293,7 +293,10 @@ class Config(Section, frozen=True):
     def most_workers(self) -> int:
         """That there may be at once."""
         if self.models:
-            return sum(each.most_workers for each in self.by_model().values())
+            own = self.by_model().values()
+            fixed = sum(each.most_workers for each in own if not each.scaling.enabled)
+            coming = sum(each.most_workers for each in own if each.scaling.enabled)
+            return fixed + min(coming, self.scaling.max_workers if coming else 0)
         scaling, first = self.scaling, self.cluster.prefill + self.cluster.decode
         most = (scaling.max_workers, *scaling.limits_of_schedules()) if scaling.enabled else ()
         return max((first, *most))

@@ -137,9 +137,10 @@ def prepare_models(
     started on this machine. Raises BuildError."""
     prepared: list[PreparedModel] = []
     beside: list[KVPlan] = []
+    left = config.most_workers if are_here else 0
     for name, own in config.by_model().items():
-        num_here = own.most_workers if are_here else 0
-        num_prefill = own.cluster.prefill if are_here else 0
+        num_here = min(own.most_workers, left)
+        num_prefill, left = min(own.cluster.prefill, num_here), left - num_here
         model = prepare_model(
             own, num_here, progress, num_prefill_here=num_prefill, on_gpu=on_gpu, beside=beside
         )

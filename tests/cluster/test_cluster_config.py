@@ -172,6 +172,13 @@ def test_each_of_several_models_has_settings_of_its_own(tmp_path: Path) -> None:
     assert (large.most_workers, small.most_workers, config.most_workers) == (2, 3, 5)
 
 
+def test_models_whose_workers_come_and_go_have_no_more_than_all_may_have(tmp_path: Path) -> None:
+    shared = TWO + "[scaling]\nenabled = true\nmax_workers = 6\n"
+    assert load_config(write(tmp_path, shared), {}).most_workers == 6
+    fixed = shared.replace("[models.router]", "[models.scaling]\nenabled = false\n[models.router]")
+    assert load_config(write(tmp_path, fixed), {}).most_workers == 6 + 3
+
+
 def test_without_models_there_is_one_with_all_settings() -> None:
     config = load_config(None, {"engine.max_num_seqs": 4})
     assert config.by_model() == {"": config}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,10 +18,20 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.serving.served import Served
+from benchmarks.serving.served import Served, toml_text
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.errors import ModelError
-from tests.e2e.serving import STORY, all_up, is_idle, status, wait_for, worker_of
+from tests.e2e.serving import (
+    KVRELAY,
+    STORY,
+    all_up,
+    is_idle,
+    status,
+    wait_for,
+    wait_until,
+    worker_of,
+)
+from tests.operations.served import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -41,8 +52,8 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     other = "gemma3-270m" if has_gemma() else "smollm2-135m"
     common = {
         "model.dtype": "float32",
-        "engine.max_model_len": 1024,
-        "engine.num_blocks": 1024,
+        "engine.max_model_len": 512,
+        "engine.num_blocks": 128,
         "router.policy": "round_robin",  # every prompt is handed over
         "sessions.state_dir": str(folder / "state"),
         "tiers.host_gib": 0,
@@ -213,3 +224,69 @@ def test_metrics_know_both(server: Served) -> None:
     for name in (CHAT, OTHER):
         assert f'kvrelay_model_workers_up{{model="{name}"}} 2.0' in text
         assert f'vllm:num_requests_running{{model_name="{name}"}} ' in text
+
+
+def test_one_is_added_and_one_removed_while_a_third_serves(tmp_path: Path) -> None:
+    """By a change of the file and `kvrelay restart`."""
+    small = {"checkpoint": "smollm2-135m", "decode": 1}
+    chat = {"name": CHAT, **small, "prefill": 1}
+    first, second = (
+        {"name": "first", **small, "prefill": 0},
+        {"name": "next", **small, "prefill": 0},
+    )
+    port, file = free_port(), tmp_path / "kvrelay.toml"
+    file.write_text(toml_text(settings(tmp_path, models=[chat, first])))
+    command = [*KVRELAY, "serve", "--config", str(file), "--port", str(port)]
+    url, log = f"http://127.0.0.1:{port}", (tmp_path / "log").open("w+")
+    with subprocess.Popen(command, stderr=log) as process:
+        try:
+            wait_until(lambda: process.poll() or is_up(url, CHAT, "first"), 240, "it is not up")
+            assert process.poll() is None
+            expected = complete(url, CHAT, STORY, 16)
+            with Busy(url) as busy:
+                file.write_text(toml_text(settings(tmp_path, models=[chat, second])))
+                done = subprocess.run(
+                    [*KVRELAY, "restart", "--url", url], capture_output=True, text=True, timeout=400
+                )
+                assert done.returncode == 0, done.stderr
+            assert busy.said
+            assert set(busy.said) == {expected}
+            assert complete(url, "next", STORY, 16) == expected
+            gone = httpx.post(f"{url}/v1/completions", json={"model": "first", "prompt": "a"})
+            assert gone.status_code == 404
+            workers = sorted(worker["worker"] for worker in status(url)["workers"])
+            assert workers == ["decode-chat-0", "decode-next-0", "prefill-chat-0"]
+        finally:
+            process.terminate()
+            process.wait(60)
+            log.seek(0)
+            print(log.read())
+
+
+def is_up(url: str, *names: str) -> bool:
+    try:
+        models = {each["model"]: each["num_up"] for each in status(url)["models"]}
+    except (httpx.HTTPError, ValueError):
+        return False
+    return all(models.get(name) for name in names)
+
+
+class Busy:
+    """Asks one model, again and again, from `with` to its end."""
+
+    def __init__(self, url: str) -> None:
+        self.said: list[str] = []
+        self._url, self._ended = url, threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Busy:
+        self._asking = self._pool.submit(self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._asking.result()
+
+    def _ask(self) -> None:
+        while not self._ended.wait(0.1):
+            self.said.append(complete(self._url, CHAT, STORY, 16))
