@@ -46,7 +46,7 @@ class ControllerStatus(Struct, omit_defaults=True, kw_only=True):
     known: bool
     epoch: int | None = None
     pid: int | None = None
-    has_ray: bool | None = None  # whether Ray answers it
+    has_ray: bool | None = None  # whether Ray answers it; None: nobody needs it yet
     failed_writes: int | None = None  # attempts to keep what the next controller needs
     unwritten_s: float | None = None  # for how long that has not been written; 0: it is
     open_files: int | None = None

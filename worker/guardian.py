@@ -54,8 +54,10 @@ class WorkerGuardian:
     both. The constructor does nothing, so that the actor is up at once and its death is noticed
     from then on. Orders and answers are packed as for a channel (`engine.wire.channel`)."""
 
-    def __init__(self, node: NodeId) -> None:
+    def __init__(self, node: NodeId, stdout: int = 1) -> None:
+        """`stdout`: a file that the worker's process gets."""
         self._node = node
+        self._stdout = stdout
         self._pid = 0
         self._why = "its process has ended"
         self._has_ended = threading.Event()
@@ -67,8 +69,12 @@ class WorkerGuardian:
     def start(self, packed: bytes) -> bytes:
         """A WorkerOrder; blocks until the worker listens, or cannot. Returns WorkerStarted or
         StartFailed."""
-        order: WorkerOrder = unpack(packed)
-        return pack(self._run(MODULE, order.spec, order))
+        return pack(self.run(unpack(packed)))
+
+    def run(self, order: WorkerOrder) -> WorkerStarted | StartFailed:
+        """As `start`."""
+        answer: WorkerStarted | StartFailed = self._run(MODULE, order.spec, order)
+        return answer
 
     def start_ranks(self, packed: bytes) -> bytes:
         """A RankHostSpec; blocks until the worker can connect, or cannot. Returns RankHost or
@@ -88,7 +94,7 @@ class WorkerGuardian:
                 mine.close()
                 return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
             if not (forks and self._fork(spec.cluster, name, env, its)):
-                _start(command(module, name, end=its), env, its)
+                self._start(command(module, name, end=its), env, its)
         channel = BlockingChannel(mine)
         channel.send(order)
         try:
@@ -108,8 +114,19 @@ class WorkerGuardian:
         """Whether its process was forked."""
         score = Path("/proc/self/oom_score_adj").read_text()
         order = ForkOrder(name, env, score)
-        self._fork_server = fork_worker(cluster, order, (its.fileno(), 1, 2))
+        self._fork_server = fork_worker(cluster, order, (its.fileno(), self._stdout, 2))
         return self._fork_server is not None
+
+    def _start(self, command_line: list[str], env: dict[str, str], its: socket.socket) -> None:
+        """The process makes itself a daemon: the one that is started ends at once."""
+        started = subprocess.Popen(
+            command_line,
+            stdin=subprocess.DEVNULL,
+            stdout=self._stdout,
+            pass_fds=(its.fileno(),),
+            env=env,
+        )
+        started.wait()
 
     def _have_fork_server(self, spec: WorkerSpec, env: dict[str, str]) -> None:
         """For the next worker of this machine; this one serves already."""
@@ -147,6 +164,10 @@ class WorkerGuardian:
                 if isinstance(message, ProcessEnds):
                     self._why = message.reason
         self._has_ended.set()
+        self._leave()
+
+    def _leave(self) -> None:
+        """The worker has ended."""
         ending = threading.Timer(LAST_WORDS_S, os._exit, (1,))
         ending.daemon = True
         ending.start()
@@ -163,10 +184,3 @@ class WorkerGuardian:
                 kill_all(psutil.Process(self._pid))
             self._has_ended.wait(LAST_WORDS_S)
         os._exit(0)
-
-
-def _start(command_line: list[str], env: dict[str, str], its: socket.socket) -> None:
-    """The process makes itself a daemon: the one that is started ends at once."""
-    fds = (its.fileno(),)
-    started = subprocess.Popen(command_line, stdin=subprocess.DEVNULL, pass_fds=fds, env=env)
-    started.wait()

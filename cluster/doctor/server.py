@@ -70,7 +70,10 @@ def check_controller(status: Mapping[str, Any]) -> list[Finding]:
         text = f"has said nothing for {age_s:.0f} s"
         return [fail("controller", text, "docs/runbooks/controller-away.md")]
     ray = ok("Ray", "answers the controller")
-    if not found.get("has_ray"):
+    has_ray = found.get("has_ray")
+    if has_ray is None:
+        ray = ok("Ray", "starts, and no worker waits for it")
+    elif not has_ray:
         text = "does not answer the controller: no worker can be started"
         ray = fail("Ray", text, "docs/runbooks/ray-lost.md")
     return [ok("controller", f"heard {age_s:.1f} s ago"), ray]

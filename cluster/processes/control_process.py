@@ -10,6 +10,7 @@ The autoscaler's log: all that it saw and decided, one line of JSON each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -30,6 +31,7 @@ from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Checkpoint,
     GiveUp,
+    MachinesChanged,
     Record,
     RequestMachines,
     RestartWorker,
@@ -49,6 +51,7 @@ from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
+from kvrelay.cluster.processes.here import run_here
 from kvrelay.cluster.processes.life import (
     Keeper,
     read_record,
@@ -82,6 +85,7 @@ from kvrelay.worker.messages import (
 )
 from kvrelay.worker.process import update_peers
 from kvrelay.worker.processes import kill_workers, name_of, worker_processes
+from kvrelay.worker.spec import WorkerOrder
 
 log = logging.getLogger("kvrelay.control")
 
@@ -91,6 +95,7 @@ END_TIMEOUT_S = 5.0  # for workers to end by themselves
 MAX_FAILURES = 2  # a worker that fails so often leaves the others as they are
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 LEASE_WATCH_S = 0.2
+RAY_LATEST_S = 20.0  # after which it is started, whether the first workers are up or not
 RAY_START_ATTEMPTS = 2  # the first time: Ray gives its raylet 30 s, which a busy machine may miss
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 
@@ -112,6 +117,8 @@ class ControlProcess:
         self.controller = Controller(ControllerConfig((), ()))
         self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
         self._workers: Any = None  # RayWorkers, once Ray is there
+        self._are_up = asyncio.Event()  # the first workers
+        self._lacks_ray = spec.epoch > 1  # a controller before this one has lost it
         self._listening = spec.listening  # for workers that are started
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer.here(CONTROLLER, "", 0, spec.epoch)
@@ -132,7 +139,7 @@ class ControlProcess:
         spec = self.spec
         host, port = await self.wire.listen(spec.host)
         self._me = Peer.here(CONTROLLER, host, port, spec.epoch)
-        self.spawn(self._use_ray())
+        self.spawn(self._use_ray_in_time())
         if self._leads is not None:  # a supervisor that knows no leases does not know this either
             self._tell(ControllerListens(self._me))
             self._watch_lease()
@@ -204,6 +211,8 @@ class ControlProcess:
         self.host.add(self.controller, self)
         self._model.set_result(model)
         self.spawn(self._show())
+        if spec.here is not None:
+            self.say(MachinesChanged((spec.here,)))
 
     def _keep(self, kept: Checkpoint) -> None:
         if self._leads is None:
@@ -308,7 +317,10 @@ class ControlProcess:
             await self._loop.run_in_executor(self._ray_thread, disconnect)
 
     @property
-    def has_ray(self) -> bool:
+    def has_ray(self) -> bool | None:
+        """Whether it answers; None: it has not begun yet, and nobody needs it."""
+        if self._workers is None and self.spec.here is not None and not self._lacks_ray:
+            return None
         return self._workers is not None and self._workers.is_answered
 
     def restart_workers(self, only_outdated: bool, done: Callable[[str], None]) -> None:
@@ -375,6 +387,13 @@ class ControlProcess:
                 self._send_certificate(info.worker)
         self._loop.call_soon(self.host.deliver, CONTROLLER, message)
 
+    async def _use_ray_in_time(self) -> None:
+        """Ray takes more of a machine than its workers do to start: those that can, go first."""
+        if self.spec.here is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._are_up.wait(), RAY_LATEST_S)
+        await self._use_ray()
+
     async def _use_ray(self) -> None:
         """Start or join it, and go on trying: what runs does not need it."""
         from kvrelay.cluster.processes.ray_access import start_ray
@@ -394,6 +413,7 @@ class ControlProcess:
                 why = str(error) and first_line(error)
                 why = why or f"Ray did not start within {RAY_START_S:g} s"
                 attempts += 1
+                self._lacks_ray = True
                 is_final = config.cluster.address or attempts == RAY_START_ATTEMPTS
                 has_been_up = self.controller.has_been_up or bool(self.spec.running_routers)
                 if not has_been_up and is_final:
@@ -411,7 +431,7 @@ class ControlProcess:
         how = f"joined at {config.cluster.address}" if config.cluster.address else "started"
         log.info("Ray: %s; its own logs are in %s", how, ray.logs_folder())
         await self._model
-        self._workers = ray.RayWorkers(self._listening, self.say)
+        self._workers = ray.RayWorkers(self._listening, self.say, self.spec.here)
         cluster = self.spec.cluster
         for adopted in self._adopted:
             self._workers.attach(cluster, adopted.worker, adopted.epoch)
@@ -452,7 +472,11 @@ class ControlProcess:
         spec = self.spec
         workers = self.controller.workers.values()
         model = self._model.result()
-        self._workers.start(worker_spec(start, spec.cluster, spec.config, model, machines, workers))
+        worker = worker_spec(start, spec.cluster, spec.config, model, machines, workers)
+        if self._workers is None:
+            self.spawn(run_here(WorkerOrder(worker, self._listening), self.say))
+        else:
+            self._workers.start(worker)
 
     def _stop_worker(self, worker: NodeId, epoch: int) -> None:
         """By force, by its guardian or here; where neither reaches it, it was asked."""
@@ -535,6 +559,7 @@ class ControlProcess:
                 why = f" ({part.last_error})" if part.last_error and not part.is_serving else ""
                 self._tell(StartupProgress(part.node, f"{part.state}{why}", part.is_serving))
             await asyncio.sleep(0.1)
+        self._are_up.set()
         infos = [w.info for w in self.controller.workers.values() if w.info is not None]
         model = await self._model
         num_outdated = len(self.controller.worker_set.outdated())

@@ -4,8 +4,6 @@ Start: the ports are taken first, then the controller, with Ray, and the model c
 the controller has workers and routers started; when all are up, the user is told. Stop: requests
 are finished, the workers are ended, Ray ends. Whatever goes wrong on the way is one line,
 `ServeError`.
-
-Where the processes of this machine listen, so that those of other machines reach them.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ from kvrelay.cluster.processes.certificates import (
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.processes.handover import Handover, HandoverError
 from kvrelay.cluster.processes.handover import check as check_program
+from kvrelay.cluster.processes.here import num_cpus, own_host
 from kvrelay.cluster.processes.life import Life, SharedLife, open_life, shared_life
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
@@ -56,44 +55,6 @@ from kvrelay.worker.fork_server import (
 )
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.process import Listening
-
-LOOPBACK = "127.0.0.1"
-_SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there
-
-
-def own_host(address: str) -> str:
-    """`address`: of the Ray cluster, as in `cluster.address`. Without one all is on this machine.
-    Else the address of the interface that leads there; does not wait for anything."""
-    if not address:
-        return LOOPBACK
-    host = ray_address(address).rpartition(":")[0].strip("[]")
-    own = _toward(host)
-    # Ray's own control plane is here: then others reach us by what leads out.
-    return _toward(_SOMEWHERE) if own.startswith("127.") else own
-
-
-def ray_address(address: str) -> str:
-    """HOST:PORT of the Ray cluster; "" if that is not known."""
-    if address != "auto":
-        return address
-    if from_user := os.environ.get("RAY_ADDRESS", ""):
-        return from_user
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    try:
-        return note.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _toward(host: str) -> str:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # only looks up the route: it is a datagram socket
-        except OSError:
-            return LOOPBACK
-        return str(probe.getsockname()[0])
-
 
 T = TypeVar("T")
 
@@ -169,7 +130,7 @@ def _start_fork_server(config: Config, life: Life, *, is_fresh: bool) -> socket.
     the connection that it lives with."""
     if config.cluster.address or isinstance(life, SharedLife) or not config.cluster.fork_server:
         return None
-    threads = config.engine.threads or os.cpu_count() or 1
+    threads = config.engine.threads or num_cpus()
     env = worker_environment(os.environ, threads)
     try:
         return start_fork_server(life.record.cluster, env, low_priority=not is_fresh)

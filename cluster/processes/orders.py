@@ -9,6 +9,7 @@ from pathlib import Path
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import LeaseKey
 from kvrelay.cluster.control.messages import (
+    Machine,
     RouterFailed,
     RouterLost,
     RouterStarted,
@@ -67,6 +68,7 @@ class ControlSpec:
     running_routers: tuple[RouterStarted, ...]
     lease: LeaseOrder | None = None  # None: there is one server, and nothing to lead
     restart: RestartStatus = field(default_factory=RestartStatus)
+    here: Machine | None = None  # where workers are started before Ray is up
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import MachinesChanged, WorkerLost
+from kvrelay.cluster.processes.here import HERE
 from kvrelay.cluster.processes.ray_cluster import (
     NAMESPACE,
     REACH_TIMEOUT_S,
@@ -82,11 +83,18 @@ class RayWorkers:
     Invariant: at most one guardian per worker is known here, that of the latest epoch.
     """
 
-    def __init__(self, listening: Listening, tell: Callable[[Any], None]) -> None:
-        """`tell`: the controller, of WorkerStarted, StartFailed, WorkerLost, MachinesChanged."""
+    def __init__(
+        self,
+        listening: Listening,
+        tell: Callable[[Any], None],
+        here: Machine | None = None,
+    ) -> None:
+        """`tell`: the controller, of WorkerStarted, StartFailed, WorkerLost, MachinesChanged.
+        `here`: what the controller calls this machine; None: as Ray does."""
         self.listening = listening
         self._tell = tell
-        self._raylets: dict[str, tuple[str, int]] = {}  # by machine
+        self._here = here
+        self._raylets: dict[str, tuple[str, int, str]] = {}  # by machine; Ray's name for it last
         self._running: dict[NodeId, _Running] = {}
         self._placed: dict[NodeId, tuple[int, str]] = {}  # epoch and placement group of each worker
         self._ending: set[asyncio.Future[Any]] = set()
@@ -137,6 +145,11 @@ class RayWorkers:
         ending.add_done_callback(self._ending.discard)
         return ending
 
+    def _name(self, node: str) -> str:
+        """What the controller calls the machine of a node of Ray's."""
+        is_here = self._here is not None and node == own_machine()
+        return HERE if is_here else node
+
     async def watch_machines(self, use_gpus: bool) -> None:
         """Tell the controller of machines that come and go, until cancelled. Raises TimeoutError
         if Ray does not answer."""
@@ -152,9 +165,16 @@ class RayWorkers:
                 self.is_answered = True
                 known = None
             self._raylets = {
-                n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes
+                self._name(n["NodeID"]): (
+                    n["NodeManagerAddress"],
+                    n["NodeManagerPort"],
+                    n["NodeID"],
+                )
+                for n in nodes
             }
             current = machines_of(nodes, use_gpus)
+            if current and self._here is not None:
+                current = (self._here,)
             if current != known:
                 known = current
                 self._tell(MachinesChanged(known))
@@ -188,7 +208,7 @@ class RayWorkers:
     async def _create(self, spec: WorkerSpec) -> tuple[Any, WorkerStarted | StartFailed]:
         running, listening = self._running[spec.worker], self.listening
         for machine in (spec.machine, *spec.further):
-            if machine != own_machine() and not await self._has_raylet(machine):
+            if machine != self._name(own_machine()) and not await self._has_raylet(machine):
                 failed = StartFailed(spec.worker, spec.epoch, "its machine does not answer", False)
                 return None, failed
         listening = replace(listening, host=self._host_of(spec.machine))
@@ -222,7 +242,9 @@ class RayWorkers:
             strategy="STRICT_SPREAD" if spec.further else "STRICT_PACK",
             name=name,
             lifetime="detached",
-            bundle_label_selector=[{"ray.io/node-id": machine} for machine in machines],
+            bundle_label_selector=[
+                {"ray.io/node-id": self._raylets[machine][2]} for machine in machines
+            ],
         )
         group = await _apart(ask)
         return group if await asyncio.to_thread(group.wait, PLACE_TIMEOUT_S) else None
@@ -253,7 +275,7 @@ class RayWorkers:
         """Where a worker on it listens."""
         if self.listening.host:
             return self.listening.host
-        own = machine == own_machine()
+        own = machine == self._name(own_machine())
         return ray.util.get_node_ip_address() if own else self._raylets[machine][0]
 
     async def _guardian(self, spec: WorkerSpec, group: PlacementGroup, number: int) -> Any:
@@ -292,7 +314,7 @@ class RayWorkers:
         """Ray takes long to notice that a machine is gone; a connection shows it at once."""
         if machine_id not in self._raylets:
             return False  # it has gone since it was chosen
-        host, port = self._raylets[machine_id]
+        host, port, _ = self._raylets[machine_id]
         try:
             async with asyncio.timeout(REACH_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(host, port)

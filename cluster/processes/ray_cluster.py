@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.processes.here import num_cpus
 from kvrelay.engine.host import first_line
 
 REACH_TIMEOUT_S = 5.0
@@ -39,6 +40,7 @@ def connect(address: str, dashboard_port: int = 0) -> None:
     else:
         options |= {
             "address": "local",
+            "num_cpus": num_cpus(),  # as workers count them that are started before
             "include_dashboard": dashboard_port > 0,
             "dashboard_port": dashboard_port or None,
             "object_store_memory": OBJECT_STORE_BYTES,

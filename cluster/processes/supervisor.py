@@ -37,6 +37,7 @@ from kvrelay.cluster.control.messages import (
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
+from kvrelay.cluster.processes.here import this_machine
 from kvrelay.cluster.processes.life import Life, SharedLife, weights_of
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
@@ -391,6 +392,7 @@ class Supervisor:
             running_routers=() if self._servers else tuple(self._started.values()),
             lease=None if self._servers is None else self._servers.order(),
             restart=self._restart,
+            here=this_machine(self._config),
         )
         spare, self._spare = self._spare, None
         self._controller = child = spare or self._new_controller()
@@ -410,8 +412,7 @@ class Supervisor:
             elif self._spare is child:
                 self._spare = None
 
-        child = Child("controller", self._on_controller_message, on_end)
-        return child
+        return (child := Child("controller", self._on_controller_message, on_end))
 
     async def _begin(self, controller: Child) -> None:
         """Its process, which waits for its order."""
@@ -468,7 +469,6 @@ class Supervisor:
         log.warning("the controller has ended (%s); again in %g s", shown(code), pause_s)
         if self._restarting is not None and not self._restarting.done():
             self._restarting.set_result("the controller has ended")
-
         self._spawn(self._start_controller_again(pause_s))
 
     async def _start_controller_again(self, pause_s: float) -> None:

@@ -219,7 +219,9 @@ def test_a_server_is_asked_for_its_controller_routers_and_ray() -> None:
     there, ray = server.check_controller({"controller": away | {"age_s": 0.5, "has_ray": False}})
     is_well(there)
     is_fault(ray, "no worker can be started", "ray-lost.md")
-    is_well(*server.check_controller({"controller": away | {"age_s": 0.5}}))
+    for has_ray in (True, None):  # None: it has not begun to start
+        well = {"controller": away | {"age_s": 0.5, "has_ray": has_ray}}
+        is_well(*server.check_controller(well))
     routers = [{"router": "router-0", "state": "up"}]
     is_well(server.check_routers({"routers": routers}))
     routers.append({"router": "router-1", "state": "backoff", "last_error": "SIGSEGV"})
