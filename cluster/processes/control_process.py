@@ -95,7 +95,7 @@ END_TIMEOUT_S = 5.0  # for workers to end by themselves
 MAX_FAILURES = 2  # a worker that fails so often leaves the others as they are
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 LEASE_WATCH_S = 0.2
-RAY_LATEST_S = 20.0  # after which it is started, whether the first workers are up or not
+RAY_LATEST_S = 60.0  # after which it is started, whether the first workers are up or not
 RAY_START_ATTEMPTS = 2  # the first time: Ray gives its raylet 30 s, which a busy machine may miss
 PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 

@@ -98,8 +98,11 @@ async def serve(
             sockets = {f"{name}@{life.server}": sock for name, sock in sockets.items()}
         else:  # workers of a cluster with several servers are not this one's to end
             on_cluster(life.record.cluster)
-        forks = await asyncio.to_thread(_start_fork_server, config, life, is_fresh=is_fresh)
+        forking = in_thread(
+            partial(_start_fork_server, config, life, is_fresh=is_fresh), "fork-server"
+        )
         supervisor = await _supervise(config, access, sockets, life, on_progress, source, found)
+        forks = await forking
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
         model = await _first(preparing, until)

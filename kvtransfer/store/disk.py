@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import StoreIndex
@@ -74,6 +72,8 @@ class DiskStore:
         self.max_blocks = max_blocks
         self.num_bytes = max_blocks * self.slot_bytes  # that the blocks file has, holes included
         # What each block takes, in whole pages; 0: not known. Set by whoever writes it.
+        import numpy as np  # slow, and who plans a worker's memory imports this module too
+
         self.sizes = np.zeros(max_blocks, np.int64)
         self._room_bytes = room_bytes or self.num_bytes
         self.fd = -1
