@@ -117,7 +117,7 @@ class ControlledFleet:
         self._now = now
         for worker in workers.values():
             if self._book.get(worker.node) is None:
-                self._book.add(now, worker.node, worker.role)
+                self._book.add(now, worker.node, worker.role, start_s=0.0)
             self._update(worker)
         for late in self._book.give_up(now):
             self._orders.append(Remove(late, "no machine had room for it"))
@@ -126,7 +126,7 @@ class ControlledFleet:
         name, now, book = worker.node, self._now, self._book
         book.set_role(name, worker.role)
         if worker.is_serving:
-            book.move(worker.up_at, name, State.UP)
+            book.came_up(worker.up_at, name, worker.started.took_s if worker.started else 0.0)
             if worker.is_leaving:
                 book.move(now, name, State.DRAINING)
         elif worker.epoch:  # it had a place

@@ -251,11 +251,12 @@ class Observer:
         self._num_decoding = streams
 
     def _count_starts(self, workers: Iterable[ManagedWorker]) -> None:
-        """How long starts took, of those that were ordered while this looked on."""
+        """How long starts took, as far as is known."""
         for each in workers:
             if each.state in COUNTED and each.up_at is not None:
-                if each.worker not in self._known_up and each.up_at > each.ordered_at:
-                    self._starts = [*self._starts, each.up_at - each.ordered_at][-MAX_STARTS:]
+                took_s = each.up_at - each.ordered_at if each.start_s is None else each.start_s
+                if each.worker not in self._known_up and took_s > 0:
+                    self._starts = [*self._starts, took_s][-MAX_STARTS:]
                 self._known_up.add(each.worker)
 
 

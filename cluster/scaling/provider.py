@@ -55,6 +55,8 @@ class ManagedWorker(Struct, frozen=True):
     since: float  # when it came into this state
     up_at: float | None = None
     reason: str = ""  # why it is pending, or gone
+    # that it took to start, where it was not ordered here; 0: not known. None: from its order on
+    start_s: float | None = None
 
 
 class WorkerProvider(Protocol):
@@ -91,11 +93,23 @@ class ManagedWorkers:
     def get(self, worker: NodeId) -> ManagedWorker | None:
         return self._workers.get(worker)
 
-    def add(self, now: float, worker: NodeId, role: Role, state: State = State.PENDING) -> None:
-        """`state`: of one that is found running, for example."""
+    def add(
+        self,
+        now: float,
+        worker: NodeId,
+        role: Role,
+        state: State = State.PENDING,
+        start_s: float | None = None,
+    ) -> None:
+        """`state`: of one that is found running, for example. `start_s`: see ManagedWorker."""
         assert worker not in self._workers, f"{worker} was there before"
         up_at = now if state is State.UP else None
-        self._workers[worker] = ManagedWorker(worker, role, state, now, now, up_at)
+        self._workers[worker] = ManagedWorker(worker, role, state, now, now, up_at, start_s=start_s)
+
+    def came_up(self, at: float, worker: NodeId, took_s: float) -> None:
+        """`took_s`: from the start of its process; 0: not known."""
+        if self.move(at, worker, State.UP) and self._workers[worker].start_s is not None:
+            self._workers[worker] = replace(self._workers[worker], start_s=took_s)
 
     def move(self, now: float, worker: NodeId, state: State, reason: str = "") -> bool:
         """To another state; False: it is not there, or cannot get there from where it is."""

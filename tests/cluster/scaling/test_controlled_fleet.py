@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
@@ -50,6 +51,8 @@ class ControlledWorld:
     def __init__(self, config: ControllerConfig = CONFIG) -> None:
         self.now = 0.0
         self.start_s = 5.0
+        self.adopted_s = 0.01  # until one that runs has answered
+        self.took_s = 0.0  # as workers say it; 0: they do not
         self.pending_timeout_s = SCALING.pending_timeout_s
         self.live_requests: dict[str, int] = {}  # the router's, by worker
         self.busy: dict[str, int] = {}  # what workers still do
@@ -110,9 +113,11 @@ class ControlledWorld:
                 case StartWorker(worker, _, epoch) if worker in self.fails:
                     self.say(StartFailed(worker, epoch, "no such device", False), 0.1)
                 case StartWorker(worker, _, epoch):
-                    self.say(WorkerStarted(info(worker, epoch), "h", 100), self.start_s)
+                    started = WorkerStarted(info(worker, epoch), "h", 100, took_s=self.took_s)
+                    self.say(started, self.start_s)
                 case AdoptWorker(worker, epoch, _, _, _):
-                    self.say(WorkerStarted(info(worker, epoch), "h", 100), 0.01)
+                    started = WorkerStarted(info(worker, epoch), "h", 100, took_s=self.took_s)
+                    self.say(started, self.adopted_s)
                 case SendPeers(to, about, epoch):
                     self.say(PeersUpdated(to, about, epoch), 0.001)
                 case Send(to, WorkerDraining(worker, epoch)):
@@ -195,6 +200,34 @@ def test_one_that_dies_counts_as_up_and_is_started_again(world: ControlledWorld)
     world.pass_time(world.start_s + 3)
     assert world.controller.workers[worker].epoch == 2
     assert world.sent(WorkerUp)[-1].message.info.epoch == 2
+
+
+def start_s_of_planner(world: ControlledWorld) -> float:
+    assert world.controller.scaling is not None
+    start_s: float = world.controller.scaling.view().decisions[-1]["inputs"]["start_s"]
+    return start_s
+
+
+def test_a_start_takes_what_the_first_workers_took() -> None:
+    """It was `start_s` until a worker was ordered; one that came up after the first tick counted
+    from that tick on, and one that was adopted from its adoption."""
+    scaling = structs.replace(SCALING, min_workers=1, start_s=60.0)
+    first = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+    config = replace(CONFIG, scaling=scaling, workers=first)
+    world = ControlledWorld(config)
+    world.pass_time(2 * world.start_s)
+    assert world.provider.workers()[0].state is State.UP
+    assert start_s_of_planner(world) == 60.0, "they did not say"
+    world.took_s, world.adopted_s = 3.0, 3 * SCALING.tick_s
+    world.begin(config)
+    world.pass_time(2 * world.start_s)
+    assert start_s_of_planner(world) == 3.0, "they had when they were adopted"
+    worker = world.provider.start(Role.DECODE)
+    world.pass_time(2 * world.start_s)
+    known = state_of(world, worker)
+    assert known.up_at is not None
+    assert known.up_at - known.ordered_at > world.start_s
+    assert start_s_of_planner(world) == known.up_at - known.ordered_at, "with its wait for a place"
 
 
 def test_those_that_fail_again_and_again_go_and_the_next_waits(world: ControlledWorld) -> None:
