@@ -79,6 +79,7 @@ class ForkOrder(msgspec.Struct, frozen=True):
     name: str  # as in `name_of`
     environment: dict[str, str]
     oom_score: str  # its /proc/self/oom_score_adj
+    num_ranks: int = 1  # its processes on this machine: the others are forked from it
 
 
 class KeepWeights(msgspec.Struct, frozen=True):
@@ -90,7 +91,7 @@ class KeepWeights(msgspec.Struct, frozen=True):
 
     @property
     def is_sensible(self) -> bool:
-        """Ranks are processes of their own, a GPU's memory is not forked, and who asks meanwhile
+        """Each rank has another part of them, a GPU's memory is not forked, and who asks meanwhile
         must not wait for long."""
         if self.engine.tensor_parallel_size > 1 or self.model.device.startswith("cuda"):
             return False
@@ -227,7 +228,13 @@ def start_fork_server(
         except OSError:
             mine.close()
             raise
-    started.wait()  # it makes itself a daemon: this one ends at once
+    try:
+        started.wait(ANSWER_S)  # it makes itself a daemon: this one ends at once
+    except subprocess.TimeoutExpired:
+        mine.close()
+        started.kill()
+        started.wait()
+        raise TimeoutError(f"it has not begun within {ANSWER_S:g} s") from None
     return mine
 
 

@@ -93,7 +93,7 @@ class WorkerGuardian:
             if why_not:
                 mine.close()
                 return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
-            if not (forks and self._fork(spec.cluster, name, env, its)):
+            if not (forks and self._fork(spec, name, env, its)):
                 self._start(command(module, name, end=its), env, its)
         channel = BlockingChannel(mine)
         channel.send(order)
@@ -110,11 +110,11 @@ class WorkerGuardian:
             threading.Thread(target=self._watch, args=(channel,), daemon=True).start()
         return answer
 
-    def _fork(self, cluster: str, name: str, env: dict[str, str], its: socket.socket) -> bool:
+    def _fork(self, spec: WorkerSpec, name: str, env: dict[str, str], its: socket.socket) -> bool:
         """Whether its process was forked."""
         score = Path("/proc/self/oom_score_adj").read_text()
-        order = ForkOrder(name, env, score)
-        self._fork_server = fork_worker(cluster, order, (its.fileno(), self._stdout, 2))
+        order = ForkOrder(name, env, score, spec.num_ranks_here)
+        self._fork_server = fork_worker(spec.cluster, order, (its.fileno(), self._stdout, 2))
         return self._fork_server is not None
 
     def _start(self, command_line: list[str], env: dict[str, str], its: socket.socket) -> None:

@@ -24,6 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrelay.cluster.processes.worker import run
+from kvrelay.engine.model.parallel import link
 from kvrelay.engine.wire.channel import inherited
 from kvrelay.worker.fork_server import (
     FAILED,
@@ -49,6 +50,8 @@ MODULES = (
     "kvrelay.cluster.roles",
     "kvrelay.worker.build",
     "kvrelay.engine.model.runner",
+    "kvrelay.engine.model.parallel.follower",
+    "kvrelay.engine.model.parallel.runner",
     "kvrelay.engine.model.step_executor",
     "kvrelay.kvtransfer.agents.nixl",
     "kvrelay.kvtransfer.agents.pool",
@@ -242,10 +245,37 @@ def become(order: ForkOrder, line: list[str], files: list[int]) -> NoReturn:
         sys.argv = line[2:]
         for each in (stdout, stderr):
             os.close(each)
+        for _ in range(order.num_ranks - 1):
+            fork_rank(channel)
         run(channel)
     except BaseException:
         logging.getLogger("kvrelay").exception("%s does not begin", order.name)
         os._exit(1)
+
+
+def fork_rank(channel: int) -> None:
+    """Another rank of the worker that this process becomes, before it has threads or a GPU."""
+    ours, its = socket.socketpair()
+    if pid := os.fork():
+        its.close()
+        link.forked.append(link.ForkedRank(ours, pid))
+        return
+    try:
+        os.close(channel)  # whose end says that the worker has ended
+        for each in (ours, *(rank.connected for rank in link.forked)):
+            each.close()
+        line = [sys.executable, "-m", link.FOLLOWER, str(its.fileno())]
+        sys.argv = line[2:]
+        show_process(line, os.environ)
+        follow()
+    finally:
+        os._exit(1)
+
+
+def follow() -> None:
+    from kvrelay.engine.model.parallel.follower import main
+
+    main()
 
 
 def main() -> None:

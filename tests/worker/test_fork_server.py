@@ -19,6 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.engine.model.parallel import link
 from kvrelay.engine.wire.channel import BlockingChannel
 from kvrelay.worker import fork_server
 from kvrelay.worker.fork_server import (
@@ -66,10 +67,11 @@ def server() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def forked(name: str, env: dict[str, str]) -> Iterator[tuple[Any, Any]]:
+def forked(name: str, env: dict[str, str], num_ranks: int = 1) -> Iterator[tuple[Any, Any]]:
     """The connection to the server, or None; and the channel to the process."""
     mine, its = socket.socketpair()
-    connection = fork_worker(CLUSTER, ForkOrder(name, env, "7"), (its.fileno(), 1, 2))
+    order = ForkOrder(name, env, "7", num_ranks)
+    connection = fork_worker(CLUSTER, order, (its.fileno(), 1, 2))
     its.close()
     with mine:
         yield connection, None if connection is None else BlockingChannel(mine)
@@ -105,6 +107,28 @@ def test_a_forked_process_is_as_one_that_was_started(server: Server) -> None:
             assert other_pid != pid
     gone = psutil.wait_procs([process], timeout=5)[1]
     assert not gone
+
+
+def test_ranks_are_forked_with_their_worker(server: Server) -> None:
+    """They are its children, with which they are killed, and end when it does."""
+    with forked(name_of(CLUSTER, "decode-0", 1), ENV, 3) as (_, channel):
+        seen_by(channel)
+        pid = channel.hello().pid
+        ranks = seen_by(channel)
+        assert [(parent, env) for _, parent, env, _ in ranks] == [
+            (pid, ENV | {"RANK": "0"}),
+            (pid, ENV | {"RANK": "1"}),
+        ]
+        assert [files for *_, files in ranks] == [5, 5], "0, 1, 2, its leader, and the folder"
+        (found,) = worker_processes(CLUSTER)
+        assert found[0].pid == pid, "a rank is not taken for a worker"
+        processes = [psutil.Process(rank) for rank, *_ in ranks]
+        for process in processes:
+            assert process.cmdline()[:3] == [sys.executable, "-m", link.FOLLOWER]
+        psutil.Process(pid).kill()
+        assert not psutil.wait_procs(processes, timeout=5)[1]
+        with pytest.raises(EOFError):
+            channel.receive()  # its guardian hears of its end: no rank holds the channel
 
 
 def test_what_differs_from_it_is_not_forked(

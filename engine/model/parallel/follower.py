@@ -1,4 +1,5 @@
-"""A follower: the process of one rank above 0, started by `parallel.runner` with a connection.
+"""A follower: the process of one rank above 0, started by `parallel.runner` with a connection, or
+forked with its leader.
 
 Life: receives its setup; joins its group; loads its part, and makes its companion; then runs the
 steps that it receives. It ends with the connection, or sends the reason when it is out of step.
@@ -114,6 +115,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader ends us
     connection = Connection(int(sys.argv[1]))
     setup = connection.recv()
+    if isinstance(setup, dict):  # it was forked before its leader had all of its environment
+        os.environ.update(setup)
+        setup = connection.recv()
     assert isinstance(setup, RankSetup)
     set_up_rank(setup.shard.rank)
     leader = _Leader(connection)

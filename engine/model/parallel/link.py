@@ -10,6 +10,8 @@ a word is noticed after `SILENT_S`.
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
 import struct
 import subprocess
@@ -51,6 +53,31 @@ def start_process(connected: socket.socket) -> subprocess.Popen[bytes]:
         pass_fds=[connected.fileno()],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedRank:
+    """A follower's process that was forked from this one, and waits: first for an environment, then
+    for a setup, as one that is started does."""
+
+    connected: socket.socket
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `Popen.wait`."""
+        handle = os.pidfd_open(self.pid)
+        try:
+            if not select.select([handle], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(FOLLOWER, timeout or 0.0)
+            os.waitpid(self.pid, 0)
+        finally:
+            os.close(handle)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+forked: list[ForkedRank] = []  # with this process, by what it was itself forked from
 
 
 def reach(place: RankHost) -> socket.socket:

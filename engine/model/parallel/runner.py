@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import tempfile
@@ -37,10 +38,12 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.link import (
     Broken,
     Checksums,
+    ForkedRank,
     MakeCompanion,
     RankHost,
     Ready,
     connection_of,
+    forked,
     reach,
     start_process,
 )
@@ -74,7 +77,10 @@ class Follower:
     Broken when it cannot go on."""
 
     def __init__(
-        self, rank: int, connected: socket.socket, process: subprocess.Popen[bytes] | None = None
+        self,
+        rank: int,
+        connected: socket.socket,
+        process: subprocess.Popen[bytes] | ForkedRank | None = None,
     ) -> None:
         """Takes both over. `process`: if it is a child of this one."""
         self.rank = rank
@@ -155,7 +161,12 @@ class Follower:
 
 
 def start_here(rank: int) -> Follower:
-    """Starts it on the leader's machine."""
+    """Starts it on the leader's machine. Raises OSError."""
+    if forked:
+        waiting = forked.pop()
+        follower = Follower(rank, waiting.connected, waiting)
+        follower.send(packed(dict(os.environ)))
+        return follower
     ours, theirs = socket.socketpair()
     with theirs:
         return Follower(rank, ours, start_process(theirs))

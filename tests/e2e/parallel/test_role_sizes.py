@@ -20,7 +20,7 @@ from tests.e2e.serving import status, wait_until
 from tests.support.local import LocalCluster
 from tests.support.random_model import make_model
 
-pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 MAX_TOKENS = 12
 NUM_BLOCKS = 256
@@ -49,12 +49,19 @@ def complete(url: str, model: str, prompt: list[int]) -> list[int]:
     return found
 
 
+def stack_of(pid: int) -> str:
+    """Where it begins, which is elsewhere in every process that was not forked from the same one:
+    field 28 of proc_pid_stat(5), counted after the name, which is in parentheses."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[25]
+
+
 def sizes(url: str) -> dict[str, tuple[int, int]]:
-    """Maps each worker to what the status says, and how many processes there are."""
+    """Maps each worker to what the status says, and how many processes there are, all forked."""
     found = {}
     for worker in status(url)["workers"]:
         children = psutil.Process(worker["pid"]).children()
         ranks = [p for p in children if "kvrelay.engine.model.parallel.follower" in p.cmdline()]
+        assert {stack_of(each.pid) for each in ranks} <= {stack_of(worker["pid"])}
         found[worker["worker"]] = worker["tensor_parallel_size"], 1 + len(ranks)
     return found
 
