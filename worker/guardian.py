@@ -87,13 +87,12 @@ class WorkerGuardian:
         name = name_of(spec.cluster, spec.worker, spec.epoch)
         threads = spec.engine.threads if isinstance(spec, WorkerSpec) else spec.threads
         mine, its = socket.socketpair()
-        forks = isinstance(spec, WorkerSpec) and spec.fork_server
         with its, choosing() if spec.num_gpus else contextlib.nullcontext():
             env, why_not = self._environment(spec.num_gpus, threads)
             if why_not:
                 mine.close()
                 return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
-            if not (forks and self._fork(spec, name, env, its)):
+            if not (isinstance(spec, WorkerSpec) and self._fork(spec, name, env, its)):
                 self._start(command(module, name, end=its), env, its)
         channel = BlockingChannel(mine)
         channel.send(order)
@@ -112,6 +111,8 @@ class WorkerGuardian:
 
     def _fork(self, spec: WorkerSpec, name: str, env: dict[str, str], its: socket.socket) -> bool:
         """Whether its process was forked."""
+        if not spec.fork_server:
+            return False
         score = Path("/proc/self/oom_score_adj").read_text()
         order = ForkOrder(name, env, score, spec.num_ranks_here)
         self._fork_server = fork_worker(spec.cluster, order, (its.fileno(), self._stdout, 2))
