@@ -80,4 +80,5 @@ def _worker(worker: DesiredWorker) -> WorkerStatus:
         hangs=worker.hangs,
         last_error=worker.last_error,
         version=worker.peer.package if worker.peer else None,
+        start_s=worker.started.took_s or None if worker.started else None,
     )
