@@ -46,7 +46,7 @@ from kvrelay.worker.processes import FORK_MODULE, fork_server_name
 log = logging.getLogger("kvrelay.worker")
 
 ANSWER_S = 20.0  # for an answer, or for a part of the imports before it
-MAX_WAITS = 6  # of ANSWER_S, as long as it works
+MAX_WAITS = 6  # each of ANSWER_S, as long as it works
 REQUEST_S = 5.0  # to say what is wanted, once that has begun
 UNUSED_S = 300.0  # that it lives for its starter alone: no guardian may be its equal
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
