@@ -72,7 +72,7 @@ class WorkerGuardian:
         return pack(self.run(unpack(packed)))
 
     def run(self, order: WorkerOrder) -> WorkerStarted | StartFailed:
-        """Blocks as `start` does."""
+        """Blocks, as `start` does, until the worker listens."""
         answer: WorkerStarted | StartFailed = self._run(MODULE, order.spec, order)
         return answer
 
