@@ -17,7 +17,7 @@ from kvrelay.router.status import RouterStatus, WorkerStatus
 
 CONTROLLERS = (
     *("epoch", "pid", "machine", "further_machines", "tensor_parallel_size"),
-    *("restarts", "hangs", "last_error", "version", "model"),
+    *("restarts", "hangs", "last_error", "version", "start_s", "model"),
 )
 """Fields of a worker that only the controller knows for sure."""
 

@@ -109,6 +109,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     hangs: int | None = None  # times that it was ended because it did not answer
     last_error: str | None = None
     version: str | None = None  # the package's; "unknown": it does not say
+    start_s: float | None = None  # from the start of its process until it listened
 
 
 class RouterStatus(Struct, kw_only=True):

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 import kvrelay.engine
 from kvrelay.engine.config import EngineSection, ModelSection
@@ -44,7 +45,8 @@ from kvrelay.worker.processes import FORK_MODULE, fork_server_name
 
 log = logging.getLogger("kvrelay.worker")
 
-ANSWER_S = 20.0  # for an answer, in which it may first have to import everything
+ANSWER_S = 20.0  # for an answer, or for a part of the imports before it
+MAX_WAITS = 6  # each of ANSWER_S, as long as it works
 REQUEST_S = 5.0  # to say what is wanted, once that has begun
 UNUSED_S = 300.0  # that it lives for its starter alone: no guardian may be its equal
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
@@ -173,7 +175,7 @@ def fork_worker(cluster: str, order: ForkOrder, files: Sequence[int]) -> socket.
     try:
         socket.send_fds(connection, [len(body).to_bytes(4, "big")], files)
         connection.sendall(body)
-        answer = connection.recv(1)
+        answer = _answer(connection)
     except TimeoutError:
         log.warning("the process that forks workers does not answer, and is ended")
         _kill_peer(connection)
@@ -186,9 +188,36 @@ def fork_worker(cluster: str, order: ForkOrder, files: Sequence[int]) -> socket.
     return None
 
 
-def _kill_peer(connection: socket.socket) -> None:
+def _answer(connection: socket.socket) -> bytes:
+    """Waits on while the server works: imports take long where others use the cores, and would
+    take the asker as long. Raises OSError."""
+    pid, _ = _peer(connection)
+    for _ in range(MAX_WAITS):
+        before_s = _cpu_s(pid)
+        try:
+            return connection.recv(1)
+        except TimeoutError:
+            if _cpu_s(pid) <= before_s:
+                raise
+    raise TimeoutError
+
+
+def _cpu_s(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Returns the process at the other end, and its user."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", peer)
+    return pid, uid
+
+
+def _kill_peer(connection: socket.socket) -> None:
+    pid, uid = _peer(connection)
     if uid == os.getuid():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

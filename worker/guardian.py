@@ -72,7 +72,7 @@ class WorkerGuardian:
         return pack(self.run(unpack(packed)))
 
     def run(self, order: WorkerOrder) -> WorkerStarted | StartFailed:
-        """As `start`."""
+        """Blocks, as `start` does, until the worker listens."""
         answer: WorkerStarted | StartFailed = self._run(MODULE, order.spec, order)
         return answer
 
@@ -168,7 +168,7 @@ class WorkerGuardian:
         self._leave()
 
     def _leave(self) -> None:
-        """The worker has ended."""
+        """Called once, when the worker has ended."""
         ending = threading.Timer(LAST_WORDS_S, os._exit, (1,))
         ending.daemon = True
         ending.start()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 READY_TIMEOUT_S = 240.0
+RAY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0  # more than it takes to drain
 
 
@@ -69,9 +70,11 @@ class Served(OwnedServer):
         *args: str,
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        with_ray: bool = True,
     ) -> None:
         """`env`: variables to set beside those of this process. `prefix`: of the command, to run
-        it elsewhere."""
+        it elsewhere. `with_ray`: it is not ready before its Ray, whose start takes cores."""
+        self._with_ray = with_ray
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "kvrelay.toml"
         path.write_text(toml_text(settings))
@@ -115,6 +118,16 @@ class Served(OwnedServer):
             for line in list(self.lines):
                 if found := re.search(r"Ready: .* at (\S+)/v1", line):
                     self.url = found[1]
+                    self._wait_for_ray()
                     return
             time.sleep(0.05)
         raise RuntimeError("the server did not become ready:\n" + "".join(self.lines))
+
+    def _wait_for_ray(self) -> None:
+        """Where there is a controller, and its log is not silent about that."""
+        deadline = time.monotonic() + RAY_TIMEOUT_S
+        while self._with_ray and time.monotonic() < deadline and self.process.poll() is None:
+            text = "".join(list(self.lines))
+            if "controller begins" not in text or re.search("Ray: (started|joined)", text):
+                return
+            time.sleep(0.05)

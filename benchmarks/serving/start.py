@@ -81,7 +81,7 @@ def one_round(
     mark, port = uuid.uuid4().hex, free_port()
     url = f"http://127.0.0.1:{port}"
     with Watched(mark) as watched:
-        served = Served(settings, "--port", str(port), env={MARK: mark})
+        served = Served(settings, "--port", str(port), env={MARK: mark}, with_ray=False)
         answers = threading.Thread(target=watched.until_it_answers, args=(url,), daemon=True)
         answers.start()
         served.__enter__()

@@ -83,4 +83,5 @@ def _worker(worker: DesiredWorker) -> WorkerStatus:
         last_error=worker.last_error,
         version=worker.peer.package if worker.peer else None,
         model=worker.model or None,
+        start_s=worker.started.took_s or None if worker.started else None,
     )

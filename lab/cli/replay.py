@@ -38,7 +38,7 @@ from kvrelay.lab.replay.readers import TraceError, read_trace
 from kvrelay.lab.replay.report import Slo, Summary, comparison_table, result_table, summary
 from kvrelay.lab.replay.trace import PRESETS, Trace, multiplied, preset
 from kvrelay.lab.timing.profile import load_timing
-from kvrelay.lab.timing.timing import Timing, TimingError
+from kvrelay.lab.timing.timing import Timing, TimingError, overheads_of
 from kvrelay.router.config import POLICIES
 from kvrelay.router.scaling_config import ScalingConfig
 
@@ -60,7 +60,9 @@ def autoscale_options(command: F) -> F:
     for option in reversed(
         (
             click.option("--autoscale", is_flag=True, help="Workers come and go."),
-            click.option("--start-s", type=above_0, help="Of a worker; default 60."),
+            click.option(
+                "--start-s", type=above_0, help="Of a worker; default: of the timing file, or 60."
+            ),
             click.option("--max-workers", type=click.IntRange(min=1), help="Default 12."),
             click.option("--min-workers", type=click.IntRange(min=0), help="Default 1."),
             click.option("--percentile", type=above_0, help="Of requests, wanted; default 90."),
@@ -77,14 +79,15 @@ def autoscale_options(command: F) -> F:
     return command
 
 
-def scaling_of(options: dict[str, Any]) -> ScalingConfig:
-    """[scaling] of the configuration file, then the options. Raises ConfigError."""
+def scaling_of(options: dict[str, Any], timing: Timing) -> ScalingConfig:
+    """[scaling] of the configuration file, with the start that `timing` has measured, then the
+    options. Raises ConfigError."""
     config = load_config(options["config_path"], options["overrides"]).scaling
     changes: dict[str, Any] = {
         "enabled": True,
         "ttft_target_ms": options["ttft_slo_ms"],
         "itl_target_ms": options["itl_slo_ms"],
-        "start_s": options["start_s"] or config.start_s,
+        "start_s": options["start_s"] or overheads_of(timing).start_s or config.start_s,
         "max_workers": options["max_workers"] or (config.max_workers if config.enabled else 12),
     }
     for name in ("min_workers", "percentile"):
@@ -107,7 +110,7 @@ def run_autoscale(
     """Replay, show and write. Raises ConfigError for settings that cannot be."""
     from kvrelay.lab.replay.report import Slo, scaled_table, scaled_tables_json
 
-    scaling = scaling_of(options)
+    scaling = scaling_of(options, config.timing)
     beside = {name.strip() for name in options["beside"].split(",")} - {"none", ""}
     if unknown := beside - set(BASELINES):
         raise ConfigError(f"--beside {unknown.pop()!r} is unknown; there are static, oracle, none")

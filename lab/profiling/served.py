@@ -209,7 +209,9 @@ def measure_served(config: Config, timing: Profile, *, shares_cores: bool) -> Ov
     """Start a cluster of `config` and time requests. `timing`: of this machine, without overheads.
     The slowdowns are found where the workers share cores. Raises ProfileError."""
     with served(config) as (url, model):
+        start_s = settled(url)
         overheads, gap_s, tokens_per_word = asyncio.run(_measure_alone(url, model, timing))
+    overheads = replace(overheads, start_s=start_s)
     if not shares_cores:
         return overheads
     timing = replace(timing, overheads=overheads)
@@ -221,7 +223,20 @@ def measure_served(config: Config, timing: Profile, *, shares_cores: bool) -> Ov
     # Prompts and streams have to meet on two workers, whatever that costs.
     hands_over = structs.replace(config, router=structs.replace(config.router, policy=HANDS_OVER))
     with served(hands_over) as (url, model):
+        settled(url)
         return contention_of(timing, asyncio.run(_measure_mixture(url, model, planned)))
+
+
+def settled(url: str) -> float:
+    """Once its Ray has started too, which takes cores. Returns what its slowest worker took to
+    start. Raises ProfileError."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+        while not (found := http.get("/status").json())["controller"].get("has_ray"):
+            if time.monotonic() > deadline:
+                raise ProfileError(f"Ray has not started {START_TIMEOUT_S:g} s after the workers")
+            time.sleep(0.1)
+    return max(float(worker.get("start_s") or 0.0) for worker in found["workers"])
 
 
 async def _measure_alone(url: str, model: str, timing: Profile) -> tuple[Overheads, float, float]:

@@ -50,6 +50,7 @@ class Overheads:
     decode_slowdown: float = 1.0
     decode_alone_slowdown: float = 1.0
     spread: float = 0.0  # standard deviation of the logarithms of equal passes of 10 ms
+    start_s: float = 0.0  # that a worker takes to start; 0: not measured
 
     @property
     def shares_cores(self) -> bool:

@@ -47,7 +47,7 @@ def test_workers_start_without_ray_and_by_ray_once_it_is_there() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         ray_folder = Path(folder) / "ray"
         ray_folder.touch()  # a file, where Ray makes a folder
-        with Served({}, env={"RAY_TMPDIR": str(ray_folder)}) as served:
+        with Served({}, env={"RAY_TMPDIR": str(ray_folder)}, with_ray=False) as served:
             url = served.url
             assert "Paris" in ask(url)
             assert not guardians(served)

@@ -223,6 +223,57 @@ def test_one_listens_and_ends_when_nobody_is_connected(server: Server) -> None:
     unused.close()
 
 
+BUSY = """
+import socket, sys, time
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+print("listens", flush=True)
+connection = server.accept()[0]
+began = time.process_time()
+while time.process_time() < began + float(sys.argv[2]):
+    pass
+connection.recv(1 << 16)
+connection.sendall(b"+")
+connection.recv(1)
+"""
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_a_server_that_works_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, is_patient: bool
+) -> None:
+    """On a busy machine it was killed, and each worker imported torch itself."""
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    monkeypatch.setattr(fork_server, "MAX_WAITS", 10_000 if is_patient else 2)
+    works = iter(range(100_000))  # what the kernel gives a process in 0.2 s is not ours to say
+    monkeypatch.setattr(fork_server, "_cpu_s", lambda _: next(works))
+    cluster = f"{CLUSTER}-busy-{is_patient}"
+    with fork_server.listening_place(fork_key(cluster, ENV)) as path:
+        words = [sys.executable, "-c", BUSY, str(path), "0.5" if is_patient else "600"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listens\n"
+    try:
+        order = ForkOrder(name_of(cluster, "decode-0", 1), ENV, "0")
+        connection = fork_worker(cluster, order, (0, 1, 2))
+        assert (connection is not None) == is_patient
+        if connection is not None:
+            connection.close()
+        assert process.wait(10) == (0 if is_patient else -signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_a_server_works_is_seen() -> None:
+    before_s, until = fork_server._cpu_s(os.getpid()), time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    assert fork_server._cpu_s(os.getpid()) > before_s
+    assert fork_server._cpu_s(1 << 30) == 0.0
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_does_not_answer_costs_only_time(
     monkeypatch: pytest.MonkeyPatch, fault: signal.Signals

@@ -64,7 +64,7 @@ class ForkedRank:
     pid: int
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `Popen.wait`."""
+        """Until it has ended. Raises subprocess.TimeoutExpired."""
         handle = os.pidfd_open(self.pid)
         try:
             if not select.select([handle], [], [], timeout)[0]:

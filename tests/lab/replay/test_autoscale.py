@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvrelay.cluster.scaling.decisions import encode_line, read_log
 from kvrelay.cluster.scaling.planner import replay_log
 from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.stats import Role
+from kvrelay.lab.cli.replay import scaling_of
 from kvrelay.lab.replay.autoscale import (
     ScaledReplay,
     SimulatedFleet,
@@ -22,6 +24,7 @@ from kvrelay.lab.replay.autoscale import (
 )
 from kvrelay.lab.replay.report import Slo, attainment, figures, is_complete
 from kvrelay.lab.replay.trace import Trace, TraceRequest, multiplied
+from kvrelay.lab.timing.timing import Overheads
 from kvrelay.router.scaling_config import ScalingConfig
 from tests.cluster.scaling.provider_contract import *  # noqa: F403
 from tests.lab.replay.replay_kit import config, made_up
@@ -170,3 +173,13 @@ def test_copies_multiply_the_rate_and_share_nothing() -> None:
     assert [r.at_s for r in eight.requests] == sorted(r.at_s for r in eight.requests)
     first = [r for r in eight.requests if r.input_length == trace.requests[0].input_length][:8]
     assert len({r.block_ids for r in first}) == 8
+
+
+def test_a_start_takes_what_was_measured_unless_it_is_given() -> None:
+    names = ("config_path", "start_s", "max_workers", "min_workers", "percentile")
+    options: dict[str, Any] = dict.fromkeys(names) | {"ttft_slo_ms": 900.0, "itl_slo_ms": 60.0}
+    plain: Any = SimpleNamespace()
+    measured: Any = SimpleNamespace(overheads=Overheads(start_s=2.5))
+    assert scaling_of(options, plain).start_s == ScalingConfig().start_s
+    assert scaling_of(options, measured).start_s == 2.5
+    assert scaling_of(options | {"start_s": 7.0}, measured).start_s == 7.0

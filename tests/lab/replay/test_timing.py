@@ -227,11 +227,12 @@ def test_later_chunks_cost_what_their_pairs_cost(tmp_path: Path) -> None:
 def test_what_was_measured_beside_passes_is_read_too(tmp_path: Path) -> None:
     extra = {"peer_bytes_per_s": 2e9, "bytes_per_token": 46_080, "mixed_saved_ms": 3.0}
     extra |= {"request_s": 0.004, "step_s": 0.001, "sequence_s": 0.0005, "decode_slowdown": 1.3}
+    extra["start_s"] = 2.5
     more = {name: np.array(value) for name, value in extra.items()}
     timing = load_timing(write_npz(tmp_path / "p.npz", **grid(**more)))
     plain = load_timing(write_npz(tmp_path / "q.npz", **grid()))
     assert (timing.links.peer_bytes_per_s, timing.links.bytes_per_token) == (2e9, 46_080)
-    assert overheads_of(timing) == Overheads(0.004, 0.001, 0.0005, decode_slowdown=1.3)
+    assert overheads_of(timing) == Overheads(0.004, 0.001, 0.0005, decode_slowdown=1.3, start_s=2.5)
     assert overheads_of(plain) == overheads_of(parse_roofline("h100:mistral-7b")) == Overheads()
     assert decode_s(timing, 4, 400) - decode_s(plain, 4, 400) == pytest.approx(0.003)
     mixed = timing.pass_s(100, 5000.0, 1, 4, 1600, 100_000)
