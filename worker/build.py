@@ -69,7 +69,12 @@ class Ranks:
         config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
         host_outlives = Tier.HOST in self.records
         num_disk_blocks = config.num_disk_blocks if Tier.DISK in self.records else 0
-        return structs.replace(config, host_outlives=host_outlives, num_disk_blocks=num_disk_blocks)
+        return structs.replace(
+            config,
+            host_outlives=host_outlives,
+            num_disk_blocks=num_disk_blocks,
+            num_packed_blocks=config.num_packed_blocks if Tier.PACKED in self.records else 0,
+        )
 
     def notices(self) -> list[str]:
         """What an operator should know; once, if all ranks say it."""
@@ -193,7 +198,8 @@ def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
         here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
         here = max(here, kept_bytes) if here else 0  # as much as before it died
         host_bytes = here * num_machines
-    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib), spec.disk_codec)
+    disk_bytes, packed_bytes = map(spec.share_of, (spec.tiers.disk_gib, spec.tiers.packed_gib))
+    plan = plan_tiers(plan, host_bytes, disk_bytes, spec.disk_codec, packed_bytes)
     if num_machines == 1:  # else this one has a part
         check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
     return plan

@@ -22,6 +22,7 @@ from kvrelay.kvtransfer.store.index import NO_CODEC
 
 if TYPE_CHECKING:
     from kvrelay.kvtransfer.codec import Codec
+    from kvrelay.kvtransfer.kivi import Quantizer
     from kvrelay.kvtransfer.store import DiskStore
 
 
@@ -51,13 +52,15 @@ def open_disk_tier(
     reserve: Callable[[Sequence[int]], None] | None = None,
     corrupt: Callable[..., None] | None = None,
     *,
+    quantizer: Quantizer | None = None,
     part: str = "",
 ) -> tuple[Storage | None, list[str]]:
     """The tier, if `config` has one and it can be opened, and what an operator should know.
 
     `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools, `pools` the
-    same as bytes, `share` the heads that are there; `reserve` as for TransferExecutor. `part`: of
-    the folder, for a rank of several. Raises NoHostMemory."""
+    same as bytes, `share` the heads that are there; `reserve` as for TransferExecutor;
+    `quantizer`: of approximate blocks. `part`: of the folder, for a rank of several. Raises
+    NoHostMemory."""
     from kvrelay.kvtransfer.agent import Agent, AgentError
     from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
     from kvrelay.kvtransfer.agents.disk import DiskAgent
@@ -79,7 +82,7 @@ def open_disk_tier(
         if codec is None:
             disk: DiskAgent | CodedAgent = DiskAgent(config.node_id, memory, store)
         else:
-            disk = open_coded(config.node_id, memory, store, codec, share)
+            disk = open_coded(config.node_id, memory, store, codec, share, quantizer)
     except AgentError as error:
         store.close()
         return None, [f"serving without a disk tier: {error}"]
@@ -97,6 +100,7 @@ def open_disk_tier(
         reserve=reserve,
         corrupt=corrupt,
         results=disk.results if isinstance(disk, CodedAgent) else None,
+        changed=disk.changed if isinstance(disk, CodedAgent) else None,
     )
     storage = Storage(copies, StoreExecutor(store), tuple(store.records))
     return storage, [*store.warnings, *_unused(root, config.fingerprint)]

@@ -7,7 +7,8 @@ own heads of the same blocks, and says when it is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,14 @@ from kvrelay.kvtransfer.layout import BlockLayout, HeadShare, compatibility, fin
 from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
-from kvrelay.worker.host_tier import HostMemory, open_host_memory, open_orphaned
+from kvrelay.worker.host_tier import (
+    HostMemory,
+    Packed,
+    open_host_memory,
+    open_orphaned,
+    open_packed,
+    open_quantizer,
+)
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import TransferLoops
@@ -54,6 +62,7 @@ class Transfers:
     pool: BlockBytes  # the device's
     memory: TransferExecutor
     arena: HostArena | None  # of its host memory, where that outlives the worker
+    packed: HostArena | None  # of that in four bits
     storage: Mapping[Tier, Storage]
     notices: tuple[str, ...]
 
@@ -72,8 +81,9 @@ class Transfers:
 
     def leave_kv(self) -> None:
         """What is in host memory is for the worker that takes the place of this one."""
-        if self.arena is not None:
-            self.arena.has_heir = True
+        for arena in (self.arena, self.packed):
+            if arena is not None:
+                arena.has_heir = True
 
     @property
     def facts(self) -> RankFacts:
@@ -93,15 +103,9 @@ def open_transfers(
 ) -> Transfers:
     """`path`: of the checkpoint; `runner`: the rank's ModelRunner. Raises BuildError, ModelError,
     AgentError."""
-    from kvrelay.engine.model.quantize import scheme
     from kvrelay.kvtransfer.agents.pool import block_bytes
 
-    model = model_config(path, spec.engine)
-    # On a GPU both may follow from the memory that was left.
-    plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
-    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
-    digest = model.digest(path, max_model_len, quantization)
-    config = worker_config(spec, plan, max_model_len, digest)
+    config = _config_of(spec, path, plan, runner)
     share = BlockLayout(plan.spec).share(shard.rank, shard.size)
     of_rank = structs.replace(
         config,
@@ -118,26 +122,29 @@ def open_transfers(
         memory[Tier.HOST] = host.blocks
     make_agent = options.make_agent or _nixl_agent
     inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
-    agent = RanksAgent(spec.worker, inner, share, shard.rank)
-    outlives = arena is not None
+    agent, outlives = RanksAgent(spec.worker, inner, share, shard.rank), arena is not None
     config = structs.replace(config, agent_metadata=agent.metadata(), host_outlives=outlives)
     pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
     reserve = None if arena is None else arena.reserve
     where = memory, pools, share
-    try:
+    quantizer = open_quantizer(plan.spec, share)
+    with _host_memory_for_the_disk(spec):
         disk, notices = open_disk_tier(
-            *(of_rank, spec.tiers.disk_path, *where, reserve, options.corrupt), part=part
+            *(of_rank, spec.tiers.disk_path, *where, reserve, options.corrupt),
+            quantizer=quantizer,
+            part=part,
         )
-    except NoHostMemory as error:
-        raise BuildError(
-            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
-            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
-        ) from error
     if disk is None:
         config = structs.replace(config, num_disk_blocks=0)
-    if runner.launch is not None:
-        config = structs.replace(config, steps_ahead=1)
+    ahead = 1 if runner.launch is not None else config.steps_ahead
+    config = structs.replace(config, quantizes=quantizer is not None, steps_ahead=ahead)
     storage = {} if disk is None else {Tier.DISK: disk}
+    packed = open_packed(of_rank, of_cluster, quantizer, *where, reserve)
+    if isinstance(packed, Packed):
+        storage[Tier.PACKED] = packed.storage
+    else:
+        notices += packed
+        config = structs.replace(config, num_packed_blocks=0)
     if shard.size == 1:
         orphaned = open_orphaned(of_rank, of_cluster, arena, *where)
         storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
@@ -152,7 +159,32 @@ def open_transfers(
         probes=Probes(agent),
     )
     notices = [*notices, *(() if host is None else host.notices)]
-    return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
+    return Transfers(
+        *(config, share, pools[Tier.DEVICE], moves, arena),
+        *(packed.arena if isinstance(packed, Packed) else None, storage, tuple(notices)),
+    )
+
+
+@contextmanager
+def _host_memory_for_the_disk(spec: WorkerSpec) -> Iterator[None]:
+    try:
+        yield
+    except NoHostMemory as error:
+        raise BuildError(
+            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
+            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
+        ) from error
+
+
+def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> WorkerConfig:
+    from kvrelay.engine.model.quantize import scheme
+
+    model = model_config(path, spec.engine)
+    # On a GPU both may follow from the memory that was left.
+    plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
+    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
+    digest = model.digest(path, max_model_len, quantization)
+    return worker_config(spec, plan, max_model_len, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +252,7 @@ def worker_config(
         fingerprint=fingerprint(model_digest, plan.spec),
         compatibility=compatibility(model_digest, plan.spec),
         num_host_blocks=plan.num_host_blocks,
+        num_packed_blocks=plan.num_packed_blocks,
         num_disk_blocks=plan.num_disk_blocks,
         disk_codec=plan.disk_codec,
         disk_slot_bytes=plan.disk_slot_bytes,

@@ -10,17 +10,15 @@ from __future__ import annotations
 import fcntl
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError, StoreFound, StoreGone
-from kvrelay.kvtransfer.agents.pool import is_on_gpu, pool_bytes
+from kvrelay.kvtransfer.agents.pool import write_blocks
 from kvrelay.kvtransfer.store.arena import OrphanedArena, arenas, is_wanted, remove_arena
 from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
 
@@ -161,7 +159,7 @@ class OrphanedAgent:
             here = [i for i, slot in enumerate(src) if each.first <= slot < each.end]
             if here:
                 found = each.arena.memory[[src[i] - each.first for i in here]]
-                _write(pool, [dst[i] for i in here], found)
+                write_blocks(pool, [dst[i] for i in here], found)
         if not all(any(a.first <= slot < a.end for a in self._attached) for slot in src):
             raise AgentError("the worker whose host memory this was is back")
 
@@ -178,14 +176,3 @@ class OrphanedAgent:
             lock.release()
         self._attached.clear()
         self._watched.clear()
-
-
-def _write(pool: Any, blocks: Sequence[int], found: np.ndarray[Any, Any]) -> None:
-    if not is_on_gpu(pool):
-        pool_bytes(pool)[list(blocks)] = found
-        return
-    import torch
-
-    target = pool.flatten(1).view(torch.uint8)
-    target[list(blocks)] = torch.from_numpy(found).to(target.device)
-    torch.cuda.current_stream(target.device).synchronize()

@@ -92,6 +92,18 @@ def block_bytes(pool: Any, share: HeadShare | None = None) -> BlockBytes:
     return DeviceBytes(pool, share) if is_on_gpu(pool) else pool_bytes(pool)
 
 
+def write_blocks(pool: Any, blocks: Sequence[int], found: NDArray[np.uint8]) -> None:
+    """Copies `[len(blocks), bytes_per_block]` into a pool on the CPU or a GPU, and waits for it."""
+    if not is_on_gpu(pool):
+        pool_bytes(pool)[list(blocks)] = found
+        return
+    import torch
+
+    target = pool.flatten(1).view(torch.uint8)
+    target[list(blocks)] = torch.from_numpy(found).to(target.device)
+    torch.cuda.current_stream(target.device).synchronize()
+
+
 def space_of(pool: Any) -> tuple[Space, int]:
     """Where `[num_blocks, ...]` lies, contiguous, on the CPU or a GPU; and the bytes per block."""
     if is_on_gpu(pool):

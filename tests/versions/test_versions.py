@@ -55,7 +55,7 @@ POSITIONAL = {
     "ModelConfig.weight_scales": "(matrix, factor): both or none",
     "Decision.flips": "(worker, role): in a log that only its own version replays",
 }
-NOT_SENT = {"Tier": ["orphaned"]}  # values of enums; this one is announced as "host"
+NOT_SENT = {"Tier": ["orphaned", "packed"]}  # values of enums; these are announced as "host"
 GONE: dict[str, str] = {}  # fields that no version needs: why
 PICKLES = {
     "engine/model/parallel": "ranks of one worker, once they have compared versions",
