@@ -101,6 +101,9 @@ class TiersSection(Section, frozen=True):
 
     # host memory for KV, per machine; 0: no host tier; auto: a quarter of what is free at the start
     host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] | Literal["auto"] = "auto"
+    # host memory for KV of those who ask for kv = "approximate", per machine; it holds 2.9 times as
+    # much of bfloat16 as host_gib does of the same size
+    packed_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] = 0.0
     disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # per machine; 0: no disk tier
     disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
     disk_codec: DiskCodec = "none"  # how KV is made smaller on disk
@@ -137,6 +140,8 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     has_states: bool = False  # a step changes what it has read: layers are recurrent
     compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
     num_host_blocks: int = 0  # KV blocks in host memory, below the device's
+    num_packed_blocks: int = 0  # there in four bits a number, of requests with approximate KV
+    quantizes: bool = False  # KV of such requests may be kept so, there or on disk
     num_disk_blocks: int = 0
     disk_codec: DiskCodec = "none"
     disk_slot_bytes: int = 0  # the most that a block takes on disk, over all ranks
@@ -180,7 +185,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             fingerprint=self.fingerprint,
-            num_host_blocks=self.num_host_blocks,
+            num_host_blocks=self.num_host_blocks + self.num_packed_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
             serves_adapters=self.serves_adapters,

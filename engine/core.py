@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import StepTiming
@@ -102,7 +103,10 @@ class EngineCore:
             chain=BlockChain(
                 config.fingerprint, work.scope, config.block_size, self.kv.windows.count
             ),
-            retention=work.retention or config.retention,
+            retention=replace(
+                work.retention or config.retention,
+                is_approximate=work.scope.is_approximate and config.quantizes,
+            ),
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
             num_held=work.num_held,
@@ -310,7 +314,7 @@ class EngineCore:
             counters=dict(self.counters),
             host_read_bytes_per_s=read_rates[Tier.HOST],
             disk_read_bytes_per_s=read_rates[Tier.DISK],
-            num_host_blocks=lower.num_blocks(Tier.HOST) if lower else 0,
+            num_host_blocks=sum(map(lower.num_blocks, (Tier.HOST, Tier.PACKED))) if lower else 0,
             num_disk_blocks=lower.num_blocks(Tier.DISK) if lower else 0,
             disk_used_bytes=lower.used_bytes(Tier.DISK) if lower else 0,
             prompt_weights=self.timing.prompt_cost.published(),

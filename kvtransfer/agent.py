@@ -72,6 +72,10 @@ class CopyBlocks:
     dst_tier: Tier = Tier.DEVICE
     names: tuple[bytes, ...] = ()
     checksums: tuple[int, ...] = ()
+    approximate: tuple[int, ...] = ()  # slots of dst whose blocks may be stored in fewer bits
+
+
+NOT_STORED = -1  # in place of a checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,9 @@ class CopyDone:
     elapsed_s: float = 0.0
     num_bytes: int = 0
     stored_bytes: tuple[int, ...] = ()  # that each block takes in storage; (): as any other does
+    # What they will have when they are read from storage, where some are stored in fewer bits.
+    # NOT_STORED: it was not, because it has numbers that are not finite. (): as in `checksums`.
+    stored_checksums: tuple[int, ...] = ()
 
 
 class Agent(Protocol):

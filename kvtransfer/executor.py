@@ -79,6 +79,7 @@ class TransferExecutor:
         reserve: Callable[[Sequence[int]], None] | None = None,
         corrupt: Corrupt | None = None,
         results: Callable[[Any], tuple[int, ...]] | None = None,
+        changed: Callable[[Any], Mapping[int, int]] | None = None,
         probes: Probes | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -87,7 +88,8 @@ class TransferExecutor:
         before they are written; raises AgentError. `corrupt` is called with every good copy into
         memory, and the pool that it went to, before its checksums are taken: to inject faults.
         `results`: what the agent says of a good copy, by its handle: what blocks take in storage,
-        or the checksums of those from there, if it knows them.
+        or the checksums of those from there, if it knows them. `changed`: which of its blocks will
+        be read from storage with another checksum, by their index.
         `probes`, over the same agent, time a read from each peer; None: that is not done."""
         self._node = node
         self._agent = agent
@@ -96,6 +98,7 @@ class TransferExecutor:
         self._reserve = reserve
         self._corrupt = corrupt
         self._results = results
+        self._changed = changed
         self._probes = probes
         self._clock = clock
         self._own_epoch = epoch
@@ -199,6 +202,8 @@ class TransferExecutor:
         keys: Any = {}
         if request.names:
             keys = {"names": request.names, "checksums": request.checksums}
+        if request.approximate:
+            keys["approximate"] = request.approximate
         handle = self._agent.post_copy(
             request.peer,
             list(request.src),
@@ -256,6 +261,8 @@ class TransferExecutor:
         pool = self._pools[memory]
         results = self._results(copy.handle) if self._results is not None else ()
         stored = () if checksums is None else results
+        changed = {} if self._changed is None else self._changed(copy.handle)
+        read_as = enumerate(checksums or () if changed else ())
         if checksums is None:
             if self._corrupt is not None:
                 self._corrupt(request, pool)
@@ -268,6 +275,7 @@ class TransferExecutor:
             elapsed_s=self._clock() - copy.started,
             num_bytes=len(request.dst) * pool.shape[1],
             stored_bytes=stored,
+            stored_checksums=tuple(changed.get(index, each) for index, each in read_as),
         )
 
     def _checksums(self, pool: BlockBytes, block_ids: tuple[int, ...]) -> tuple[int, ...]:

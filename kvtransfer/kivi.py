@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
 from kvrelay.engine.native import declarations, load
 
 SOURCE = Path(__file__).parent / "c" / "kivi.c"
 KINDS = {"bfloat16": 1, "float32": 2}  # as in kivi.h
+GROUP_TOKENS, GROUP_CHANNELS = 16, 32  # as in kivi.c
 MAX_MATRIX = 1 << 18  # numbers that a head has in a block
 
 Bytes = NDArray[np.uint8]
@@ -35,12 +36,11 @@ class Quantizer:
     def __init__(self, spec: KVSpec, num_kv_heads: int) -> None:
         """`num_kv_heads`: of each plane of a block, of one rank; `spec` is one that `fits`."""
         assert fits(spec), spec
-        functions = _functions()
-        matrix = spec.block_size, spec.head_dim
+        functions, matrix = _functions(), (spec.block_size, spec.head_dim)
         self._shape = KINDS[spec.dtype], spec.num_layers, num_kv_heads, *matrix
         self._encode, self._decode = functions.kvr_kivi_encode, functions.kvr_kivi_decode
         self.block_bytes = spec.bytes_per_block // spec.num_kv_heads * num_kv_heads
-        self.num_bytes: int = functions.kvr_kivi_bytes(*self._shape)
+        self.num_bytes = coded_bytes(spec, num_kv_heads)
 
     def encode(self, block: Bytes, out: Bytes) -> bool:
         """Fill the first `num_bytes` of `out`. False: it has numbers that are not finite."""
@@ -64,6 +64,14 @@ def fits(spec: KVSpec) -> bool:
     numbers = spec.block_size * spec.head_dim
     uniform = spec.num_planes == 2 and not spec.heads and not spec.num_state_groups
     return spec.dtype in KINDS and uniform and numbers % 8 == 0 and numbers <= MAX_MATRIX
+
+
+def coded_bytes(spec: KVSpec, num_kv_heads: int) -> int:
+    """What a block takes, of a shape that `fits`."""
+    tokens, channels = spec.block_size, spec.head_dim
+    groups = -(-tokens // GROUP_TOKENS) * channels + tokens * -(-channels // GROUP_CHANNELS)
+    pair = 2 * groups * DTYPE_BYTES[spec.dtype] + tokens * channels
+    return spec.num_layers * num_kv_heads * pair
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import (
+    NOT_STORED,
     AttachStore,
     ConnectPeer,
     CopyBlocks,
@@ -150,7 +151,17 @@ class RankAnswers:
             elapsed_s=elapsed_s,
             num_bytes=sum(each.num_bytes for each in answers),
             stored_bytes=tuple(map(sum, zip(*(e.stored_bytes for e in answers), strict=True))),
+            stored_checksums=self._stored(answers),
         )
+
+    def _stored(self, answers: Sequence[CopyDone]) -> tuple[int, ...]:
+        """What ranks will read of blocks of which some store fewer bits."""
+        if not any(each.stored_checksums for each in answers):
+            return ()
+        each = [answer.stored_checksums or answer.checksums for answer in answers]
+        added = add_checksums(sums for sums, c in zip(each, self._counted, strict=True) if c)
+        is_lost = (NOT_STORED in of_block for of_block in zip(*each, strict=True))
+        return tuple(NOT_STORED if lost else s for lost, s in zip(is_lost, added, strict=True))
 
 
 def add_checksums(of_ranks: Iterable[Sequence[int]]) -> list[int]:

@@ -78,6 +78,7 @@ class Ranks:
             host_outlives=Tier.HOST in self.records,
             reads_left_kv=config.reads_left_kv and Tier.ORPHANED in self.records,
             num_disk_blocks=config.num_disk_blocks if Tier.DISK in self.records else 0,
+            num_packed_blocks=config.num_packed_blocks if Tier.PACKED in self.records else 0,
         )
 
     def notices(self) -> list[str]:
@@ -206,7 +207,8 @@ def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
         here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
         here = max(here, kept_bytes) if here else 0  # as much as before it died
         host_bytes = here * num_machines
-    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib), spec.tiers.disk_codec)
+    disk_bytes, packed_bytes = map(spec.share_of, (spec.tiers.disk_gib, spec.tiers.packed_gib))
+    plan = plan_tiers(plan, host_bytes, disk_bytes, spec.tiers.disk_codec, packed_bytes)
     if num_machines == 1:  # else this one has a part
         check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
     return plan

@@ -22,6 +22,7 @@ from kvrelay.kvtransfer.store.index import NO_CODEC
 
 if TYPE_CHECKING:
     from kvrelay.kvtransfer.codec import Codec
+    from kvrelay.kvtransfer.kivi import Quantizer
     from kvrelay.kvtransfer.store import DiskStore
 
 
@@ -52,12 +53,14 @@ def open_disk_tier(
     memory: Mapping[Tier, Any],
     make_copies: MakeCopies,
     share: HeadShare | None = None,
+    quantizer: Quantizer | None = None,
     part: str = "",
 ) -> tuple[Storage | None, list[str]]:
     """The tier, if `config` has one and it can be opened, and what an operator should know.
 
     `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools; `share`: the
-    heads that are there. `part`: of the folder, for a rank of several. Raises NoHostMemory."""
+    heads that are there; `quantizer`: of approximate blocks. `part`: of the folder, for a rank of
+    several. Raises NoHostMemory."""
     from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
     from kvrelay.kvtransfer.agents.disk import DiskAgent
     from kvrelay.kvtransfer.agents.staged import StagedAgent
@@ -78,7 +81,7 @@ def open_disk_tier(
         if codec is None:
             disk: DiskAgent | CodedAgent = DiskAgent(config.node_id, memory, store)
         else:
-            disk = open_coded(config.node_id, memory, store, codec, share)
+            disk = open_coded(config.node_id, memory, store, codec, share, quantizer)
     except AgentError as error:
         store.close()
         return None, [f"serving without a disk tier: {error}"]
@@ -91,7 +94,8 @@ def open_disk_tier(
         arena = memory[Tier.HOST]
         agent = StagedAgent(disk, memory[Tier.DEVICE], arena, config.num_host_blocks)
     results = disk.results if isinstance(disk, CodedAgent) else None
-    copies = make_copies(agent, results=results)
+    changed = disk.changed if isinstance(disk, CodedAgent) else None
+    copies = make_copies(agent, results=results, changed=changed)
     storage = Storage(copies, StoreExecutor(store), tuple(store.records))
     return storage, [*store.warnings, *_unused(root, config.fingerprint)]
 

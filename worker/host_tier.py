@@ -12,17 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.native import NativeBuildError
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
-from kvrelay.kvtransfer.executor import OrphanedExecutor
+from kvrelay.kvtransfer.agents.packed import PackedAgent
+from kvrelay.kvtransfer.executor import ArenaExecutor, OrphanedExecutor
+from kvrelay.kvtransfer.kivi import Quantizer, fits
+from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.store import StoreError, StoreInUse, places
 from kvrelay.kvtransfer.store.arena import HostArena, arena_root
 from kvrelay.kvtransfer.store.folder import BLOCKS
 from kvrelay.worker.disk_tier import MakeCopies, Storage
 
 LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
+PACKED = "packed"  # folder of memory in four bits
 NOTICE = "host memory for KV ends with this worker"
 
 
@@ -74,15 +82,54 @@ def _open_arena(root: Path, config: WorkerConfig, num_slots: int) -> HostArena:
     raise in_use
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    storage: Storage
+    arena: HostArena
+
+
+def open_quantizer(spec: KVSpec, share: HeadShare) -> Quantizer | None:
+    """None: KV stays exact, by its shape or for want of a C compiler."""
+    try:
+        return Quantizer(spec, len(share.heads)) if fits(spec) else None
+    except NativeBuildError:
+        return None
+
+
+def open_packed(
+    config: WorkerConfig,
+    part: str,
+    quantizer: Quantizer | None,
+    memory: Mapping[Tier, Any],
+    make_copies: MakeCopies,
+    share: HeadShare,
+) -> Packed | list[str]:
+    """Memory for blocks in four bits, which outlives the worker; or why there is none, for an
+    operator. `part`, `memory`: as for `open_orphaned`."""
+    if not config.num_packed_blocks:
+        return []
+    if quantizer is None:
+        return ["serving without tiers.packed_gib, which needs a C compiler"]
+    of_packed = structs.replace(config, bytes_per_block=quantizer.num_bytes)
+    try:
+        arena = _open_arena(arena_root() / part / PACKED, of_packed, config.num_packed_blocks)
+    except StoreError as error:
+        return [f"serving without tiers.packed_gib: {error}"]
+    agent = PackedAgent(config.node_id, memory, arena, quantizer, share)
+    copies = make_copies(agent, changed=agent.changed)
+    return Packed(Storage(copies, ArenaExecutor(arena), tuple(arena.records)), arena)
+
+
 def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:
-    """Of host memory that a worker of this name has left on this machine: its size, and how much of
-    that is taken from what the machine has available."""
+    """Of host memory that a worker of this name has left on this machine: its size, without that
+    in four bits, and how much is taken, with that, from what the machine has available."""
     try:
         root = arena_root() / cluster
     except StoreError:
         return 0, 0
-    found = [path.stat() for path in root.rglob(f"{worker}/{BLOCKS}")]
-    return sum(s.st_size for s in found), sum(s.st_blocks * 512 for s in found)
+    found = [*root.rglob(f"{worker}/{BLOCKS}")]
+    taken_bytes = sum(path.stat().st_blocks * 512 for path in found)
+    return sum(p.stat().st_size for p in found if PACKED not in p.parts), taken_bytes
 
 
 def open_orphaned(

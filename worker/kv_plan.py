@@ -16,6 +16,7 @@ from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.device_memory import CUDA_BYTES, DeviceMemory, step_bytes
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
 from kvrelay.engine.stats import WorkerInfo
+from kvrelay.kvtransfer.kivi import coded_bytes, fits
 from kvrelay.kvtransfer.store.folder import slot_bytes
 
 GIB = float(1 << 30)
@@ -39,6 +40,7 @@ class KVPlan:
     weights_bytes: int
     window: Window  # the first group's
     num_host_blocks: int = 0
+    num_packed_blocks: int = 0
     num_disk_blocks: int = 0
     disk_bytes: int = 0  # that they take together
     disk_codec: DiskCodec = "none"
@@ -66,7 +68,13 @@ class KVPlan:
 
     @property
     def host_bytes(self) -> int:
-        return self.num_host_blocks * self.bytes_per_block
+        packed = self.num_packed_blocks * self.packed_block_bytes if self.num_packed_blocks else 0
+        return self.num_host_blocks * self.bytes_per_block + packed
+
+    @property
+    def packed_block_bytes(self) -> int:
+        """What one takes in four bits a number, where its shape `fits`."""
+        return coded_bytes(self.spec, self.spec.num_kv_heads) * self.num_copies
 
     @property
     def kv_bytes(self) -> int:
@@ -133,14 +141,30 @@ def fit_gpu(
 
 
 def plan_tiers(
-    plan: KVPlan, host_bytes: int, disk_bytes: int, disk_codec: DiskCodec = "none"
+    plan: KVPlan,
+    host_bytes: int,
+    disk_bytes: int,
+    disk_codec: DiskCodec = "none",
+    packed_bytes: int = 0,
 ) -> KVPlan:
     """`plan` with tiers of so many bytes; 0: no such tier. Raises BuildError where one would not
-    hold a block."""
+    hold a block, or cannot be."""
+    if packed_bytes and not fits(plan.spec):
+        raise BuildError(
+            f"tiers.packed_gib: KV in {plan.spec.dtype} with heads of this model stays exact, since"
+            " only keys and values in bfloat16 or float32, of one shape, are kept in four bits; set"
+            " it to 0"
+        )
+    if packed_bytes and not host_bytes:
+        raise BuildError(
+            "tiers.packed_gib without tiers.host_gib: blocks reach it by way of host memory; set"
+            " tiers.host_gib as well"
+        )
     per_block = plan.bytes_per_block
     counts = {}
     for name, size, slot in (
         ("host", host_bytes, per_block),
+        ("packed", packed_bytes, plan.packed_block_bytes if packed_bytes else 1),
         ("disk", disk_bytes, plan.disk_slot_bytes),
     ):
         counts[name] = size // slot
@@ -154,6 +178,7 @@ def plan_tiers(
     return replace(
         plan,
         num_host_blocks=counts["host"],
+        num_packed_blocks=counts["packed"],
         num_disk_blocks=counts["disk"],
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,

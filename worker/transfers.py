@@ -7,7 +7,8 @@ own heads of the same blocks, and says when it is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,14 @@ from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.transfer_loop import Request
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
-from kvrelay.worker.host_tier import HostMemory, open_host_memory, open_orphaned
+from kvrelay.worker.host_tier import (
+    HostMemory,
+    Packed,
+    open_host_memory,
+    open_orphaned,
+    open_packed,
+    open_quantizer,
+)
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
 from kvrelay.worker.object_tier import open_object_tier
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
@@ -57,6 +65,7 @@ class Transfers:
     pool: BlockBytes  # the device's
     memory: TransferExecutor
     arena: HostArena | None  # of its host memory, where that outlives the worker
+    packed: HostArena | None  # of that in four bits
     storage: Mapping[Tier, Storage]
     notices: tuple[str, ...]
 
@@ -75,8 +84,9 @@ class Transfers:
 
     def leave_kv(self) -> None:
         """What is in host memory is for another worker, when this one has ended."""
-        if self.arena is not None:
-            self.arena.has_heir = True
+        for arena in (self.arena, self.packed):
+            if arena is not None:
+                arena.has_heir = True
 
     @property
     def facts(self) -> RankFacts:
@@ -96,15 +106,9 @@ def open_transfers(
 ) -> Transfers:
     """`path`: of the checkpoint; `runner`: the rank's ModelRunner. Raises BuildError, ModelError,
     AgentError."""
-    from kvrelay.engine.model.quantize import scheme
     from kvrelay.kvtransfer.agents.pool import block_bytes
 
-    model = model_config(path, spec.engine)
-    # On a GPU both may follow from the memory that was left.
-    plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
-    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
-    digest = model.digest(path, max_model_len, quantization)
-    config = worker_config(spec, plan, max_model_len, digest)
+    config = _config_of(spec, path, plan, runner)
     share = BlockLayout(plan.spec).share(shard.rank, shard.size)
     of_rank = structs.replace(
         config,
@@ -131,17 +135,19 @@ def open_transfers(
         reserve=None if arena is None else arena.reserve,
         corrupt=options.corrupt,
     )
-    try:
+    quantizer = open_quantizer(plan.spec, share)
+    with _host_memory_for_the_disk(spec):
         disk, notices = open_disk_tier(
-            of_rank, spec.tiers.disk_path, memory, make_copies, share, part
+            *(of_rank, spec.tiers.disk_path, memory, make_copies, share, quantizer),
+            part=part,
         )
-    except NoHostMemory as error:
-        raise BuildError(
-            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
-            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
-        ) from error
     stored, more = open_object_tier(
         of_rank, spec.tiers, memory, make_copies, share, num_ranks=shard.size
+    )
+    found = open_packed(of_rank, of_cluster, quantizer, memory, make_copies, share)
+    packed = found if isinstance(found, Packed) else None
+    orphaned = open_orphaned(
+        of_rank, of_cluster, arena, memory, make_copies, follows=shard.rank > 0
     )
     config = structs.replace(
         config,
@@ -149,17 +155,44 @@ def open_transfers(
         host_outlives=arena is not None,
         num_disk_blocks=0 if disk is None else config.num_disk_blocks,
         num_object_blocks=0 if stored is None else config.num_object_blocks,
+        num_packed_blocks=0 if packed is None else config.num_packed_blocks,
+        quantizes=quantizer is not None,
         steps_ahead=0 if runner.launch is None else 1,
     )
-    tiers = ((Tier.DISK, disk), (Tier.OBJECT, stored))
-    storage = {tier: each for tier, each in tiers if each is not None}
-    orphaned = open_orphaned(
-        of_rank, of_cluster, arena, memory, make_copies, follows=shard.rank > 0
+    tiers = {
+        Tier.DISK: disk,
+        Tier.OBJECT: stored,
+        Tier.PACKED: None if packed is None else packed.storage,
+        Tier.ORPHANED: orphaned,
+    }
+    return Transfers(
+        *(config, share, pools[Tier.DEVICE], make_copies(agent, probes=Probes(agent)), arena),
+        None if packed is None else packed.arena,
+        {tier: each for tier, each in tiers.items() if each is not None},
+        (*notices, *more, *(() if packed else found), *(() if host is None else host.notices)),
     )
-    storage |= {Tier.ORPHANED: orphaned} if orphaned is not None else {}
-    moves = make_copies(agent, probes=Probes(agent))
-    notices = [*notices, *more, *(() if host is None else host.notices)]
-    return Transfers(config, share, pools[Tier.DEVICE], moves, arena, storage, tuple(notices))
+
+
+@contextmanager
+def _host_memory_for_the_disk(spec: WorkerSpec) -> Iterator[None]:
+    try:
+        yield
+    except NoHostMemory as error:
+        raise BuildError(
+            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
+            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
+        ) from error
+
+
+def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> WorkerConfig:
+    from kvrelay.engine.model.quantize import scheme
+
+    model = model_config(path, spec.engine)
+    # On a GPU both may follow from the memory that was left.
+    plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
+    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
+    digest = model.digest(path, max_model_len, quantization)
+    return worker_config(spec, plan, max_model_len, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +269,7 @@ def worker_config(
         fingerprint=fingerprint(model_digest, plan.spec),
         compatibility=compatibility(model_digest, plan.spec),
         num_host_blocks=plan.num_host_blocks,
+        num_packed_blocks=plan.num_packed_blocks,
         num_disk_blocks=plan.num_disk_blocks,
         disk_codec=plan.disk_codec,
         disk_slot_bytes=plan.disk_slot_bytes,

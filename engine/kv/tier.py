@@ -15,12 +15,13 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     ORPHANED = "orphaned"  # host memory of workers of this machine that have died
+    PACKED = "packed"  # host memory for approximate KV, in four bits a number
     DISK = "disk"
     OBJECT = "object"  # shared by all workers with the same hashes
 
 
 LOWER_TIERS = (Tier.HOST, Tier.DISK)
-ANNOUNCED_TIERS = (Tier.DEVICE, *LOWER_TIERS)  # what routers know; orphaned is announced as host
+ANNOUNCED_TIERS = (Tier.DEVICE, *LOWER_TIERS)  # what routers know; others are announced as host
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Retention:
 
     keep_s: float  # after its last use; then it is evicted first
     to_disk: bool = True  # False: it is dropped from host memory, not demoted to disk
+    is_approximate: bool = False  # below the device it may be kept in fewer bits; set by the worker
 
 
 DEFAULT_RETENTION = Retention(keep_s=3600.0)

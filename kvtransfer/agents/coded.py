@@ -1,5 +1,6 @@
 """A disk agent whose blocks are coded on the disk: between it and the worker's memory they are in a
-staging area, in as many bytes as they take.
+staging area, in as many bytes as they take. Approximate ones may be in fewer: their first byte says
+so, as it says how others are coded.
 
 Life of a read, in batches: slots of the staging area are free -> read into them -> decoded into the
 worker's memory by threads, while the next batch is read -> the slots are free again. Of a write:
@@ -24,6 +25,7 @@ from kvrelay.kvtransfer.agents.disk import DiskAgent
 from kvrelay.kvtransfer.agents.pool import check_block_ids, is_on_gpu, pool_bytes
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import MORE_BYTES, Codec
+from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.store import DiskStore, slot_bytes
 
@@ -32,6 +34,7 @@ MIN_STAGING, MAX_STAGING = 8, 128  # blocks
 BATCHES = 6  # that are read at once, in three quarters of the staging area; writes have the rest
 MAX_THREADS = 4
 WAIT_S = 500e-6
+QUANTISED = 0x40  # the first byte of a block in four bits a number; no codec begins with it
 TASKS = 1  # for each thread, of a batch: none is long without work when one is slow
 
 
@@ -41,14 +44,15 @@ def open_coded(
     store: DiskStore,
     codec: Codec,
     share: HeadShare | None = None,
+    quantizer: Quantizer | None = None,
 ) -> CodedAgent:
     """`memory`: the worker's, `[num_blocks, ...]` each, contiguous; `share`: the heads that blocks
-    hold. Raises AgentError."""
+    hold; `quantizer`: of such blocks; None: all are exact. Raises AgentError."""
     size = store.bytes_per_block
     count = min(MAX_STAGING, max(MIN_STAGING, STAGING_BYTES // size))
     staging = np.empty((count, size), np.uint8)
     agent = DiskAgent(name, {Tier.HOST: staging}, store)
-    return CodedAgent(agent, memory, store, codec, staging, share)
+    return CodedAgent(agent, memory, store, codec, staging, share, quantizer)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +73,8 @@ class CodedCopy:
     blocks: list[int]
     slots: list[int]  # in the store
     results: list[int]  # what each takes in the store, if it is written; else its checksum
+    approximate: frozenset[int] = frozenset()  # slots
+    changed: dict[int, int] = field(default_factory=dict)  # index -> checksum as it will be read
     begun: int = 0
     done: int = 0
     batches: list[_Batch] = field(default_factory=list)
@@ -89,6 +95,7 @@ class CodedAgent:
         codec: Codec,
         staging: NDArray[np.uint8],
         share: HeadShare | None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         self._agent = agent
         self._memory = {t: pool_bytes(pool) for t, pool in memory.items() if not is_on_gpu(pool)}
@@ -96,6 +103,7 @@ class CodedAgent:
         self._codec = codec
         self._staging = staging
         self._share = share
+        self._quantizer = quantizer
         num_writes = max(1, len(staging) // 4)
         self._free = {
             False: list(range(num_writes)),
@@ -126,6 +134,7 @@ class CodedAgent:
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
+        approximate: Sequence[int] = (),
     ) -> CodedCopy:
         reads = src_tier is Tier.DISK
         tier = dst_tier if reads else src_tier
@@ -138,7 +147,8 @@ class CodedAgent:
         sizes = [self._store.max_blocks, len(memory)]
         check_block_ids(peer, src, dst, *(sizes if reads else sizes[::-1]))
         blocks, slots = (dst, src) if reads else (src, dst)
-        copy = CodedCopy(peer, reads, memory, blocks, slots, [0] * len(blocks))
+        results, quantised = [0] * len(blocks), frozenset(approximate)
+        copy = CodedCopy(peer, reads, memory, blocks, slots, results, quantised)
         self._live.add(copy)
         try:
             self._begin(copy)
@@ -180,6 +190,10 @@ class CodedAgent:
         """What each block of a write that is done takes in the store; the checksums of a read,
         taken while what was decoded is in the CPU's cache. (): it is another agent's copy."""
         return tuple(handle.results) if isinstance(handle, CodedCopy) else ()
+
+    def changed(self, handle: Any) -> dict[int, int]:
+        """Blocks of a write that is done which will be read with another checksum."""
+        return handle.changed if isinstance(handle, CodedCopy) else {}
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -263,7 +277,8 @@ class CodedAgent:
         coded = np.empty(size + MORE_BYTES, np.uint8)
         for index in indices:
             block, row = copy.memory[copy.blocks[batch.first + index]], batch.slots[index]
-            end = self._codec.encode(block, coded)
+            end = self._quantise(copy, batch.first + index, coded)
+            end = end or self._codec.encode(block, coded)
             taken = slot_bytes(end)
             if taken < size:
                 coded[end:taken] = 0
@@ -272,6 +287,21 @@ class CodedAgent:
                 self._staging[row] = block
             sizes.append(taken if taken < size else self._store.slot_bytes)
         return sizes
+
+    def _quantise(self, copy: CodedCopy, index: int, coded: NDArray[np.uint8]) -> int:
+        """The bytes that it takes; 0: it stays exact."""
+        quantizer, block = self._quantizer, copy.memory[copy.blocks[index]]
+        if quantizer is None or copy.slots[index] not in copy.approximate:
+            return 0
+        end = MORE_BYTES + quantizer.num_bytes
+        if slot_bytes(end) >= len(block) or not quantizer.encode(block, coded[MORE_BYTES:]):
+            return 0
+        coded[:MORE_BYTES] = 0
+        coded[0] = QUANTISED
+        back = np.empty_like(block)
+        quantizer.decode(coded[MORE_BYTES:], back)
+        (copy.changed[index],) = checksum_blocks(back[None], [0], self._share)
+        return end
 
     def _decode(self, copy: CodedCopy, batch: _Batch, indices: range) -> list[int]:
         """By a thread: their checksums."""
@@ -282,6 +312,8 @@ class CodedAgent:
             taken = self._size(copy.slots[at])
             if taken >= size:
                 block[:] = row
+            elif row[0] == QUANTISED and self._quantizer is not None:
+                self._quantizer.decode(row[MORE_BYTES:], block)
             elif not self._codec.decode(row[:taken], block):
                 block[:] = 0
         first, end = batch.first + indices.start, batch.first + indices.stop

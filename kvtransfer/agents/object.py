@@ -39,7 +39,7 @@ from kvrelay.kvtransfer.agents.nixl_bindings import (
     open_nixl,
     whole,
 )
-from kvrelay.kvtransfer.agents.pool import block_bytes, check_block_ids, write_block
+from kvrelay.kvtransfer.agents.pool import block_bytes, check_block_ids, write_blocks
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import MORE_BYTES, Codec
 from kvrelay.kvtransfer.layout import HeadShare
@@ -330,7 +330,7 @@ class ObjectAgent:
         checksum = self._unpack(row, copy.names[index])
         if checksum is None:
             return DAMAGED
-        write_block(self._memory[copy.tier], copy.blocks[index], self._block[0])
+        write_blocks(self._memory[copy.tier], [copy.blocks[index]], self._block[:1])
         return checksum
 
     def _pack(self, copy: ObjectCopy, index: int, slot: int) -> int:

@@ -19,13 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError, AttachStore, StoreFound, StoreGone
-from kvrelay.kvtransfer.agents.pool import is_on_gpu, pool_bytes
+from kvrelay.kvtransfer.agents.pool import write_blocks
 from kvrelay.kvtransfer.store.arena import OrphanedArena, arenas, is_wanted, remove_arena
 from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
 
@@ -206,8 +203,8 @@ class OrphanedAgent:
         for each in self._attached:
             here = [i for i, slot in enumerate(src) if each.first <= slot < each.end]
             if here:
-                slots = [src[i] - each.first for i in here]
-                _write(pool, [dst[i] for i in here], each.arena.memory, slots)
+                found = [each.arena.memory[src[i] - each.first] for i in here]
+                write_blocks(pool, [dst[i] for i in here], found)
         if not all(any(a.first <= slot < a.end for a in self._attached) for slot in src):
             raise AgentError("the worker whose host memory this was is back")
 
@@ -224,17 +221,3 @@ class OrphanedAgent:
             lock.release()
         self._attached.clear()
         self._watched.clear()
-
-
-def _write(pool: Any, blocks: list[int], memory: NDArray[np.uint8], slots: list[int]) -> None:
-    if not is_on_gpu(pool):
-        target = pool_bytes(pool)
-        for block, slot in zip(blocks, slots, strict=True):
-            target[block] = memory[slot]
-        return
-    import torch
-
-    found = memory[slots]
-    target = pool.flatten(1).view(torch.uint8)
-    target[blocks] = torch.from_numpy(found).to(target.device)
-    torch.cuda.current_stream(target.device).synchronize()

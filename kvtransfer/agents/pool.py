@@ -92,16 +92,18 @@ def block_bytes(pool: Any, share: HeadShare | None = None) -> BlockBytes:
     return DeviceBytes(pool, share) if is_on_gpu(pool) else pool_bytes(pool)
 
 
-def write_block(pool: Any, block_id: int, block: NDArray[np.uint8]) -> None:
-    """Into `[num_blocks, ...]` on the CPU or a GPU; complete when this returns."""
+def write_blocks(pool: Any, blocks: Sequence[int], found: Sequence[NDArray[np.uint8]]) -> None:
+    """Copies the bytes of each block into a pool on the CPU or a GPU, and waits for it."""
     if not is_on_gpu(pool):
-        pool_bytes(pool)[block_id] = block
+        target = pool_bytes(pool)
+        for block_id, block in zip(blocks, found, strict=True):
+            target[block_id] = block
         return
     import torch
 
-    target = pool.flatten(1).view(torch.uint8)
-    target[block_id].copy_(torch.from_numpy(block))
-    torch.cuda.current_stream(target.device).synchronize()
+    memory = pool.flatten(1).view(torch.uint8)
+    memory[list(blocks)] = torch.from_numpy(np.stack(found)).to(memory.device)
+    torch.cuda.current_stream(memory.device).synchronize()
 
 
 def space_of(pool: Any) -> tuple[Space, int]:

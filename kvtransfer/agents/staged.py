@@ -70,9 +70,10 @@ class StagedAgent:
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
+        **options: Any,
     ) -> Any:
         if dst_tier is not Tier.DEVICE:
-            return self._agent.post_copy(peer, src, dst, src_tier, dst_tier)
+            return self._agent.post_copy(peer, src, dst, src_tier, dst_tier, **options)
         check_block_ids(peer, src, dst, max(src, default=0) + 1, len(self._device))
         staged = _Staged(peer, src, dst)
         self._post(staged)

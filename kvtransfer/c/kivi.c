@@ -132,11 +132,6 @@ static int64_t bounds_of(int is_value, int64_t rows, int64_t width) {
     return 2 * (is_value ? rows * groups_of(width, CHANNELS) : width * groups_of(rows, TOKENS));
 }
 
-int64_t kvr_kivi_bytes(int kind, int64_t pairs, int64_t run, int64_t rows, int64_t width) {
-    int64_t bounds = bounds_of(0, rows, width) + bounds_of(1, rows, width);
-    return pairs * run * (bounds * width_of(kind) + rows * width);
-}
-
 static int encode(int kind, int is_value, int64_t rows, int64_t width, const uint8_t *in,
                   void *bounds, uint8_t *levels) {
 #define CASE(NAME, NUMBER)                                                                         \

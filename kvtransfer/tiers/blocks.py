@@ -140,7 +140,7 @@ class BackingTier:
     def consider_writing(self, entry: Entry) -> None:
         """An entry of the first tier, if it should be here: once it was not used for a while, or at
         once if parked."""
-        if self._lacks(entry):
+        if self.lacks(entry):
             self._to_write.add(entry)
             if entry.usage.parked:
                 self.park(entry.block_hash)
@@ -150,20 +150,22 @@ class BackingTier:
         while self._to_park:
             block_hash, _ = self._to_park.popitem(last=False)
             entry = self._first.get(block_hash)
-            if entry is not None and entry.usage.parked and self._lacks(entry):
+            if entry is not None and entry.usage.parked and self.lacks(entry):
                 return entry
         while self._is_due(entry := self._to_write.first(), now):
             assert entry is not None
             self._to_write.pop()
-            if self._lacks(entry):
+            if self.lacks(entry):
                 return entry
         return None
 
-    def _lacks(self, entry: Entry) -> bool:
+    def lacks(self, entry: Entry) -> bool:
         return self._takes(entry) and entry.block_hash not in self.pool
 
     def _takes(self, entry: Entry) -> bool:
         spec = TIERS[self.pool.tier]
+        if spec.for_approximate:
+            return entry.usage.is_approximate
         return spec.can_be_written and (entry.usage.to_disk or not spec.is_storage)
 
     def _is_due(self, entry: Entry | None, now: float) -> bool:
@@ -215,6 +217,7 @@ class TierBlocks:
             found = []
             for record in listed:
                 usage = self._usage_of(now, record)
+                usage.is_approximate |= TIERS[tier].for_approximate
                 found.append((record.slot, record.checksum, record.num_bytes, usage))
             self.pools[tier].fill(found)
 
@@ -339,6 +342,17 @@ class TierBlocks:
             for backing in self.backing:
                 backing.consider_writing(entry)
 
+    def leave_first(self, block_hash: bytes) -> None:
+        """An approximate block goes from the first tier when those behind it have it in fewer bits,
+        and all that take it have it."""
+        entry = self.first.get(block_hash)
+        if entry is None or not entry.usage.is_approximate:
+            return
+        packed = self.pools.get(Tier.PACKED)
+        is_packed = packed is not None and packed.get(block_hash) is not None
+        if is_packed and not any(backing.lacks(entry) for backing in self.backing):
+            self.first.forget(entry, "packed")
+
     def drop(self, block_hash: bytes) -> None:
         """Forget it in each lower tier, unless an order keeps it there; copy it no more."""
         for pool in self.pools.values():
@@ -415,6 +429,7 @@ class TierBlocks:
         usage.last_used = max(usage.last_used, now)
         usage.expires_at = max(usage.expires_at, now + retention.keep_s)
         usage.to_disk |= retention.to_disk
+        usage.is_approximate |= retention.is_approximate
         self.consider_writing(usage.block_hash)
         for tier, pool in self.pools.items():
             if tier in self.indexes and (entry := pool.get(usage.block_hash)) is not None:
@@ -431,6 +446,9 @@ class TierBlocks:
     def _add_usage(self, now: float, block_hash: bytes, retention: Retention) -> Usage:
         assert block_hash not in self.usages
         self._recency += 1
-        usage = Usage(block_hash, self._recency, now, now + retention.keep_s, retention.to_disk)
+        usage = Usage(
+            *(block_hash, self._recency, now, now + retention.keep_s),
+            *(retention.to_disk, retention.is_approximate),
+        )
         self.usages[block_hash] = usage
         return usage

@@ -30,7 +30,7 @@ from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
 from kvrelay.kvtransfer.tiers.moves import TierMoves
 from kvrelay.kvtransfer.tiers.registry import TIERS
 
-AS_HOST = (Tier.HOST, Tier.ORPHANED)  # what routers know as host memory of this worker
+AS_HOST = (Tier.HOST, Tier.ORPHANED, Tier.PACKED)  # what routers know as host memory of this worker
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0
 ORDER_WINDOW = 64  # blocks of one order that are in progress at a time
@@ -214,13 +214,13 @@ class Tiers:
         """Net changes since the last call, of blocks that can be read."""
         changes = [pool.take_changes() for pool in self._pools.values()]
         found = {change.tier: change for change in changes if change is not None}
-        if Tier.ORPHANED in self._pools:
+        if any(tier in self._pools for tier in AS_HOST[1:]):
             found = self._as_host(found)
         return tuple(found.values())
 
     def _as_host(self, changes: dict[Tier, TierHashes]) -> dict[Tier, TierHashes]:
-        """Blocks of workers that have died are announced as if they were in this one's host
-        memory: they cost as much. What is in both is announced once."""
+        """Blocks of workers that have died, and those in four bits, are announced as if they were
+        in this one's host memory: they cost as much. What is in several is announced once."""
         parts = [changes.pop(tier) for tier in AS_HOST if tier in changes]
         came = {(part.tier, each) for part in parts for each in part.stored}
         went = {(part.tier, each) for part in parts for each in part.removed}

@@ -18,6 +18,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, Note
 from kvrelay.kvtransfer.agent import (
     MISSING,
+    NOT_STORED,
     UNKNOWN,
     CopyBlocks,
     CopyDone,
@@ -112,9 +113,12 @@ class TierMoves:
             arrived = [False] * len(move.blocks)
             add(f"moves_failed_{way}")
             effects = self._fail(now, move, done)
-        stored = done.stored_bytes or (None,) * len(move.blocks)
-        for block, good, num_bytes in zip(move.blocks, arrived, stored, strict=True):
-            self._settle(move.dst, block, good, num_bytes)
+        sizes = done.stored_bytes or (None,) * len(move.blocks)
+        read_as = done.stored_checksums or [block.checksum for block in move.blocks]
+        for block, good, num_bytes, read in zip(move.blocks, arrived, sizes, read_as, strict=True):
+            if read == NOT_STORED and block.entry is not None:
+                block.entry.usage.is_approximate = good = False  # it is not tried again
+            self._settle(move.dst, replace(block, checksum=read), good, num_bytes)
         if move.dst is Tier.DEVICE:
             self._kv.pool.release([block.dst for block in move.blocks])
         return effects
@@ -236,8 +240,17 @@ class TierMoves:
                 dst_tier=dst,
                 names=tuple(block.block_hash for block in moving) if is_keyed else (),
                 checksums=tuple(block.checksum for block in moving) if has_keys(dst) else (),
+                approximate=self._approximate(dst, moving),
             )
         ]
+
+    def _approximate(self, dst: Tier, moving: list[Moving]) -> tuple[int, ...]:
+        """Slots of `dst` whose blocks may be stored in fewer bits."""
+        is_coded = dst is Tier.DISK and self._config.disk_codec != "none"
+        if not (is_coded and self._config.quantizes):
+            return ()
+        usages = self._blocks.usages
+        return tuple(b.dst for b in moving if usages[b.block_hash].is_approximate)
 
     def _settle(self, dst: Tier, block: Moving, good: bool, num_bytes: int | None) -> None:
         """Nothing writes to the destination any more, where the block takes so many bytes; None:
@@ -246,6 +259,7 @@ class TierMoves:
         if entry is None:
             if good and self._kv.pool.seal(block.dst, block.block_hash):
                 self._kv.checksums[block.dst] = block.checksum
+            blocks.leave_first(block.block_hash)
             return
         pool = blocks.pools[dst]
         if not good:
@@ -256,6 +270,8 @@ class TierMoves:
             if dst in blocks.indexes:
                 blocks.indexes[dst].put(entry)
         blocks.consider_writing(block.block_hash)
+        if dst is not blocks.first.tier:
+            blocks.leave_first(block.block_hash)
 
     def _check_arrived(self, move: Move, arrived: list[bool], done: CopyDone) -> list[Effect]:
         """Forget the sources of blocks that do not fit their checksum; not the device's, whose

@@ -87,6 +87,7 @@ class Usage:
     last_used: float
     expires_at: float
     to_disk: bool
+    is_approximate: bool = False
     num_uses: int = 0  # times that a request began or ended with it here
     parked: bool = False  # it should be on disk soon
 

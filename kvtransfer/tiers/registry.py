@@ -19,8 +19,8 @@ class TierSpec:
     """What is known of a tier without looking at what it holds.
 
     Memory is copied by the worker's memory agent, and peers read it. Anything else is storage: it
-    outlives the process, has an index (`StoreIndex`), and is copied to and from memory only, by an
-    agent and a thread of its own.
+    has an index (`StoreIndex`) by which it outlives the process, and is copied to and from memory
+    only, by an agent and a thread of its own.
 
     Storage that `has_keys` is shared with other workers, who find blocks there by their names. It
     evicts by itself; a slot is only a place to remember that a block is there."""
@@ -30,6 +30,7 @@ class TierSpec:
     is_storage: bool
     can_be_written: bool = True
     has_keys: bool = False
+    for_approximate: bool = False  # it takes approximate blocks, all of them, and no others
     # The most that a block takes, and room for all of them; 0, 0: the number of blocks says it.
     sizes: Callable[[WorkerConfig], tuple[int, int]] = lambda config: (0, 0)
     # Behind the first tier: a block that was not used for this long is written.
@@ -40,6 +41,9 @@ TIERS: dict[Tier, TierSpec] = {
     Tier.HOST: TierSpec(lambda config: config.num_host_blocks, 2e9, is_storage=False),
     # Its blocks are copied by the CPU, out of memory that nobody has registered.
     Tier.ORPHANED: TierSpec(lambda config: 0, 2e9, is_storage=True, can_be_written=False),
+    Tier.PACKED: TierSpec(
+        lambda config: config.num_packed_blocks, 2e9, is_storage=True, for_approximate=True
+    ),
     Tier.DISK: TierSpec(
         lambda config: config.num_disk_blocks,
         0.5e9,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import (
+    NOT_STORED,
     AttachStore,
     ConnectPeer,
     CopyBlocks,
@@ -137,3 +138,24 @@ def test_what_has_gone_in_one_rank_is_found_by_none() -> None:
         world.answers.add(rank, found(8))
     assert world.told[1:] == [found(8)]
     assert len(world.sent) == 2
+
+
+def test_of_blocks_in_fewer_bits_ranks_tell_what_they_will_read() -> None:
+    """A rank whose heads were all kept as they are says nothing of its own; a block that one did
+    not store is none."""
+
+    def joined(*stored: tuple[int, ...]) -> tuple[int, ...]:
+        world = World()
+        world.answers.begin(copy(0))
+        for rank, each in enumerate(stored):
+            world.answers.add(rank, replace(done(0, rank), stored_checksums=each))
+        (answer,) = world.told
+        found: tuple[int, ...] = answer.stored_checksums
+        return found
+
+    kept = done(0, 2).checksums
+    assert joined((), (), ()) == ()
+    assert joined((5, 7), (5, 7), (1, 2)) == (6, 9)
+    assert joined((5, 7), (5, 7), ()) == ((5 + kept[0]) % MOD, 7 + kept[1])
+    assert joined((5, NOT_STORED), (5, 7), (1, 2)) == (6, NOT_STORED)
+    assert joined((5, 7), (5, NOT_STORED), (1, 2)) == (6, NOT_STORED)

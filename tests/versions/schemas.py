@@ -88,8 +88,8 @@ class Table:
 
 
 NOT_SENT = {  # values of enums
-    # The first is announced as "host", blocks of the other in fields of their own.
-    "Tier": ["orphaned", "object"],
+    # The first two are announced as "host", blocks of the last in fields of their own.
+    "Tier": ["orphaned", "packed", "object"],
     "Refusal": ["adapter_failed"],  # only to who has asked for an adapter
 }
 
