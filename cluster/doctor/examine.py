@@ -42,6 +42,11 @@ def machine_checks(config: Config) -> dict[str, Check]:
             return skipped("disk tier", "tiers.disk_gib is 0")
         return disk.check_disk_tier(_disk_folder(config), config.tiers.disk_gib)
 
+    def object_tier() -> Finding:
+        if not config.tiers.object_bucket:
+            return skipped("object tier", "tiers.object_bucket is empty")
+        return disk.check_object_tier(config.tiers, config.engine.tensor_parallel_size)
+
     def packages() -> Finding:
         return software.check_packages(software.requirements(), software.installed())
 
@@ -59,6 +64,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
         "RDMA ports": lambda: system.check_rdma(ROOT),
         "state directory": lambda: disk.check_state_folder(config.sessions.state_path),
         "disk tier": disk_tier,
+        "object tier": object_tier,
         "state store": lambda: server.check_store(config.state.url, config.state.timeout_s),
         "KV between processes": links.measure_and_check,
     }
