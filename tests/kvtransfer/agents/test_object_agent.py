@@ -37,7 +37,7 @@ class World:
         self.file = folder / "credentials"
         self.set_credentials(ACCESS_KEY)
         self.device, self.host = numbers(NUM_BLOCKS, 1), numbers(NUM_BLOCKS, 2)
-        bucket = Bucket("kv", server.url, credentials_file=str(self.file))
+        bucket = Bucket(server.bucket, server.url, credentials_file=str(self.file))
         memory = {DEVICE: self.device, HOST: self.host}
         self.agent = ObjectAgent("me", memory, bucket, PREFIX, ExponentCodec(), clock=self.clock)
 
@@ -247,7 +247,7 @@ from kvrelay.kvtransfer.agents import object as objects
 from tests.kvtransfer.agents.test_object_agent import DEVICE, OBJECT, World, name_of
 
 class Server:
-    url = sys.argv[1]
+    bucket, url = "kv", sys.argv[1]
 
 objects.CLOSE_S = 0.1
 world = World(Server(), Path(sys.argv[2]))
