@@ -46,6 +46,9 @@ WORKER_EVENTS = (
     "tier_lost",
     "disk_store_failed",
     "host_store_failed",
+    "object_store_failed",
+    "handoff_failed_store_unavailable",
+    "handoff_failed_object_missing",
     "kv_reads_left_behind",
 )
 WIRE_EVENTS = (

@@ -1,4 +1,4 @@
-"""The folders that a server writes to: whether it may, how much fits, and how fast it goes."""
+"""What a server writes to: whether it may, how much fits, and how fast it goes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 
 from kvrelay.cluster.doctor.findings import Finding, fail, ok, rm, warn
 from kvrelay.cluster.doctor.system import GIB, MIB
+from kvrelay.engine.config import TiersSection
 
 PROBE_BYTES = 64 * MIB
 CHUNK = 16 * MIB
 MAX_PROBE_S = 5.0
 LEAST_RATE = 100e6  # bytes per second; below it, computing KV again is quicker
+SLOW_ANSWER_S = 0.5
 LEAST_FREE = 64 * MIB  # in the state directory
 
 
@@ -56,6 +58,26 @@ def check_left_stores(folder: Path, sizes: Mapping[Path, int]) -> Finding:
         f"{sum(sizes.values()) / GIB:.1f} GiB of {len(sizes)} worker(s) that are gone; the next"
         f" server takes it over, this frees it: {rm(sizes)}",
     )
+
+
+def check_object_tier(tiers: TiersSection, num_ranks: int) -> Finding:
+    """Lists one key, as a worker does that starts."""
+    from kvrelay.kvtransfer.store.bucket import BucketError
+    from kvrelay.worker.object_tier import bucket_of
+
+    check, bucket = "object tier", bucket_of(tiers)
+    if num_ranks > 1:
+        return warn(check, f"{num_ranks} ranks", "engine.tensor_parallel_size has to be 1 for it")
+    started = time.monotonic()
+    try:
+        bucket.list(tiers.object_prefix, limit=1)
+    except BucketError as error:
+        return fail(check, str(error), "correct that, or leave tiers.object_bucket empty")
+    took_s = time.monotonic() - started
+    found = f"{bucket} answers in {1e3 * took_s:.0f} ms"
+    if took_s > SLOW_ANSWER_S:
+        return warn(check, found, "use a store that is nearer: KV would be computed sooner")
+    return ok(check, found)
 
 
 def check_state_folder(folder: Path) -> Finding:

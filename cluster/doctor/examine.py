@@ -50,6 +50,11 @@ def machine_checks(config: Config) -> dict[str, Check]:
         stores = [store for part in parts for store in stale_stores(part, b"")]
         return disk.check_left_stores(folder, {store.path: store.num_bytes for store in stores})
 
+    def object_tier() -> Finding:
+        if not config.tiers.object_bucket:
+            return skipped("object tier", "tiers.object_bucket is empty")
+        return disk.check_object_tier(config.tiers, config.engine.tensor_parallel_size)
+
     def packages() -> Finding:
         return software.check_packages(software.requirements(), software.installed())
 
@@ -68,6 +73,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
         "state directory": lambda: disk.check_state_folder(config.sessions.state_path),
         "disk tier": disk_tier,
         "KV on disk": left_on_disk,
+        "object tier": object_tier,
         "state store": lambda: server.check_store(config.state.url, config.state.timeout_s),
         "KV between processes": links.measure_and_check,
     }

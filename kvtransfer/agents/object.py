@@ -12,6 +12,7 @@ its slots behind, and settles at once: nothing but this agent writes to the work
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
@@ -138,6 +139,11 @@ class ObjectTransport(Transfers[ObjectTransfer]):
         """Undo everything, once no transfer is live."""
         self._agent.deregisterMem(self._memory, [self._backend])
         self._agent = None
+
+    def abandon(self) -> None:
+        """Never destroy NIXL's agent, not even when the process ends: that would wait for what it
+        is doing, a minute where the store does not answer."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
 
 
 def _options(bucket: Bucket, credentials: Credentials) -> dict[str, str]:
@@ -300,6 +306,8 @@ class ObjectAgent:
         while self._retired and time.monotonic() < deadline:
             self._forget_settled()
             time.sleep(CLOSE_POLL_S)
+        for transport in self._retired:
+            transport.abandon()
         _abandoned.extend(self._retired)
 
     def _begin(self, copy: ObjectCopy) -> None:

@@ -341,7 +341,7 @@ class Connector:
         if bad and read.tier is not None and not is_there:
             for index in bad:
                 self.tiers.discard(arrival.own_source(index))
-        why = "read_failed" if done.error is not None else "checksum_mismatch"
+        why = _why_failed(done, len(bad), is_there=is_there)
         # The prefix up to a bad block of a lower tier is still of use; a producer's is not.
         if bad and (read.tier is None or arrival.mode is Mode.HANDOFF):
             return effects + self.fail(arrival, why)
@@ -538,3 +538,10 @@ def _difference(theirs: Fields, ours: Fields) -> str:
         if name in mine and mine[name] != value
     ]
     return ", ".join(differing) or "their model, dtype or KV layout differs"
+
+
+def _why_failed(done: CopyDone, num_bad: int, *, is_there: bool) -> str:
+    """A label of `Connector.failures`. `is_there`: storage that has keys did not answer."""
+    if done.error is not None:
+        return "store_unavailable" if is_there else "read_failed"
+    return "object_missing" if done.checksums.count(MISSING) == num_bad else "checksum_mismatch"

@@ -15,8 +15,10 @@ from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.doctor import disk, links, server, software, system
 from kvrelay.cluster.doctor.examine import examine, machine_checks
 from kvrelay.cluster.doctor.findings import Finding, Verdict
+from kvrelay.engine.config import TiersSection
 from kvrelay.kvtransfer.store.folder import FolderLock
 from tests.cluster.state.stores import Server
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY, s3_standin
 
 MIB, GIB = 1 << 20, 1 << 30
 WORKERS: list[dict[str, Any]] = [
@@ -300,3 +302,22 @@ def test_a_check_that_cannot_be_made_has_failed_and_the_others_go_on() -> None:
     first, second = examine(checks)
     is_fault(first, "/dev/shm", "user")
     is_well(second)
+
+
+def test_a_bucket_that_does_not_answer_as_it_should_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    keys = f"aws_access_key_id={ACCESS_KEY}\naws_secret_access_key={SECRET_KEY}\n"
+    file.write_text(f"[default]\n{keys}")
+    with s3_standin() as server:
+        tiers = TiersSection(
+            object_bucket="kv", object_endpoint=server.url, object_credentials=str(file)
+        )
+        monkeypatch.setattr(disk, "SLOW_ANSWER_S", 60.0)
+        is_well(disk.check_object_tier(tiers, 1))
+        is_fault(disk.check_object_tier(tiers, 2), "2 ranks", "has to be 1", Verdict.WARN)
+        server.access_key = "another"
+        is_fault(disk.check_object_tier(tiers, 1), "403 InvalidAccessKeyId", "object_bucket")
+        file.unlink()
+        is_fault(disk.check_object_tier(tiers, 1), "cannot be read", "object_bucket")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -35,7 +37,7 @@ class World:
         self.file = folder / "credentials"
         self.set_credentials(ACCESS_KEY)
         self.device, self.host = numbers(NUM_BLOCKS, 1), numbers(NUM_BLOCKS, 2)
-        bucket = Bucket("kv", server.url, credentials_file=str(self.file))
+        bucket = Bucket(server.bucket, server.url, credentials_file=str(self.file))
         memory = {DEVICE: self.device, HOST: self.host}
         self.agent = ObjectAgent("me", memory, bucket, PREFIX, ExponentCodec(), clock=self.clock)
 
@@ -236,3 +238,29 @@ def test_a_copy_that_is_not_for_the_store_is_refused(world: World) -> None:
         world.agent.post_copy("other", [1], [1], OBJECT, DEVICE, [name_of(1)])
     with pytest.raises(AgentError, match="source block 99"):
         world.agent.post_copy("me", [0], [99], OBJECT, DEVICE, [name_of(1)])
+
+
+READ_AND_END = """
+import sys
+from pathlib import Path
+from kvrelay.kvtransfer.agents import object as objects
+from tests.kvtransfer.agents.test_object_agent import DEVICE, OBJECT, World, name_of
+
+class Server:
+    bucket, url = "kv", sys.argv[1]
+
+objects.CLOSE_S = 0.1
+world = World(Server(), Path(sys.argv[2]))
+handle = world.agent.post_copy("me", [1], [1], OBJECT, DEVICE, [name_of(1)])
+world.agent.release(handle)
+world.agent.close()
+"""
+ATTEMPTS = 11  # by NIXL, before it gives up by itself
+
+
+def test_a_process_ends_although_the_store_does_not_answer(tmp_path: Path) -> None:
+    with s3_standin() as server:
+        server.freeze()
+        command = [sys.executable, "-c", READ_AND_END, server.url, str(tmp_path)]
+        subprocess.run(command, check=True, timeout=4 * DEADLINE_S)
+        assert 0 < len(server.requests) < ATTEMPTS, "it has waited for the store"
