@@ -22,6 +22,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvrelay.engine.stats import RECOMPUTED
+
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
 WORTH_TELLING = 1.02  # times smaller: pages that are not full take as much
 _SIZE = "tensor_parallel_size"
@@ -66,7 +68,7 @@ def status_table(status: dict[str, Any]) -> Group:
         table.add_section()
         table.add_row("all", "", "", *([""] if has_ranks else []), *_load(workers, status, tiers))
     routers = status.get("routers")
-    groups = [(worker["worker"], each) for worker in workers for each in worker.get("groups", ())]
+    groups = [(worker, each) for worker in workers for each in worker.get("groups") or ()]
     models = status.get("models")
     parts = [_models_table(models)] if models else []
     parts += [_routers_table(routers)] if routers else []
@@ -94,16 +96,19 @@ def _models_table(models: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _groups_table(groups: list[tuple[str, dict[str, Any]]]) -> Table:
-    """One row per worker and kind of groups of layers: what they have of its pool."""
+def _groups_table(groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
+    """One row per worker and kind of groups of layers: what they have of its pool, and how many
+    tokens were computed again because their windows or states were not there."""
     table = Table()
     for name in ("worker", "KV of layers"):
         table.add_column(name)
-    for name in ("groups", "blocks used", "cached", "evicted"):
+    for name in ("groups", "blocks used", "cached", "evicted", "tokens recomputed"):
         table.add_column(name, justify="right")
     for worker, each in groups:
-        counts = (each[f"num_{name}"] for name in ("groups", "used", "cached", "evicted"))
-        table.add_row(worker, _KINDS[each["kind"]], *map(str, counts))
+        counts = [each[f"num_{name}"] for name in ("groups", "used", "cached", "evicted")]
+        again = (worker.get("counters") or {}).get(RECOMPUTED + each["kind"], 0)
+        counts.append("-" if each["kind"] == "full" else f"{again:.0f}")
+        table.add_row(worker["worker"], _KINDS[each["kind"]], *map(str, counts))
     return table
 
 

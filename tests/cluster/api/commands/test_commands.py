@@ -310,11 +310,12 @@ def test_status_shows_what_groups_of_layers_hold_where_there_are_several() -> No
         console.print(status_table(STATUS | {"workers": [worker]}))
     assert "evicted" not in captured.get()
     groups = [{"kind": "window"} | counts]
+    worker |= {"groups": groups, "counters": {"prefix_tokens_recomputed:window": 94.0}}
     with console.capture() as captured:
-        console.print(status_table(STATUS | {"workers": [worker | {"groups": groups}]}))
+        console.print(status_table(STATUS | {"workers": [worker]}))
     (row,) = [line for line in captured.get().splitlines() if "sliding window" in line]
     assert [cell.strip() for cell in row.split("│")[1:-1]] == [
         "decode-0",
         "sliding window",
-        *("5", "61", "72", "83"),
+        *("5", "61", "72", "83", "94"),
     ]
