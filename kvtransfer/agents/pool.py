@@ -92,7 +92,9 @@ def block_bytes(pool: Any, share: HeadShare | None = None) -> BlockBytes:
     return DeviceBytes(pool, share) if is_on_gpu(pool) else pool_bytes(pool)
 
 
-def write_blocks(pool: Any, blocks: Sequence[int], found: Sequence[NDArray[np.uint8]]) -> None:
+def write_blocks(
+    pool: Any, blocks: Sequence[int], found: Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
+) -> None:
     """Copies the bytes of each block into a pool on the CPU or a GPU, and waits for it."""
     if not is_on_gpu(pool):
         target = pool_bytes(pool)
