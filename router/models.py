@@ -47,6 +47,15 @@ class ModelRouters:
         ]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
+        worker = getattr(message, "worker", None)  # most messages are from one, or about one
+        if worker is None:
+            return self._receive(now, message)
+        info = self._up.get(worker)
+        if info is not None and isinstance(message, WorkerDown) and message.epoch >= info.epoch:
+            del self._up[worker]
+        return self._tell(now, self.default if info is None else info.model, message)
+
+    def _receive(self, now: float, message: Any) -> list[Effect]:
         match message:
             case ForModel(model, content):
                 return self._tell(now, model, content)
@@ -58,11 +67,8 @@ class ModelRouters:
             case RouterUp() | RouterDown() | Unsendable():
                 each = [self._tell(now, model, message) for model in self.routers]
                 return [effect for effects in each for effect in effects]
-        worker = getattr(message, "worker", "")
-        info = self._up.get(worker)
-        if info is not None and isinstance(message, WorkerDown) and message.epoch >= info.epoch:
-            del self._up[worker]
-        return self._tell(now, self.default if info is None else info.model, message)
+            case _:
+                return self._tell(now, self.default, message)
 
     def status(self, now: float) -> RouterStatus:
         """What the routers know, as if they were one."""
@@ -103,12 +109,12 @@ class ModelRouters:
 
 def _of_model(model: str, effects: list[Effect]) -> list[Effect]:
     """What a router asked for, so that what comes of it finds the way back."""
-    return [_tagged(model, effect) for effect in effects]
+    return [each if type(each) is Send else _tagged(model, each) for each in effects]
 
 
 def _tagged(model: str, effect: Effect) -> Effect:
     match effect:
-        case Send() | Exit():
+        case Exit():
             return effect
         case Wake(after_s, tag):
             return Wake(after_s, f"{model} {tag}")

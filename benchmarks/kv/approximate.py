@@ -7,6 +7,8 @@ block by itself, the worst that can happen. Beside it KV in float8_e4m3, which s
 compared with exact KV: the divergence of what would be said next, how often the likeliest token is
 another one, and perplexity. Tokens of a first turn read nothing that was quantised, and are left
 out.
+
+`python -m benchmarks.kv.approximate room`: sessions in a GiB, by the slots of a worker's tiers.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agents.pool import pool_bytes
+from kvrelay.kvtransfer.codec import MORE_BYTES
 from kvrelay.kvtransfer.kivi import Quantizer
+from kvrelay.kvtransfer.store import slot_bytes
+from kvrelay.worker.kv_plan import model_config, plan_kv, plan_tiers
 
+GIB = 1 << 30
 KIVI, FP8 = "KIVI-4", "float8_e4m3"
 LENGTHS = {"prose": 6144, "code": 2048}
 LIMITS = {"divergence": 0.006, "change": 0.007, "same": 0.94}  # for KIVI-4
@@ -101,7 +107,7 @@ class Reader:
 
     @property
     def bytes_per_block(self) -> int:
-        return self._blocks.shape[1]
+        return int(self._blocks.shape[1])
 
     def read(
         self, piece: Sequence[int], turn: int, *, quantised: bool = False
@@ -192,6 +198,35 @@ def quality(model: str, context: int, turn: int, share: float, json_path: Path |
             table.add_row(text, kind, f"{row['num_tokens']:,}", *shown, f"{row['same']:.2%}")
     console.print(table)
     write_json(json_path, {"model": model, "context": context, "turn": turn, "facts": facts})
+
+
+@main.command()
+@click.option("--model", "models", multiple=True, default=[DEFAULT_MODEL], show_default=True)
+@click.option("--tokens", type=click.IntRange(16), default=4096, show_default=True)
+@json_option()
+def room(models: tuple[str, ...], tokens: int, json_path: Path | None) -> None:
+    """Sessions in a GiB of host memory and of disk, exact and approximate, as a worker plans it."""
+    console, found = make_console(), {}
+    table = number_table(
+        *("model", "exact, host", "in four bits", "ratio", "on disk as it is", "in four bits"),
+        title=f"sessions of {tokens:,} tokens in bfloat16, in a GiB",
+        caption="on disk a block takes whole pages; bytes of what a next turn reads",
+    )
+    for model in models:
+        config = model_config(resolve_model(model, progress=console.print), EngineSection())
+        plan = plan_kv(config, EngineSection().sized(gpu=False), "bfloat16")
+        plan = plan_tiers(plan, GIB, GIB, packed_bytes=GIB)
+        each = len(plan.windows.kept(tokens))
+        on_disk = slot_bytes(MORE_BYTES + plan.packed_block_bytes)
+        counts = [plan.num_host_blocks, plan.num_packed_blocks]
+        counts += [GIB // plan.disk_slot_bytes, GIB // on_disk]
+        exact, packed, *disk = [count // each for count in counts]
+        ratio = counts[1] / counts[0]
+        shown = f"{exact:,}", f"{packed:,}", f"{ratio:.3f}", *(f"{count:,}" for count in disk)
+        table.add_row(model, *shown)
+        found[model] = {"blocks": counts, "blocks_of_a_session": each}
+    console.print(table)
+    write_json(json_path, {"tokens": tokens, "in_a_gib": found})
 
 
 if __name__ == "__main__":

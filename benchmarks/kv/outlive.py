@@ -2,7 +2,8 @@
 turns of its conversations compute again.
 
     python -m benchmarks.kv.outlive [--rounds 5] [--streams 16] [--output 400] [--second 3]
-                                    [--ranks 2] [--model gemma3-270m] [--explain]
+                                    [--ranks 2] [--explain]
+                                    [--model gemma3-270m --endpoint completions]
 
 Each round has texts that no worker has seen. They are streamed, the worker is killed in mid-stream,
 and when its successor is up the same conversations go on. With `--second` the other worker, which
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1, help="of each worker")
+    parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
     parser.add_argument("--explain", action="store_true")
     args = parser.parse_args()
     names = ("--prefill", str(args.prefill), "--decode", "1")
@@ -61,6 +63,7 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
         concurrency=args.streams,
         input_len=INPUT,
         output_len=args.output,
+        endpoint=args.endpoint,
         seed=number,
     )
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
@@ -81,7 +84,7 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
             assert time.monotonic() < deadline, f"the decode worker is not back: {now}"
             await asyncio.sleep(0.05)
         back_s = time.monotonic() - killed_at
-        cached = await next_turns(http, args.model, make_prompts(spec), timings)
+        cached = await next_turns(http, args, make_prompts(spec), timings)
         if args.explain:
             print(await longest_explained(http, timings))
             print(f"  {before['num_host_blocks']} blocks were in host memory before the kill")
@@ -123,15 +126,22 @@ async def longest_explained(http: httpx.AsyncClient, timings: list[RequestTiming
 
 
 async def next_turns(
-    http: httpx.AsyncClient, model: str, prompts: list[Any], timings: list[RequestTiming]
+    http: httpx.AsyncClient,
+    args: argparse.Namespace,
+    prompts: list[Any],
+    timings: list[RequestTiming],
 ) -> float:
     """The share of the conversations' tokens that their next turns find in a cache."""
 
     async def ask(prompt: Any, timing: RequestTiming) -> tuple[int, int]:
-        turns = [("user", prompt), ("assistant", timing.text), ("user", NEXT_TURN)]
-        messages = [{"role": role, "content": text} for role, text in turns]
-        body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
-        answer = await http.post("/v1/chat/completions", json=body)
+        body: dict[str, Any] = {"model": args.model, "max_tokens": 4, "temperature": 0}
+        if args.endpoint == "completions":
+            body["prompt"] = f"{prompt}{timing.text} {NEXT_TURN}"
+            answer = await http.post("/v1/completions", json=body)
+        else:
+            turns = [("user", prompt), ("assistant", timing.text), ("user", NEXT_TURN)]
+            body["messages"] = [{"role": role, "content": text} for role, text in turns]
+            answer = await http.post("/v1/chat/completions", json=body)
         assert answer.is_success, answer.text
         usage = answer.json()["usage"]
         return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]

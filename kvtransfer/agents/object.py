@@ -66,7 +66,7 @@ STALL_S = 1.0  # a store from which nothing has come for so long does not answer
 RETRY = Backoff(5.0, 60.0)  # before one that has failed is asked again
 CLOSE_S = 1.0
 CLOSE_POLL_S = 1e-3
-GONE = "NoSuchKey"
+NOT_THERE = {"NoSuchKey": MISSING, "InvalidRange": DAMAGED}  # the other: it is empty
 
 logger = logging.getLogger(__name__)
 _abandoned: list[object] = []  # what NIXL may still write to: never to be used again
@@ -331,8 +331,8 @@ class ObjectAgent:
                 raise self._failed(copy, error)
             return copy.results[index]
         says = error_code(row[:ERROR_BYTES].tobytes())
-        if says == GONE:
-            return MISSING
+        if says in NOT_THERE:
+            return NOT_THERE[says]
         if error:
             raise self._failed(copy, f"{error} {says}".strip())
         checksum = self._unpack(row, copy.names[index])

@@ -448,7 +448,8 @@ class TierBlocks:
         self._recency += 1
         usage = Usage(
             *(block_hash, self._recency, now, now + retention.keep_s),
-            *(retention.to_disk, retention.is_approximate),
+            retention.to_disk,
+            is_approximate=retention.is_approximate,
         )
         self.usages[block_hash] = usage
         return usage

@@ -117,7 +117,7 @@ class TierMoves:
         read_as = done.stored_checksums or [block.checksum for block in move.blocks]
         for block, good, num_bytes, read in zip(move.blocks, arrived, sizes, read_as, strict=True):
             if read == NOT_STORED and block.entry is not None:
-                block.entry.usage.is_approximate = good = False  # it is not tried again
+                block.entry.usage.is_approximate = good = False  # not again before it is used
             self._settle(move.dst, replace(block, checksum=read), good, num_bytes)
         if move.dst is Tier.DEVICE:
             self._kv.pool.release([block.dst for block in move.blocks])

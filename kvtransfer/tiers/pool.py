@@ -87,9 +87,9 @@ class Usage:
     last_used: float
     expires_at: float
     to_disk: bool
-    is_approximate: bool = False
     num_uses: int = 0  # times that a request began or ended with it here
     parked: bool = False  # it should be on disk soon
+    is_approximate: bool = False  # it may be kept in fewer bits
 
     @property
     def is_reused(self) -> bool:

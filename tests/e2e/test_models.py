@@ -227,7 +227,7 @@ def test_metrics_know_both(server: Served) -> None:
 
 
 def test_one_is_added_and_one_removed_while_a_third_serves(tmp_path: Path) -> None:
-    """By a change of the file and `kvrelay restart`."""
+    """The file is changed, and `kvrelay restart` reads it."""
     small = {"checkpoint": "smollm2-135m", "decode": 1}
     chat = {"name": CHAT, **small, "prefill": 1}
     first, second = (

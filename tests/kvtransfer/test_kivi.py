@@ -18,7 +18,7 @@ DTYPES = ("bfloat16", "float32")
 
 def spec_of(dtype: str, **changes: int) -> KVSpec:
     fields = {name: getattr(SPEC, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
-    return KVSpec(**(fields | {"block_size": 16, "dtype": dtype} | changes))  # type: ignore[arg-type]
+    return KVSpec(**(fields | {"block_size": 16, "dtype": dtype} | changes))
 
 
 def block_of(spec: KVSpec, seed: int, size: float = 1.0, centre: float = 0.0) -> torch.Tensor:
@@ -47,7 +47,7 @@ def by_definition(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide, out, steps = block.double(), torch.empty_like(block), []
     for plane, (axis, size) in enumerate(((-2, 16), (-1, 32))):  # tokens; channels
         back, step = [], []
-        for group in wide[:, plane].split(size, axis):
+        for group in torch.split(wide[:, plane], size, axis):
             least, largest = group.amin(axis, keepdim=True), group.amax(axis, keepdim=True)
             span = (largest - least).clamp_min(1e-300)
             level = ((group - least) * 15 / span + 0.5).floor().clamp(0, 15)

@@ -93,6 +93,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         first, last = (int(each) for each in asked.removeprefix("bytes=").split("-"))
         part = body[first : last + 1]
+        if not part:
+            self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "InvalidRange")
+            return
         where = f"bytes {first}-{first + len(part) - 1}/{len(body)}"
         self._answer(HTTPStatus.PARTIAL_CONTENT, part, {"Content-Range": where})
 

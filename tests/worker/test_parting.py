@@ -97,7 +97,7 @@ def test_what_nobody_is_to_keep_is_evicted_first() -> None:
 
 def test_the_statistics_say_which_kind_of_group_holds_and_evicts() -> None:
     replay, rng = replay_of((0, 20, 2, 2), 400), Random(5)
-    rates = {None: 0.0, "host": 0.0, "disk": 0.0}
+    rates = {None: 0.0, "host": 0.0, "disk": 0.0, "object": 0.0}
     before = replay.core.stats(0, rates)  # type: ignore[arg-type]
     computed(replay, "one", draw(rng, 256))
     after = replay.core.stats(0, rates)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from msgspec import structs
 
 import kvrelay.cluster.state.session_store
 from kvrelay.cluster.config import Config, SessionsSection, TiersSection
+from kvrelay.cluster.state.opening import ModelStores, OpenedState, open_state
 from kvrelay.cluster.state.session_store import (
     VERSION,
     SessionStore,
@@ -29,6 +30,7 @@ from kvrelay.engine.host import LoopThread, NodeHost
 from kvrelay.engine.messages import TokenDeltas
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
 from kvrelay.router.messages import Submit, WorkerUp
+from kvrelay.router.models import ForModel
 from kvrelay.router.router import Router
 from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionRecord
 from tests.cluster.state import stores
@@ -301,3 +303,23 @@ def test_nothing_is_parked_by_itself_where_there_is_no_tier_to_park_in(tmp_path:
         _, limits, _ = open_sessions(Config(sessions=sessions, tiers=tiers), MODEL)
         assert limits.park_after_s == park_after_s
         assert limits.retention.keep_s == tiers.retention_s
+
+
+def test_sessions_of_several_models_are_kept_apart(tmp_path: Path) -> None:
+    """Two may have one name; each router finds its own again."""
+    config = Config(sessions=SessionsSection(state_dir=str(tmp_path)))
+
+    def opened() -> dict[str, OpenedState]:
+        names = ("large", "small")
+        return {n: open_state(config, n, "run", "router-0", ("router-0",), n) for n in names}
+
+    first = opened()
+    store = ModelStores({name: each.executor for name, each in first.items()})
+    store.perform(ForModel("large", SaveSession(record("a", num_turns=7))))
+    store.perform(ForModel("small", SaveSession(record("a", num_turns=2))))
+    store.perform(ForModel("small", SaveSession(record("b"))))
+    store.close()
+    again = opened()
+    found = {name: {r.session: r.num_turns for r in each.records} for name, each in again.items()}
+    ModelStores({name: each.executor for name, each in again.items()}).close()
+    assert found == {"large": {"a": 7}, "small": {"a": 2, "b": record("b").num_turns}}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import AgentError, StoreIndex
 from kvrelay.kvtransfer.agents import coded
@@ -20,8 +21,11 @@ from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
 from kvrelay.kvtransfer.agents.staged import StagedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import ExponentCodec
-from kvrelay.kvtransfer.store import DiskStore
+from kvrelay.kvtransfer.kivi import Quantizer
+from kvrelay.kvtransfer.layout import BlockLayout
+from kvrelay.kvtransfer.store import DiskStore, slot_bytes
 from tests.kvtransfer.agents.agent_kit import read, settle
+from tests.kvtransfer.test_kivi import as_bytes, block_of
 
 SIZE = 5 * 4096 + 1000  # six pages, the last of which is not full
 NUM_DEVICE, NUM_HOST, NUM_SLOTS = 60, 40, 80
@@ -219,3 +223,50 @@ def test_closing_waits_for_what_runs(tmp_path: Path) -> None:
     time.sleep(0.01)
     assert np.array_equal(world.device, before)
     world.store.close()
+
+
+def test_approximate_blocks_take_five_and_a_half_bits_and_others_stay_exact(
+    tmp_path: Path,
+) -> None:
+    spec = KVSpec(4, 2, 64, 16, "bfloat16")
+    share = BlockLayout(spec).share(0, 1)
+    store = DiskStore.open(
+        *(tmp_path / "store",),
+        fingerprint=b"f" * 16,
+        bytes_per_block=spec.bytes_per_block,
+        max_blocks=NUM_SLOTS,
+        codec=ExponentCodec.name,
+    )
+    host = np.stack([as_bytes(block_of(spec, seed)) for seed in range(9)])
+    host[3].view(np.uint16)[77] = 0x7F80  # infinite
+    device = np.zeros_like(host)
+    quantizer = Quantizer(spec, spec.num_kv_heads)
+    memory = {DEVICE: device, HOST: host}
+    agent = open_coded("me", memory, store, ExponentCodec(), share, quantizer)
+    try:
+        slots = list(range(20, 29))
+        written = agent.post_copy("me", list(range(9)), slots, HOST, DISK, approximate=slots[2:6])
+        settle(agent, written)
+        changed, sizes = agent.changed(written), agent.results(written)
+        assert sorted(changed) == [2, 4, 5]  # and not the one that is not finite
+        assert {sizes[i] for i in changed} == {slot_bytes(8 + quantizer.num_bytes)}
+        assert min(sizes[i] for i in range(9) if i not in changed) > max(sizes[i] for i in changed)
+        back = agent.post_copy("me", slots, list(range(9)), DISK, DEVICE)
+        settle(agent, back)
+        before = checksum_blocks(host, range(9), share)
+        assert agent.results(back) == tuple(changed.get(i, before[i]) for i in range(9))
+        assert np.array_equal(device[[0, 1, 3, 6, 7, 8]], host[[0, 1, 3, 6, 7, 8]])
+        again = agent.post_copy("me", [2], [40], DEVICE, DISK, approximate=[40])
+        settle(agent, again)
+        assert agent.changed(again) == {0: changed[2]}
+        for slot, at in ((slots[2], 9), (slots[4], 500), (slots[5], sizes[5] - 5000)):
+            (byte,) = os.pread(store.fd, 1, store.offset(slot) + at)
+            os.pwrite(store.fd, bytes([byte ^ 1]), store.offset(slot) + at)
+        damaged = agent.post_copy("me", slots, list(range(9)), DISK, DEVICE)
+        settle(agent, damaged)
+        found = agent.results(damaged)
+        assert [found[i] != changed[i] for i in (2, 4, 5)] == [True, True, True]
+        assert agent.changed(damaged) == {}
+    finally:
+        agent.close()
+        store.close()
