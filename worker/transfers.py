@@ -110,12 +110,7 @@ def open_transfers(
 
     config = _config_of(spec, path, plan, runner)
     share = BlockLayout(plan.spec).share(shard.rank, shard.size)
-    of_rank = structs.replace(
-        config,
-        bytes_per_block=share.bytes_per_block,
-        disk_slot_bytes=config.disk_slot_bytes // shard.size,
-        disk_bytes=config.disk_bytes // shard.size,
-    )
+    of_rank = _share_of(config, share, shard)
     part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
     memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
     of_cluster = f"{spec.cluster}/{part}"
@@ -170,6 +165,16 @@ def open_transfers(
         None if packed is None else packed.arena,
         {tier: each for tier, each in tiers.items() if each is not None},
         (*notices, *more, *(() if packed else found), *(() if host is None else host.notices)),
+    )
+
+
+def _share_of(config: WorkerConfig, share: HeadShare, shard: Shard) -> WorkerConfig:
+    """A rank's part of what the worker has."""
+    return structs.replace(
+        config,
+        bytes_per_block=share.bytes_per_block,
+        disk_slot_bytes=config.disk_slot_bytes // shard.size,
+        disk_bytes=config.disk_bytes // shard.size,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a worker is built from: the settings, its machine, and who shares that with it."""
+"""What workers are built from: the settings, a machine, and who shares that with them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.controller import ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
-from kvrelay.cluster.control.workers import DesiredWorker
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.control.workers import DesiredWorker, worker_name
+from kvrelay.cluster.prepare import PlannedModel, PreparedModel
 from kvrelay.cluster.scaling.planner import chunk_target_s
 from kvrelay.engine.stats import Role
 from kvrelay.worker.spec import WorkerSpec
@@ -18,6 +19,27 @@ from kvrelay.worker.spec import WorkerSpec
 ITL_TARGET_MS = 50.0  # of decode workers, where prefill workers are there for long prompts
 ITL_MOST_MS = 200.0  # while prompts have waited for long
 PEER_GONE_S = 5.0  # until a stopped process that the controller has ended is gone, with its links
+
+
+def controller_config(name: str, config: Config, model: PlannedModel) -> ControllerConfig:
+    """What the settings say of a model's workers, before any is there."""
+    cluster, scaling = config.cluster, config.scaling
+    roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
+    return ControllerConfig(
+        workers=tuple((worker_name(role, name, i), role) for role, n in roles for i in range(n)),
+        model=name,
+        routers=(),
+        start_timeout_s=cluster.start_timeout_s + model.load_s,
+        prefill_ranks=config.ranks_of(Role.PREFILL),
+        decode_ranks=config.ranks_of(Role.DECODE),
+        ranks_per_machine=cluster.ranks_per_machine,
+        use_gpus=config.model.device != "cpu",
+        silent_grace_s=cluster.silent_grace_s,
+        scaling=scaling if scaling.enabled else None,
+        drain_timeout_s=config.api.request_timeout_s,
+        restart_drain_s=cluster.drain_s,
+        workers_per_machine=scaling.workers_per_machine,
+    )
 
 
 def worker_spec(

@@ -22,9 +22,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.autoscaling import LogScaling
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
@@ -48,10 +47,9 @@ from kvrelay.cluster.control.messages import (
 )
 from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.routers import is_router
-from kvrelay.cluster.control.specs import worker_spec
+from kvrelay.cluster.control.specs import controller_config, worker_spec
 from kvrelay.cluster.control.view import cluster_view
-from kvrelay.cluster.control.workers import worker_name
-from kvrelay.cluster.prepare import PlannedModel, PreparedModel
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.here import run_here
 from kvrelay.cluster.processes.life import (
@@ -71,7 +69,6 @@ from kvrelay.cluster.processes.servers import Leadership
 from kvrelay.cluster.status import ClusterView, ControllerStatus, RestartStatus
 from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
-from kvrelay.engine.stats import Role
 from kvrelay.engine.stderr import lines_dropped, num_open_files
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.context import TlsIdentity
@@ -188,7 +185,15 @@ class ControlProcess:
         )
         by_model = spec.config.by_model()
         first, *further = [
-            self._controller_config(name, own, model.by_name[name], kept)
+            replace(
+                controller_config(name, own, model.by_name[name]),
+                listeners=(self._me,),
+                further_routers=spec.routers if self._leads is None else (),
+                kept=kept,
+                running_routers=spec.running_routers,
+                settings=settings_of_workers(own, model.by_name[name].path),
+                built=f"{own_version()} {workers_of(own)}",
+            )
             for name, own in by_model.items()
         ]
         timeout_s = max(each.start_timeout_s for each in (first, *further))
@@ -204,35 +209,6 @@ class ControlProcess:
         self.spawn(self._show())
         if spec.here is not None:
             self.say(MachinesChanged((spec.here,)))
-
-    def _controller_config(
-        self, name: str, config: Config, model: PlannedModel, kept: Checkpoint
-    ) -> ControllerConfig:
-        """What it is made with for the workers of one model."""
-        spec, cluster, scaling = self.spec, config.cluster, config.scaling
-        roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
-        named = [(worker_name(role, name, i), role) for role, n in roles for i in range(n)]
-        return ControllerConfig(
-            workers=tuple(named),
-            model=name,
-            routers=(),
-            listeners=(self._me,),
-            further_routers=spec.routers if self._leads is None else (),
-            kept=kept,
-            running_routers=spec.running_routers,
-            settings=settings_of_workers(config, model.path),
-            start_timeout_s=cluster.start_timeout_s + model.load_s,
-            prefill_ranks=config.ranks_of(Role.PREFILL),
-            decode_ranks=config.ranks_of(Role.DECODE),
-            ranks_per_machine=cluster.ranks_per_machine,
-            use_gpus=config.model.device != "cpu",
-            silent_grace_s=cluster.silent_grace_s,
-            scaling=scaling if scaling.enabled else None,
-            drain_timeout_s=config.api.request_timeout_s,
-            restart_drain_s=cluster.drain_s,
-            workers_per_machine=scaling.workers_per_machine,
-            built=f"{own_version()} {workers_of(config)}",
-        )
 
     def _keep(self, kept: Checkpoint) -> None:
         if self._leads is None:
