@@ -103,21 +103,21 @@ def open_packed(
     memory: Mapping[Tier, Any],
     make_copies: MakeCopies,
     share: HeadShare,
-) -> Packed | list[str]:
+) -> tuple[Packed | None, list[str]]:
     """Memory for blocks in four bits, which outlives the worker; or why there is none, for an
     operator. `part`, `memory`: as for `open_orphaned`."""
     if not config.num_packed_blocks:
-        return []
+        return None, []
     if quantizer is None:
-        return ["serving without tiers.packed_gib, which needs a C compiler"]
+        return None, ["serving without tiers.packed_gib, which needs a C compiler"]
     of_packed = structs.replace(config, bytes_per_block=quantizer.num_bytes)
     try:
         arena = _open_arena(arena_root() / part / PACKED, of_packed, config.num_packed_blocks)
     except StoreError as error:
-        return [f"serving without tiers.packed_gib: {error}"]
+        return None, [f"serving without tiers.packed_gib: {error}"]
     agent = PackedAgent(config.node_id, memory, arena, quantizer, share)
     copies = make_copies(agent, changed=agent.changed)
-    return Packed(Storage(copies, ArenaExecutor(arena), tuple(arena.records)), arena)
+    return Packed(Storage(copies, ArenaExecutor(arena), tuple(arena.records)), arena), []
 
 
 def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from kvrelay.engine.config import TiersSection, WorkerConfig
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.native import NativeBuildError
 from kvrelay.kvtransfer.agent import StoreIndex, StoreListed
+from kvrelay.kvtransfer.executor import IDLE_WAIT_S
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.worker.disk_tier import MakeCopies, Storage
 
@@ -34,6 +35,8 @@ class ObjectStore:
     """Implements kvtransfer.executor.Store: says what the bucket holds. Owned by the tier's thread.
 
     Invariant: at most one request is on its way; at most `most` names are announced."""
+
+    wait_s = IDLE_WAIT_S
 
     def __init__(
         self,

@@ -31,7 +31,6 @@ from kvrelay.kvtransfer.transfer_loop import Request
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.host_tier import (
     HostMemory,
-    Packed,
     open_host_memory,
     open_orphaned,
     open_packed,
@@ -139,8 +138,7 @@ def open_transfers(
     stored, more = open_object_tier(
         of_rank, spec.tiers, memory, make_copies, share, num_ranks=shard.size
     )
-    found = open_packed(of_rank, of_cluster, quantizer, memory, make_copies, share)
-    packed = found if isinstance(found, Packed) else None
+    packed, why_not = open_packed(of_rank, of_cluster, quantizer, memory, make_copies, share)
     orphaned = open_orphaned(
         of_rank, of_cluster, arena, memory, make_copies, follows=shard.rank > 0
     )
@@ -164,7 +162,7 @@ def open_transfers(
         *(config, share, pools[Tier.DEVICE], make_copies(agent, probes=Probes(agent)), arena),
         None if packed is None else packed.arena,
         {tier: each for tier, each in tiers.items() if each is not None},
-        (*notices, *more, *(() if packed else found), *(() if host is None else host.notices)),
+        (*notices, *more, *why_not, *(() if host is None else host.notices)),
     )
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from kvrelay.cluster.control.autoscaling import LogScaling
-from kvrelay.cluster.control.controller import Controller
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (

@@ -104,7 +104,7 @@ def write_blocks(
     import torch
 
     memory = pool.flatten(1).view(torch.uint8)
-    memory[list(blocks)] = torch.from_numpy(np.stack(found)).to(memory.device)
+    memory[list(blocks)] = torch.from_numpy(np.stack(list(found))).to(memory.device)
     torch.cuda.current_stream(memory.device).synchronize()
 
 
