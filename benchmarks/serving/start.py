@@ -140,6 +140,8 @@ class Watched:
         """When its first process began, and the CPU of all."""
         kinds: dict[str, tuple[float, float]] = {}
         for seen in self._seen.values():
+            if not seen.kind:
+                continue  # it was there to fork another
             from_s, cpu_s = kinds.get(seen.kind, (seen.from_s, 0.0))
             kinds[seen.kind] = min(from_s, seen.from_s), cpu_s + seen.cpu_s
         return kinds
