@@ -101,8 +101,7 @@ class TiersSection(Section, frozen=True):
     host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] | Literal["auto"] = "auto"
     disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # per machine; 0: no disk tier
     disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
-    # how KV is made smaller on disk; auto: lossless on a CPU, none on a GPU
-    disk_codec: Literal["auto", "lossless", "none"] = "auto"
+    disk_codec: DiskCodec = "none"  # how KV is made smaller on disk
     retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
     disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk
     object_bucket: str = ""  # S3, shared by all machines; "": no object tier

@@ -193,7 +193,7 @@ def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
         here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
         here = max(here, kept_bytes) if here else 0  # as much as before it died
         host_bytes = here * num_machines
-    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib), spec.disk_codec)
+    plan = plan_tiers(plan, host_bytes, spec.share_of(spec.tiers.disk_gib), spec.tiers.disk_codec)
     if num_machines == 1:  # else this one has a part
         check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
     return plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.config import DiskCodec, EngineSection, ModelSection, TiersSection
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.parallel.link import RankHost
@@ -67,13 +67,6 @@ class WorkerSpec:
         """Bytes that it gets, on all its machines, of a tier whose size is per machine."""
         here = int(machine_gib * GIB) // self.num_sharing if self.num_sharing else 0
         return here * self.num_machines
-
-    @property
-    def disk_codec(self) -> DiskCodec:
-        """On a GPU the disk may be reached without the CPU, which a codec needs."""
-        if self.tiers.disk_codec != "auto":
-            return self.tiers.disk_codec
-        return "none" if self.on_gpu else "lossless"
 
     def find_model(self) -> Path:
         """The checkpoint on this machine. Raises ModelError."""

@@ -172,14 +172,6 @@ def test_tiers_hold_as_many_blocks_as_fit() -> None:
         plan_tiers(plan, 0, size - 1)
 
 
-def test_kv_is_coded_on_disk_where_that_was_measured() -> None:
-    assert spec_of().disk_codec == "lossless"
-    on_gpu = ModelSection(name="", dtype="float32", device="cuda")
-    assert spec_of(model=on_gpu).disk_codec == "none"
-    for codec in ("lossless", "none"):
-        assert spec_of(tiers=TiersSection(disk_codec=codec)).disk_codec == codec  # type: ignore[arg-type]
-
-
 def test_what_a_block_takes_on_disk_is_added_up_over_ranks() -> None:
     """Listed are blocks that all ranks have."""
     of_ranks = [
