@@ -77,7 +77,7 @@ def prepare_model(
     # The workers choose what "auto" is; float32 is the most that it can cost.
     dtype = "float32" if section.dtype == "auto" else section.dtype
     plans = {r: plan_kv(model, each, dtype, section.quantization) for r, each in engines.items()}
-    host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
+    host_bytes = int(config.tiers.memory_gib * GIB) if num_workers_here else 0
     here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
     here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
     check_memory([] if on_gpu else here, psutil.virtual_memory().available, host_bytes)
