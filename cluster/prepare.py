@@ -103,7 +103,7 @@ def prepare_model(
     dtype = "float32" if section.dtype == "auto" else section.dtype
     weights = dtype, section.quantization, on_gpu
     plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}
-    host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
+    host_bytes = int(config.tiers.memory_gib * GIB) if num_workers_here else 0
     here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
     here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
     here += beside

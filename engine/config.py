@@ -125,6 +125,11 @@ class TiersSection(Section, frozen=True):
         """What has to be there: "auto" takes what is."""
         return 0.0 if self.host_gib == "auto" else self.host_gib
 
+    @property
+    def memory_gib(self) -> float:
+        """That has to be there for KV of a machine below its pools, of any kind."""
+        return self.set_host_gib + self.packed_gib
+
 
 class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     """What a worker node knows about itself: its settings, with the sizes that its model and its

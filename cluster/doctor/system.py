@@ -41,7 +41,7 @@ def check_locked_memory(limit: int, config: Config, root: Path) -> Finding:
     if not gpus and not cards:
         return skipped(check, "no GPU and no RDMA device, which would lock pages")
     each = 0.0 if gpus else config.engine.sized(gpu=False).kv_cache_gib
-    need = int((config.tiers.set_host_gib + each) * GIB) + 64 * MIB
+    need = int((config.tiers.memory_gib + each) * GIB) + 64 * MIB
     if limit == UNLIMITED or limit >= need:
         return ok(check, "unlimited" if limit == UNLIMITED else f"{limit / GIB:.1f} GiB")
     return fail(
@@ -88,7 +88,7 @@ def check_memory(available: int, config: Config, root: Path) -> Finding:
         for own in config.by_model().values()
         if own.model.device == "cpu" or not on_gpus
     )
-    need = int((kv_gib + config.tiers.set_host_gib) * GIB)
+    need = int((kv_gib + config.tiers.memory_gib) * GIB)
     if available >= need:
         return ok(check, f"{available / GIB:.1f} GiB free; KV takes {need / GIB:.1f} GiB at most")
     return fail(
