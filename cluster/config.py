@@ -82,6 +82,13 @@ class TenantEntry(Section, frozen=True):
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
 
+class AdapterEntry(Section, frozen=True):
+    """A LoRA adapter, which clients name as the model of a request."""
+
+    name: Annotated[str, matching(r"[^\s/]\S{0,254}", "a name of 1 to 255 characters, no spaces")]
+    path: Annotated[str, Meta(min_length=1)]  # a folder that PEFT has written, or a hub id
+
+
 ToolParser = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek",
     "glm", "kimi", "minimax", "harmony", "seed_oss", "llama4_json", "gemma4",
@@ -228,6 +235,7 @@ class Config(Section, frozen=True):
     sessions: SessionsSection = SessionsSection()
     tenants: TenantsSection = TenantsSection()
     tenant: tuple[TenantEntry, ...] = ()
+    adapters: tuple[AdapterEntry, ...] = ()
     api: ApiSection = ApiSection()
     tls: TlsSection = TlsSection()
     state: StateSection = StateSection()
@@ -292,7 +300,9 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     file = str(folder / tenants.file) if tenants.file else ""
     files = tuple(str(folder / name) for name in tenants.public_prompt_files)
     resolved = replace(tenants, file=file, public_prompt_files=files)
-    return replace(config, tenants=resolved, tls=replace(tls, **pem))
+    beside = [(entry, folder / Path(entry.path).expanduser()) for entry in config.adapters]
+    adapters = tuple(replace(e, path=str(at)) if at.is_dir() else e for e, at in beside)
+    return replace(config, tenants=resolved, tls=replace(tls, **pem), adapters=adapters)
 
 
 def build_config(tables: Mapping[str, Any], where: str) -> Config:
@@ -309,6 +319,9 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
         if not entry.keys and not entry.key_hashes:
             who = f"tenant {number} ({entry.name})"
             raise ConfigError(f"{where}: {who} has neither keys nor key_hashes")
+    names = [entry.name for entry in config.adapters]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{where}: adapters: two have the name {min(twice)!r}")
     prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
     if config.scaling.enabled and prefill != decode:
         told = f"prefill workers have {prefill} rank(s), decode workers {decode}"

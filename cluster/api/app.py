@@ -42,15 +42,17 @@ from kvrelay.cluster.api.openai.embeddings import (
     plan_embeddings,
 )
 from kvrelay.cluster.api.openai.formats import CompletionFormat
-from kvrelay.cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
+from kvrelay.cluster.api.openai.plan import adapter_of, plan_chat, plan_completion
 from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
 from kvrelay.cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
 from kvrelay.cluster.api.openai.stored import StoredChats, chat_format
 from kvrelay.cluster.api.operations import operation_routes
 from kvrelay.cluster.api.responses.routes import response_routes
 from kvrelay.cluster.api.sessions import session_routes
+from kvrelay.cluster.api.utility.adapters import adapter_routes
 from kvrelay.cluster.api.utility.openapi import document_routes
 from kvrelay.cluster.api.utility.tokens import token_routes
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.logs import REQUEST
 
 _log = logging.getLogger("kvrelay.api")
@@ -155,6 +157,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *session_routes(ctx),
         *explanation_routes(ctx),
         *operation_routes(ctx),
+        *adapter_routes(ctx),
         *console.routes(),
         *_model_routes(ctx),
     ]
@@ -164,15 +167,15 @@ def create_app(ctx: ApiContext) -> FastAPI:
 def _model_routes(ctx: ApiContext) -> list[Route]:
     created = int(time.time())
 
-    def card(name: str) -> dict[str, Any]:
+    def card(name: str, adapter: Adapter | None = None) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "kvrelay",
             # As in vLLM and SGLang: the model that the name stands for.
-            "root": ctx.model_name,
-            "parent": None,
+            "root": ctx.model_name if adapter is None else adapter.source,
+            "parent": None if adapter is None else ctx.model_name,
             "max_model_len": ctx.max_model_len,
         }
 
@@ -180,14 +183,14 @@ def _model_routes(ctx: ApiContext) -> list[Route]:
 
     async def models(http: Request) -> JSONResponse:
         caller(ctx, http)
-        return JSONResponse({"object": "list", "data": [card(name) for name in names]})
+        cards = [card(name) for name in names]
+        cards += [card(name, adapter) for name, adapter in ctx.adapters.all().items()]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(http: Request) -> JSONResponse:
         caller(ctx, http)
         name = http.path_params["name"]
-        if name not in names:
-            raise unknown_model(ctx, name)
-        return JSONResponse(card(name))
+        return JSONResponse(card(name, adapter_of(ctx, name)))
 
     return [
         Route("/v1/models", models, methods=["GET"]),  # and HEAD

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvrelay.cluster.api.access import AccessLog
+from kvrelay.cluster.api.adapters import Adapters
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.errors import overloaded
@@ -100,6 +101,7 @@ class ApiContext:
     public_prompts: PublicPrompts = field(default_factory=PublicPrompts)
     retention_s: float = DEFAULT_RETENTION.keep_s  # for KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
+    adapters: Adapters = field(default_factory=Adapters)
     tracing: Tracing | None = None
     rates: RateLimits = field(default_factory=RateLimits)
     log: LogSection = field(default_factory=LogSection)
@@ -141,6 +143,10 @@ class ApiContext:
 
     def _limiter(self, limit: int, what: str) -> ConcurrencyLimiter:
         return ConcurrencyLimiter(limit, what=what, is_shared=lambda: self.tenants.are_several)
+
+    def shown_model(self, asked: str) -> str:
+        """What an answer to a request calls its model: an adapter by its name."""
+        return self.model_name if asked in ("", *self.aliases) else asked
 
     @property
     def system_fingerprint(self) -> str:

@@ -74,6 +74,13 @@ def _open_responses(config: Config) -> Any:
     return ResponseStore(config.sessions.state_path / FILE if config.sessions.durable else None)
 
 
+def _open_adapters(config: Config) -> Any:
+    """Those of the settings are read here. Raises ConfigError."""
+    from kvrelay.cluster.api.adapters import FILE, Adapters
+
+    return Adapters.open(config.adapters, config.sessions.state_path / FILE)
+
+
 def _settings(config: Config) -> ApiSettings:
     """Where no key of operators is set, those on this machine need none. Raises ConfigError."""
     from kvrelay.cluster.api.context import ApiSettings
@@ -127,6 +134,7 @@ async def serve_api(
     tracing = await asyncio.to_thread(_tracing, config, metrics)
     prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
     responses = await asyncio.to_thread(_open_responses, config)
+    adapters = await asyncio.to_thread(_open_adapters, config)
     context = ApiContext(
         model_name=served.served_model.served_name,
         tokenizer=tokenizer,
@@ -147,6 +155,7 @@ async def serve_api(
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
         responses=responses,
+        adapters=adapters,
         log=config.log,
     )
     context.constraints.warm_up()

@@ -13,9 +13,12 @@ import textwrap
 
 from msgspec import Struct
 
-from kvrelay.cluster.config import Config, TenantEntry
+from kvrelay.cluster.config import AdapterEntry, Config, TenantEntry
 
-EXAMPLE_TENANT = TenantEntry("search", keys=("a-long-random-text",), key_hashes=("...",))
+EXAMPLES: dict[str, Struct] = {  # tables that there may be several of
+    "tenant": TenantEntry("search", keys=("a-long-random-text",), key_hashes=("...",)),
+    "adapters": AdapterEntry("tuned", "adapters/tuned"),
+}
 
 
 def example_toml() -> str:
@@ -23,13 +26,13 @@ def example_toml() -> str:
     about = "with its default. Options of the command win."
     parts = [f"# Every setting of `kvrelay serve --config FILE`, {about}\n"]
     for name in Config.__struct_fields__:
-        table = EXAMPLE_TENANT if name == "tenant" else getattr(Config(), name)
+        table = EXAMPLES.get(name) or getattr(Config(), name)
         about = " ".join((type(table).__doc__ or "").split()).partition(". ")[0].rstrip(".")
-        rows = [("[[tenant]]" if name == "tenant" else f"[{name}]", about)]
+        rows = [(f"[[{name}]]" if name in EXAMPLES else f"[{name}]", about)]
         comments = _comments(type(table))
         for key in table.__struct_fields__:
             rows.append((f"{key} = {json.dumps(getattr(table, key))}", comments[key]))
-        start = "# " if name == "tenant" else ""
+        start = "# " if name in EXAMPLES else ""
         column = max(len(row) for row, _ in rows) + 2
         for row, comment in rows:
             wrapped = textwrap.wrap(comment, 98 - len(start) - column, break_on_hyphens=False)

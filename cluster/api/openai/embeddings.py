@@ -22,7 +22,7 @@ from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.openai.formats import Format
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan
 from kvrelay.cluster.api.openai.plan import (
-    check_model,
+    adapter_of,
     keep_of,
     priority_of,
     prompt_tokens,
@@ -85,7 +85,7 @@ class EmbeddingRequest(PooledRequest):
 
 async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenant) -> Plan:
     """One silent choice for each text. Raises `ApiError`."""
-    check_model(ctx, request)
+    adapter = adapter_of(ctx, request.model)
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     scope, special = CacheScope(salt_of(request, tenant)), request.add_special_tokens
@@ -100,7 +100,8 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
         )
         tokens = tuple(truncated(whole, keep))
         room_after(ctx, tokens, param)
-        texts.append(ChoicePlan(place, place, tokens, sampling, is_silent=True, scope=scope))
+        own: dict[str, Any] = {"is_silent": True, "scope": scope, "adapter": adapter}
+        texts.append(ChoicePlan(place, place, tokens, sampling, **own))
     priority = priority_of(request, tenant)
     return Plan(tuple(texts), (), None, False, False, tenant, priority, retention=None)
 
@@ -142,7 +143,7 @@ class EmbeddingFormat(PooledFormat):
         return {
             "object": "list",
             "data": entries,
-            "model": self._ctx.model_name,
+            "model": self._ctx.shown_model(self._request.model),
             "usage": counts,
         }
 
@@ -299,7 +300,7 @@ class ScoreFormat(_ScoredFormat[ScoreRequest]):
             "id": self._id,
             "object": "list",
             "created": int(time.time()),
-            "model": self._ctx.model_name,
+            "model": self._ctx.shown_model(self._request.model),
             "data": [
                 {"index": index, "object": "score", "score": score}
                 for index, score in enumerate(self._scores(pieces))
@@ -325,7 +326,7 @@ class RerankFormat(_ScoredFormat[RerankRequest]):
         counts = {key: usage[key] for key in ("prompt_tokens", "total_tokens")}
         return {
             "id": self._id,
-            "model": self._ctx.model_name,
+            "model": self._ctx.shown_model(self._request.model),
             "results": results,
             "usage": counts,
         }

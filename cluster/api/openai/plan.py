@@ -51,6 +51,7 @@ from kvrelay.cluster.api.text.tokenizer import (
     infill_prompt,
 )
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import ReasoningBudget, Refusal, SamplingParams
@@ -58,6 +59,7 @@ from kvrelay.router.admission.admission import IncomingCall
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
+MAX_NAMED = 20  # models, to one who asks for another
 IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
@@ -311,23 +313,29 @@ def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, tuple[in
     return "".join(texts), tuple(offsets)
 
 
-def check_model(ctx: ApiContext, request: ModelRequest) -> None:
-    """Raises `ApiError`."""
-    if request.model not in ("", ctx.model_name, *ctx.aliases):
-        raise unknown_model(ctx, request.model)
+def adapter_of(ctx: ApiContext, model: str) -> Adapter | None:
+    """The adapter that a request names as its model; None: it names the model itself. Raises
+    `ApiError`."""
+    if model in ("", ctx.model_name, *ctx.aliases):
+        return None
+    adapter = ctx.adapters.find(model)
+    if adapter is None:
+        raise unknown_model(ctx, model)
+    return adapter
 
 
 def _check(ctx: ApiContext, request: GenerationRequest) -> None:
-    check_model(ctx, request)
+    adapter_of(ctx, request.model)
     check_token_ids(ctx, "logit_bias", request.logit_bias)
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check_token_ids(ctx, name, getattr(request, name) or ())
 
 
 def unknown_model(ctx: ApiContext, name: str) -> ApiError:
+    there = ", ".join(f"'{each}'" for each in [ctx.model_name, *ctx.adapters.all()][:MAX_NAMED])
     return ApiError(
         404,
-        f"The model '{name[:200]}' does not exist; this server has '{ctx.model_name}'",
+        f"The model '{name[:200]}' does not exist; this server has {there}",
         param="model",
         code="model_not_found",
     )
@@ -454,7 +462,7 @@ def _plan(
     """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
-    salt = salt_of(request, tenant)
+    salt, adapter = salt_of(request, tenant), adapter_of(ctx, request.model)
     for prompt in prompts:
         scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
         for i in range(request.n):
@@ -462,9 +470,13 @@ def _plan(
             if reading is not None and i:  # a chat tells those of its prompt once
                 sampling = replace(sampling, prompt_logprobs=None)
             session = None if choices else request.prompt_cache_key
-            choices.append(
-                replace(prompt, index=len(choices), sampling=sampling, scope=scope, session=session)
-            )
+            own: dict[str, Any] = {
+                "sampling": sampling,
+                "scope": scope,
+                "session": session,
+                "adapter": adapter,
+            }
+            choices.append(replace(prompt, index=len(choices), **own))
     return Plan(
         choices=tuple(choices),
         stop=tuple(request.stop),

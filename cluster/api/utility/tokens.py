@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.incoming import check_token_ids, held_body, utility_call
-from kvrelay.cluster.api.openai.plan import CHARS_PER_TOKEN, chat_prompt, text_tokens, unknown_model
+from kvrelay.cluster.api.openai.plan import CHARS_PER_TOKEN, adapter_of, chat_prompt, text_tokens
 from kvrelay.cluster.api.openai.schema import ChatRequest, parse
 from kvrelay.cluster.api.parameters import TOKENIZE
 
@@ -102,8 +102,7 @@ class _Tokens:
         return JSONResponse({"prompt": text})
 
     def _check(self, model: str | None) -> None:
-        if model not in (None, self._ctx.model_name, *self._ctx.aliases):
-            raise unknown_model(self._ctx, str(model))
+        adapter_of(self._ctx, model or "")
 
 
 def _chat(body: bytes, model: str | None) -> ChatRequest:
