@@ -89,6 +89,13 @@ class TenantEntry(Section, frozen=True):
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
 
+class AdapterEntry(Section, frozen=True):
+    """A LoRA adapter, which clients name as the model of a request."""
+
+    name: Annotated[str, matching(r"[^\s/]\S{0,254}", "a name of 1 to 255 characters, no spaces")]
+    path: Annotated[str, Meta(min_length=1)]  # a folder that PEFT has written, or a hub id
+
+
 ToolParser = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek",
     "glm", "kimi", "minimax", "harmony", "seed_oss", "llama4_json", "gemma4",
@@ -256,6 +263,7 @@ class Config(Section, frozen=True):
     sessions: SessionsSection = SessionsSection()
     tenants: TenantsSection = TenantsSection()
     tenant: tuple[TenantEntry, ...] = ()
+    adapters: tuple[AdapterEntry, ...] = ()
     api: ApiSection = ApiSection()
     tls: TlsSection = TlsSection()
     state: StateSection = StateSection()
@@ -362,7 +370,7 @@ def load_config(
 
 _FILES = (
     *("model.chat_template", "tenants.file", "tenants.public_prompt_files"),
-    *("tls.cert", "tls.key", "tls.ca"),
+    *("tls.cert", "tls.key", "tls.ca", "adapters"),
 )
 
 
@@ -402,7 +410,10 @@ def _resolve_paths(config: Config, folders: Mapping[str, Path]) -> Config:
     prompts = folders["tenants.public_prompt_files"]
     files = tuple(str(prompts / name) for name in tenants.public_prompt_files)
     resolved = replace(tenants, file=file, public_prompt_files=files)
-    return replace(config, tenants=resolved, tls=replace(tls, **pem))
+    folder = folders["adapters"]
+    beside = [(entry, folder / Path(entry.path).expanduser()) for entry in config.adapters]
+    adapters = tuple(replace(e, path=str(at)) if at.is_dir() else e for e, at in beside)
+    return replace(config, tenants=resolved, tls=replace(tls, **pem), adapters=adapters)
 
 
 def build_config(tables: Mapping[str, Any], where: str) -> Config:
@@ -435,6 +446,9 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
 
 def _check_names(config: Config) -> None:
     """Raises ConfigError where one name would stand for two models."""
-    names = Counter(name for each in config.models for name in (each.name, *each.aliases))
-    for name in (name for name, number in names.items() if number > 1):
-        raise ConfigError(f"models: {name!r} is there twice: give each a name of its own")
+    models = [name for each in config.models for name in (each.name, *each.aliases)]
+    for section, names in (("models", models), ("adapters", [e.name for e in config.adapters])):
+        for name in (name for name, number in Counter(names).items() if number > 1):
+            raise ConfigError(f"{section}: {name!r} is there twice: give each a name of its own")
+    for name in (e.name for e in config.adapters if e.name in models):
+        raise ConfigError(f"adapters: {name!r} is the name of a model")

@@ -49,8 +49,10 @@ from kvrelay.cluster.api.openai.stored import StoredChats, chat_format
 from kvrelay.cluster.api.operations import operation_routes
 from kvrelay.cluster.api.responses.routes import response_routes
 from kvrelay.cluster.api.sessions import session_routes
+from kvrelay.cluster.api.utility.adapters import adapter_routes
 from kvrelay.cluster.api.utility.openapi import document_routes
 from kvrelay.cluster.api.utility.tokens import token_routes
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.logs import REQUEST
 
 _log = logging.getLogger("kvrelay.api")
@@ -155,6 +157,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *session_routes(ctx),
         *explanation_routes(ctx),
         *operation_routes(ctx),
+        *adapter_routes(ctx),
         *console.routes(),
         *_model_routes(ctx),
     ]
@@ -164,26 +167,29 @@ def create_app(ctx: ApiContext) -> FastAPI:
 def _model_routes(ctx: ApiContext) -> list[Route]:
     created = int(time.time())
 
-    def card(name: str, stands_for: ApiContext) -> dict[str, Any]:
+    def card(name: str, stands_for: ApiContext, adapter: Adapter | None = None) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "kvrelay",
             # As in vLLM and SGLang: the model that the name stands for.
-            "root": stands_for.model_name,
-            "parent": None,
+            "root": stands_for.model_name if adapter is None else adapter.source,
+            "parent": None if adapter is None else stands_for.model_name,
             "max_model_len": stands_for.max_model_len,
         }
 
     async def models(http: Request) -> JSONResponse:
         names = ctx.names_for(caller(ctx, http))
         cards = [card(name, each) for name, each in names.items()]
+        for each in dict.fromkeys(names.values()):
+            cards += [card(name, each, adapter) for name, adapter in each.adapters.all().items()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(http: Request) -> JSONResponse:
         tenant, name = caller(ctx, http), http.path_params["name"]
-        return JSONResponse(card(name, ctx.chosen(name, tenant)))
+        chosen = ctx.chosen(name, tenant)
+        return JSONResponse(card(name, chosen, chosen.adapter_of(name)))
 
     return [
         Route("/v1/models", models, methods=["GET"]),  # and HEAD

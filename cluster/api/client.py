@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import Effect, NodeId
@@ -170,6 +171,7 @@ class RouterClient:
         *,
         priority: int = 0,
         scope: CacheScope = UNSALTED,
+        adapter: Adapter | None = None,
         retention: Retention | None = None,
         session: str | None = None,
         tenant: str = "",
@@ -192,6 +194,7 @@ class RouterClient:
             timeout_s=timeout_s,
             priority=priority,
             scope=scope,
+            adapter=adapter,
             retention=retention,
             session=session,
             tenant=tenant,

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvrelay.cluster.api.access import AccessLog
+from kvrelay.cluster.api.adapters import Adapters
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.errors import overloaded, unknown_model
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.constraints.grammar import Constraints
     from kvrelay.cluster.api.openai.logprobs import TokenNames
     from kvrelay.cluster.api.output.dialect import Dialect
+    from kvrelay.engine.adapters import Adapter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,6 +107,7 @@ class ApiContext:
     retention_s: float = DEFAULT_RETENTION.keep_s  # for KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
+    adapters: Adapters = field(default_factory=Adapters)
     tracing: Tracing | None = None
     rates: RateLimits = field(default_factory=RateLimits)
     log: LogSection = field(default_factory=LogSection)
@@ -138,6 +141,7 @@ class ApiContext:
     def beside(self, **own: Any) -> ApiContext:
         """Another model. `own`: the fields that follow from it."""
         other = copy(self)
+        other.adapters = Adapters()
         for name, value in own.items():
             setattr(other, name, value)
         other.calls = self.calls.beside(other.model_name, other.explanations)
@@ -178,11 +182,28 @@ class ApiContext:
         known = self.names_for(tenant)
         found = known.get(name) if name else next(iter(known.values()), None)
         if found is None:
-            raise unknown_model(name or "", known)
+            its = {adapter: each for each in known.values() for adapter in each.adapters.all()}
+            found = its.get(name or "")
+            if found is None:
+                raise unknown_model(name or "", [*known, *its])
         return found
+
+    def adapter_of(self, name: str | None) -> Adapter | None:
+        """The adapter of this model that a call names; None: it names the model itself. Raises
+        ApiError (404)."""
+        if not name or self.models.get(name) is self:
+            return None
+        adapter = self.adapters.find(name)
+        if adapter is None:  # it was removed meanwhile
+            raise unknown_model(name, [self.model_name, *self.adapters.all()])
+        return adapter
 
     def _limiter(self, limit: int, what: str) -> ConcurrencyLimiter:
         return ConcurrencyLimiter(limit, what=what, is_shared=lambda: self.tenants.are_several)
+
+    def shown_model(self, asked: str) -> str:
+        """What an answer to a request calls its model: an adapter by its name."""
+        return self.model_name if asked in ("", *self.aliases) else asked
 
     @property
     def system_fingerprint(self) -> str:

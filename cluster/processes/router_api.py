@@ -84,6 +84,13 @@ def _open_responses(config: Config) -> Any:
     return ResponseStore(config.sessions.state_path / FILE if config.sessions.durable else None)
 
 
+def _open_adapters(config: Config) -> Any:
+    """Those of the settings are read here. Raises ConfigError."""
+    from kvrelay.cluster.api.adapters import FILE, Adapters
+
+    return Adapters.open(config.adapters, config.sessions.state_path / FILE)
+
+
 def _settings(config: Config) -> ApiSettings:
     """Where no key of operators is set, those on this machine need none. Raises ConfigError."""
     from kvrelay.cluster.api.context import ApiSettings
@@ -183,6 +190,7 @@ async def serve_api(
         tenants=access.tenants,
         retention_s=config.tiers.retention_s,
         responses=await asyncio.to_thread(_open_responses, config),
+        adapters=await asyncio.to_thread(_open_adapters, config),
         log=config.log,
     )
     for model, its in further:

@@ -13,11 +13,12 @@ import textwrap
 
 from msgspec import Struct
 
-from kvrelay.cluster.config import Config, ModelEntry, TenantEntry
+from kvrelay.cluster.config import AdapterEntry, Config, ModelEntry, TenantEntry
 
-EXAMPLES = {
+EXAMPLES: dict[str, Struct] = {  # tables that there may be several of
     "tenant": TenantEntry("search", keys=("a-long-random-text",), key_hashes=("...",)),
     "models": ModelEntry("small", "smollm2-135m", aliases=("gpt-4o-mini",)),
+    "adapters": AdapterEntry("tuned", "adapters/tuned"),
 }
 
 

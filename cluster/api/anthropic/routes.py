@@ -58,7 +58,7 @@ class MessageFormat(BlockFormat):
 
     def __init__(self, ctx: ApiContext, plan: Plan, request: MessagesChat, request_id: str) -> None:
         super().__init__(plan)
-        self._model, self._id = ctx.model_name, f"msg_{request_id}"
+        self._model, self._id = ctx.shown_model(request.model), f"msg_{request_id}"
         self._marks_cache, self._keep_s = request.keep_s is not None, request.keep_s or 0.0
         self._num_calls = 0
         self._content: list[dict[str, Any]] = []  # blocks that are closed

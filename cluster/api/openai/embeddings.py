@@ -84,6 +84,7 @@ class EmbeddingRequest(PooledRequest):
 
 async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenant) -> Plan:
     """One silent choice for each text. Raises `ApiError`."""
+    adapter = ctx.adapter_of(request.model)
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     scope, special = CacheScope(salt_of(request, tenant)), request.add_special_tokens
@@ -98,7 +99,8 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
         )
         tokens = tuple(truncated(whole, keep))
         room_after(ctx, tokens, param)
-        texts.append(ChoicePlan(place, place, tokens, sampling, is_silent=True, scope=scope))
+        own: dict[str, Any] = {"is_silent": True, "scope": scope, "adapter": adapter}
+        texts.append(ChoicePlan(place, place, tokens, sampling, **own))
     priority = priority_of(request, tenant)
     return Plan(tuple(texts), (), None, False, False, tenant, priority, retention=None)
 
@@ -140,7 +142,7 @@ class EmbeddingFormat(PooledFormat):
         return {
             "object": "list",
             "data": entries,
-            "model": self._ctx.model_name,
+            "model": self._ctx.shown_model(self._request.model),
             "usage": counts,
         }
 
@@ -297,7 +299,7 @@ class ScoreFormat(_ScoredFormat[ScoreRequest]):
             "id": self._id,
             "object": "list",
             "created": int(time.time()),
-            "model": self._ctx.model_name,
+            "model": self._ctx.shown_model(self._request.model),
             "data": [
                 {"index": index, "object": "score", "score": score}
                 for index, score in enumerate(self._scores(pieces))
@@ -323,7 +325,7 @@ class RerankFormat(_ScoredFormat[RerankRequest]):
         counts = {key: usage[key] for key in ("prompt_tokens", "total_tokens")}
         return {
             "id": self._id,
-            "model": self._ctx.model_name,
+            "model": self._ctx.shown_model(self._request.model),
             "results": results,
             "usage": counts,
         }

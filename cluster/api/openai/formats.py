@@ -201,7 +201,7 @@ class _Answer:
             "id": self.answer_id,
             "object": kind,
             "created": self.created,
-            "model": self.ctx.model_name,
+            "model": self.ctx.shown_model(self.request.model),
             "system_fingerprint": self.ctx.system_fingerprint,
             "choices": choices,
         }

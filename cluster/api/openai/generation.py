@@ -269,6 +269,7 @@ class Generation:
                 plan.sampling,
                 max(0.0, self._deadline - now),
                 scope=plan.scope,
+                adapter=plan.adapter,
                 retention=self.plan.retention,
                 session=plan.session,
                 priority=self.plan.priority,

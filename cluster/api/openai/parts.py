@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import SamplingParams, TokenLogprobs
@@ -31,6 +32,7 @@ class ChoicePlan:
     continues: bool = False  # the output goes on where the prompt's text ends
     scope: CacheScope = UNSALTED
     session: str | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

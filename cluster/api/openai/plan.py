@@ -441,7 +441,7 @@ def _plan(
     """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
-    salt = salt_of(request, tenant)
+    salt, adapter = salt_of(request, tenant), ctx.adapter_of(request.model)
     for prompt in prompts:
         scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
         for i in range(request.n):
@@ -449,9 +449,13 @@ def _plan(
             if reading is not None and i:  # a chat tells those of its prompt once
                 sampling = replace(sampling, prompt_logprobs=None)
             session = None if choices else request.prompt_cache_key
-            choices.append(
-                replace(prompt, index=len(choices), sampling=sampling, scope=scope, session=session)
-            )
+            own: dict[str, Any] = {
+                "sampling": sampling,
+                "scope": scope,
+                "session": session,
+                "adapter": adapter,
+            }
+            choices.append(replace(prompt, index=len(choices), **own))
     return Plan(
         choices=tuple(choices),
         stop=tuple(request.stop),

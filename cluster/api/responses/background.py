@@ -74,7 +74,7 @@ class Background:
             if self.is_streamed and self._num_event_bytes <= MAX_EVENT_BYTES:
                 await call.keep_events(self._events)
             return
-        model = call.model.model_name
+        model = call.model.shown_model(call.request.model)
         status = "cancelled" if self._cancelled.is_set() else "failed"
         response = begun(call.request, model, call.response_id, status)
         if status == "failed":

@@ -176,7 +176,9 @@ class ResponseFormat(BlockFormat):
         self._custom = frozenset(request.custom)
         self._spaces = request.spaces
         self._encrypts = ENCRYPTED in (request.asked.include or ())
-        self._response = begun(request.asked, ctx.model_name, response_id, "in_progress")
+        self._response = begun(
+            request.asked, ctx.shown_model(request.asked.model), response_id, "in_progress"
+        )
         sampling = plan.choices[0].sampling
         for name in ("temperature", "top_p"):  # as the model's makers recommend it, if not given
             if getattr(request.asked, name) is None:

@@ -175,7 +175,7 @@ class Responses:
         mine = [each for each in self._background.values() if each.tenant == call.tenant.name]
         if len(mine) >= MAX_BACKGROUND:
             raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
-        model, response_id = call.model.model_name, call.response_id
+        model, response_id = call.model.shown_model(call.request.model), call.response_id
         response = begun(call.request, model, response_id, "in_progress")
         running = Background(self._ctx, call, scope, call.tenant.name)
         self._background[response_id] = running

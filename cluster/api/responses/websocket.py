@@ -148,7 +148,8 @@ class _Connection:
 
     async def _warm_up(self, call: ResponseCall) -> None:
         """What is said is remembered, and continued by the next."""
-        response = begun(call.request, call.model.model_name, call.response_id, "completed")
+        model = call.model.shown_model(call.request.model)
+        response = begun(call.request, model, call.response_id, "completed")
         await call.remember(response)
         self._has_failed = False
         for i, kind in enumerate(("response.created", "response.completed")):

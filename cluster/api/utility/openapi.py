@@ -26,6 +26,7 @@ from kvrelay.cluster.api.openai.schema import (
 from kvrelay.cluster.api.operations import RoleRequest
 from kvrelay.cluster.api.responses.conversations import ConversationRequest, ItemsRequest
 from kvrelay.cluster.api.responses.schema import CompactRequest, ResponsesRequest
+from kvrelay.cluster.api.utility.adapters import AdapterRequest, LoadRequest, UnloadRequest
 from kvrelay.cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
 from kvrelay.cluster.api.utility.version import VERSION
 
@@ -66,6 +67,11 @@ CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
     "POST /v1/messages/count_tokens": ("Tokens of a prompt", CountRequest),
     "GET /v1/models": ("The models that are served", None),
     "GET /v1/models/{name}": ("One of them", None),
+    "GET /v1/adapters": ("Adapters that requests may name as their model", None),
+    "POST /v1/adapters": ("Register an adapter", AdapterRequest),
+    "DELETE /v1/adapters/{name}": ("Forget it", None),
+    "POST /v1/load_lora_adapter": ("Register an adapter, as in vLLM", LoadRequest),
+    "POST /v1/unload_lora_adapter": ("Forget it, as in vLLM", UnloadRequest),
     "GET /v1/sessions": ("Conversations whose KV is kept", None),
     "GET /v1/sessions/{id}": ("One of them", None),
     "DELETE /v1/sessions/{id}": ("Forget it", None),

@@ -1,35 +1,68 @@
 /* Rows of a step that have an adapter: after the product of all rows with a matrix, each adapter's rows are
  * multiplied with two matrices of few rows and columns. Other rows see nothing of it. */
+#include "../norm.h"
 #include "../thread_pool.h"
 #include "step.h"
 
+#define ROWS 32 /* of an adapter, that one thread takes at once */
+
+typedef struct {
+    const Step *step;
+    const Gemm *product;
+    float *y; /* [.., ldy], from row `from` on */
+    int64_t from, ldy;
+} Adapted;
+
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* y [rows, ldy] += what adapters add to product `t`, of its rows from `from` on. */
-static void add_low_rank(const Step *s, const Gemm *t, int64_t from, float *y, int64_t ldy) {
-    for (const AdaptedRows *a = s->adapted; a < s->adapted + s->num_adapted; a++) {
-        int64_t first = a->first > s->at ? a->first - s->at : 0;
-        int64_t n = least(a->first + a->rows - s->at, t->n) - first;
-        const LowRank *of = a->of + t->number;
-        if (n <= 0 || t->number >= a->count || !of->down.packed) continue;
-        int64_t rank = of->down.rows;
-        float *low = kvr_scratch(SCRATCH_LOW_RANK, sizeof(float) * n * (rank + t->k));
-        Gemm down = {t->x + first * t->ldx, low, NULL, of->down.packed, n, rank, t->k, t->ldx, rank};
-        down.kind = (int)of->down.kind;
-        if (t->converted_x && t->kind == down.kind && !t->x_scales)
-            down.converted_x = t->converted_x + first * converted_width(t->k, t->kind);
-        else if (is_low_precision(down.kind))
-            down.norm = t->norm, down.eps = t->eps;
-        else if (t->norm) {
-            float *normed = low + n * rank;
-            kvr_rms_norm(down.x, t->ldx, t->norm, normed, n, t->k, t->eps, s->threads);
-            down.x = normed, down.ldx = t->k;
-        }
-        gemm_run(&down, s->threads);
-        Gemm up = {low, y + (first - from) * ldy, NULL, of->up.packed, n, of->up.rows, rank, rank, ldy};
-        up.kind = (int)of->up.kind, up.keep = 1;
-        gemm_run(&up, s->threads);
+/* The n rows from `first` on. */
+static void add_rows(const Adapted *t, const LowRank *of, int64_t first, int64_t n) {
+    const Gemm *p = t->product;
+    int64_t rank = of->down.rows;
+    float *low = kvr_scratch(SCRATCH_LOW_RANK, sizeof(float) * n * (rank + p->k));
+    Gemm down = {p->x + first * p->ldx, low, NULL, of->down.packed, n, rank, p->k, p->ldx, rank};
+    down.kind = (int)of->down.kind;
+    if (p->converted_x && p->kind == down.kind && !p->x_scales) {
+        down.converted_x = p->converted_x + first * converted_width(p->k, p->kind);
+    } else if (is_low_precision(down.kind)) {
+        down.norm = p->norm, down.eps = p->eps;
+    } else if (p->norm) {
+        float *normed = low + n * rank;
+        for (int64_t r = 0; r < n; r++)
+            normalise(down.x + r * p->ldx, p->norm, normed + r * p->k, p->k, p->eps);
+        down.x = normed, down.ldx = p->k;
     }
+    gemm_run(&down, 1);
+    Gemm up = {low, t->y + (first - t->from) * t->ldy, NULL, of->up.packed, n, of->up.rows, rank, rank, t->ldy};
+    up.kind = (int)of->up.kind, up.keep = 1;
+    gemm_run(&up, 1);
+}
+
+/* A thread takes some rows of one adapter. */
+static void add_some(void *arg, int64_t task) {
+    const Adapted *t = arg;
+    const Step *s = t->step;
+    for (const AdaptedRows *a = s->adapted; a < s->adapted + s->num_adapted; a++) {
+        int64_t tasks = (a->rows + ROWS - 1) / ROWS, begin = a->first - s->at + task * ROWS;
+        int64_t end = least(least(begin + ROWS, a->first - s->at + a->rows), t->product->n);
+        if (task >= tasks) {
+            task -= tasks;
+            continue;
+        }
+        if (begin < 0) begin = 0;
+        const LowRank *of = a->of + t->product->number;
+        if (begin < end && t->product->number < a->count && of->down.packed) add_rows(t, of, begin, end - begin);
+        return;
+    }
+}
+
+/* y += what adapters add to the product. */
+static void add_low_rank(const Step *s, const Gemm *product, int64_t from, float *y, int64_t ldy) {
+    Adapted t = {s, product, y, from, ldy};
+    int64_t tasks = 0;
+    for (const AdaptedRows *a = s->adapted; a < s->adapted + s->num_adapted; a++)
+        tasks += (a->rows + ROWS - 1) / ROWS;
+    kvr_parallel(s->threads, tasks, add_some, &t);
 }
 
 void kvr_run_adapted(const Step *s, Gemm *t) {
