@@ -170,13 +170,16 @@ HARMLESS = _names(
         " O0 O1 O2 O3",
         "sequences that are preempted keep KV in the host tier (tiers.host_gib)": "swap-space=",
         "an event has what a step gave": "stream-interval=",
+        "adapters of any rank are served, as many as engine.adapter_bytes hold at once": "enable"
+        "-lora max-loras= max-lora-rank= max-cpu-loras=",
     }
 )
 # By what to do instead.
 REFUSED = _names(
     {
-        "adapters are not supported: merge them into the weights": "enable-lora lora-modules"
-        " max-loras max-lora-rank max-cpu-loras lora-dtype fully-sharded-loras",
+        "name adapters in [[adapters]] of the settings file, or by POST /v1/adapters": "lora-modules",
+        "adapters are computed in the dtype of the model": "lora-dtype",
+        "adapters need --tensor-parallel-size 1": "fully-sharded-loras",
         "prefixes are always cached; requests with a 'cache_salt' keep theirs apart": "no-enable"
         "-prefix-caching",
         "prompts are always computed in chunks, of engine.max_num_batched_tokens": "no-enable"

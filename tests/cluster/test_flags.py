@@ -139,7 +139,7 @@ def test_the_length_of_the_model_is_the_default(serve: Serve, given: str) -> Non
 def test_what_is_so_anyway_is_accepted_and_said(serve: Serve) -> None:
     words = "--enable-prefix-caching --trust-remote-code --swap-space 4 --max-model-len 512 -O3"
     words += " --kernel-config.moe_backend x --limit-mm-per-prompt.image 0 -dp 3 -ep"
-    result, found = serve(*words.split(), "--pipeline-parallel-size=1", "--no-enable-lora")
+    result, found = serve(*words.split(), "--pipeline-parallel-size=1", "--no-fully-sharded-loras")
     assert found is not None, result.output
     assert found.engine.max_model_len == 512
     assert (found.cluster.prefill, found.cluster.decode) == (0, 3)
@@ -147,7 +147,7 @@ def test_what_is_so_anyway_is_accepted_and_said(serve: Serve) -> None:
         "--enable-prefix-caching: prefixes are always cached\n",
         "--trust-remote-code: code of a checkpoint is never run",
         "--swap-space: sequences that are preempted",
-        "--no-enable-lora: that is the default\n",
+        "--no-fully-sharded-loras: that is the default\n",
     ):
         assert line in result.stderr
 
@@ -157,7 +157,7 @@ def test_what_is_so_anyway_is_accepted_and_said(serve: Serve) -> None:
     [
         (
             "--enable-lora --lora-modules a=b c=d",
-            "--enable-lora: adapters are not supported: merge",
+            "--lora-modules: name adapters in [[adapters]] of the settings file",
         ),
         ("-pp 2", "-pp: layers are not divided: --tensor-parallel-size divides heads"),
         ("--data_parallel_rank=4", "every worker is a replica: --prefill 0 --decode N"),
