@@ -65,7 +65,7 @@ def test_a_value_is_as_in_the_file_and_a_text_needs_no_quotes(
     [
         (["--set", "engine.max_model_len=32k"], "engine.max_model_len = '32k': expected a whole"),
         (["--set", "engine.max_model_lem=3"], "engine.max_model_lem is not a setting; did you mea"),
-        (["--set", "motor.x=3"], "motor is not a setting; there are api, cluster"),
+        (["--set", "motor.x=3"], "motor is not a setting; there are adapters, api, cluster"),
         (["--set", "tenant.name=x"], "tenant is a list of tables: write it in a file"),
         (["--set", "tls.cert=[1]", "--set", "tls.api=maybe"], "tls.api = 'maybe': expected true"),
         (["--max-model-len", "32x"], "engine.max_model_len = '32x': expected a whole number"),
