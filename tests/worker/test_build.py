@@ -172,6 +172,21 @@ def test_tiers_hold_as_many_blocks_as_fit() -> None:
         plan_tiers(plan, 0, size - 1)
 
 
+def test_memory_in_four_bits_holds_what_can_be_quantised() -> None:
+    plan = plan_kv(MODEL, EngineSection(num_blocks=8), "bfloat16")
+    size = plan.spec.bytes_per_block
+    both = plan_tiers(plan, 2 * size, 0, packed_bytes=10 * size)
+    assert (both.num_host_blocks, both.num_packed_blocks) == (2, 29)
+    assert 11.9 * size < both.host_bytes <= 12 * size
+    with pytest.raises(BuildError, match=r"tiers\.packed_gib without tiers\.host_gib"):
+        plan_tiers(plan, 0, 0, packed_bytes=10 * size)
+    with pytest.raises(BuildError, match=r"tiers\.packed_gib: this worker's share"):
+        plan_tiers(plan, 2 * size, 0, packed_bytes=size // 4)
+    fp8 = plan_kv(MODEL, EngineSection(num_blocks=8, kv_dtype="float8_e4m3"), "bfloat16")
+    with pytest.raises(BuildError, match=r"KV in float8_e4m3 .* stays exact"):
+        plan_tiers(fp8, 2 * size, 0, packed_bytes=10 * size)
+
+
 def test_what_a_block_takes_on_disk_is_added_up_over_ranks() -> None:
     """Listed are blocks that all ranks have."""
     of_ranks = [
