@@ -177,7 +177,8 @@ HARMLESS = _names(
 # By what to do instead.
 REFUSED = _names(
     {
-        "name adapters in [[adapters]] of the settings file, or by POST /v1/adapters": "lora-modules",
+        "name adapters in [[adapters]] of the settings file, or by POST /v1/adapters": "lora"
+        "-modules",
         "adapters are computed in the dtype of the model": "lora-dtype",
         "adapters need --tensor-parallel-size 1": "fully-sharded-loras",
         "prefixes are always cached; requests with a 'cache_salt' keep theirs apart": "no-enable"
