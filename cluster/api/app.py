@@ -182,7 +182,7 @@ def _model_routes(ctx: ApiContext) -> list[Route]:
     async def models(http: Request) -> JSONResponse:
         names = ctx.names_for(caller(ctx, http))
         cards = [card(name, each) for name, each in names.items()]
-        for each in dict.fromkeys(names.values()):
+        for each in {id(each): each for each in names.values()}.values():
             cards += [card(name, each, adapter) for name, adapter in each.adapters.all().items()]
         return JSONResponse({"object": "list", "data": cards})
 

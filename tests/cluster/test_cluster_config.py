@@ -230,14 +230,14 @@ def test_a_model_on_the_command_line_beside_models_in_the_file_is_refused(tmp_pa
 
 
 def test_several_models_on_the_command_line() -> None:
-    options = {"prefill": 0, "decode": None}
+    options = {"cluster.prefill": 0}
     given = _models(("/models/a.gguf", "chat=smollm2-135m"), options)
-    assert given == {
+    assert given == options | {
         "models": [
             {"name": "a", "checkpoint": "/models/a.gguf", "prefill": 0},
             {"name": "chat", "checkpoint": "smollm2-135m", "prefill": 0},
         ]
     }
-    assert list(load_config(None, given | {"cluster.prefill": 0}).by_model()) == ["a", "chat"]
-    assert _models(("a=b",), options) == {"model.name": "a=b"}
-    assert _models((), options) == {"model.name": None}
+    assert list(load_config(None, given).by_model()) == ["a", "chat"]
+    assert _models(("a=b",), options) == options | {"model.name": "a=b"}
+    assert _models((), options) == options

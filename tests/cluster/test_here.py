@@ -105,7 +105,7 @@ def control() -> Any:
     made._are_up = asyncio.Event()
     made._listening = order().listening
     made._model = made._loop.create_future()
-    made._model.set_result(SimpleNamespace(path=Path("m")))
+    made._model.set_result(SimpleNamespace(by_name={"": SimpleNamespace(path=Path("m"))}))
     made.controller = SimpleNamespace(machines=(MACHINE,), workers={})
     return made
 

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,8 @@ def test_two_pools_host_and_disk_give_each_request_the_tokens_of_its_adapter(
     world: World, tmp_path: Path
 ) -> None:
     adapters = [None, world.adapter(), world.adapter()]
-    kept = {"host_bytes": 8 * MIB, "disk_bytes": 8 * MIB, "disk_path": str(tmp_path)}
+    kept: dict[str, Any] = {"host_bytes": 8 * MIB, "disk_bytes": 8 * MIB, "disk_after_s": 0.0}
+    kept["disk_path"] = str(tmp_path)
     with LocalCluster(world.model, prefill=1, decode=2, engine=ENGINE, **kept) as cluster:
         load_all(cluster)
         assert world.check(cluster, adapters) == 0, "KV of one was used for another"

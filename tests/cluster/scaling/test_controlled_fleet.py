@@ -216,8 +216,7 @@ def test_one_that_dies_counts_as_up_and_is_started_again(world: ControlledWorld)
 
 
 def start_s_of_planner(world: ControlledWorld) -> float:
-    assert world.controller.scaling is not None
-    start_s: float = world.controller.scaling.view().decisions[-1]["inputs"]["start_s"]
+    start_s: float = world.controller.scaling[""].view().decisions[-1]["inputs"]["start_s"]
     return start_s
 
 

@@ -178,6 +178,7 @@ def test_copies_multiply_the_rate_and_share_nothing() -> None:
 def test_a_start_takes_what_was_measured_unless_it_is_given() -> None:
     names = ("config_path", "start_s", "max_workers", "min_workers", "percentile")
     options: dict[str, Any] = dict.fromkeys(names) | {"ttft_slo_ms": 900.0, "itl_slo_ms": 60.0}
+    options["overrides"] = {}
     plain: Any = SimpleNamespace()
     measured: Any = SimpleNamespace(overheads=Overheads(start_s=2.5))
     assert scaling_of(options, plain).start_s == ScalingConfig().start_s
