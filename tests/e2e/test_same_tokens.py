@@ -7,6 +7,7 @@ answers half of the 24 prompts, and nothing may be left over.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from tests.e2e.prompts import blocks_for, greedy, prompts, tokenizer_of
 from tests.e2e.serving import wait_until
 from tests.kvtransfer.tiers.quiet import is_quiet
 from tests.local.test_local_tiers import load_all
+from tests.local.test_migration import appoint, chase
 from tests.local.test_migration import at_once as at_once
-from tests.local.test_migration import chase
 from tests.support.local import Completion, LocalCluster
 
 # On a machine that does much beside it, the reference alone takes minutes.
@@ -148,6 +149,7 @@ def test_requests_that_move_between_workers_and_outlive_one(
         moved = chase(cluster, [cluster.submit(*each) for each in requests], 120.0)
         assert cluster.status().totals.migrations >= len(requests)
         cluster.wait_idle()
+        cluster.run(partial(appoint, cluster, "decode-0", sorted(cluster.workers)))
         futures = [cluster.submit(*each) for each in requests]
         begun = cluster.status().totals.output_tokens + 5 * len(requests)
         wait_until(lambda: cluster.status().totals.output_tokens >= begun)
