@@ -111,7 +111,7 @@ class ObjectTransport(Transfers[ObjectTransfer]):
         """Between the object and the first `size` bytes of the slot. Raises AgentError."""
         nixl, number = self._nixl, next(self._numbers)
         if reads:
-            self.staging[slot, :ERROR_BYTES] = 0
+            self.staging[slot] = 0  # nor may what an object lacks be there from before
         registered = nixl.nixlRegDList(nixl.OBJ_SEG, [(0, size, number, key)])
         self._agent.registerMem(registered, [self._backend])
         transfer = ObjectTransfer(text=key, handle=0, slot=slot, registered=registered)

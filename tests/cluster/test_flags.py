@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ Serve = Callable[..., tuple[Result, Config | None]]
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Runs `kvrelay serve` up to its settings, which it would serve."""
     found: list[Config] = []
+    os.umask(before := os.umask(0o022))
 
     async def check(path: Path | None, overrides: dict[str, Any], _: Any) -> None:
         found.append(load_config(path, overrides))
@@ -33,7 +35,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
         result = CliRunner().invoke(main.main, ["serve", "--check", *words])
         return result, (found[0] if found else None)
 
-    return run
+    yield run
+    os.umask(before)
 
 
 @pytest.mark.parametrize(

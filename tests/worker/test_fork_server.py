@@ -159,7 +159,8 @@ def test_a_folder_that_others_reach_is_not_used(
     """Whoever made it first could take the order, which has the cluster's token."""
     folder = Path(f"{tmp_path}/x{os.getuid()}")
     monkeypatch.setattr(fork_server, "FOLDER", f"{tmp_path}/x")
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    folder.chmod(0o755)
     with forked(name_of(CLUSTER, "decode-0", 1), ENV) as (connection, _):
         assert connection is None
     assert "is not a folder that only user" in caplog.text
