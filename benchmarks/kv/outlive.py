@@ -20,6 +20,7 @@ import signal
 import statistics
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -31,6 +32,7 @@ from kvrelay.lab.bench.load import LoadSpec, RequestTiming, make_prompts, run_lo
 
 BACK_S = 60.0
 INPUT = 100  # tokens of each prompt, about
+PARKED = 1000  # those of the first turn of each session that is parked
 NEXT_TURN = "Go on, in other words."
 
 
@@ -67,6 +69,7 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
         seed=number,
     )
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
+        parked = await park(http, replace(spec, input_len=PARKED, seed=number + 1_000_000))
         running = asyncio.ensure_future(run_load(spec))
         await asyncio.sleep(args.begun)
         before = await worker(http)
@@ -84,7 +87,10 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
             assert time.monotonic() < deadline, f"the decode worker is not back: {now}"
             await asyncio.sleep(0.05)
         back_s = time.monotonic() - killed_at
-        cached = await next_turns(http, args, make_prompts(spec), timings)
+        parked_cached = await share_cached(http, args, parked)
+        good = [each for each in zip(make_prompts(spec), timings, strict=True) if not each[1].error]
+        turns = [(prompt, timing.text, "") for prompt, timing in good]
+        cached = await share_cached(http, args, turns)
         if args.explain:
             print(await longest_explained(http, timings))
             print(f"  {before['num_host_blocks']} blocks were in host memory before the kill")
@@ -97,6 +103,7 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
         "silence_s": longest_silence(good),
         "undisturbed_s": longest_silence(reference),
         "next_cached": cached,
+        "parked_cached": parked_cached,
         "back_s": back_s,
     }
 
@@ -125,30 +132,47 @@ async def longest_explained(http: httpx.AsyncClient, timings: list[RequestTiming
     return "\n".join([*lines, f"  {name} since its start: {shown}"])
 
 
-async def next_turns(
-    http: httpx.AsyncClient,
-    args: argparse.Namespace,
-    prompts: list[Any],
-    timings: list[RequestTiming],
+async def park(http: httpx.AsyncClient, spec: LoadSpec) -> list[tuple[str, str, str]]:
+    """Begins a session with each prompt and parks it. Returns prompts, answers and keys."""
+    found = []
+    for number, prompt in enumerate(make_prompts(spec)):
+        key = f"parked-{spec.seed}-{number}"
+        answer = await turn(http, spec, prompt, "", key, 32)
+        choice = answer["choices"][0]
+        text = choice["text"] if spec.endpoint == "completions" else choice["message"]["content"]
+        parked = await http.post(f"/v1/sessions/{key}/park")
+        assert parked.is_success, parked.text
+        found.append((prompt, text, key))
+    return found
+
+
+async def turn(
+    http: httpx.AsyncClient, spec: Any, prompt: str, text: str, key: str, most: int
+) -> dict[str, Any]:
+    """The first turn of a conversation, or with `text`, its answer, the second."""
+    body: dict[str, Any] = {"model": spec.model, "max_tokens": most, "temperature": 0}
+    body |= {"prompt_cache_key": key} if key else {}
+    path = "/v1/chat/completions"
+    if spec.endpoint == "completions":
+        path, body["prompt"] = "/v1/completions", f"{prompt}{text} {NEXT_TURN}" if text else prompt
+    else:
+        turns = [("user", prompt)]
+        turns += [("assistant", text), ("user", NEXT_TURN)] if text else []
+        body["messages"] = [{"role": role, "content": content} for role, content in turns]
+    answer = await http.post(path, json=body)
+    assert answer.is_success, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def share_cached(
+    http: httpx.AsyncClient, args: argparse.Namespace, turns: list[tuple[str, str, str]]
 ) -> float:
     """The share of the conversations' tokens that their next turns find in a cache."""
-
-    async def ask(prompt: Any, timing: RequestTiming) -> tuple[int, int]:
-        body: dict[str, Any] = {"model": args.model, "max_tokens": 4, "temperature": 0}
-        if args.endpoint == "completions":
-            body["prompt"] = f"{prompt}{timing.text} {NEXT_TURN}"
-            answer = await http.post("/v1/completions", json=body)
-        else:
-            turns = [("user", prompt), ("assistant", timing.text), ("user", NEXT_TURN)]
-            body["messages"] = [{"role": role, "content": text} for role, text in turns]
-            answer = await http.post("/v1/chat/completions", json=body)
-        assert answer.is_success, answer.text
-        usage = answer.json()["usage"]
-        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-
-    pairs = [pair for pair in zip(prompts, timings, strict=True) if pair[1].error is None]
-    found = await asyncio.gather(*(ask(prompt, timing) for prompt, timing in pairs))
-    return sum(cached for _, cached in found) / sum(all_of for all_of, _ in found)
+    asked = (turn(http, args, prompt, text, key, 4) for prompt, text, key in turns)
+    usages = [answer["usage"] for answer in await asyncio.gather(*asked)]
+    cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in usages)
+    return cached / sum(each["prompt_tokens"] for each in usages)
 
 
 async def worker(http: httpx.AsyncClient, name: str = "decode-0") -> dict[str, Any]:
