@@ -224,3 +224,16 @@ class ProbeAgent(Agent, Protocol):
 
 class AgentError(Exception):
     """A transfer or a connection failed; the text says which peer and why."""
+
+
+class OwnAgent:
+    """What all agents have in common that read and write for their own worker only."""
+
+    def metadata(self) -> bytes:
+        return b""
+
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
+        raise AgentError(f"{peer} is read by another agent")
+
+    def disconnect(self, peer: NodeId) -> None:
+        """No peer is ever connected."""

@@ -35,7 +35,7 @@ import numpy as np
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agent import AgentError, OwnAgent
 from kvrelay.kvtransfer.agents.metadata import Space
 from kvrelay.kvtransfer.agents.nixl_bindings import (
     Transfer,
@@ -281,7 +281,7 @@ class Move(Transfer):
     file: OpenFile
 
 
-class DiskAgent(Transfers[Move]):
+class DiskAgent(Transfers[Move], OwnAgent):
     """Implements kvtransfer.agent.Agent for moves within one worker, the disk on one side. Owned
     by the worker's disk thread.
 
@@ -309,14 +309,8 @@ class DiskAgent(Transfers[Move]):
         """Whether blocks move between disk and device memory; else only from and to host memory."""
         return Tier.DEVICE in self._opened().memory
 
-    def metadata(self) -> bytes:
-        return b""
-
     def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         raise AgentError(f"the disk of {self._name} is its own, and not read by {peer}")
-
-    def disconnect(self, peer: NodeId) -> None:
-        """There is no one to forget."""
 
     def post_copy(
         self,

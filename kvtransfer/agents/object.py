@@ -31,7 +31,7 @@ from xxhash import xxh3_64_intdigest
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import DAMAGED, MISSING, AgentError
+from kvrelay.kvtransfer.agent import DAMAGED, MISSING, AgentError, OwnAgent
 from kvrelay.kvtransfer.agents.metadata import Space
 from kvrelay.kvtransfer.agents.nixl_bindings import (
     Transfer,
@@ -182,7 +182,7 @@ class ObjectCopy:
     live: dict[ObjectTransfer, int] = field(default_factory=dict)  # -> number in `blocks`
 
 
-class ObjectAgent:
+class ObjectAgent(OwnAgent):
     """Implements kvtransfer.agent.Agent for moves within one worker, the object store on one side.
     Owned by a thread of the worker.
 
@@ -224,15 +224,6 @@ class ObjectAgent:
     def num_left(self) -> int:
         """Transfers that were given up and have not settled."""
         return len(self._left)
-
-    def metadata(self) -> bytes:
-        return b""
-
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        raise AgentError(f"{peer} is read by another agent")
-
-    def disconnect(self, peer: NodeId) -> None:
-        """No peer is ever connected."""
 
     def post_copy(
         self,

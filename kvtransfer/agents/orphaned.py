@@ -21,7 +21,7 @@ from typing import Any
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError, AttachStore, StoreFound, StoreGone
+from kvrelay.kvtransfer.agent import AgentError, AttachStore, OwnAgent, StoreFound, StoreGone
 from kvrelay.kvtransfer.agents.pool import write_blocks
 from kvrelay.kvtransfer.store.arena import OrphanedArena, arenas, is_wanted, remove_arena
 from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
@@ -50,7 +50,7 @@ class Attached:
         return self.first + self.num_slots
 
 
-class OrphanedAgent:
+class OrphanedAgent(OwnAgent):
     """Implements kvtransfer.agent.Agent for reads from arenas of `folder` into a worker's own
     memory, and finds the arenas. Owned by a thread of the worker.
 
@@ -179,15 +179,6 @@ class OrphanedAgent:
                 break
             first = each.end
         return first
-
-    def metadata(self) -> bytes:
-        return b""
-
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        raise AgentError(f"{peer} is read by another agent")
-
-    def disconnect(self, peer: NodeId) -> None:
-        """No peer is ever connected."""
 
     def post_copy(
         self,

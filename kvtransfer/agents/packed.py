@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import NOT_STORED, AgentError
+from kvrelay.kvtransfer.agent import NOT_STORED, AgentError, OwnAgent
 from kvrelay.kvtransfer.agents.pool import check_block_ids, is_on_gpu, pool_bytes, write_blocks
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.kivi import Quantizer
@@ -27,7 +27,7 @@ class PackedCopy:
     changed: dict[int, int] = field(default_factory=dict)  # index -> checksum as it will be read
 
 
-class PackedAgent:
+class PackedAgent(OwnAgent):
     """Implements kvtransfer.agent.Agent between `arena`, which holds quantised blocks, and a
     worker's own memory. Owned by a thread of the worker.
 
@@ -48,15 +48,6 @@ class PackedAgent:
         self._arena = arena
         self._quantizer = quantizer
         self._share = share
-
-    def metadata(self) -> bytes:
-        return b""
-
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        raise AgentError(f"{peer} is read by another agent")
-
-    def disconnect(self, peer: NodeId) -> None:
-        """No peer is ever connected."""
 
     def post_copy(
         self,
