@@ -128,7 +128,7 @@ def hashes_under_way(
     block_hashes = {
         each
         for seq in running
-        if seq.num_missing > 1
+        if seq.num_missing > 1 and seq.next_chain is None  # those are never hits
         for each in kv.usable_hashes(seq)[seq.num_sealed :]
     }
     for seq in remote:
