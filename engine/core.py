@@ -111,6 +111,7 @@ class EngineCore:
             num_reported=len(work.tokens),
             num_held=work.num_held,
             adapter=work.adapter,
+            service_class=work.service_class,
         )
         # A router's hashes are trusted: they only decide what requests of this router share. Their
         # number is checked.

@@ -342,6 +342,7 @@ def dispatch_messages(
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
         "num_held": record.num_held(attempt),
         "num_stored": attempt.num_stored,
+        "service_class": record.submit.service_class,
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST
