@@ -170,6 +170,7 @@ class EngineCore:
             timing.row_cost.published(),
             timing.token_s,
             timing.computes_apart,
+            timing.low_class_room,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))
