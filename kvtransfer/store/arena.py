@@ -356,7 +356,11 @@ def remove_arenas(cluster: str) -> None:
         while root.exists() and time.monotonic() < deadline:
             for folder, _ in abandoned_arenas(root):
                 remove_arena(folder)
-            time.sleep(0.02)
+            for folder, _, _ in os.walk(root, topdown=False):  # of those killed as they began
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+            if root.exists():
+                time.sleep(0.02)
 
 
 def _remove(folder: Path) -> None:
