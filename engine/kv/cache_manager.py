@@ -212,6 +212,7 @@ class KVCacheManager:
         table = self._tables.pop(seq, [])
         if self._has_windows and self.collect_sealed and seq.retention.keep_s > 0:
             self._collect_kept(seq, table, seq.num_sealed)
+            self._pass_lag(seq)
         new = [block for block in table[seq.num_hits :] if block != NO_BLOCK]
         hits = [block for block in table[: seq.num_hits] if block != NO_BLOCK]
         if seq.retention.keep_s <= 0:  # but blocks that were cached before keep their order
@@ -319,14 +320,28 @@ class KVCacheManager:
         window, stride = self.windows.groups[group], self._strides[group]
         if not window.size:
             return True
-        first = self.windows.full(seq.num_prompt_tokens - 1) // self.windows.count
-        if row < first or row % stride or not self.collect_decoded:
+        if row < self._decoded_from(seq) or row % stride or not self.collect_decoded:
             return False
         start = window.start((row + 1) * self.block_size)
-        passed = start - stride * (1 + -(-COPY_LAG // stride))
-        if passed >= max(first, window.num_sink_blocks):
-            self.newly_passed.append(seq.block_hashes[passed * self.windows.count + group])
+        self._pass(seq, group, start - stride * (1 + -(-COPY_LAG // stride)))
         return True
+
+    def _decoded_from(self, seq: Sequence) -> int:
+        return self.windows.full(seq.num_prompt_tokens - 1) // self.windows.count
+
+    def _pass(self, seq: Sequence, group: int, row: int) -> None:
+        """No longer copied for takeovers."""
+        if row >= max(self._decoded_from(seq), self.windows.groups[group].num_sink_blocks):
+            self.newly_passed.append(seq.block_hashes[row * self.windows.count + group])
+
+    def _pass_lag(self, seq: Sequence) -> None:
+        """What was left below for copies that might be late, of a sequence that has ended."""
+        rows = seq.num_sealed // self.windows.count
+        for group, window in enumerate(self.windows.groups):
+            start = window.start(rows * self.block_size)
+            for row in range(start - 2 * max(COPY_LAG, self._strides[group]), start):
+                if window.size and self.collect_decoded:
+                    self._pass(seq, group, row)
 
     def _is_read_at(self, index: int, end: int) -> bool:
         """Whether a request that continues at entry `end` reads entry `index`."""

@@ -356,7 +356,9 @@ def remove_arenas(cluster: str) -> None:
         while root.exists() and time.monotonic() < deadline:
             for folder, _ in abandoned_arenas(root):
                 remove_arena(folder)
-            for folder, _, _ in os.walk(root, topdown=False):  # of those killed as they began
+            for folder, _, _ in os.walk(
+                root, topdown=False
+            ):  # left by those that were killed as they began
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
             if root.exists():

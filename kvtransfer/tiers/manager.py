@@ -296,7 +296,7 @@ class Tiers:
         if self._kv.newly_passed:
             passed, self._kv.newly_passed = self._kv.newly_passed, []
             for block_hash in passed:
-                self._blocks.drop_unused(block_hash)
+                self._blocks.drop_unless_reused(block_hash)
 
     def _copy_all(self, now: float, live: LiveOrder) -> None:
         """Copy down what only the device has."""
