@@ -360,7 +360,7 @@ def remove_arenas(cluster: str) -> None:
                 root, topdown=False
             ):  # left by those that were killed as they began
                 with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+                    os.rmdir(each)
             if root.exists():
                 time.sleep(0.02)
 
