@@ -356,9 +356,8 @@ def remove_arenas(cluster: str) -> None:
         while root.exists() and time.monotonic() < deadline:
             for folder, _ in abandoned_arenas(root):
                 remove_arena(folder)
-            for folder, _, _ in os.walk(
-                root, topdown=False
-            ):  # left by those that were killed as they began
+            # Those that were killed as they began have left folders.
+            for each, _, _ in os.walk(root, topdown=False):
                 with contextlib.suppress(OSError):
                     os.rmdir(each)
             if root.exists():
