@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
@@ -78,6 +79,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.lacks_room = False  # one that may go on waits for blocks
         self._is_to_preempt = False  # once no step is in flight
+        self.is_paused = False  # no step begins
+        self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
         self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
@@ -115,10 +118,11 @@ class Scheduler:
         admitted: list[Sequence] = []
         too_large: list[Sequence] = []
         self.lacks_room = self._is_to_preempt = False
-        if not self.waiting:  # as after most messages
+        if not self.waiting or self.is_paused:  # as after most messages
             return admitted
         computing = hashes_under_way(self.running, self.remote, self.kv)
-        waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
+        budget = self.config.max_num_batched_tokens
+        waiting = tuple(seq for seq in self.waiting if seq.arrived_at <= self.admits_until)
         for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
             if too_large and not self._may_pass(seq, too_large, now):
                 break
@@ -198,6 +202,8 @@ class Scheduler:
         it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
+        if self.is_paused and not self._isolation.is_under_way:
+            return None
         if self.in_flight:
             if self._isolation.is_under_way:
                 return None
@@ -475,6 +481,22 @@ class Scheduler:
         self.kv.release(seq)
         seq.state = SeqState.WAITING
         self.waiting.appendleft(seq)
+
+    @property
+    def is_settled(self) -> bool:
+        """No step is under way, and none that failed is tried again."""
+        return not self.in_flight and not self._isolation.is_under_way
+
+    def recompute(self, seq: Sequence) -> None:
+        """It loses its KV, and is computed again as soon as it has blocks."""
+        self.running.remove(seq)
+        self._wait_again(seq)
+
+    def take_row(self) -> list[int]:
+        """A row of blocks for a probe, whatever has to be preempted for it; at most that."""
+        while (blocks := self.kv.allocate(self.kv.windows.count)) is None and self.running:
+            self._preempt(victim(self.running, self.kv.windows))
+        return blocks or []
 
     def take_preempted(self) -> list[Sequence]:
         """Those that have lost their blocks since the last call, in whatever state they are."""

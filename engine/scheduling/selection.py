@@ -170,7 +170,7 @@ def hashes_under_way(
     the highest class of those who do: what is computed for a low one may come late."""
     block_hashes: dict[bytes, ServiceClass] = {}
     for seq in sorted(running, key=lambda seq: seq.service_class):
-        if seq.num_missing > 1:
+        if seq.num_missing > 1 and seq.next_chain is None:  # those are never hits
             coming = kv.usable_hashes(seq)[seq.num_sealed :]
             block_hashes.update(dict.fromkeys(coming, seq.service_class))
     for seq in remote:
