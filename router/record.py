@@ -355,12 +355,9 @@ def dispatch_messages(
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
         "num_held": record.num_held(attempt),
         "num_stored": attempt.num_stored,
-<<<<<<< HEAD
         "service_class": record.submit.service_class,
-=======
         "fingerprint": attempt.fingerprint,
         "pins_weights": bool(record.submit.weights),
->>>>>>> weights
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST

@@ -197,16 +197,14 @@ class Scheduler:
         these, at most `prompt_budget` tokens if there are decodes that they would delay, which is
         given how long a prompt has waited. `cost` is the measured cost of prompts; beside decodes,
         what they add to `decode_s`, the time of a step of decodes alone. row_weights: as of
-        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. `computes_apart`,
-        `low_class_room`: as of `StepTiming`. While a step is in flight, only one that follows
-        it."""
+        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. The last two: as of
+        `StepTiming`. While a step is in flight, only one that follows it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
-        if self.is_paused and not self._isolation.is_under_way:
+        under_way = self._isolation.is_under_way
+        if self.in_flight if under_way else self.is_paused:
             return None
         if self.in_flight:
-            if self._isolation.is_under_way:
-                return None
             return self._follow(*self.in_flight[0], row_weights, low_class_room)
         self._make_room_for_growth()
         if self._isolation.is_under_way and (apart := self._step_apart()) is not None:
