@@ -79,8 +79,7 @@ class EngineCore:
             return self.refusal(*key, Refusal.UNKNOWN, detail)
         if len(work.tokens) >= config.max_model_len:
             return self.refusal(
-                work.request_id,
-                work.attempt,
+                *key,
                 Refusal.CONTEXT_LENGTH,
                 f"{len(work.tokens)} tokens leave no room for an answer in the model's context of"
                 f" {config.max_model_len}",
@@ -90,8 +89,7 @@ class EngineCore:
         needed = self.kv.windows.max_blocks(most_tokens)
         if needed > config.num_blocks:
             return self.refusal(
-                work.request_id,
-                work.attempt,
+                *key,
                 Refusal.NEVER_FITS,
                 f"{most_tokens} tokens need {needed} KV blocks of {config.block_size} tokens,"
                 f" {config.node_id} has {config.num_blocks}",
@@ -99,8 +97,7 @@ class EngineCore:
         num_here = len(self.scheduler.waiting) + self.scheduler.num_admitted
         if num_here >= config.max_waiting + config.max_num_seqs:
             return self.refusal(
-                work.request_id,
-                work.attempt,
+                *key,
                 Refusal.QUEUE_FULL,
                 f"{config.node_id} has {num_here} requests, of which {config.max_num_seqs} may run",
             )
@@ -125,6 +122,7 @@ class EngineCore:
             num_reported=len(work.tokens),
             num_held=work.num_held,
             adapter=work.adapter,
+            service_class=work.service_class,
             weights=((0, self.weights.name),),
             pins_weights=work.pins_weights,
         )
@@ -185,6 +183,7 @@ class EngineCore:
             timing.row_cost.published(),
             timing.token_s,
             timing.computes_apart,
+            timing.low_class_room,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))

@@ -10,6 +10,7 @@ from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, PromptOutputs, SamplingParams, TokenLogprobs
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.waiting import Passes
 
 NO_BLOCK = -1  # in a block table: freed, or never needed
@@ -44,6 +45,7 @@ class Sequence:
     chain: BlockChain
     retention: Retention
     adapter: Adapter | None = None
+    service_class: ServiceClass = ServiceClass.DEFAULT
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
     block_ids: list[int] = field(default_factory=list)

@@ -20,6 +20,7 @@ from kvrelay.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.wire.codec import register
 
@@ -53,7 +54,7 @@ class Submit:
     tokens: tuple[int, ...]
     sampling: SamplingParams
     timeout_s: float
-    priority: int = 0
+    priority: int = 0  # the lowest goes first; says of which class of service it is
     scope: CacheScope = UNSALTED
     retention: Retention | None = None  # for its KV; None: the workers' own
     session: str | None = None  # name of the session it is a turn of, unique within `tenant`
@@ -67,6 +68,10 @@ class Submit:
     def kv_scope(self) -> CacheScope:
         """Who may share its KV."""
         return self.scope.with_adapter(self.adapter)
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass.of(self.priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,6 +355,7 @@ def dispatch_messages(
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
         "num_held": record.num_held(attempt),
         "num_stored": attempt.num_stored,
+        "service_class": record.submit.service_class,
         "fingerprint": attempt.fingerprint,
         "pins_weights": bool(record.submit.weights),
     }

@@ -45,9 +45,9 @@ from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import WorkerThreads, at_low_priority
 from kvrelay.worker.transfers import (
-    LeaveKV,
     MakeRankTransfers,
     RankFacts,
+    RemoveKV,
     Transfers,
     open_transfers,
 )
@@ -87,9 +87,11 @@ class Ranks:
         """What an operator should know; once, if all ranks say it."""
         return [*dict.fromkeys(notice for facts in self._facts for notice in facts.notices)]
 
-    def leave_kv(self) -> None:
-        self._own.leave_kv()
-        self._runner.tell(LeaveKV())
+    def close(self) -> None:
+        """End the others, which leave what is in host memory if this one does."""
+        if not self._own.leaves_kv:
+            self._runner.tell(RemoveKV())
+        self._runner.close()
 
     def join(self, deliver: Deliver) -> RankAnswers:
         answers = RankAnswers(self._counted, self._runner.tell, deliver)
@@ -173,7 +175,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         launch_step=runner.launch,
         begin_checksums=own.begin_checksums,
         add_ranks=ranks.add_checksums if ranks else None,
-        close=parallel.close if parallel else None,
+        close=ranks.close if ranks else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,
         load_version=None if parallel else runner.load_version,
@@ -193,8 +195,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
-    info, leave_kv = config.info(), own.leave_kv if ranks is None else ranks.leave_kv
-    return BuiltWorker(worker, info, make_executor, tuple(notices), lost, leave_kv)
+    return BuiltWorker(worker, config.info(), make_executor, tuple(notices), lost, own.leave_kv)
 
 
 def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:

@@ -290,17 +290,7 @@ class SimCluster:
             made = make_router(router, self.scenario.router, broken)
             runtime.add(router, lambda epoch, records, made=made: made)
         runtime.join_answers = join_answers(broken)
-        for index, config in enumerate(self._configs.values()):
-            shape = PoolShape(
-                config.num_blocks,
-                config.block_size,
-                self.scenario.checksums,
-                config.num_host_blocks,
-                config.num_disk_blocks,
-                num_ranks=RANKS[(seed // 4 + index) % len(RANKS)],
-                host_outlives=config.host_outlives,
-            )
-            runtime.prepare(config.node_id, _WorkerMaker(config, broken, self._begins_with), shape)
+        self._prepare_workers(seed, broken)
         self.control = SimControl(
             runtime,
             self._configs,
@@ -326,6 +316,21 @@ class SimCluster:
         runtime.trusted.add(OPERATOR)
         runtime.add(OPERATOR, lambda epoch, records: self.operator)
         self._give_orders(after_faults=False)
+
+    def _prepare_workers(self, seed: int, broken: Break | None) -> None:
+        for index, config in enumerate(self._configs.values()):
+            shape = PoolShape(
+                config.num_blocks,
+                config.block_size,
+                self.scenario.checksums,
+                config.num_host_blocks,
+                config.num_disk_blocks,
+                num_ranks=RANKS[(seed // 4 + index) % len(RANKS)],
+                host_outlives=config.host_outlives,
+            )
+            self.runtime.prepare(
+                config.node_id, _WorkerMaker(config, broken, self._begins_with), shape
+            )
 
     def _may_decode(self, worker: NodeId) -> bool:
         """Baseline policies leave prefill workers alone while there are others."""
