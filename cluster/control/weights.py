@@ -16,6 +16,7 @@ from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.status import WeightsStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.weights import PauseWorker, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.worker.messages import Peer
 
 TAG = "weights"
 ASK_S = 2.0  # between two questions to the same worker; the second one is ignored
@@ -50,15 +51,16 @@ class Rollout:
     def is_shown(self) -> bool:
         return self.kept.number > 0 or self.kept.has_paused
 
-    def order(self, order: UpdateModel, workers: Iterable[DesiredWorker]) -> list[Effect]:
-        """An operator wants other weights, or the earlier ones."""
+    def order(self, order: UpdateModel, peers: Iterable[Peer]) -> list[Effect]:
+        """An operator wants other weights, or the earlier ones. `peers`: all that have to know of
+        versions."""
         kept = self.kept
         if not kept.current.digest:
             kept = replace(kept, base=order.base, current=order.base)
             self._has = {key: digest or order.base.digest for key, digest in self._has.items()}
         target = kept.previous if order.back else order.version
         kept = replace(kept, number=kept.number + 1, mode=order.mode, why="")
-        if why := self._why_not(kept, target, workers):
+        if why := self._why_not(kept, target, peers):
             self.kept = replace(kept, why=why)
             return [Note("warning", "weights_refused", why)]
         self._pause_s.clear()
@@ -139,7 +141,7 @@ class Rollout:
         )
 
     def _why_not(
-        self, kept: ModelWeights, target: WeightVersion | None, workers: Iterable[DesiredWorker]
+        self, kept: ModelWeights, target: WeightVersion | None, peers: Iterable[Peer]
     ) -> str:
         if kept.target is not None:
             return f"{kept.target.name} is being rolled out: wait for its end"
@@ -148,7 +150,7 @@ class Rollout:
         for known in filter(None, (kept.base, kept.current, kept.previous)):
             if known.name == target.name and known.digest != target.digest:
                 return f"the name {target.name!r} is that of other weights, in {known.path}"
-        old = [w.node for w in workers if w.peer is not None and w.peer.protocol < PROTOCOL]
+        old = [peer.node for peer in peers if peer.protocol < PROTOCOL]
         return f"{', '.join(old)}: of an earlier version; restart them first" if old else ""
 
     def _ask(self) -> list[Effect]:

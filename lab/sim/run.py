@@ -79,7 +79,7 @@ class SimControl:
         self.begins_with: dict[NodeId, WeightVersion] = {}  # what workers are started with
         self._config = ControllerConfig(
             workers=tuple((worker, each.role) for worker, each in configs.items()),
-            routers=tuple(Peer(router, "sim", 1, 1) for router in routers),
+            routers=tuple(Peer(router, "sim", 1, 1, PROTOCOL) for router in routers),
             backoff_s=0.01,
             max_backoff_s=0.5,
             stable_s=1.0,
