@@ -106,6 +106,7 @@ class EngineCore:
             retention=replace(
                 work.retention or config.retention,
                 is_approximate=work.scope.is_approximate and config.quantizes,
+                is_low=not work.service_class.is_interactive,
             ),
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
