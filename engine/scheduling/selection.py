@@ -339,7 +339,7 @@ class Drafter:
         self._acceptance_rate = INITIAL_ACCEPTANCE_RATE  # recent, of all sequences
         self._proposers: dict[Sequence, NgramProposer] = {}
         self._has_drafter = has_drafter
-        self._asked_rate = INITIAL_ACCEPTANCE_RATE  # the same for the executor's drafter
+        self._asked_rate = INITIAL_ACCEPTANCE_RATE  # that of the executor's drafter
         self._asked_rates: dict[Sequence, float] = {}
 
     def is_worth_it(self, seqs: Seq[Sequence], weights: Seq[float]) -> bool:

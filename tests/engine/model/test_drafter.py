@@ -34,6 +34,9 @@ class Drafting:
 
     def __init__(self, path, drafter="", **options) -> None:
         options = {"dtype": "float32", "num_blocks": 24, "threads": 2, **options}
+        self._groups = range(read_config(path).kv_spec(16, "float32").num_groups)
+        self._num_blocks = options["num_blocks"]
+        options["num_blocks"] *= len(self._groups)
         self.runner = model_runner(path, drafter=str(drafter), **options)
         self.proposed: list[list[int]] = []
         if drafter:
@@ -54,6 +57,9 @@ class Drafting:
             room = -len(talk.tokens) % 16
             if share.sample and len(share.tokens) == 1 and talk.output:
                 share.num_drafts = min(num_drafts, room)
+        for share in shares:  # a block of each group of layers where it has one
+            table = [b + g * self._num_blocks for b in share.block_ids for g in self._groups]
+            share.block_ids = table
         done = self.runner.execute(Step(0, shares, repeats=repeats))
         assert not done.failed
         for talk, share, sampled in zip(talks, shares, done.sampled, strict=True):
@@ -116,6 +122,16 @@ def test_tokens_are_those_without_a_drafter(kind, llama8, expected, tmp_path):
 
 def _has(tokens: tuple[int, ...], draft: list[int]) -> bool:
     return any(list(tokens[at : at + len(draft)]) == draft for at in range(len(tokens)))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek3"])
+def test_layers_in_groups_and_latents_have_one_too(family, checkpoint_of, tmp_path):
+    path = checkpoint_of(family)
+    make_head(tmp_path, "own")
+    expected = spoken(Drafting(path), talks(GREEDY, DRAWN, HOT))
+    world = Drafting(path, tmp_path)
+    assert spoken(world, talks(GREEDY, DRAWN, HOT), num_drafts=3) == expected
+    assert any(world.proposed)
 
 
 @pytest.mark.parametrize("kind", ["own", "eagle3", "model"])
