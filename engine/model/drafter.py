@@ -149,25 +149,30 @@ class _Stepwise:
     def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in seqs]
         tables, live = self._first_tables(tables), [*range(len(seqs))]
-        states = self._begin(seqs, tables)
+        states, drawn, batch, held = self._begin(seqs, tables), [0], None, live
         while True:
             going = [at for at, i in enumerate(live) if len(drafts[i]) < seqs[i].num_drafts]
-            states = None if states is None else states[going]
-            live = [live[at] for at in going]
+            if len(going) < len(live):
+                states = None if states is None else states[going]
+                live = [live[at] for at in going]
             if not live:
                 return drafts
-            shares = [
-                asked(seqs[i], [*seqs[i].tokens, *drafts[i]][-1:], self._at(seqs[i], drafts[i]))
-                for i in live
-            ]
-            batch = self._batch(shares, [tables[i] for i in live])
+            if batch is not None and live == held:
+                batch = _advanced(batch, drawn)
+            else:
+                shares = [
+                    asked(seqs[i], [*seqs[i].tokens, *drafts[i]][-1:], self._at(seqs[i], drafts[i]))
+                    for i in live
+                ]
+                batch, held = self._batch(shares, [tables[i] for i in live]), live
             states, logits = self._pass(batch, states)
             drawn = self._draw(logits, [_after(seqs[i], drafts[i]) for i in live])
             kept = [at for at, token in enumerate(drawn) if token != NO_TOKEN]
-            states = None if states is None else states[kept]
-            live = [live[at] for at in kept]
-            for i, at in zip(live, kept, strict=True):
-                drafts[i].append(drawn[at])
+            for at in kept:
+                drafts[live[at]].append(drawn[at])
+            if len(kept) < len(live):
+                states = None if states is None else states[kept]
+                live = [live[at] for at in kept]
 
     @staticmethod
     def _at(seq: ScheduledSeq, draft: Sequence[int]) -> int:
@@ -339,6 +344,18 @@ class MedusaDrafter(_ByStates):
             for i, token in zip(live, drawn, strict=True):
                 drafts[i] += [token] if token != NO_TOKEN else []
         return drafts
+
+
+def _advanced(batch: Batch, tokens: Sequence[int]) -> Batch:
+    """The batch of decodes after `batch`, in which these were drawn. They stay in their blocks."""
+    return replace(
+        batch,
+        tokens=torch.tensor(tokens),
+        positions=batch.positions + 1,
+        slots=batch.slots + 1,
+        context_len=batch.context_len + 1,
+        spans=tuple((first, count, end + 1) for first, count, end in batch.spans),
+    )
 
 
 def _after(seq: ScheduledSeq, draft: Sequence[int]) -> ScheduledSeq:
