@@ -185,6 +185,7 @@ class EngineCore:
             timing.token_s,
             timing.computes_apart,
             timing.low_class_room,
+            timing.draft_token_s.value,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))
@@ -213,14 +214,19 @@ class EngineCore:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_scheduled", step.num_tokens * repeats)
-        num_drafted = sum(len(share.draft_tokens) for share in step.seqs)
         num_accepted = 0
-        if num_drafted:
-            num_accepted = sum(len(each.more) for each in done.sampled if each is not None)
-            self.count("draft_tokens", num_drafted)
-            self.count("draft_tokens_accepted", num_accepted)
+        for share, each in zip(step.seqs, done.sampled, strict=True):
+            if each is None or not share.most_drafts:
+                continue
+            accepted = len(each.more)
+            num_accepted += accepted
+            self.count("draft_tokens", len(share.draft_tokens) or each.num_drafts)
+            self.count("draft_tokens_accepted", accepted)
+            if share.num_drafts:
+                self.count("drafter_tokens", each.num_drafts)
+                self.count("drafter_tokens_accepted", accepted)
         if done.elapsed_s > 0 and not done.waiting:
-            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted)
+            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted, done.draft_s)
 
     def give_up(self, why: str) -> list[Effect]:
         """This worker cannot go on: the routers try its requests elsewhere, and need not wait until

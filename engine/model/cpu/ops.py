@@ -105,6 +105,12 @@ class CpuOps:
         self._recurrent = CpuRecurrent(self._config, pool, *args)
         self._step = CpuStep(self._config, *args, self._attention, self._recurrent)
 
+    def capture(self, layers: tuple[int, ...]) -> None:
+        self._step.captures = layers
+
+    def captured(self, rows: int) -> list[torch.Tensor]:
+        return [*self._step.captured(rows)]
+
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
         if self._recurrent is not None:
@@ -131,6 +137,7 @@ class CpuOps:
             weights,
             self._buffer,
             None if recurrent is None else recurrent.for_decodes(),
+            self._step.captures,
         )
 
     def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:

@@ -50,7 +50,8 @@ typedef struct {
     Experts experts;
     Latent latent;
     Recurrent recurrent;
-    float scale; /* of what comes out */
+    float scale;      /* of what comes out */
+    int32_t captured; /* 1 + where its output is among what is captured; 0: it is not */
 } Layer;
 
 /* What an adapter adds to a matrix' results: up @ (down @ x). Weights are words: floats, or pairs of
@@ -80,6 +81,7 @@ typedef struct {
     int64_t kept;        /* from one layer's `projected` to the next one's; 0: they have one place */
     const AdaptedRows *adapted; /* [num_adapted], the step's last rows, in order */
     int64_t num_adapted, at;    /* at: which of the whole step's rows is the first of these */
+    float *captured; /* [captured layers, rows, width]: their outputs; NULL: none is wanted */
     float eps;
     int32_t activation, threads;
 } Step;
@@ -114,6 +116,7 @@ typedef struct {
     int64_t num_groups, num_state_groups, capacity; /* of layers; rows that there is room for */
     int64_t num_seqs;
     int64_t max_passes;           /* if above 1, every sequence has one row */
+    int64_t num_captured;         /* layers; `step.captured` has room for all passes */
     Matrix head;
     Step step;
     double burst_s;               /* no pass starts that would end later */
