@@ -255,11 +255,14 @@ class Scheduler:
                 if low_budget is not None and decode_s > 0:
                     step.repeats = max(1, min(step.repeats, int(LOW_CLASS_STEP_S / decode_s)))
         step.low_priority = not decodes and not any(seq.reserve_growth for seq, _ in chosen)
+        self._note_pause(now, is_apart)
+        return self._begin(step, [seq for seq, _ in chosen])
+
+    def _note_pause(self, now: float, is_apart: bool) -> None:
         if not is_apart:
             self._paused_at = None
         elif self._paused_at is None:
             self._paused_at = now
-        return self._begin(step, [seq for seq, _ in chosen])
 
     def _step_apart(self) -> Step | None:
         """The next step after one that failed, of some of its sequences; None: all were tried."""
