@@ -56,6 +56,9 @@ class EngineSection(Section, frozen=True):
     max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0  # per step; 0: 64, on a GPU 256
     # n-gram draft tokens per sequence and step, at most; 0: none
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
+    # what proposes draft tokens beside n-grams: the folder of a head (EAGLE-1, EAGLE-3, Medusa, or
+    # one that was trained here), or a smaller model of the same vocabulary; "": nothing
+    drafter: str = ""
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
     max_waiting: Positive = 256  # requests at a worker, beside max_num_seqs, before it refuses
     # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
