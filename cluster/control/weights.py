@@ -40,7 +40,7 @@ class Rollout:
         self._asked: _Asked | None = None
         self._not_before = 0.0  # after a failure
         self._has: dict[Incarnation, bytes] = {}  # digests that workers have answered with
-        self._paused: dict[Incarnation, bool] = {}  # whether it knows of the pause
+        self._knows_pause: set[Incarnation] = set()  # as it is now
         self._pause_s: list[float] = []
 
     @property
@@ -69,7 +69,7 @@ class Rollout:
 
     def pause(self, order: PauseModel) -> None:
         self.kept = replace(self.kept, paused=order.mode, has_paused=True)
-        self._paused.clear()
+        self._knows_pause.clear()
 
     def answered(self, now: float, answer: WeightsUpdated) -> list[Effect]:
         key = answer.worker, answer.epoch
@@ -82,11 +82,14 @@ class Rollout:
 
     def advance(self, now: float, workers: Iterable[DesiredWorker]) -> list[Effect]:
         """Ask the next worker, or be done."""
+        if not self.is_shown:  # as nearly always
+            return []
         up = {w.incarnation: w for w in workers if w.state is ProcessState.UP}
         effects: list[Effect] = []
-        for key in up.keys() - self._paused.keys():
-            self._paused[key] = True
-            if self.kept.paused is not None or self.kept.has_paused:
+        self._knows_pause &= up.keys()
+        for key in sorted(up.keys() - self._knows_pause):
+            self._knows_pause.add(key)
+            if self.kept.has_paused:
                 effects.append(Send(key[0], PauseWorker(self.kept.paused)))
         wanted = self.wanted
         if self._asked is not None:
@@ -117,6 +120,7 @@ class Rollout:
 
     def begun(self, worker: Incarnation, weights: WeightVersion | None) -> None:
         """It was started with these; None: with those of the model."""
+        self._has = {key: each for key, each in self._has.items() if key[0] != worker[0]}
         self._has[worker] = (weights or self.kept.base).digest
 
     def for_start(self) -> WeightVersion | None:
