@@ -137,16 +137,12 @@ def _failing_clearly() -> Iterator[None]:
 
 def _target(model: str, num_seqs: int, threads: int) -> tuple[Any, Any, str]:
     """The model, its tokenizer and its digest."""
-    import torch
-
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
     from kvrelay.engine.model.checkpoint.resolve import resolve_model
     from kvrelay.lab.training.draft.target import Target
 
-    threads = threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
     path = resolve_model(model, progress=lambda line: click.echo(line, err=True))
-    target = Target(path, num_seqs, LENGTH, threads)
+    target = Target(path, num_seqs, LENGTH, threads or len(os.sched_getaffinity(0)))
     return target, Tokenizer(path), target.config.digest(path).hex()
 
 

@@ -18,12 +18,12 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.lab.training.draft.prompts import Questions
 from kvrelay.lab.training.draft.target import Sample, Target
 
-TEMPERATURES = (0.0, 0.8)  # of every second file
+TEMPERATURES = (0.0, 0.8)  # files have them in turn
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of one file. hidden: of all samples, one after the other, bfloat16 [N, hidden_size]."""
+    """What one file has. hidden: all samples' states in order, bfloat16 [N, hidden_size]."""
 
     samples: list[Sample]
     hidden: torch.Tensor

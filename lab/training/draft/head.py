@@ -31,7 +31,7 @@ LEAST_SURE = 0.6  # a new head's last norm, as a part of the model's: its states
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """As in config.json."""
+    """Sizes and names as config.json has them."""
 
     hidden_size: int
     intermediate_size: int
@@ -41,7 +41,7 @@ class HeadShape:
     rms_norm_eps: float
     rope_theta: float
     draft_vocab_size: int | None  # None: all words of the model
-    model_digest: str = ""  # of the weights that it was trained for
+    model_digest: str = ""  # names the weights that it was trained for
 
 
 class _Layer(nn.Module):
@@ -122,7 +122,7 @@ class Head(nn.Module):
         return [each.hidden for each in made]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the draft vocabulary."""
+        """Gives those of the draft vocabulary."""
         found: torch.Tensor = self.lm_head(self.norm(hidden))
         return found
 
@@ -196,7 +196,7 @@ class Head(nn.Module):
 
     @staticmethod
     def load(folder: Path) -> Head:
-        """Raises ValueError, OSError."""
+        """Reads what `save` wrote. Raises ValueError, OSError."""
         said: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
         kind = said.pop("architecture", None), said.pop("norm_inputs", None)
         if kind != (ARCHITECTURE, True):

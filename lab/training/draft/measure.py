@@ -22,11 +22,11 @@ MOST_DRAFTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Of answers at one temperature."""
+    """What was found of answers at one temperature."""
 
     temperature: float
     num_tokens: int
-    by_place: tuple[float, ...]  # of drafts whose forerunners were accepted, over all positions
+    by_place: tuple[float, ...]  # shares of the drafts before which all were accepted
     per_round: tuple[float, ...]  # tokens that a round of 1, 2, ... drafts gives
 
     def gains(self, row_s: Sequence[float], draft_s: float) -> list[float]:
@@ -44,7 +44,7 @@ def draft_share(head: Head, target: Target) -> float:
 
 
 def accepted(head: Head, target: Target, answers: Iterable[Answers]) -> list[Acceptance]:
-    """By temperature, ascending."""
+    """Compares temperatures, in ascending order."""
     lengths: dict[float, list[list[int]]] = {}
     for each in answers:
         for sample, states in each:
@@ -57,7 +57,7 @@ def _accepted_drafts(head: Head, target: Target, sample: Sample, states: torch.T
     """How many drafts are accepted after each token of the answer but the last."""
     batch = Batch.of([(sample, states)])
     device = head.fc.weight.device
-    drafts: list[torch.Tensor] = []  # of each place, [L]
+    drafts: list[torch.Tensor] = []  # for each place, [L]
     times = chances(head, target, sample) if sample.temperature else None
 
     def draft(index: int, hidden: torch.Tensor) -> torch.Tensor:

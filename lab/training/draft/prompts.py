@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvrelay.lab.training.corpus import sentences
 
-HELD_OUT_EVERY = 12  # of the words of each list, and of a user's own prompts
+HELD_OUT_EVERY = 12  # word of each list, and prompt of a user's own
 PASSAGE_SENTENCES = (3, 9)
 _ROLES = (
     "baker, fisherman, young wizard, detective, old clockmaker, gardener, pilot, shy dragon,"
@@ -128,7 +128,7 @@ class Questions:
         self._seen: set[str] = set()
 
     def take(self, count: int) -> list[str]:
-        """Of those that are put together none comes twice, as long as there are others."""
+        """Puts none together twice, as long as there are others."""
         if self._own is not None:
             return [*islice(self._own, count)]
         return [self._next(index) for index in range(count)]

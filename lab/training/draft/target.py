@@ -42,7 +42,7 @@ class Target:
     """Owns a runner, with room for `num_seqs` sequences of `length` tokens."""
 
     def __init__(self, path: Path, num_seqs: int, length: int, threads: int = 0) -> None:
-        """Raises ModelError."""
+        """Loads the model; takes seconds. Raises ModelError."""
         device: Any = find_device("auto").type
         self.config = config = read_config(path)
         self.length = min(length, config.max_position_embeddings)
@@ -70,7 +70,7 @@ class Target:
     def answers(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Sample]:
-        """Of all prompts at once, up to their ends or lengths."""
+        """Answers all prompts at once, up to their ends or lengths."""
         found = [[*prompt] for prompt in prompts]
         for at in range(len(prompts)):
             found[at] += self._next([at], found, params, len(found[at]))

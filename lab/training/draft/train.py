@@ -36,12 +36,12 @@ from kvrelay.lab.training.draft.target import Target
 
 WORK = "unfinished"  # the folder beside the head
 PLAN_FILE, STATE_FILE = "plan.json", "state.pt"
-ANSWERS_SHARE = 1 / 3  # of the time; the rest is for the steps
+ANSWERS_SHARE = 1 / 3  # what they may take of the time; the rest is for the steps
 TRIAL_STEPS = 8  # after which it is known what a step takes
 SAVE_STEPS = 50
 WARMUP_STEPS, COOLDOWN = 20, 0.6  # COOLDOWN: part of the steps with a falling rate
 RIDGE = 1e-3
-LATER_WEIGHT = 0.8  # of each pass, for the one before it
+LATER_WEIGHT = 0.8  # what a pass counts, beside the one before it
 
 Tell = Callable[[str, float], None]  # what is done, and which part of all is done
 
@@ -54,7 +54,7 @@ class Recipe:
     seed: int = 48
     draft_vocab_size: int = 4096
     intermediate_size: int = 0  # 0: the model's
-    max_tokens: int = 200  # of an answer
+    max_tokens: int = 200  # in an answer
     num_prompts: int = 48  # answered at once, and kept in a file
     num_files: int = 0  # 0: as many as are answered in their share of the time
     num_steps: int = 0  # 0: as many as fill the time
@@ -104,7 +104,7 @@ class Trained:
     head: Head
     held_out: list[Answers]  # one file for each temperature
     coverage: float  # share of the answers' tokens that the draft vocabulary has
-    num_tokens: int  # of answers
+    num_tokens: int  # that answers have
     num_steps: int
     answers_s: float
     steps_s: float
@@ -233,12 +233,12 @@ class Training:
         with torch.inference_mode():
             for pair in self._pairs:
                 batch = Batch.of([pair])
-                told = batch.is_answer.to(self.device)
+                asked = batch.is_answer.to(self.device)
                 hidden, after = (
                     target.unnormed(each).to(self.device) for each in (batch.hidden, batch.after)
                 )
-                x = head.inputs(target.table[batch.tokens].to(self.device).float(), hidden)[told]
-                wanted = F.rms_norm(after[told], after.shape[-1:])
+                x = head.inputs(target.table[batch.tokens].to(self.device).float(), hidden)[asked]
+                wanted = F.rms_norm(after[asked], after.shape[-1:])
                 products += x.T @ torch.cat((x, wanted), dim=1)
             squares, wanted = products[:, :width], products[:, width:]
             ridge = RIDGE * squares.diagonal().mean() * torch.eye(width, device=self.device)

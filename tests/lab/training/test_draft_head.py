@@ -31,7 +31,7 @@ PROMPTS = [" ".join(pair) for pair in permutations("abcdefghijklmnop", 2)]
 
 
 class Letters:
-    """A tokenizer of the tiny model."""
+    """Makes tokens of the tiny model."""
 
     chat_template = None
 
