@@ -41,6 +41,7 @@ TRIAL_STEPS = 8  # after which it is known what a step takes
 SAVE_STEPS = 50
 WARMUP_STEPS, COOLDOWN = 20, 0.6  # COOLDOWN: part of the steps with a falling rate
 RIDGE = 1e-3
+WORDS_RATE = 0.05  # part of the rate that rows of words have: they are the model's own
 LATER_WEIGHT = 0.8  # what a pass counts, beside the one before it
 
 Tell = Callable[[str, float], None]  # what is done, and which part of all is done
@@ -296,7 +297,7 @@ class Training:
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self._recipe.rate * self._share_of_rate()
+                group["lr"] = group["most"] * self._share_of_rate()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
@@ -310,9 +311,15 @@ class Training:
 
 def _optimizers(head: Head, rate: float) -> list[torch.optim.Optimizer]:
     matrices = [*head.fc.parameters(), *(p for p in head.layer.parameters() if p.dim() == 2)]
-    known = {id(each) for each in matrices}
-    others = [each for each in head.parameters() if id(each) not in known]
+    norms = [each for each in head.parameters() if each.dim() == 1]
+    words = [*head.lm_head.parameters()]
+    groups = [{"params": norms, "most": rate}, {"params": words, "most": rate * WORDS_RATE}]
     return [
-        torch.optim.Muon(matrices, rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(
+            [{"params": matrices, "most": rate}],
+            rate,
+            weight_decay=0.0,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
