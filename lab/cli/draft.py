@@ -159,12 +159,12 @@ def _print_worth(console: Console, head: Any, target: Any, answers: list[Any]) -
     console.print(
         f"a step of 1 to {len(row_s)} rows takes {steps} ms, a draft about {1e3 * draft_s:.1f}"
     )
-    table = Table("temperature", "tokens", *(f"draft {n}" for n in range(1, MOST_DRAFTS + 1)))
-    table.add_column("tokens a round of 1 to 4 drafts")
-    table.add_column("times as fast (estimate)")
+    table = Table(
+        "temperature", "drafts", "the last is accepted", "tokens a round", "times as fast"
+    )
     for each in accepted(head, target, answers):
-        shares = [f"{share:.0%}" for share in each.by_place]
-        rounds = ", ".join(f"{tokens:.2f}" for tokens in each.per_round)
-        gains = ", ".join(f"{gain:.2f}" for gain in each.gains(row_s, draft_s))
-        table.add_row(f"{each.temperature:g}", f"{each.num_tokens:,}", *shares, rounds, gains)
+        columns = each.by_place, each.per_round, each.gains(row_s, draft_s)
+        for count, (share, tokens, gain) in enumerate(zip(*columns, strict=True), 1):
+            temperature = f"{each.temperature:g}"
+            table.add_row(temperature, f"{count}", f"{share:.0%}", f"{tokens:.2f}", f"{gain:.2f}")
     console.print(table)

@@ -192,6 +192,7 @@ class Head(nn.Module):
         }
         said = {"architecture": ARCHITECTURE, **asdict(self.shape), "norm_inputs": True}
         save_file(tensors, folder / WEIGHTS_FILE)
+        (folder / WEIGHTS_FILE).chmod(0o644)  # others may serve it
         (folder / CONFIG_FILE).write_text(json.dumps(said, indent=2) + "\n")
 
     @staticmethod
