@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.speculation import requests
 from kvrelay.lab.training.draft.prompts import WORDS, Questions, read_prompts
 
 
@@ -19,6 +18,7 @@ def test_questions_that_are_held_out_have_subjects_of_their_own() -> None:
 
 
 def test_the_benchmarks_prompts_and_their_subjects_are_not_asked() -> None:
+    requests = pytest.importorskip("benchmarks.engine.speculation").requests
     texts = Questions(5, False).take(3_000) + Questions(5, True).take(1_000)
     assert not {*requests().values()} & {*texts}
     for subject in ("lighthouse", "France,", "twenty animals", "Oslo"):
