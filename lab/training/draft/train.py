@@ -199,7 +199,7 @@ class Training:
         rope = c.rope(c.num_layers - 1) or c.ropes[0]
         shape = HeadShape(
             hidden_size=c.hidden_size,
-            intermediate_size=recipe.intermediate_size or c.intermediate_size,
+            intermediate_size=recipe.intermediate_size or c.intermediate_size or 4 * c.hidden_size,
             num_attention_heads=c.num_heads,
             num_key_value_heads=c.num_kv_heads,
             head_dim=c.head_dim,
