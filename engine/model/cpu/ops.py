@@ -17,6 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.draft import CpuDraft
 from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
@@ -139,6 +140,17 @@ class CpuOps:
             None if recurrent is None else recurrent.for_decodes(),
             self._step.captures,
         )
+
+    def draft(
+        self, weights: Any, limits: Limits, served: Weights, embed_scale: float
+    ) -> CpuDraft | None:
+        """What runs a drafter's head at once; None: it is of another form."""
+        norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
+        if weights.is_fused or any(norm is None for norm in norms):
+            return None
+        attention = self._attention.for_decodes()
+        where = self._config, limits, self._lib, self._threads, attention
+        return CpuDraft(*where, weights, (served, embed_scale), self._buffer)
 
     def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
         held = self._buffers.get(role)
