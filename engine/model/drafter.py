@@ -276,9 +276,10 @@ class HeadDrafter(_ByStates):
         super().__init__(config, weights, tails, model, draw)
         self._ops = ops
         self._whole: CpuDraft | None = None
-        if isinstance(ops, CpuOps):
-            scale = model.config.embed_scale
-            self._whole = ops.draft(weights, model.limits, model.weights, scale)
+        norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
+        if isinstance(ops, CpuOps) and not (weights.is_fused or any(n is None for n in norms)):
+            served = model.weights, model.config.embed_scale
+            self._whole = CpuDraft(*ops.parts(model.limits), weights, served, ops.buffer)
 
     def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
         if self._whole is None:
