@@ -266,16 +266,7 @@ class SimCluster:
         runtime.trusted = {*self.routers, CLIENT, CONTROLLER}
         runtime.attention = self.scenario.attention
         runtime.poison = {j.request_id: j.poison for j in self.scenario.jobs if j.poison}
-        checks: list[Callable[[SimRuntime, SimNode], None]] = [
-            checkers.QueueBounds(self.scenario),
-            NoProgress(self.worker_ids, self.scenario),
-        ]
-        for router in self.routers:
-            checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
-            checks.append(Silence(router, self.worker_ids, self._may_decode))
-            checks.append(checkers.Fairness(router, self.scenario))
-            workers = self.worker_ids if router == self.routers[0] else []
-            checks.append(checkers.Overtaken(router, workers, self.scenario))
+        checks = self._checks()
 
         def check(runtime: SimRuntime, life: SimNode) -> None:
             for each in checks:
@@ -299,9 +290,6 @@ class SimCluster:
             lambda config: make_controller(config, broken),
         )
         self.control.begins_with = self._begins_with
-        self._updates = draw_updates(
-            random.Random(f"{seed}: weights"), self.scenario.faults.until_s
-        )
         self.client = SimClient(
             CLIENT,
             self.routers,
@@ -331,6 +319,19 @@ class SimCluster:
             self.runtime.prepare(
                 config.node_id, _WorkerMaker(config, broken, self._begins_with), shape
             )
+
+    def _checks(self) -> list[Callable[[SimRuntime, SimNode], None]]:
+        checks: list[Callable[[SimRuntime, SimNode], None]] = [
+            checkers.QueueBounds(self.scenario),
+            NoProgress(self.worker_ids, self.scenario),
+        ]
+        for router in self.routers:
+            checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
+            checks.append(Silence(router, self.worker_ids, self._may_decode))
+            checks.append(checkers.Fairness(router, self.scenario))
+            workers = self.worker_ids if router == self.routers[0] else []
+            checks.append(checkers.Overtaken(router, workers, self.scenario))
+        return checks
 
     def _may_decode(self, worker: NodeId) -> bool:
         """Baseline policies leave prefill workers alone while there are others."""
