@@ -112,7 +112,7 @@ class CpuLinear:
         self._num_matrices = 0
 
     def begin_version(self) -> None:
-        """As of `CpuOps`."""
+        """What is packed from now on gets chunks of its own: see `CpuOps`."""
         self._memory = HugePages()
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
