@@ -49,8 +49,13 @@ def ask(served: Served, **fields: Any) -> httpx.Response:
 
 
 def update(served: Served, *args: str) -> subprocess.CompletedProcess[str]:
+    """As an operator does, who tries again where the controller of a busy machine is late."""
     command = [*KVRELAY, "update", MODEL, *args, "--url", served.url]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    for _ in range(10):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "controller does not answer" not in done.stderr:
+            break
+    return done
 
 
 def streams(pool: ThreadPoolExecutor, served: Served, count: int = 16) -> list[Future[Answer]]:
