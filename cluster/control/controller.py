@@ -190,7 +190,8 @@ class Controller:
                 rollout = self.rollouts[self.workers[node].model] if node in self.workers else None
                 return rollout.answered(now, message) if rollout else []
             case UpdateModel(model) if model in self.rollouts:
-                return self.rollouts[model].order(message, self._workers_of(model))
+                peers = [w.peer for w in self._workers_of(model) if w.peer is not None]
+                return self.rollouts[model].order(message, [*peers, *routers.peers])
             case PauseModel(model) if model in self.rollouts:
                 self.rollouts[model].pause(message)
                 return []

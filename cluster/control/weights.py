@@ -16,6 +16,7 @@ from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.status import WeightsStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.weights import PauseWorker, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.worker.messages import Peer
 
 TAG = "weights"
 ASK_S = 2.0  # between two questions to the same worker; the second one is ignored
@@ -39,7 +40,7 @@ class Rollout:
         self._asked: _Asked | None = None
         self._not_before = 0.0  # after a failure
         self._has: dict[Incarnation, bytes] = {}  # digests that workers have answered with
-        self._paused: dict[Incarnation, bool] = {}  # whether it knows of the pause
+        self._knows_pause: set[Incarnation] = set()  # as it is now
         self._pause_s: list[float] = []
 
     @property
@@ -50,15 +51,16 @@ class Rollout:
     def is_shown(self) -> bool:
         return self.kept.number > 0 or self.kept.has_paused
 
-    def order(self, order: UpdateModel, workers: Iterable[DesiredWorker]) -> list[Effect]:
-        """An operator wants other weights, or the earlier ones."""
+    def order(self, order: UpdateModel, peers: Iterable[Peer]) -> list[Effect]:
+        """An operator wants other weights, or the earlier ones. `peers`: all that have to know of
+        versions."""
         kept = self.kept
         if not kept.current.digest:
             kept = replace(kept, base=order.base, current=order.base)
             self._has = {key: digest or order.base.digest for key, digest in self._has.items()}
         target = kept.previous if order.back else order.version
         kept = replace(kept, number=kept.number + 1, mode=order.mode, why="")
-        if why := self._why_not(kept, target, workers):
+        if why := self._why_not(kept, target, peers):
             self.kept = replace(kept, why=why)
             return [Note("warning", "weights_refused", why)]
         self._pause_s.clear()
@@ -67,7 +69,7 @@ class Rollout:
 
     def pause(self, order: PauseModel) -> None:
         self.kept = replace(self.kept, paused=order.mode, has_paused=True)
-        self._paused.clear()
+        self._knows_pause.clear()
 
     def answered(self, now: float, answer: WeightsUpdated) -> list[Effect]:
         key = answer.worker, answer.epoch
@@ -80,11 +82,14 @@ class Rollout:
 
     def advance(self, now: float, workers: Iterable[DesiredWorker]) -> list[Effect]:
         """Ask the next worker, or be done."""
+        if not self.is_shown:  # as nearly always
+            return []
         up = {w.incarnation: w for w in workers if w.state is ProcessState.UP}
         effects: list[Effect] = []
-        for key in up.keys() - self._paused.keys():
-            self._paused[key] = True
-            if self.kept.paused is not None or self.kept.has_paused:
+        self._knows_pause &= up.keys()
+        for key in sorted(up.keys() - self._knows_pause):
+            self._knows_pause.add(key)
+            if self.kept.has_paused:
                 effects.append(Send(key[0], PauseWorker(self.kept.paused)))
         wanted = self.wanted
         if self._asked is not None:
@@ -115,6 +120,7 @@ class Rollout:
 
     def begun(self, worker: Incarnation, weights: WeightVersion | None) -> None:
         """It was started with these; None: with those of the model."""
+        self._has = {key: each for key, each in self._has.items() if key[0] != worker[0]}
         self._has[worker] = (weights or self.kept.base).digest
 
     def for_start(self) -> WeightVersion | None:
@@ -139,7 +145,7 @@ class Rollout:
         )
 
     def _why_not(
-        self, kept: ModelWeights, target: WeightVersion | None, workers: Iterable[DesiredWorker]
+        self, kept: ModelWeights, target: WeightVersion | None, peers: Iterable[Peer]
     ) -> str:
         if kept.target is not None:
             return f"{kept.target.name} is being rolled out: wait for its end"
@@ -148,7 +154,7 @@ class Rollout:
         for known in filter(None, (kept.base, kept.current, kept.previous)):
             if known.name == target.name and known.digest != target.digest:
                 return f"the name {target.name!r} is that of other weights, in {known.path}"
-        old = [w.node for w in workers if w.peer is not None and w.peer.protocol < PROTOCOL]
+        old = [peer.node for peer in peers if peer.protocol < PROTOCOL]
         return f"{', '.join(old)}: of an earlier version; restart them first" if old else ""
 
     def _ask(self) -> list[Effect]:

@@ -79,7 +79,7 @@ class SimControl:
         self.begins_with: dict[NodeId, WeightVersion] = {}  # what workers are started with
         self._config = ControllerConfig(
             workers=tuple((worker, each.role) for worker, each in configs.items()),
-            routers=tuple(Peer(router, "sim", 1, 1) for router in routers),
+            routers=tuple(Peer(router, "sim", 1, 1, PROTOCOL) for router in routers),
             backoff_s=0.01,
             max_backoff_s=0.5,
             stable_s=1.0,
@@ -281,17 +281,7 @@ class SimCluster:
             made = make_router(router, self.scenario.router, broken)
             runtime.add(router, lambda epoch, records, made=made: made)
         runtime.join_answers = join_answers(broken)
-        for index, config in enumerate(self._configs.values()):
-            shape = PoolShape(
-                config.num_blocks,
-                config.block_size,
-                self.scenario.checksums,
-                config.num_host_blocks,
-                config.num_disk_blocks,
-                num_ranks=RANKS[(seed // 4 + index) % len(RANKS)],
-                host_outlives=config.host_outlives,
-            )
-            runtime.prepare(config.node_id, _WorkerMaker(config, broken, self._begins_with), shape)
+        self._prepare_workers(seed, broken)
         self.control = SimControl(
             runtime,
             self._configs,
@@ -327,6 +317,21 @@ class SimCluster:
             workers = self.worker_ids if router == self.routers[0] else []
             checks.append(checkers.Overtaken(router, workers, self.scenario))
         return checks
+
+    def _prepare_workers(self, seed: int, broken: Break | None) -> None:
+        for index, config in enumerate(self._configs.values()):
+            shape = PoolShape(
+                config.num_blocks,
+                config.block_size,
+                self.scenario.checksums,
+                config.num_host_blocks,
+                config.num_disk_blocks,
+                num_ranks=RANKS[(seed // 4 + index) % len(RANKS)],
+                host_outlives=config.host_outlives,
+            )
+            self.runtime.prepare(
+                config.node_id, _WorkerMaker(config, broken, self._begins_with), shape
+            )
 
     def _may_decode(self, worker: NodeId) -> bool:
         """Baseline policies leave prefill workers alone while there are others."""

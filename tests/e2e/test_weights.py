@@ -104,7 +104,7 @@ def test_streams_go_on_while_workers_get_other_weights_and_back(
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["choices"][0]["text"] != first["choices"][0]["text"]
     refused = ask(served, weight_version=old)
-    assert refused.status_code == 404
+    assert refused.status_code == 409
     assert new in refused.text
     assert ask(served, weight_version=new).json()["choices"] == again["choices"]
 

@@ -24,7 +24,6 @@ from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.processes.kept_weights import KeptWeights
 from kvrelay.cluster.status import ControllerStatus, WeightsStatus
 from kvrelay.engine.node import Send, Wake, Woken
-from kvrelay.engine.stats import Role
 from kvrelay.engine.weights import (
     PauseMode,
     PauseWorker,
@@ -174,10 +173,10 @@ def test_orders_that_cannot_be_followed_are_refused_in_words() -> None:
     script.order(NEWER)
     assert "wait for its end" in script.view.why
     assert script.view.target == "new"
-    old = Rollouts(replace(PAIR, workers=(("decode-0", Role.DECODE),)))
-    old.bring_up("decode-0", 1)
-    Script.started(old, "prefill-0", 1)
-    assert [worker for worker, _ in old.asked] == []
+    earlier = Rollouts(CONFIG)
+    earlier.order()
+    assert earlier.view.why == "router-0: of an earlier version; restart them first"
+    assert earlier.asked == []
 
 
 def test_a_pause_reaches_workers_that_come_later_too() -> None:
