@@ -117,6 +117,7 @@ class EngineCore:
             retention=replace(
                 work.retention or config.retention,
                 is_approximate=work.scope.is_approximate and config.quantizes,
+                is_low=not work.service_class.is_interactive,
             ),
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
@@ -184,6 +185,7 @@ class EngineCore:
             timing.token_s,
             timing.computes_apart,
             timing.low_class_room,
+            timing.draft_token_s.value,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))
@@ -212,14 +214,19 @@ class EngineCore:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_scheduled", step.num_tokens * repeats)
-        num_drafted = sum(len(share.draft_tokens) for share in step.seqs)
         num_accepted = 0
-        if num_drafted:
-            num_accepted = sum(len(each.more) for each in done.sampled if each is not None)
-            self.count("draft_tokens", num_drafted)
-            self.count("draft_tokens_accepted", num_accepted)
+        for share, each in zip(step.seqs, done.sampled, strict=True):
+            if each is None or not share.most_drafts:
+                continue
+            accepted = len(each.more)
+            num_accepted += accepted
+            self.count("draft_tokens", len(share.draft_tokens) or each.num_drafts)
+            self.count("draft_tokens_accepted", accepted)
+            if share.num_drafts:
+                self.count("drafter_tokens", each.num_drafts)
+                self.count("drafter_tokens_accepted", accepted)
         if done.elapsed_s > 0 and not done.waiting:
-            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted)
+            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted, done.draft_s)
 
     def give_up(self, why: str) -> list[Effect]:
         """This worker cannot go on: the routers try its requests elsewhere, and need not wait until
@@ -311,6 +318,9 @@ class EngineCore:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
         pool, scheduler, lower = self.kv.pool, self.scheduler, self.publisher.lower
         decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
+        low = [s for s in scheduler.running if not s.service_class.is_interactive and s.is_decoding]
+        wanted = [(s, self.kv.windows.max_blocks(len(s.tokens))) for s in scheduler.waiting]
+        low_wanted = sum(count for s, count in wanted if not s.service_class.is_interactive)
         is_busy = bool(decoding)
         self.counters["preemptions"] = scheduler.num_preemptions
         self.counters["evictions"] = pool.num_evictions
@@ -336,14 +346,15 @@ class EngineCore:
             prompt_weights=self.timing.prompt_cost.published(),
             prompt_slowdown=self.timing.present_slowdown(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),
-            num_wanted_blocks=sum(
-                self.kv.windows.max_blocks(len(s.tokens)) for s in scheduler.waiting
-            ),
+            num_wanted_blocks=sum(count for _, count in wanted),
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),
             progress=self.watch.progress,
             groups=self.kv.group_blocks(),
             object_read_bytes_per_s=read_rates[Tier.OBJECT],
+            num_low_blocks=pool.num_used_low + low_wanted,
+            num_low_decoding=len(low),
+            low_decoding_tokens=sum(len(s.tokens) for s in low),
         )
 
     def count(self, name: str, amount: float = 1) -> None:
