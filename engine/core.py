@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvrelay.engine.adapters import AdaptersHeld
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import StepTiming
 from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
@@ -50,6 +51,7 @@ class EngineCore:
         self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
+        self.adapters = AdaptersHeld()
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -189,6 +191,7 @@ class EngineCore:
         self.watch.end(self.now, done.error, is_health_check=is_check, device_lost=is_lost)
         if done.error is None and not is_check:
             self._count_step(step, done)
+        self.adapters = done.adapters or self.adapters
         return self.scheduler.finish_step(done)
 
     def _count_step(self, step: Step, done: StepDone) -> None:
@@ -328,6 +331,8 @@ class EngineCore:
             progress=self.watch.progress,
             groups=self.kv.group_blocks(),
             object_read_bytes_per_s=read_rates[Tier.OBJECT],
+            adapters=self.adapters.digests,
+            adapter_load_s=self.adapters.load_s,
         )
 
     def count(self, name: str, amount: float = 1) -> None:

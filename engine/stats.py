@@ -141,6 +141,8 @@ class WorkerStats:
     links: tuple[KVLink, ...] = ()  # to the peers that it can read
     groups: tuple[GroupBlocks, ...] = ()  # where layers are in several groups
     object_read_bytes_per_s: float = 0.0  # from the object store into the device
+    adapters: tuple[bytes, ...] = ()  # digests of those in memory
+    adapter_load_s: float = 0.0  # how long it takes to load another
 
 
 @dataclass(frozen=True, slots=True)

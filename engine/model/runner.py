@@ -193,7 +193,7 @@ class ModelRunner:
         `waiting` or `unadapted`, and one for which no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
-        num_seqs = len(step.seqs)
+        num_seqs, asked = len(step.seqs), step.seqs
         ungrammatical: dict[int, str] = {}
         waiting: set[int] = set()
         masks_of: Masks | None = None
@@ -217,6 +217,7 @@ class ModelRunner:
             repeats = step.repeats if len(kept) == num_seqs else 1
             step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
         adapters = self.adapters.loaded(step.seqs)
+        has_adapters = any(seq.adapter is not None for seq in asked)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
         with torch.inference_mode():
@@ -248,6 +249,7 @@ class ModelRunner:
             invalid=invalid,
             waiting=frozenset(waiting),
             unadapted=unadapted,
+            adapters=self.adapters.held() if has_adapters else None,
         )
 
     def _run(

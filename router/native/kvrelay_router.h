@@ -110,7 +110,7 @@ enum { NUM_WEIGHTS = 4 }; /* of a fit, as in engine/cost.py */
 typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
-    double object_read_bytes_per_s;
+    double object_read_bytes_per_s, adapter_load_s;
     double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
     bool has_prompt_weights, has_decode_weights;
 } rates;
@@ -135,6 +135,8 @@ typedef struct worker {
     int64_t held_blocks; /* that a request which was sent there waits for; 0: none does */
     int64_t decoding_tokens; /* KV that its decode steps read */
     rates rates;
+    const uint64_t *adapters; /* that are in memory, or that a request there waits for */
+    int64_t num_adapters;
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     int64_t roles;
@@ -204,6 +206,7 @@ typedef struct {
     double now, output_tokens;
     double others_output; /* tokens of a request, on average */
     int64_t num_tokens;
+    uint64_t adapter; /* with which it is computed; 0: none */
     bool resumes; /* its client has tokens: no memory is held for others before it */
     hashed_prompt *prompts; /* one for each kind of workers */
     int64_t num_prompts;
