@@ -150,6 +150,8 @@ class WorkerStats:
     num_low_blocks: int = 0  # low classes of service use or want them, and make room for others
     num_low_decoding: int = 0  # among num_decoding
     low_decoding_tokens: int = 0  # among decoding_tokens
+    adapters: tuple[bytes, ...] = ()  # digests of those in memory
+    adapter_load_s: float = 0.0  # how long it takes to load another
 
 
 @dataclass(frozen=True, slots=True)

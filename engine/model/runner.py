@@ -312,7 +312,7 @@ class ModelRunner:
         `waiting` or `unadapted`, and one for which no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
-        num_seqs = len(step.seqs)
+        num_seqs, asked = len(step.seqs), step.seqs
         ungrammatical: dict[int, str] = {}
         waiting: set[int] = set()
         masks_of: Masks | None = None
@@ -337,6 +337,7 @@ class ModelRunner:
             step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
         adapters = self.adapters.loaded(step.seqs)
         step, num_drafts, draft_s = self._with_drafts(step, tables)
+        has_adapters = any(seq.adapter is not None for seq in asked)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
         with torch.inference_mode():
@@ -373,6 +374,7 @@ class ModelRunner:
             invalid=invalid,
             waiting=frozenset(waiting),
             unadapted=unadapted,
+            adapters=self.adapters.held() if has_adapters else None,
         )
 
     def hidden_states(self, step: Step) -> torch.Tensor:

@@ -74,6 +74,7 @@ def test_what_was_not_used_for_the_longest_makes_room(monkeypatch):
         world.step(name, loads=not world.step(name)[0])
     assert world.step("a") == ("a", [])
     assert world.adapters.num_loads == 3
+    assert world.adapters.held().digests == (b"a", b"c"), "what routers know of it"
     assert world.step("b") == ("", []), "b was dropped for c"
     world.gate.release()
 
