@@ -12,6 +12,7 @@ from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.settings import Count, Positive, Seconds, Section, Timeout, matching
 from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.engine.weights import WeightVersion
 
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
@@ -162,6 +163,8 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
     serves_adapters: bool = False
+    weights: WeightVersion = WeightVersion()  # that it begins with
+    base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
@@ -192,11 +195,13 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
-            fingerprint=self.fingerprint,
+            fingerprint=self.weights.root_key(self.fingerprint, self.base_weights),
             num_host_blocks=self.num_host_blocks + self.num_packed_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
             serves_adapters=self.serves_adapters,
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
+            weights=self.weights.name,
+            store_kind=self.fingerprint,
         )

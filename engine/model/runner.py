@@ -7,7 +7,7 @@ from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,11 +30,18 @@ from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.checkpoint.resolve import drafter_path
-from kvrelay.engine.model.config import ModelConfig, with_window
+from kvrelay.engine.model.checkpoint.version import read_version
+from kvrelay.engine.model.config import (
+    ModelConfig,
+    check_unchanged,
+    files_of,
+    versions_of,
+    with_window,
+)
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
 from kvrelay.engine.model.cpu.ops import CpuOps
-from kvrelay.engine.model.cpu.step import CpuDecode, CpuDraw
+from kvrelay.engine.model.cpu.step import CpuDraw
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
 from kvrelay.engine.model.device_memory import GIB, spread
@@ -59,6 +66,7 @@ from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.engine.weights import ONLY_ON_CPUS, WeightVersion
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.gpu.steps import GpuSteps
@@ -84,12 +92,14 @@ class ModelRunner:
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
         keeps_weights: bool = False,
+        version: WeightVersion | None = None,
     ) -> None:
         """engine: sized (`EngineSection.sized`), with `num_blocks`; 0: on a GPU, as many as
         `gpu_memory_utilization` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
         keeps_weights: for processes that are forked from this one (`kept_weights`).
+        version: of the weights, in place of those in `model_dir`.
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(model.device) if member is None else member.group.device
@@ -113,30 +123,27 @@ class ModelRunner:
         self._limits = self._limits_of(engine)
         self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
-        self._decode: CpuDecode | None = None
         self._drafter: Drafter | None = None
+        self._draft_config = drafter
+        self._next: Weights | None = None  # loaded, and not in use yet
         with torch.inference_mode():
             own = self._ops(threads)
             if self.kv_spec.num_state_groups:
                 own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
-            weights = self._weights(model_dir, ops, progress)
-            self._decoder = Decoder(self._own, weights, ops)
+            self._model_dir, self._all_ops = model_dir, ops
+            if version is not None:
+                weights = self._load_version(model_dir, version)
+            else:
+                weights = self._weights(model_dir, ops, progress)
+            self._install(weights)
             if member is not None:
                 member.group.wait_for_all()
             with self._first_launches():
                 if not engine.num_blocks:
                     self._fit_pool(ops)
-                if drafter is not None:
-                    self._drafter = self._open_drafter(drafter, model_dir, weights, own, threads)
-                    self._decoder.capture(self._drafter.captured)
-                if isinstance(ops, CpuOps):
-                    self._decode = ops.decode(weights, self._limits)
                 self._steps = self._gpu_steps(own, progress)
         self._guard = Guard(self._limits)
-        self.adapters = Adapters(
-            partial(self._load_adapter, model_dir, ops, weights), engine.adapter_bytes
-        )
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
@@ -157,11 +164,9 @@ class ModelRunner:
             )
         return read_drafter(drafter_path(name), self.config)
 
-    def _open_drafter(
-        self, config: DraftConfig, path: Path, weights: Weights, own: Ops, threads: int
-    ) -> Drafter:
-        model = Served(path, self.config, weights, own, self._limits)
-        kind = TORCH_DTYPES[self.dtype]
+    def _open_drafter(self, config: DraftConfig, weights: Weights, own: Ops) -> Drafter:
+        model = Served(self._model_dir, self.config, weights, own, self._limits)
+        kind, threads = TORCH_DTYPES[self.dtype], self._engine.threads or torch.get_num_threads()
 
         def ops_over(layers: ModelConfig, pool: torch.Tensor) -> Ops:
             if not isinstance(own, CpuOps):
@@ -203,6 +208,50 @@ class ModelRunner:
         """outputs: [captured, N, hidden_size], of the rows that `computed` counts."""
         assert self._drafter is not None
         self._drafter.keep(computed(step.seqs, sampled), tables, outputs)
+
+    def _install(self, weights: Weights) -> None:
+        """Steps compute with `weights` from now on."""
+        ops = self._all_ops
+        self._decoder = Decoder(self._own, weights, ops)
+        if self._draft_config is not None:
+            self._drafter = self._open_drafter(self._draft_config, weights, ops)
+            self._decoder.capture(self._drafter.captured)
+        self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
+        load = partial(self._load_adapter, self._model_dir, ops, weights)
+        self.adapters = Adapters(load, self._engine.adapter_bytes)
+
+    def load_version(self, version: WeightVersion) -> None:
+        """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
+        if self._steps is not None:
+            raise ModelError(ONLY_ON_CPUS)
+        with torch.inference_mode():
+            self._next = self._load_version(self._model_dir, version)
+
+    def _load_version(self, model_dir: Path, version: WeightVersion) -> Weights:
+        folder = Path(version.path)
+        before = versions_of(files_of(folder)) if folder.is_dir() else {}
+        found = read_version(folder, version.name, model_dir)
+        if found.digest != version.digest:
+            raise ModelError(f"{folder} has other bytes than {version.name} had when it was named")
+        weights = load_weights(folder, self.config, self._all_ops, lambda _: None)
+        check_unchanged(before, files_of(folder))
+        return weights
+
+    def use_loaded(self, block_ids: Sequence[int]) -> None:
+        """Compute with what was loaded last, while no step runs, once it has sampled a token that
+        is one; `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
+        before = self._decoder, self._decode, self.adapters, self._drafter
+        weights = self._next
+        assert weights is not None
+        self._next = None
+        share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
+        try:
+            self._install(weights)
+            if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
+                raise ModelError(f"the new weights do not answer: {fault[1]}")
+        except Exception:
+            self._decoder, self._decode, self.adapters, self._drafter = before
+            raise
 
     def _load_adapter(
         self, model_dir: Path, ops: Ops, weights: Weights, adapter: Adapter

@@ -22,7 +22,7 @@ is. So long contexts, large batches and texts without repetition get no drafts.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -31,31 +31,46 @@ from kvrelay.engine.cost import SEQS_UNIT, TOKENS_UNIT, FittedCost, fitted_s, or
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.sequence import SeqState, Sequence
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.step import Step
 
-Order = tuple[bool, float]
+Order = tuple[int, bool, float]
 
 
 def order(seq: Sequence, now: float, token_s: float) -> Order:
-    """Ascending: first streams, which are silent until they are computed here. Then the shortest,
-    which is best for the mean latency; but one that has waited counts as shorter, so that a long
-    one does not starve. token_s: as it is measured; what a fit says of one token may be nothing,
-    where all passes have equally many."""
+    """Ascending: first the highest class; of that, streams, which are silent until they are
+    computed here. Then the shortest, which is best for the mean latency; but one that has waited
+    counts as shorter, so that a long one does not starve. token_s: as it is measured; what a fit
+    says of one token may be nothing, where all passes have equally many."""
     compute_s = max(0.0, seq.num_to_compute * token_s)
-    return not seq.is_stream, order_of(compute_s, now - seq.arrived_at)
+    return -seq.service_class, not seq.is_stream, order_of(compute_s, now - seq.arrived_at)
 
 
 def may_be_admitted(
+    waiting: Seq[Sequence],
+    running: Iterable[Sequence],
+    now: float,
+    token_s: float,
+    budget: int,
+) -> Iterator[Sequence]:
+    """Those that have use for blocks now, most urgent first. By class, the highest first, streams,
+    unless they wait for KV to be found; then those whose KV another worker has begun to compute;
+    then prompts that may be in the next step, of at most `budget` tokens. The others would keep
+    others out of the memory, and stay where they are. The caller may set those that it gets
+    RUNNING."""
+    for service_class in sorted({seq.service_class for seq in waiting}, reverse=True):
+        of_class = [seq for seq in waiting if seq.service_class is service_class]
+        yield from _admissible(of_class, running, now, token_s, budget)
+
+
+def _admissible(
     waiting: Iterable[Sequence],
     running: Iterable[Sequence],
     now: float,
     token_s: float,
     budget: int,
 ) -> Iterator[Sequence]:
-    """Those that have use for blocks now, most urgent first: streams, unless they wait for KV to be
-    found; then those whose KV another worker has begun to compute; then prompts that may be in the
-    next step, of at most `budget` tokens. The others would keep others out of the memory, and stay
-    where they are. The caller may set those that it gets RUNNING."""
+    """As `may_be_admitted`, of one class."""
     prompts: list[tuple[Order, Sequence]] = []
     arriving: list[Sequence] = []
     for seq in waiting:
@@ -79,10 +94,37 @@ def may_be_admitted(
             ahead.append((key, seq.num_missing))
 
 
+LowClassRoom = Callable[[int, int, int, int], tuple[int, int]]
+"""`StepTiming.low_class_room`."""
+
+
+def room_for_all(*_: int) -> tuple[int, int]:
+    return 1 << 30, 1 << 30
+
+
+def taking_part(running: Seq[Sequence], room: LowClassRoom) -> tuple[list[Sequence], int | None]:
+    """Those of `running` that the next step may compute, and how many tokens of prompts if they are
+    of low classes; None: of higher ones. Low classes take part beside interactive decodes as far as
+    there is room for them, not beside interactive prompts, and always where there are neither."""
+    low = [seq for seq in running if not seq.service_class.is_interactive]
+    if not low:
+        return list(running), None
+    interactive = [seq for seq in running if seq.service_class.is_interactive]
+    if any(not seq.is_decoding for seq in interactive):
+        return interactive, None
+    low.sort(key=lambda seq: -seq.service_class)
+    decodes = [seq for seq in low if seq.is_decoding]
+    num_tokens, low_tokens = (sum(s.num_computed for s in each) for each in (interactive, decodes))
+    count, budget = room(len(interactive), num_tokens, len(decodes), low_tokens)
+    prompts = [seq for seq in low if not seq.is_decoding] if budget else []
+    return interactive + decodes[:count] + prompts, budget
+
+
 def waited_s(waiting: Iterable[Sequence], running: Iterable[Sequence], now: float) -> float:
-    """The longest that a prompt has waited to be computed here."""
+    """The longest that an interactive prompt has waited to be computed here."""
     prompts = [seq for seq in waiting if not seq.is_remote]
     prompts += [seq for seq in running if seq.num_missing > 1]
+    prompts = [seq for seq in prompts if seq.service_class.is_interactive]
     return max((now - seq.arrived_at for seq in prompts if not seq.is_stream), default=0.0)
 
 
@@ -125,16 +167,17 @@ def first_missing(seq: Sequence, kv: KVCacheManager) -> bytes | None:
 
 def hashes_under_way(
     running: Iterable[Sequence], remote: Iterable[Sequence], kv: KVCacheManager
-) -> set[bytes]:
-    """Hashes of blocks that will be cache hits once a prompt is computed or a load is done."""
-    block_hashes = {
-        each
-        for seq in running
-        if seq.num_missing > 1
-        for each in kv.usable_hashes(seq)[seq.num_sealed :]
-    }
+) -> dict[bytes, ServiceClass]:
+    """Hashes of blocks that will be cache hits once a prompt is computed or a load is done, with
+    the highest class of those who do: what is computed for a low one may come late."""
+    block_hashes: dict[bytes, ServiceClass] = {}
+    for seq in sorted(running, key=lambda seq: seq.service_class):
+        if seq.num_missing > 1 and seq.next_chain is None:  # those are never hits
+            coming = kv.usable_hashes(seq)[seq.num_sealed :]
+            block_hashes.update(dict.fromkeys(coming, seq.service_class))
     for seq in remote:
-        block_hashes.update(seq.block_hashes[seq.num_sealed : seq.num_arriving])
+        coming = seq.block_hashes[seq.num_sealed : seq.num_arriving]
+        block_hashes.update(dict.fromkeys(coming, ServiceClass.PRIORITY))
     return block_hashes
 
 
@@ -205,11 +248,14 @@ def _is_drawn_on_device(seq: Sequence, num_unknown: int) -> bool:
 
 
 def victim(running: Seq[Sequence], windows: Windows) -> Sequence:
-    """Who is preempted where decodes need a block. Of those that stream nothing yet the one that
-    has least work to lose, else the latest arrival: a stream would be silent until others end."""
-    silent = [seq for seq in running if not seq.is_stream]
+    """Who is preempted where others need a block: of the lowest class. Of those that stream nothing
+    yet the one that has least work to lose, else the latest arrival: a stream would be silent until
+    others end."""
+    lowest = min(seq.service_class for seq in running)
+    of_class = [seq for seq in running if seq.service_class is lowest]
+    silent = [seq for seq in of_class if not seq.is_stream]
     return min(
-        reversed(silent or running[-1:]),
+        reversed(silent or of_class[-1:]),
         key=lambda seq: seq.num_computed - windows.tokens(seq.num_hits),
     )
 

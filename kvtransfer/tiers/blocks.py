@@ -361,6 +361,12 @@ class TierBlocks:
         self.take_forgotten()
         self.forget_usage(block_hash)
 
+    def drop_unless_reused(self, block_hash: bytes) -> None:
+        """Drop it, unless others than the request that made it use it."""
+        usage = self.usages.get(block_hash)
+        if usage is not None and not usage.is_reused and not usage.parked:
+            self.drop(block_hash)
+
     def discard(self, tier: Tier, slot: int, block_hash: bytes, why: str) -> None:
         """This copy is of no use, even if an order keeps it."""
         entry = self.pools[tier].get(block_hash)

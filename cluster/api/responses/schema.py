@@ -38,7 +38,8 @@ CHAT_NAMES = {
 }
 # Fields that mean in a chat what they mean here. Those of the second row are vLLM's.
 _AS_IN_CHATS = (
-    *("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"),
+    *("temperature", "top_p", "priority", "service_tier", "seed", "user"),
+    "prompt_cache_retention",
     *("cache_salt", "kv", "top_k", "min_p", "logit_bias", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "stop", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "structured_outputs", "chat_template_kwargs", "max_tool_calls"),

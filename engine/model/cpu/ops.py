@@ -17,7 +17,6 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
-from kvrelay.engine.model.cpu.draft import CpuDraft
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
@@ -140,10 +139,9 @@ class CpuOps:
             self._step.captures,
         )
 
-    def draft(
-        self, weights: Any, limits: Limits, served: Weights, embed_scale: float
-    ) -> CpuDraft | None:
-        """What runs a drafter's head at once; None: it is of another form."""
+    def draft(self, weights: Any, limits: Limits, served: Weights, embed_scale: float) -> Any:
+        from kvrelay.engine.model.cpu.draft import CpuDraft
+
         norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
         if weights.is_fused or any(norm is None for norm in norms):
             return None
