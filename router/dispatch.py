@@ -487,8 +487,8 @@ class Dispatcher:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:
             computed, prefill_s = 0, 0.0
-        wants = {"adapter": work.adapter, "is_low": work.is_low}
-        endpoint.book(now, record.request_id, computed, num_blocks, prefill_s, **wants)
+        booked = record.request_id, computed, num_blocks, prefill_s, work.adapter
+        endpoint.book(now, *booked, is_low=work.is_low)
         fleet, until = self._fleets[POOL[info.role]], now + self.index.expected_s
         self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)
         self._now = max(self._now, now)
