@@ -35,6 +35,7 @@ class Refusal(StrEnum):
     GRAMMAR = "grammar_failed"  # the request's; it would fail anywhere
     ADAPTER = "adapter_failed"  # the request's: its adapter cannot be loaded
     INVALID_TOKENS = "invalid_tokens"  # the request's: the model has no such token ids
+    UNSUPPORTED = "unsupported_parameter"  # the request's: what computes the model has none such
 
 
 class Pooling(StrEnum):

@@ -52,6 +52,7 @@ class WorkerInfo:
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
     serves_adapters: bool = False
+    hands_over: bool = True  # it computes prompts for others, and reads their KV
 
     @property
     def row_blocks(self) -> int:

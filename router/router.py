@@ -327,6 +327,7 @@ class Router:
                 | Refusal.GRAMMAR
                 | Refusal.ADAPTER
                 | Refusal.INVALID_TOKENS
+                | Refusal.UNSUPPORTED
                 | Refusal.UNENCODABLE
             ):
                 requests.fail(record, Rejection(refused.reason, detail))

@@ -90,7 +90,8 @@ class Table:
 NOT_SENT = {  # values of enums
     # The first two are announced as "host", blocks of the last in fields of their own.
     "Tier": ["orphaned", "packed", "object"],
-    "Refusal": ["adapter_failed"],  # only to who has asked for an adapter
+    # Only to who has asked for an adapter, and by workers that the last release does not have.
+    "Refusal": ["adapter_failed", "unsupported_parameter"],
 }
 
 
