@@ -31,8 +31,8 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What stays the same during an epoch of a worker, but for its role, which the controller may
-    change."""
+    """What stays the same during an epoch of a worker, but for its role and its weights, which the
+    controller may change."""
 
     worker: NodeId
     role: Role
@@ -53,6 +53,12 @@ class WorkerInfo:
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
     serves_adapters: bool = False
     hands_over: bool = True  # it computes prompts for others, and reads their KV
+    weights: str = ""  # name of their version
+    store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
+
+    @property
+    def kind(self) -> bytes:
+        return self.store_kind or self.fingerprint
 
     @property
     def row_blocks(self) -> int:
@@ -142,6 +148,9 @@ class WorkerStats:
     links: tuple[KVLink, ...] = ()  # to the peers that it can read
     groups: tuple[GroupBlocks, ...] = ()  # where layers are in several groups
     object_read_bytes_per_s: float = 0.0  # from the object store into the device
+    num_low_blocks: int = 0  # low classes of service use or want them, and make room for others
+    num_low_decoding: int = 0  # among num_decoding
+    low_decoding_tokens: int = 0  # among decoding_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import Node
 from kvrelay.engine.step import Step
+from kvrelay.engine.weights import ONLY_ON_CPUS
 from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.agents.ranks import join_ranks
 from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
@@ -43,9 +45,9 @@ from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from kvrelay.worker.threads import WorkerThreads, at_low_priority
 from kvrelay.worker.transfers import (
-    LeaveKV,
     MakeRankTransfers,
     RankFacts,
+    RemoveKV,
     Transfers,
     open_transfers,
 )
@@ -85,9 +87,11 @@ class Ranks:
         """What an operator should know; once, if all ranks say it."""
         return [*dict.fromkeys(notice for facts in self._facts for notice in facts.notices)]
 
-    def leave_kv(self) -> None:
-        self._own.leave_kv()
-        self._runner.tell(LeaveKV())
+    def close(self) -> None:
+        """End the others, which leave what is in host memory if this one does."""
+        if not self._own.leaves_kv:
+            self._runner.tell(RemoveKV())
+        self._runner.close()
 
     def join(self, deliver: Deliver) -> RankAnswers:
         answers = RankAnswers(self._counted, self._runner.tell, deliver)
@@ -171,9 +175,11 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         launch_step=runner.launch,
         begin_checksums=own.begin_checksums,
         add_ranks=ranks.add_checksums if ranks else None,
-        close=parallel.close if parallel else None,
+        close=ranks.close if ranks else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,
+        load_version=None if parallel else runner.load_version,
+        use_loaded=None if parallel else runner.use_loaded,
     )
 
     def make_executor(deliver: Deliver) -> Executor:
@@ -189,8 +195,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
-    info, leave_kv = config.info(), own.leave_kv if ranks is None else ranks.leave_kv
-    return BuiltWorker(worker, info, make_executor, tuple(notices), lost, leave_kv)
+    return BuiltWorker(worker, config.info(), make_executor, tuple(notices), lost, own.leave_kv)
 
 
 def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
@@ -223,7 +228,10 @@ def open_runner(
         from kvrelay.engine.model.runner import ModelRunner
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        return at_low_priority(lambda: ModelRunner(path, spec.model, spec.engine)), None
+        of_version = partial(ModelRunner, version=spec.weights)
+        return at_low_priority(lambda: of_version(path, spec.model, spec.engine)), None
+    if spec.weights is not None:
+        raise ModelError(f"{spec.weights.name}: {ONLY_ON_CPUS}")
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(

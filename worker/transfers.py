@@ -83,9 +83,16 @@ class Transfers:
 
     def leave_kv(self) -> None:
         """What is in host memory is for another worker, when this one has ended."""
+        self.keep_kv(True)
+
+    def keep_kv(self, has_heir: bool) -> None:
         for arena in (self.arena, self.packed):
             if arena is not None:
-                arena.has_heir = True
+                arena.has_heir = has_heir
+
+    @property
+    def leaves_kv(self) -> bool:
+        return any(arena is not None and arena.has_heir for arena in (self.arena, self.packed))
 
     @property
     def facts(self) -> RankFacts:
@@ -188,6 +195,7 @@ def _host_memory_for_the_disk(spec: WorkerSpec) -> Iterator[None]:
 
 
 def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> WorkerConfig:
+    from kvrelay.engine.model.checkpoint.version import read_version
     from kvrelay.engine.model.quantize import scheme
 
     model = model_config(path, spec.engine)
@@ -195,12 +203,15 @@ def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> Worke
     plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
     quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
     digest = model.digest(path, max_model_len, quantization)
-    return worker_config(spec, plan, max_model_len, digest)
+    config = worker_config(spec, plan, max_model_len, digest)
+    base = read_version(path)
+    return structs.replace(config, weights=spec.weights or base, base_weights=base.digest)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveKV:
-    """To the ranks above 0: what is in host memory is for another worker."""
+class RemoveKV:
+    """To the ranks above 0: what is in host memory is for nobody. Without it they leave it, as they
+    end when rank 0 is killed, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +232,15 @@ class RankTransfers:
 
     def __init__(self, opened: Transfers, name: NodeId, tell: Tell) -> None:
         self.facts = opened.facts
-        self._leave_kv = opened.leave_kv
+        self._opened = opened
+        opened.keep_kv(True)
         self.checksums = opened.checksums
         self.begin_checksums = opened.begin_checksums
         self._loops = TransferLoops(opened.memory, opened.storage, tell, name, opened.arena)
 
-    def receive(self, message: Request | LeaveKV) -> None:
-        if isinstance(message, LeaveKV):
-            self._leave_kv()
+    def receive(self, message: Request | RemoveKV) -> None:
+        if isinstance(message, RemoveKV):
+            self._opened.keep_kv(False)
         else:
             self._loops.submit(message)
 

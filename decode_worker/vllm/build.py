@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from kvrelay.decode_worker.vllm.engine import VllmEngine
-from kvrelay.decode_worker.vllm.node import VllmWorker
+from kvrelay.decode_worker.vllm.node import FIXED_WEIGHTS, VllmWorker
 from kvrelay.engine.config import EngineSection, WorkerConfig
 from kvrelay.engine.host import Deliver, Executor, first_line
 from kvrelay.engine.kv.tier import Retention
@@ -28,6 +28,8 @@ CPU_BLOCK = 32  # vLLM's attention on CPUs takes multiples of it
 
 def build(spec: WorkerSpec) -> BuiltWorker:
     """Load the model; takes a minute, most of it vLLM's own imports. Raises BuildError."""
+    if spec.weights is not None:
+        raise BuildError(f"{spec.weights.name}: {FIXED_WEIGHTS}")
     engine = spec.engine.sized(gpu=spec.on_gpu)
     path = spec.find_model()
     shape = model_config(path, engine)

@@ -54,6 +54,7 @@ from kvrelay.engine.stats import (
     RouterUp,
     WorkerStats,
 )
+from kvrelay.engine.weights import NO_VERSION, UpdateWeights, WeightsUpdated
 from kvrelay.kvtransfer.messages import CacheOrder, CacheOrderDone
 
 TICK = "tick"
@@ -61,6 +62,7 @@ MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate
 FIRST_SLACK = 10.0  # times the deadline of a step, before the first one: it compiles
 LATE = 1 / 3  # share of the deadline
 NO_READS = 1.0  # bytes per second at which it reads KV of others: no router counts on it
+FIXED_WEIGHTS = "workers that run vllm keep their weights: restart the server with the new ones"
 
 Handler = Callable[[float, Any], list[Effect]]
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -132,6 +134,7 @@ class VllmWorker:
             KVSnapshotRequest: lambda now, asked: self._publisher.snapshot(asked.router),
             AuditRequest: lambda now, asked: [Send(asked.reply_to, self.audit())],
             ProgressRequest: lambda now, asked: [Send(asked.reply_to, self._progress_report())],
+            UpdateWeights: lambda now, asked: [self._keep_weights(asked)],
             CacheOrder: lambda now, order: [
                 Send(order.router, CacheOrderDone(self.node_id, order.order_id, 0))
             ],
@@ -368,6 +371,10 @@ class VllmWorker:
     def _refusal(self, request_id: str, attempt: int, reason: Refusal, why: str) -> Refused:
         self._count(f"refused_{reason}")
         return Refused(self.node_id, self.config.epoch, request_id, attempt, reason, why)
+
+    def _keep_weights(self, asked: UpdateWeights) -> Send:
+        about = self.node_id, self.config.epoch, NO_VERSION, self.config.fingerprint
+        return Send(asked.reply_to, WeightsUpdated(*about, asked.version.digest, FIXED_WEIGHTS))
 
     def _on_tick(self, now: float) -> list[Effect]:
         interval_s = self.config.stats_interval_s

@@ -10,6 +10,8 @@ from kvrelay.engine.kv.window import GROUP_KINDS, Windows
 from kvrelay.engine.sequence import NO_BLOCK, Sequence
 from kvrelay.engine.stats import GroupBlocks
 
+COPY_LAG = 4  # rows that copies to the lower tiers may be behind what is decoded
+
 
 class KVCacheManager:
     """Allocates and frees the blocks of sequences.
@@ -19,10 +21,11 @@ class KVCacheManager:
     block whose bytes have not changed since it was taken.
 
     Where layers attend to a window, their blocks that are not read again are freed (`slide`), and a
-    long prompt has them for its next chunks only. Blocks freed so are evicted first, and never
-    copied to the lower tiers; but not those with which others can continue where they may part from
-    it: at the prompt's end, at a public beginning's, and where `begin` found that some did. The
-    last two are in `_parting`, with the windows of each.
+    long prompt has them for its next chunks only. Blocks freed so are evicted first; but not those
+    with which others can continue where they may part from it: at the prompt's end, at a public
+    beginning's, and where `begin` found that some did. The last two are in `_parting`, with the
+    windows of each. The lower tiers get the windows of such places, and of the place up to which a
+    sequence has been decoded, so that another worker can go on there if this one dies.
     """
 
     def __init__(self, num_blocks: int, block_size: int, windows: Windows | None = None) -> None:
@@ -31,11 +34,15 @@ class KVCacheManager:
         self.windows = windows or Windows.of(block_size)
         self.checksums: dict[int, int] = {}  # block id -> checksum of its bytes
         self.collect_sealed = False  # True: the tiers take `newly_sealed` after every message
+        self.collect_decoded = False  # True: with the windows that a sequence leaves as it decodes
         self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
+        self.newly_passed: list[bytes] = []  # were sealed by decodes, and windows have left them
         self._tables: dict[Sequence, list[int]] = {}
         self._parting: set[int] = set()
         self._has_windows = self.windows.any
         self._kinds = [GROUP_KINDS.index(window.kind) for window in self.windows.groups]
+        num_states, num_whole = self._kinds.count(2), max(1, self._kinds.count(0))
+        self._strides = [(0, 1, max(1, num_states // num_whole))[kind] for kind in self._kinds]
         if len(self._kinds) > 1:
             self.pool.kinds = bytearray(num_blocks)
 
@@ -65,6 +72,7 @@ class KVCacheManager:
         table = self._cached(seq)
         hits = [block for block in table if block != NO_BLOCK]
         self.pool.acquire(hits)
+        low = not seq.service_class.is_interactive
         num_computed, windows = self.windows.tokens(len(table)), self.windows
         goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
         end = windows.end(goal, len(seq.tokens))
@@ -73,10 +81,12 @@ class KVCacheManager:
         else:
             needs = [True] * (end - len(table))
         count = sum(needs)
-        fresh = self.allocate(count) if count + headroom <= self.pool.num_free else None
+        fresh = self.allocate(count, low=low) if self._is_free(seq, count + headroom) else None
         if fresh is None:
             self.pool.release(hits)
             return False
+        if not low:
+            self.pool.claim(hits)
         seq.num_hits = seq.num_sealed = len(table)
         seq.num_computed = num_computed
         seq.slid_at, seq.num_covered = goal, max(end, len(table))
@@ -119,7 +129,8 @@ class KVCacheManager:
         table = self._tables[seq]
         missing = [i for i in range(covered, min(end, len(table))) if table[i] == NO_BLOCK]
         num_more = max(0, end - len(table))
-        fresh = self.allocate(len(missing) + num_more)
+        count, low = len(missing) + num_more, not seq.service_class.is_interactive
+        fresh = self.allocate(count, low=low) if self._is_free(seq, count) else None
         if fresh is None:
             return False
         for index, block in zip(missing, fresh, strict=False):
@@ -164,7 +175,8 @@ class KVCacheManager:
         old, needs = self._tables[seq], self.windows.needs(num_computed, len(seq.tokens))
         spare = [block for block in old[seq.num_sealed :] if block != NO_BLOCK]
         count = sum(needs[seq.num_sealed :])
-        more = self.allocate(max(0, count - len(spare)))
+        low = not seq.service_class.is_interactive
+        more = self.allocate(max(0, count - len(spare)), low=low)
         if more is None:
             return False
         spare += more
@@ -187,14 +199,15 @@ class KVCacheManager:
         )
 
     def seal_computed(self, seq: Sequence) -> None:
-        """Seal the blocks that are full up to `num_computed`."""
+        """Seal the blocks that are full up to `num_computed`; none of KV of several weights."""
+        if seq.next_chain is not None:
+            return
         block_hashes, table, end = seq.block_hashes, self._tables[seq], seq.num_computed
         keep = self.collect_sealed and seq.retention.keep_s > 0
-        collect = [keep and not window.size for window in self.windows.groups]
         for index in range(seq.num_sealed, self.windows.full(end)):
             block, block_hash = table[index], block_hashes[index]
             is_new = block != NO_BLOCK and self.pool.seal(block, block_hash)
-            if is_new and collect[index % len(collect)]:
+            if is_new and keep and (not self._has_windows or self._is_collected(seq, index)):
                 self.newly_sealed.append((block, block_hash, seq.retention))
             seq.num_sealed = index + 1
         if self._has_windows and seq.retention.keep_s > 0:
@@ -206,6 +219,7 @@ class KVCacheManager:
         table = self._tables.pop(seq, [])
         if self._has_windows and self.collect_sealed and seq.retention.keep_s > 0:
             self._collect_kept(seq, table, seq.num_sealed)
+            self._pass_lag(seq)
         new = [block for block in table[seq.num_hits :] if block != NO_BLOCK]
         hits = [block for block in table[: seq.num_hits] if block != NO_BLOCK]
         if seq.retention.keep_s <= 0:  # but blocks that were cached before keep their order
@@ -214,13 +228,24 @@ class KVCacheManager:
         else:
             self.pool.release(hits + new)
         seq.block_ids = []
+        if seq.next_chain is not None:
+            seq.chain, seq.next_chain = seq.next_chain, None
         seq.num_sealed = 0
         seq.num_computed = 0
         seq.slid_at = seq.num_covered = seq.passed_at = seq.parts_at = 0
 
-    def allocate(self, count: int) -> list[int] | None:
+    def _is_free(self, seq: Sequence, count: int) -> bool:
+        """Whether `seq` may have so many blocks. One of a low class may have as many as it needs,
+        several may evict what others have left as far as the pool lets low classes."""
+        if count > self.pool.num_free:
+            return False
+        if seq.service_class.is_interactive or self.pool.has_free_low(count):
+            return True
+        return all(o.service_class.is_interactive for o in self._tables if o is not seq)
+
+    def allocate(self, count: int, *, low: bool = False) -> list[int] | None:
         """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.allocate(count, low=low)
         for block in blocks or ():
             self.checksums.pop(block, None)
         if self._parting and blocks:
@@ -304,6 +329,37 @@ class KVCacheManager:
         for index, block in zip(kept, pool.lookup([block_hashes[i] for i in kept]), strict=True):
             table[index] = block
         return table
+
+    def _is_collected(self, seq: Sequence, index: int) -> bool:
+        """Whether a block that was just sealed goes to the lower tiers at once. While `seq` decodes
+        those of windows do, and leave them when no window is left that has them; and states once in
+        so many rows that they take no more than what layers keep of all tokens."""
+        row, group = divmod(index, self.windows.count)
+        window, stride = self.windows.groups[group], self._strides[group]
+        if not window.size:
+            return True
+        if row < self._decoded_from(seq) or row % stride or not self.collect_decoded:
+            return False
+        start = window.start((row + 1) * self.block_size)
+        self._pass(seq, group, start - stride * (1 + -(-COPY_LAG // stride)))
+        return True
+
+    def _decoded_from(self, seq: Sequence) -> int:
+        return self.windows.full(seq.num_prompt_tokens - 1) // self.windows.count
+
+    def _pass(self, seq: Sequence, group: int, row: int) -> None:
+        """No longer copied for takeovers."""
+        if row >= max(self._decoded_from(seq), self.windows.groups[group].num_sink_blocks):
+            self.newly_passed.append(seq.block_hashes[row * self.windows.count + group])
+
+    def _pass_lag(self, seq: Sequence) -> None:
+        """What was left below for copies that might be late, of a sequence that has ended."""
+        rows = seq.num_sealed // self.windows.count
+        for group, window in enumerate(self.windows.groups):
+            start = window.start(rows * self.block_size)
+            for row in range(start - 2 * max(COPY_LAG, self._strides[group]), start):
+                if window.size and self.collect_decoded:
+                    self._pass(seq, group, row)
 
     def _is_read_at(self, index: int, end: int) -> bool:
         """Whether a request that continues at entry `end` reads entry `index`."""

@@ -356,7 +356,12 @@ def remove_arenas(cluster: str) -> None:
         while root.exists() and time.monotonic() < deadline:
             for folder, _ in abandoned_arenas(root):
                 remove_arena(folder)
-            time.sleep(0.02)
+            # Those that were killed as they began have left folders.
+            for each, _, _ in os.walk(root, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(each)
+            if root.exists():
+                time.sleep(0.02)
 
 
 def _remove(folder: Path) -> None:

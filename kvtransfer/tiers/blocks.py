@@ -361,6 +361,12 @@ class TierBlocks:
         self.take_forgotten()
         self.forget_usage(block_hash)
 
+    def drop_unless_reused(self, block_hash: bytes) -> None:
+        """Drop it, unless others than the request that made it use it."""
+        usage = self.usages.get(block_hash)
+        if usage is not None and not usage.is_reused and not usage.parked:
+            self.drop(block_hash)
+
     def discard(self, tier: Tier, slot: int, block_hash: bytes, why: str) -> None:
         """This copy is of no use, even if an order keeps it."""
         entry = self.pools[tier].get(block_hash)
@@ -430,6 +436,7 @@ class TierBlocks:
         usage.expires_at = max(usage.expires_at, now + retention.keep_s)
         usage.to_disk |= retention.to_disk
         usage.is_approximate |= retention.is_approximate
+        usage.is_low &= retention.is_low
         self.consider_writing(usage.block_hash)
         for tier, pool in self.pools.items():
             if tier in self.indexes and (entry := pool.get(usage.block_hash)) is not None:
@@ -450,6 +457,7 @@ class TierBlocks:
             *(block_hash, self._recency, now, now + retention.keep_s),
             retention.to_disk,
             is_approximate=retention.is_approximate,
+            is_low=retention.is_low,
         )
         self.usages[block_hash] = usage
         return usage

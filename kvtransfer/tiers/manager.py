@@ -67,6 +67,7 @@ class Tiers:
         self._orders_due = False  # something has changed since they were looked at
         self.counters = self._blocks.counters
         kv.collect_sealed = bool(self._pools)
+        kv.collect_decoded = self._blocks.has_memory
 
     def start(self, now: float, records: StoreRecords) -> None:
         """`records`: what each store held when it was opened."""
@@ -292,6 +293,10 @@ class Tiers:
             sealed, self._kv.newly_sealed = self._kv.newly_sealed, []
             for _, block_hash, retention in sealed:
                 self._blocks.want_copy(now, block_hash, retention)
+        if self._kv.newly_passed:
+            passed, self._kv.newly_passed = self._kv.newly_passed, []
+            for block_hash in passed:
+                self._blocks.drop_unless_reused(block_hash)
 
     def _copy_all(self, now: float, live: LiveOrder) -> None:
         """Copy down what only the device has."""

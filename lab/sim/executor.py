@@ -262,18 +262,22 @@ class SimExecutor:
         drawn, left = [next_token(attended, seq.sampling, end)], [previous]
         logprobs = seq.sampling.logprobs
         if logprobs is not None:
-            assert not seq.draft_tokens, "draft tokens where log-probabilities are reported"
+            assert not seq.most_drafts, "draft tokens where log-probabilities are reported"
             return Sampled(drawn[0], logprobs_of(attended, drawn[0], end, logprobs))
-        for position, token in enumerate(seq.draft_tokens, start=end):
-            previous = slot_value(previous, token, position)
+        draft = list(seq.draft_tokens)
+        for position in range(end, seq.end):
+            if seq.num_drafts:  # a drafter that is right two times of three
+                draft.append(drawn[-1] if position % 3 else drawn[-1] + 1)
+            previous = slot_value(previous, draft[position - end], position)
             pool.write(table, position, previous)
             left.append(previous)
             attended = self._attended(table, position + 1)
             drawn.append(next_token(attended, seq.sampling, position + 1))
-        found = seq.verify(drawn)
+        found = replace(seq, draft_tokens=draft).verify(drawn)
         last = end + len(found.more)
         pool.write_states(table, last - 1, left[len(found.more)])
-        return replace(found, forced=forced_after(seq.sampling.grammar, last))
+        forced = forced_after(seq.sampling.grammar, last)
+        return replace(found, forced=forced, num_drafts=seq.num_drafts)
 
     def _attended(self, table: list[int], end: int) -> int:
         slots, *others = self.pool.gather_groups(table, end)
@@ -306,7 +310,7 @@ class SimExecutor:
         assert seq.tokens
         assert seq.context[start:end] == seq.tokens
         assert len(table) >= self.pool.entries(end)
-        if seq.draft_tokens:
+        if seq.most_drafts:
             assert start // size == (seq.end - 1) // size, "a draft leaves its block"
         used = [block for block in table[: self.pool.entries(end)] if block >= 0]
         assert len(set(used)) == len(used), "a block twice in one table"

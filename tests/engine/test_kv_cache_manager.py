@@ -1,7 +1,11 @@
 """What the KV cache manager tells of the blocks that it seals, and which of them go first."""
 
-from kvrelay.engine.kv.cache_manager import KVCacheManager
+from collections.abc import Iterator
+
+from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.cache_manager import COPY_LAG, KVCacheManager
 from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.sequence import Sequence
 from tests.engine.sequences import sequence
 
@@ -88,3 +92,43 @@ def test_a_sequence_gives_back_what_it_was_given_whatever_its_table_says() -> No
     kv.release(second)
     kv.check_integrity()
     assert kv.pool.is_idle()
+
+
+def decoded(windows: Windows, num_prompt_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """At each length up to 120 tokens: it, and of what is in the lower tiers then how many rows can
+    be continued, and how many blocks there are, in a worker that copies at once."""
+    kv = KVCacheManager(256, 4, windows)
+    kv.collect_sealed = kv.collect_decoded = True
+    chain = BlockChain(b"f", UNSALTED, 4, windows.count)
+    seq = sequence(list(range(num_prompt_tokens)), retention=RETENTION, chain=chain)
+    assert kv.admit(seq, headroom=0)
+    below: set[bytes] = set()
+    while (seq_len := len(seq.tokens)) < 120:
+        seq.num_computed = seq_len
+        kv.seal_computed(seq)
+        kv.slide(seq)
+        below |= {name for _, name, _ in kv.newly_sealed}
+        below -= set(kv.newly_passed)
+        kv.newly_sealed, kv.newly_passed = [], []
+        has = [name in below for name in seq.block_hashes]
+        yield seq_len, windows.reach(windows.full(seq_len), has.__getitem__), len(below)
+        seq.append(seq_len, None)
+        assert kv.grow(seq)
+
+
+def test_windows_go_down_while_a_sequence_decodes_and_leave_when_it_has_gone_on() -> None:
+    """One group whole, one with a window of 8 positions."""
+    windows = Windows.of(4, (0, 8), chunk_blocks=8)
+    for seq_len, reach, num_below in decoded(windows, 20):
+        assert reach == windows.full(seq_len)
+        prompt_end, window = 2, 2 + COPY_LAG
+        assert num_below <= seq_len // 4 + prompt_end + window
+
+
+def test_states_go_down_once_in_as_many_rows_as_there_are() -> None:
+    """Four groups of states beside one that is whole."""
+    windows = Windows.of(4, (0, 2, 2, 2, 2), chunk_blocks=8)
+    for seq_len, reach, num_below in decoded(windows, 8):
+        rows = seq_len // 4
+        assert reach == windows.count * ((rows - 1) // 4 * 4 + 1)
+        assert num_below <= rows + 4 * (1 + 3)

@@ -94,6 +94,14 @@ def test_ranks_read_what_ranks_have_left(
         assert ask(other) == answers == expected
         assert num_cached(other) == NUM_PROMPTS * CACHED
         assert other.leftovers() == []
+        assert num_arenas(name) == 4, "a rank whose leader ends without a word leaves its part"
+    assert num_arenas(name) == 2, "ranks remove theirs when their worker is told to end"
+
+
+def test_folders_that_are_empty_go_with_their_cluster(name: str) -> None:
+    (arena_root() / name / "form").mkdir(parents=True)
+    remove_arenas(name)
+    assert not (arena_root() / name).exists()
 
 
 def test_one_byte_that_changed_is_noticed(
@@ -112,6 +120,10 @@ def test_one_byte_that_changed_is_noticed(
         wait_for_found(other)
         assert ask(other) == expected
         assert num_cached(other) == 0
+
+
+def num_arenas(name: str) -> int:
+    return len(list((arena_root() / name).rglob("blocks.kv")))
 
 
 def wait_for_found(cluster: LocalCluster, at_least: int = 1) -> None:

@@ -3,6 +3,8 @@ for vLLM that gives what the real one gives. `tests/e2e/test_vllm.py` has the re
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.build import build, check_blocks
@@ -26,14 +29,19 @@ from kvrelay.decode_worker.vllm.messages import (
 )
 from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.parameters import structure
-from kvrelay.engine.config import EngineSection, WorkerConfig
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
 from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Exit, Send, Woken
 from kvrelay.engine.request import FinishReason, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
+from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
 from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.worker.guardian import WorkerGuardian, in_environment
 from kvrelay.worker.kv_plan import BuildError
+from kvrelay.worker.messages import StartFailed
+from kvrelay.worker.process import Listening
+from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 from tests.local.test_local import model_dir as model_dir
 from tests.support import vllm_stand_in
 from tests.support.local import LocalCluster
@@ -268,8 +276,6 @@ def test_what_it_cannot_do_is_refused_in_words(work: Any, reason: Refusal, said:
 
 
 def replace_config(**changes: Any) -> WorkerConfig:
-    from msgspec import structs
-
     return structs.replace(CONFIG, **changes)
 
 
@@ -314,6 +320,50 @@ def test_rates_are_of_prompts_and_of_decodes_apart() -> None:
     assert stats.prefill_tokens_per_s == pytest.approx(2 / 0.2)
     assert stats.decode_step_s == pytest.approx(0.1)
     assert (stats.num_free_blocks, stats.num_running, stats.num_decoding) == (12, 1, 1)
+
+
+def test_weights_stay_and_who_asks_hears_why() -> None:
+    asked = UpdateWeights("controller", WeightVersion("new", b"d"), UpdateMode.DRAIN)
+    [said] = sent(worker().receive(0.0, asked), WeightsUpdated)
+    assert (said.wanted, said.fingerprint) == (b"d", CONFIG.fingerprint)
+    assert "restart the server" in said.why
+
+
+def test_its_process_finds_our_source_and_nothing_else_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    look = (
+        "import sys, kvrelay.decode_worker.vllm.messages as m; print(m.__file__); print(sys.path)"
+    )
+    given = {"VIRTUAL_ENV": "/ours", "PYTHONPATH": "/ours/lib", "HOME": "/home"}
+    words, env = in_environment(sys.executable, ["python", "-S", "-c", look], given)
+    assert "VIRTUAL_ENV" not in env
+    said = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(str(tmp_path / "source"))
+    assert "/ours" not in said
+    assert in_environment(sys.executable, ["python"], given)[1] == env  # the link is there
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    spec = WorkerSpec(
+        cluster="none",
+        worker="decode-0",
+        role=Role.DECODE,
+        epoch=1,
+        model_dir="",
+        model=ModelSection(),
+        engine=replace_section(python="/nowhere/bin/python"),
+        tiers=TiersSection(),
+    )
+    answer = WorkerGuardian("decode-0").run(WorkerOrder(spec, Listening("", b"", 1 << 20)))
+    assert isinstance(answer, StartFailed)
+    assert answer.permanent
+    assert answer.reason == "/nowhere/bin/python does not start: No such file or directory"
+
+
+def replace_section(**changes: Any) -> EngineSection:
+    return structs.replace(VLLM, **changes)
 
 
 # Names of blocks

@@ -17,6 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
@@ -104,6 +105,12 @@ class CpuOps:
         self._recurrent = CpuRecurrent(self._config, pool, *args)
         self._step = CpuStep(self._config, *args, self._attention, self._recurrent)
 
+    def capture(self, layers: tuple[int, ...]) -> None:
+        self._step.captures = layers
+
+    def captured(self, rows: int) -> list[torch.Tensor]:
+        return [*self._step.captured(rows)]
+
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
         if self._recurrent is not None:
@@ -130,6 +137,7 @@ class CpuOps:
             weights,
             self._buffer,
             None if recurrent is None else recurrent.for_decodes(),
+            self._step.captures,
         )
 
     def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
@@ -157,8 +165,10 @@ class CpuOps:
     ) -> torch.Tensor:
         return self._linear.gated(x, matrix, added)
 
-    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
-        return self._linear.low_rank(down, up, is_gated=is_gated)
+    def low_rank(
+        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
+    ) -> LowRank:
+        return self._linear.low_rank(down, up, memory, is_gated=is_gated)
 
     def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
         self._linear.add_low_rank(out, x, low_rank)

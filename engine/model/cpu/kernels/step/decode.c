@@ -70,9 +70,10 @@ static void plan(const Decode *d) {
     }
 }
 
-static void pass(const Decode *d, int64_t *drawn) {
-    const Step *s = &d->step;
+static void pass(const Decode *d, int64_t number, int64_t *drawn) {
+    Step step = d->step, *s = &step;
     int64_t rows = s->rows, width = s->width, vocab = d->head.rows;
+    if (s->captured) s->captured += number * d->num_captured * rows * width;
     plan(d);
     kvr_embed(d->table, d->bf16_table, d->tokens, rows, width, s->hidden);
     for (int64_t i = 0; d->embed_scale != 1.0f && i < rows * width; i++) s->hidden[i] *= d->embed_scale;
@@ -98,7 +99,7 @@ int64_t kvr_decode(const Decode *d) {
     for (int64_t passes = 1;; passes++) {
         int64_t *drawn = d->drawn + (passes - 1) * d->step.rows;
         int stopped = 0;
-        pass(d, drawn);
+        pass(d, passes - 1, drawn);
         if (passes >= d->max_passes) return passes;
         for (int64_t s = 0; s < d->num_seqs; s++) {
             stopped |= is_stop(d, s, drawn[s]);
