@@ -52,6 +52,7 @@ class WorkerInfo:
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
     serves_adapters: bool = False
+    hands_over: bool = True  # it computes prompts for others, and reads their KV
     weights: str = ""  # name of their version
     store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
 
