@@ -41,6 +41,7 @@ from kvrelay.lab.sim.breakage import Break, break_worker, join_answers, make_con
 from kvrelay.lab.sim.checkers import NoProgress, Silence
 from kvrelay.lab.sim.client import Outcome, SecondWave, SimClient
 from kvrelay.lab.sim.faults import Rot, Sickness
+from kvrelay.lab.sim.inversion import ClassInversion
 from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
 from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime, Violation
 from kvrelay.lab.sim.scenario import GROUPED, RoleChange, Scenario, draw_scenario
@@ -309,6 +310,7 @@ class SimCluster:
         checks: list[Callable[[SimRuntime, SimNode], None]] = [
             checkers.QueueBounds(self.scenario),
             NoProgress(self.worker_ids, self.scenario),
+            ClassInversion(self.worker_ids, self.scenario),
         ]
         for router in self.routers:
             checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
