@@ -64,7 +64,10 @@ class Adapters:
         self.num_loads = 0
         self._load_s = 0.0
 
-    def held(self) -> AdaptersHeld:
+    def held(self, seqs: Sequence[ScheduledSeq]) -> AdaptersHeld | None:
+        """What routers are told after a step of `seqs`; None: it had nothing to do with adapters."""
+        if all(seq.adapter is None for seq in seqs):
+            return None
         loaded = [(-e.used, digest) for digest, e in self._entries.items() if e.is_loaded]
         return AdaptersHeld(tuple(d for _, d in sorted(loaded)[:MAX_PUBLISHED]), self._load_s)
 

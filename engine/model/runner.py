@@ -307,8 +307,8 @@ class ModelRunner:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is left out, and its
         error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
-        in `ungrammatical`, one without its adapter in
-        `waiting` or `unadapted`, and one for which no token can be drawn in `unsampled`."""
+        in `ungrammatical`, one without its adapter in `waiting` or `unadapted`, and one for which
+        no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
@@ -336,7 +336,6 @@ class ModelRunner:
             step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
         adapters = self.adapters.loaded(step.seqs)
         step, num_drafts, draft_s = self._with_drafts(step, tables)
-        has_adapters = any(seq.adapter is not None for seq in asked)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
         with torch.inference_mode():
@@ -373,7 +372,7 @@ class ModelRunner:
             invalid=invalid,
             waiting=frozenset(waiting),
             unadapted=unadapted,
-            adapters=self.adapters.held() if has_adapters else None,
+            adapters=self.adapters.held(asked),
         )
 
     def hidden_states(self, step: Step) -> torch.Tensor:
