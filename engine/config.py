@@ -12,7 +12,7 @@ from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.settings import Count, Positive, Seconds, Section, Timeout, matching
 from kvrelay.engine.stats import Role, WorkerInfo
-from kvrelay.engine.weights import WeightVersion
+from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
@@ -163,7 +163,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
     serves_adapters: bool = False
-    weights: WeightVersion = WeightVersion()  # that it begins with
+    weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long

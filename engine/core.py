@@ -117,6 +117,7 @@ class EngineCore:
             retention=replace(
                 work.retention or config.retention,
                 is_approximate=work.scope.is_approximate and config.quantizes,
+                is_low=not work.service_class.is_interactive,
             ),
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
@@ -175,7 +176,6 @@ class EngineCore:
         if self.watch.why:
             return None
         timing = self.timing
-        self.scheduler.draft_token_s = timing.draft_token_s.value
         step = self.scheduler.schedule(
             self.now,
             timing.prompt_budget,
@@ -185,6 +185,7 @@ class EngineCore:
             timing.token_s,
             timing.computes_apart,
             timing.low_class_room,
+            timing.draft_token_s.value,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))
@@ -317,6 +318,9 @@ class EngineCore:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
         pool, scheduler, lower = self.kv.pool, self.scheduler, self.publisher.lower
         decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
+        low = [s for s in scheduler.running if not s.service_class.is_interactive and s.is_decoding]
+        wanted = [(s, self.kv.windows.max_blocks(len(s.tokens))) for s in scheduler.waiting]
+        low_wanted = sum(count for s, count in wanted if not s.service_class.is_interactive)
         is_busy = bool(decoding)
         self.counters["preemptions"] = scheduler.num_preemptions
         self.counters["evictions"] = pool.num_evictions
@@ -342,14 +346,15 @@ class EngineCore:
             prompt_weights=self.timing.prompt_cost.published(),
             prompt_slowdown=self.timing.present_slowdown(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),
-            num_wanted_blocks=sum(
-                self.kv.windows.max_blocks(len(s.tokens)) for s in scheduler.waiting
-            ),
+            num_wanted_blocks=sum(count for _, count in wanted),
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),
             progress=self.watch.progress,
             groups=self.kv.group_blocks(),
             object_read_bytes_per_s=read_rates[Tier.OBJECT],
+            num_low_blocks=pool.num_used_low + low_wanted,
+            num_low_decoding=len(low),
+            low_decoding_tokens=sum(len(s.tokens) for s in low),
         )
 
     def count(self, name: str, amount: float = 1) -> None:

@@ -147,6 +147,9 @@ class WorkerStats:
     links: tuple[KVLink, ...] = ()  # to the peers that it can read
     groups: tuple[GroupBlocks, ...] = ()  # where layers are in several groups
     object_read_bytes_per_s: float = 0.0  # from the object store into the device
+    num_low_blocks: int = 0  # low classes of service use or want them, and make room for others
+    num_low_decoding: int = 0  # among num_decoding
+    low_decoding_tokens: int = 0  # among decoding_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ class WeightVersion:
         return key.digest()
 
 
+NO_VERSION = WeightVersion()
+
+
 class UpdateMode(StrEnum):
     """What becomes of the requests that a worker has when its weights change."""
 

@@ -263,7 +263,7 @@ class Dispatcher:
         `apart_from`: not to these, whatever others have failed at.
 
         One that is `patient` goes where there will be memory first, and others that do not fit
-        beside it go elsewhere until it has begun: one at a time."""
+        beside it go elsewhere until it has begun: one at a time, and none of a low class."""
         rejection = self.check(record)
         if rejection is not None or not self.has_workers:
             return rejection
@@ -319,7 +319,7 @@ class Dispatcher:
             attempt.retain_on = self._retention.choose(now, record, block_hashes, choice.prefill)
         attempt.num_held = len(record.tokens) - intake.computed
         attempt.num_stored = self._stored(now, record, choice.decode.info)
-        if patient and seconds.memory > 0:
+        if patient and seconds.memory > 0 and not record.submit.is_low:
             missing = work.num_tokens - best.held.device
             choice.decode.held_blocks = choice.decode.info.blocks_for(missing)
             self._waits = attempt
@@ -445,6 +445,7 @@ class Dispatcher:
             avoid=record.avoid,
             alone=whole,
             resumes=record.num_output_tokens > 0,
+            is_low=record.submit.is_low,
         )
 
     def held(self, now: float, record: RequestRecord) -> int | None:
@@ -485,7 +486,8 @@ class Dispatcher:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:
             computed, prefill_s = 0, 0.0
-        endpoint.book(now, record.request_id, computed, num_blocks, prefill_s)
+        is_low = record.submit.is_low
+        endpoint.book(now, record.request_id, computed, num_blocks, prefill_s, is_low=is_low)
         fleet, until = self._fleets[POOL[info.role]], now + self.index.expected_s
         self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)
         self._now = max(self._now, now)

@@ -73,6 +73,11 @@ class Submit:
     def service_class(self) -> ServiceClass:
         return ServiceClass.of(self.priority)
 
+    @property
+    def is_low(self) -> bool:
+        """Whether others go before it at workers too."""
+        return not self.service_class.is_interactive
+
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:

@@ -333,7 +333,7 @@ class Worker:
         return [Wake(self.config.stats_interval_s, TICK)]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
-        self.core.now = now
+        self.core.now = self.core.kv.pool.now = now
         effects = self._handlers.get(type(message), _on_unexpected)(now, message)
         effects += self._use_arrived(now)
         effects += self._schedule(now)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.recurrence import DeltaRows, convolve, delta_inputs, delta_rule
 from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2
 from kvrelay.engine.model.states import StatePool, StateSpans
@@ -107,10 +108,12 @@ class Ops(Protocol):
         `add_low_rank` has left it."""
         ...
 
-    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> Any:
+    def low_rank(
+        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
+    ) -> Any:
         """Prepare what an adapter adds to the product with a matrix [out, in]: down [rank, in] and
-        up [out, rank]; is_gated: to one for `gated`. It has a size (`nbytes`),
-        and a `width`: columns of what it is added to. May be called while others compute."""
+        up [out, rank]; is_gated: to one for `gated`; memory: the adapter's, on a CPU. It has a
+        size, and a `width`: columns of what it is added to. May be called while others compute."""
         ...
 
     def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: Any) -> None:
@@ -267,7 +270,9 @@ class TensorOps:
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)
 
-    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
+    def low_rank(
+        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
+    ) -> LowRank:
         return LowRank(self.table(down), self.table(up))
 
     def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 from kvrelay.engine.cost import MIN_SAMPLES, StepTiming
+from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_pool import LEFT_S, LOW_SHARE
 from kvrelay.engine.scheduling.selection import taking_part
 from kvrelay.engine.sequence import SeqState
 from kvrelay.engine.service_class import ServiceClass
@@ -33,7 +36,7 @@ class Steps(World):
         super().perform(node, effects)
 
     def ask(self, name: str, num_tokens: int, max_tokens: int, of: ServiceClass) -> list[int]:
-        prompt = [sum(name.encode()) % 90 + 2] * num_tokens
+        prompt = [2 + crc32(f"{name} {i}".encode()) % 90 for i in range(num_tokens)]
         self.submit(name, prompt, max_tokens, remote=False, service_class=of)
         return prompt
 
@@ -161,3 +164,51 @@ def test_of_low_classes_flex_joins_before_batch_and_prompts_last() -> None:
     assert taking_part([batch, low, chat], lambda *_: (1, 5)) == ([chat, batch, low], 5)
     assert taking_part([batch, prompt, chat], lambda *_: (1, 5)) == ([prompt, chat], None)
     assert taking_part([prompt, chat], lambda *_: (0, 0)) == ([prompt, chat], None)
+
+
+def cached(world: World, prompt: list[int]) -> int:
+    """Blocks of `prompt` that are in device memory."""
+    core = world.decode.core
+    seq = sequence(prompt, block_size=BLOCK_SIZE, chain=BlockChain(b"tiny", UNSALTED, BLOCK_SIZE))
+    return len(core.kv.pool.lookup(seq.block_hashes))
+
+
+def test_rows_of_a_low_class_evict_little_of_what_others_left_until_that_is_old() -> None:
+    world = Steps(num_blocks=32, max_num_seqs=64)
+    chats = [world.ask(f"c{i}", 7 * BLOCK_SIZE, 4, DEFAULT) for i in range(4)]
+    world.drain()
+    held = sum(cached(world, chat) for chat in chats)
+    for i in range(24):
+        world.ask(f"b{i}", 2 * BLOCK_SIZE, 8, BATCH)
+    world.drain()
+    assert held - sum(cached(world, chat) for chat in chats) <= 32 * LOW_SHARE
+    assert len({name for step in world.steps for name in step}) == 28, "all were served"
+    world.now += LEFT_S + 1
+    for i in range(24):
+        world.ask(f"d{i}", 7 * BLOCK_SIZE, 8, BATCH)
+    world.drain()
+    assert sum(cached(world, chat) for chat in chats) == 0
+    assert not world.refused()
+
+
+def test_one_request_of_a_low_class_may_evict_as_much_as_it_needs() -> None:
+    world = Steps(num_blocks=16)
+    world.ask("chat", 13 * BLOCK_SIZE, 4, DEFAULT)
+    world.drain()
+    low = world.ask("low", 10 * BLOCK_SIZE, 16, BATCH)
+    world.drain()
+    assert world.output("low", low) == reference(low, 16)
+    assert world.decode.core.scheduler.num_preemptions == 0
+
+
+def test_what_an_interactive_request_has_used_is_not_evicted_first() -> None:
+    world = Steps(num_blocks=16)
+    shared = world.ask("a", 6 * BLOCK_SIZE, 2, BATCH)
+    world.drain()
+    world.submit("b", [*shared, 7], 2, remote=False)
+    world.drain()
+    world.ask("c", 6 * BLOCK_SIZE, 2, BATCH)
+    world.drain()
+    world.ask("d", 8 * BLOCK_SIZE, 2, DEFAULT)
+    world.drain()
+    assert cached(world, shared) == 6

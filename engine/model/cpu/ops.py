@@ -17,6 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
@@ -174,8 +175,10 @@ class CpuOps:
     ) -> torch.Tensor:
         return self._linear.gated(x, matrix, added)
 
-    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
-        return self._linear.low_rank(down, up, is_gated=is_gated)
+    def low_rank(
+        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
+    ) -> LowRank:
+        return self._linear.low_rank(down, up, memory, is_gated=is_gated)
 
     def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
         self._linear.add_low_rank(out, x, low_rank)

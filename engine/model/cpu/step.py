@@ -189,8 +189,7 @@ def _described_adapter(adapter: LoadedAdapter) -> ctypes.Array[Any]:
     count = 1 + max((matrix.number for matrix, _ in adapter.pairs), default=0)
     described = (_LowRank * count)()
     for matrix, low_rank in adapter.pairs:
-        to = described[matrix.number]
-        to.down, to.up = described_matrix(low_rank.down), described_matrix(low_rank.up)
+        described[matrix.number] = low_rank.described
     return described
 
 

@@ -54,10 +54,18 @@ typedef struct {
     int32_t captured; /* 1 + where its output is among what is captured; 0: it is not */
 } Layer;
 
-/* What an adapter adds to a matrix' results: up @ (down @ x). */
+/* What an adapter adds to a matrix' results: up @ (down @ x). Weights are words: floats, or pairs of
+ * bfloat16. First those of down, [ranks / VL, depth, VL], VL floats being a vector; then of each VL rows of
+ * up (of a gated matrix: in the order of its panels) their ranks `spans`, [words, VL]. */
 typedef struct {
-    Matrix down, up; /* up, of a gated matrix: in the order of its panels; NULL: nothing is added */
+    const void *weights;
+    const int64_t *spans; /* [ceil(rows / VL), 2]: first word of a row's ranks, and how many */
+    int64_t ranks, depth, rows; /* ranks: a multiple of VL; 0: nothing is added */
+    int32_t pairs;
 } LowRank;
+
+/* y [n, rows] += what is added for x [n, depth], float32 with rows `ldy` and `ldx` apart. */
+void kvr_low_rank(const LowRank *of, const float *x, int64_t n, int64_t ldx, float *y, int64_t ldy, int threads);
 
 /* Rows of a step that have an adapter, which changes the first `count` of a model's matrices. */
 typedef struct {
