@@ -375,6 +375,13 @@ class ModelRunner:
             unadapted=unadapted,
         )
 
+    def hidden_states(self, step: Step) -> torch.Tensor:
+        """Run the step, for the hidden states that it reads in place of tokens: after the last
+        norm, [R, hidden_size]. Raises ValueError for a sequence outside the limits."""
+        with torch.inference_mode():
+            batch = Batch.from_step(step, self._limits, self.device)
+            return self._decoder.hidden_states(batch).clone()
+
     def _run(
         self,
         step: Step,
