@@ -178,7 +178,6 @@ class EngineCore:
         if self.watch.why:
             return None
         timing = self.timing
-        self.scheduler.draft_token_s = timing.draft_token_s.value
         step = self.scheduler.schedule(
             self.now,
             timing.prompt_budget,
@@ -188,6 +187,7 @@ class EngineCore:
             timing.token_s,
             timing.computes_apart,
             timing.low_class_room,
+            timing.draft_token_s.value,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))

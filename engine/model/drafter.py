@@ -23,6 +23,8 @@ from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.checkpoint.draft_weights import DraftWeights, load_head
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.draft import CpuDraft
+from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.draft_config import MEDUSA, MODEL, DraftConfig
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
@@ -273,8 +275,11 @@ class HeadDrafter(_ByStates):
     ) -> None:
         super().__init__(config, weights, tails, model, draw)
         self._ops = ops
-        scale = model.config.embed_scale
-        self._whole = ops.draft(weights, model.limits, model.weights, scale)
+        self._whole: CpuDraft | None = None
+        norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
+        if isinstance(ops, CpuOps) and not (weights.is_fused or any(n is None for n in norms)):
+            served = model.weights, model.config.embed_scale
+            self._whole = CpuDraft(*ops.parts(model.limits), weights, served, ops.buffer)
 
     def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
         if self._whole is None:

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.kv.spec import KVSpec
-from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
 from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.recurrence import DeltaRows, convolve, delta_inputs, delta_rule
 from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2
 from kvrelay.engine.model.states import StatePool, StateSpans
-from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights, Weights
+from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -70,10 +70,6 @@ class Ops(Protocol):
 
     def capture(self, layers: tuple[int, ...]) -> None:
         """From now on `run_layers` keeps what these give for each row."""
-        ...
-
-    def draft(self, weights: Any, limits: Limits, served: Weights, embed_scale: float) -> Any:
-        """What runs a drafter's head at once (`cpu.draft`); None: it is run call by call."""
         ...
 
     def captured(self, rows: int) -> list[torch.Tensor]:
@@ -288,9 +284,6 @@ class TensorOps:
 
     def capture(self, layers: tuple[int, ...]) -> None:
         pass  # the decoder runs them one by one, and keeps what it wants
-
-    def draft(self, weights: Any, limits: Limits, served: Weights, embed_scale: float) -> None:
-        return None
 
     def captured(self, rows: int) -> list[torch.Tensor]:
         raise AssertionError("there is no run of all layers at once")

@@ -88,7 +88,7 @@ class Scheduler:
             *(config.num_speculative_tokens, config.max_num_seqs, pool_tokens),
             has_drafter=bool(config.drafter),
         )
-        self.draft_token_s = 0.0  # for `Drafter.plan`
+        self._draft_token_s = 0.0  # for `Drafter.plan`
 
     def add(self, seq: Sequence) -> None:
         seq.state = SeqState.WAITING
@@ -198,18 +198,21 @@ class Scheduler:
         token_s: float = 0.0,
         computes_apart: Callable[[int, int], bool] = lambda _prompts, _decodes: False,
         low_class_room: LowClassRoom = room_for_all,
+        draft_token_s: float = 0.0,
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens if there are decodes that they would delay, which is
         given how long a prompt has waited. `cost` is the measured cost of prompts; beside decodes,
-        what they add to `decode_s`, the time of a step of decodes alone. row_weights: as of
-        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. The last two: as of
-        `StepTiming`. While a step is in flight, only one that follows it."""
+        what they add to `decode_s`, the time of a step of decodes alone. row_weights and
+        draft_token_s: as of `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet.
+        `computes_apart`, `low_class_room`: as of `StepTiming`. While a step is in flight, only one
+        that follows it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         under_way = self._isolation.is_under_way
         if self.in_flight if under_way else self.is_paused:
             return None
+        self._draft_token_s = draft_token_s
         if self.in_flight:
             return self._follow(*self.in_flight[0], row_weights, low_class_room)
         self._make_room_for_growth()
@@ -457,7 +460,7 @@ class Scheduler:
         rooms = draft_rooms(decodes, self.config)
         if not rooms:
             return None
-        return self._drafter.plan(decodes, rooms, row_weights, self.draft_token_s)
+        return self._drafter.plan(decodes, rooms, row_weights, self._draft_token_s)
 
     def _make_room_for_growth(self) -> None:
         """A block for the newest token of every running sequence; preempts others for it."""

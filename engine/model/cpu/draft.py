@@ -27,7 +27,7 @@ NO_LIMIT_S = 1e9  # drafts end with their number
 
 
 class CpuDraft(CpuDecode):
-    """A drafter owns it, and uses it from one thread at a time."""
+    """Drafts several tokens of each sequence in one call. A drafter owns it."""
 
     def __init__(
         self,

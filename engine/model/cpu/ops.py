@@ -140,15 +140,9 @@ class CpuOps:
             self._step.captures,
         )
 
-    def draft(self, weights: Any, limits: Limits, served: Weights, embed_scale: float) -> Any:
-        from kvrelay.engine.model.cpu.draft import CpuDraft
-
-        norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
-        if weights.is_fused or any(norm is None for norm in norms):
-            return None
-        attention = self._attention.for_decodes()
-        where = self._config, limits, self._lib, self._threads, attention
-        return CpuDraft(*where, weights, (served, embed_scale), self.buffer)
+    def parts(self, limits: Limits) -> tuple[ModelConfig, Limits, Any, int, CpuAttention]:
+        """What runs layers at once is made of these, weights, and `buffer`."""
+        return self._config, limits, self._lib, self._threads, self._attention.for_decodes()
 
     def buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
         held = self._buffers.get(role)
