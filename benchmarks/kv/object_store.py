@@ -118,7 +118,7 @@ def ask(url: str, number: int, prompt: str) -> str:
 async def one_phase(
     url: str, name: str, turns: list[tuple[str, str]], args: argparse.Namespace
 ) -> None:
-    """The same prompts once more, one after the other, while other streams run."""
+    """Asks the same once more, one turn after the other, while other streams run."""
     beside = LoadSpec(
         *(url, MODEL, args.streams),
         concurrency=args.streams,

@@ -23,6 +23,8 @@ from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.checkpoint.draft_weights import DraftWeights, load_head
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.draft import CpuDraft
+from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.draft_config import MEDUSA, MODEL, DraftConfig
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
@@ -30,6 +32,7 @@ from kvrelay.engine.model.sampling.sampler import Draw
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step
 
+MAX_AT_ONCE = 128  # rows whose keys and values are made in one call
 MakeOps = Callable[[ModelConfig, torch.Tensor], Ops]
 Tables = Sequence[np.ndarray]
 
@@ -272,6 +275,26 @@ class HeadDrafter(_ByStates):
     ) -> None:
         super().__init__(config, weights, tails, model, draw)
         self._ops = ops
+        self._whole: CpuDraft | None = None
+        norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
+        if isinstance(ops, CpuOps) and not (weights.is_fused or any(n is None for n in norms)):
+            served = model.weights, model.config.embed_scale
+            self._whole = CpuDraft(*ops.parts(model.limits), weights, served, ops.buffer)
+
+    def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
+        if self._whole is None:
+            return super().draft(seqs, tables)
+        drafts: list[list[int]] = [[] for _ in seqs]
+        tables, states = self._first_tables(tables), self._begin(seqs, self._first_tables(tables))
+        for count in {seq.num_drafts for seq in seqs} - {0}:
+            live = [i for i, seq in enumerate(seqs) if seq.num_drafts == count]
+            shares = [asked(seqs[i], seqs[i].tokens[-1:], self._at(seqs[i], ())) for i in live]
+            for share in shares:
+                share.num_drafts = count
+            found = self._whole.propose(shares, [tables[i] for i in live], states[live])
+            for i, draft in zip(live, found, strict=True):
+                drafts[i] = draft
+        return drafts
 
     def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
         tables, states = self._first_tables(tables), self._states(outputs)
@@ -279,6 +302,10 @@ class HeadDrafter(_ByStates):
         before[1:] = states[:-1]
         counts = np.array([len(share.tokens) for share in shares])
         before[(counts.cumsum() - counts).tolist()] = self._tails.before(shares, tables)
+        if self._whole is not None and len(states) <= MAX_AT_ONCE:
+            self._whole.keep(shares, tables, before)
+            self._tails.keep(shares, tables, states)
+            return
         batch = self._batch(shares, tables)
         self._ops.begin(batch)
         _, x = self._inputs(batch.tokens, before.to(self._dtype))

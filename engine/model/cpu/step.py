@@ -368,9 +368,7 @@ class CpuDecode:
         seqs, request = step.seqs, self._request
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
-        count = sum(len(seq.input_tokens) for seq in seqs)
-        self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
-        self._fill(seqs, tables, count)
+        count = self._place(seqs, tables)
         lengths = [len(seq.input_tokens) for seq in seqs]
         self._adapted = put_adapters(request.step, adapted_rows(seqs, lengths, adapters))
         at = self._rows["draws"]["mask"][:count]
@@ -379,7 +377,7 @@ class CpuDecode:
             masks = masks_of(seqs)
             at[:] = masks.ctypes.data + np.arange(count) * masks.strides[0]
         is_single = count > len(seqs) or masks_of is not None
-        request.step.rows, request.max_passes = count, 1 if is_single else self._most(step)
+        request.max_passes = 1 if is_single else self._most(step)
         request.logits = self._buffer("logits", count, request.head.rows).data_ptr()
         if request.num_captured:
             shape = request.max_passes, request.num_captured, count, request.step.width
@@ -395,6 +393,14 @@ class CpuDecode:
             Sampled(first, more=tuple(more) if NO_TOKEN not in more else tuple(more[:-1]))
             for first, *more in columns
         ]
+
+    def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray]) -> int:
+        """Fills in the rows of `seqs`, and returns how many they are."""
+        count = sum(len(seq.input_tokens) for seq in seqs)
+        self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
+        self._fill(seqs, tables, count)
+        self._request.step.rows = count
+        return count
 
     def _verify(self, seqs: Sequence[ScheduledSeq], count: int) -> list[Sampled]:
         """One pass over `count` rows. What recurrent layers are given is kept, so that the accepted

@@ -122,6 +122,15 @@ typedef struct {
     double burst_s;               /* no pass starts that would end later */
     float embed_scale, softcap;
     int32_t bf16_table;
+    /* Of a drafter's head, where `before` is not NULL. Its layer's input is `fc` of a token's embedding
+     * and the hidden state before it, each normed; a pass leaves its own states for the next. */
+    int32_t keeps_only; /* keys and values of the rows are written, no more */
+    Matrix fc;
+    const float *embed_norm, *state_norm;
+    float *before, *pairs; /* [rows, width] and [rows, 2 * width] */
+    const int64_t *known;  /* [head.rows]: the tokens that it knows; NULL: all */
+    float *whole;          /* [rows, vocab]: logits of all tokens, where it does not */
+    int64_t vocab;
 } Decode;
 
 /* Returns how many passes ran: up to `max_passes`, and none after one that drew a stop token. A pass
