@@ -85,6 +85,8 @@ class TenantEntry(Section, frozen=True):
     # how its KV is kept below device memory, where a request does not say: exact, or approximate,
     # in four bits a number
     kv: Literal["exact", "approximate"] = "exact"
+    # requests that do not say: batch, flex, default or priority, as far as min_priority lets them
+    service_tier: Literal["batch", "flex", "default", "priority"] = "default"
     # its requests cannot ask for a lower number, which goes first
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 

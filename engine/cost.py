@@ -3,6 +3,7 @@ used by workers and routers alike."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -52,6 +53,8 @@ class Rate:
 FORGET = 0.998  # factor on the weight of older samples, with each new one
 LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # prompts have in a step: the fewer, but a whole block
 LONG_WAIT_S = 4.0  # after it steps may be as long as `WorkerConfig.itl_most_s`
+LOW_CLASS_STEP_S = 0.1  # the longest step without interactive requests: one may come meanwhile
+MOST_LENGTHENED = 0.2  # share of a step that low classes may add, where no time is aimed at
 MAX_SLOWDOWN = 8.0
 MOST_SAVED = 0.25  # share of a decode step that leaving decodes out of a pass saves
 MIN_SAMPLES = 8  # before a fit is published
@@ -161,12 +164,20 @@ class StepTiming:
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
         self.decode_cost = FittedCost(4)  # decodes, a token each
         self.row_cost = FittedCost(4)  # passes, by their rows
+        self.draft_token_s = Rate()  # what a token of the executor's drafter takes
         self._waited_s = 0.0  # by a prompt, as of the last step in which one was computed
 
-    def on_step(self, step: Step, elapsed_s: float, repeats: int, num_accepted: int = 0) -> None:
+    def on_step(
+        self,
+        step: Step,
+        elapsed_s: float,
+        repeats: int,
+        num_accepted: int = 0,
+        draft_s: float = 0.0,
+    ) -> None:
         """`step` was run `repeats` times and took `elapsed_s`; `num_accepted` of its draft tokens
-        were accepted. Of a mixed step, the prompts' time is what a step of decodes alone would not
-        have taken."""
+        were accepted; proposing those of the drafter took `draft_s` of it. Of a mixed step, the
+        prompts' time is what a step of decodes alone would not have taken."""
         prompts = [share for share in step.seqs if len(share.tokens) > 1]
         if not prompts:
             self._waited_s = 0.0
@@ -176,10 +187,13 @@ class StepTiming:
             used = kv_tokens / pool_tokens
             token_s = elapsed_s / (repeats + num_accepted / count)
             self.decode_cost.add(decode_features(count, used), token_s)
-            drafts = [(len(share.draft_tokens), share.start) for share in step.seqs]
+            drafts = [(share.most_drafts, share.start) for share in step.seqs]
+            if num_asked := sum(share.num_drafts for share in step.seqs):
+                self.draft_token_s.add(draft_s, num_asked)
             rows = count + sum(more for more, _ in drafts)
             again = sum(more * start for more, start in drafts) / pool_tokens
-            self.row_cost.add(row_features(rows, used, again), elapsed_s / repeats)
+            pass_s = (elapsed_s - draft_s) / repeats
+            self.row_cost.add(row_features(rows, used, again), pass_s)
             return
         total, features = sum(len(share.tokens) for share in prompts), _one_pass(prompts)
         if len(prompts) == len(step.seqs):
@@ -249,6 +263,37 @@ class StepTiming:
         block_size = config.block_size
         least = max(block_size, min(LEAST_TOKENS, LEAST_BLOCKS * block_size))
         return max(least, int(spare_s * self.prefill_tokens_per_s.value))
+
+    def low_class_room(
+        self, num_seqs: int, num_tokens: int, num_low: int, low_tokens: int
+    ) -> tuple[int, int]:
+        """What a step over `num_seqs` interactive decodes has room for: how many of `num_low`
+        decodes of low classes, and how many tokens of their prompts. `num_tokens`, `low_tokens`:
+        positions that they read, all together. It takes no longer than `itl_target_s`, or little
+        longer than without them. Nothing, before steps were measured."""
+        if not num_seqs:
+            return num_low, self._tokens_in(LOW_CLASS_STEP_S)
+        weights = self.decode_cost.published()
+        if not weights:
+            return 0, 0
+        pool_tokens, each = (
+            self._config.num_blocks * self._config.block_size,
+            low_tokens / max(1, num_low),
+        )
+
+        def step_s(more: int) -> float:
+            used = (num_tokens + more * each) / pool_tokens
+            return fitted_s(weights, decode_features(num_seqs + more, used))
+
+        most_s = self._config.itl_target_s or (1.0 + MOST_LENGTHENED) * step_s(0)
+        count = bisect_right(range(1, num_low + 1), most_s, key=step_s)
+        spare_s = max(0.0, most_s - step_s(count))
+        return count, int(spare_s * self.prefill_tokens_per_s.value)
+
+    def _tokens_in(self, seconds: float) -> int:
+        """How many of prompts are computed in that time; all, before that was measured."""
+        rate, most = self.prefill_tokens_per_s.value, self._config.max_num_batched_tokens
+        return min(most, max(LEAST_TOKENS, int(seconds * rate))) if rate else most
 
     def present_prefill_rate(self, *, is_busy: bool) -> float:
         """Tokens per second that a prompt is computed at now: beside decodes, one budget a step."""

@@ -9,6 +9,7 @@ from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, SamplingParams, TokenDelta
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.wire.codec import register
 
 
@@ -30,6 +31,9 @@ class WorkRequest:
     num_held: int = 0  # tokens that need not be computed, as far as the router knows
     adapter: Adapter | None = None  # its digest is in `scope` already
     num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
+    service_class: ServiceClass = ServiceClass.DEFAULT
+    fingerprint: bytes = b""  # whose weights are meant; b"": those it began with
+    pins_weights: bool = False  # no others may go on with it
 
 
 @dataclass(frozen=True, slots=True)

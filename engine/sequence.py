@@ -10,6 +10,7 @@ from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, PromptOutputs, SamplingParams, TokenLogprobs
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.waiting import Passes
 
 NO_BLOCK = -1  # in a block table: freed, or never needed
@@ -44,6 +45,7 @@ class Sequence:
     chain: BlockChain
     retention: Retention
     adapter: Adapter | None = None
+    service_class: ServiceClass = ServiceClass.DEFAULT
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -80,6 +82,12 @@ class Sequence:
     num_outputs: int = 0  # prompt tokens, from the first, whose outputs are in the following
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: bytes = b""
+    # (position, name of the weights that computed the tokens from there on), in order
+    weights: tuple[tuple[int, str], ...] = ()
+    pins_weights: bool = False  # it goes on with no other ones
+    # Some of its KV is of earlier weights: nobody else gets any of it. Once it has lost that, it
+    # has this chain.
+    next_chain: BlockChain | None = None
 
     @property
     def key(self) -> tuple[str, int]:

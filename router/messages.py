@@ -20,6 +20,7 @@ from kvrelay.engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.wire.codec import register
 
@@ -53,7 +54,7 @@ class Submit:
     tokens: tuple[int, ...]
     sampling: SamplingParams
     timeout_s: float
-    priority: int = 0
+    priority: int = 0  # the lowest goes first; says of which class of service it is
     scope: CacheScope = UNSALTED
     retention: Retention | None = None  # for its KV; None: the workers' own
     session: str | None = None  # name of the session it is a turn of, unique within `tenant`
@@ -61,11 +62,21 @@ class Submit:
     share: TenantShare = TenantShare()
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do
     adapter: Adapter | None = None  # with which it is computed
+    weights: str = ""  # name of the version that it is pinned to; "": any
 
     @property
     def kv_scope(self) -> CacheScope:
         """Who may share its KV."""
         return self.scope.with_adapter(self.adapter)
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass.of(self.priority)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether others go before it at workers too."""
+        return not self.service_class.is_interactive
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +128,9 @@ class Output:
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
     prompt: PromptOutputs = NO_OUTPUTS  # with the first token
+    # (index, name of the weights that computed the output from there on), with `finish`, and with
+    # each once there are several
+    weights: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

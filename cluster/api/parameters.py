@@ -53,7 +53,6 @@ _GENERATES = {
     "metadata": _LABEL,
     "safety_identifier": _LABEL,
     "custom_labels": "labels of SGLang's metrics",
-    "service_tier": "there is one tier, and it is told as 'default'",
     "session_id": "requests go where their prefix is; prompt_cache_key names a session",
     "data_parallel_rank": "the router chooses the worker",
     "routed_dp_rank": "the router chooses the worker",
@@ -192,7 +191,6 @@ RESPONSES = Fields(
         "mm_processor_kwargs": _TEXT_ONLY,
         "prompt_cache_options": _GENERATES["prompt_cache_options"],
         "safety_identifier": _LABEL,
-        "service_tier": _GENERATES["service_tier"],
         "stream_options": "about padding of events; none are padded",
     },
 )
@@ -213,7 +211,6 @@ MESSAGES = Fields(
         "fallback_credit_token": "nothing is billed",
         "fallbacks": "for models that decline; none does so here",
         "metadata": _LABEL,
-        "service_tier": "there is one tier",
         "speed": "there is one speed",
         "user_profile_id": _LABEL,
         "workspace_id": _LABEL,

@@ -22,6 +22,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
+from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.config import MAX_PRIORITY
 from kvrelay.router.messages import SessionLimits, TenantShare
 
@@ -44,6 +45,7 @@ class Tenant:
     requests_per_minute: int = 0  # 0: any number
     tokens_per_minute: int = 0
     is_approximate: bool = False  # its KV, where a request does not say
+    service_class: ServiceClass = ServiceClass.DEFAULT  # likewise
 
 
 ANONYMOUS = Tenant("", b"", min_priority=-MAX_PRIORITY)
@@ -85,6 +87,7 @@ class Tenants:
                 entry.requests_per_minute,
                 entry.tokens_per_minute,
                 entry.kv == "approximate",
+                TIERS[entry.service_tier],
             )
             for hashed in _hashes(entry):
                 other = by_hash.setdefault(hashed, tenant)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
-from itertools import compress
+from itertools import compress, islice
+from math import inf
 
 NUM_KINDS = 3
+LOW_SHARE = 0.25  # low classes of service may have so much of a pool at the cost of cached blocks
+LEFT_S = 300.0  # and all cached blocks that were not used for this long
 
 
 class NetChanges:
@@ -47,7 +50,9 @@ class BlockPool:
 
     Invariant: a block is in exactly one of blank, evictable, or in use (reference count > 0); a
     hash belongs to at most one block; an evictable block has a hash, a blank one has none.
-    """
+
+    Blocks of requests of low classes are marked, until one of a higher class uses them, and
+    evicted before all others."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
@@ -56,7 +61,11 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._evictable: OrderedDict[int, float] = OrderedDict()  # least recently used first: when
+        self._evictable_low: OrderedDict[int, float] = OrderedDict()  # likewise, of low classes
+        self._is_low = bytearray(num_blocks)
+        self._num_low = 0
+        self.now = 0.0  # set by its owner
         self._changes = NetChanges()
         self.num_evictions = 0
         self.kinds = bytearray()  # by block, set by their owner; empty: all are of one kind
@@ -73,11 +82,27 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated: blank or evictable."""
-        return len(self._blank) + len(self._evictable)
+        return len(self._blank) + self.num_evictable
 
     @property
     def num_evictable(self) -> int:
-        return len(self._evictable)
+        return len(self._evictable) + len(self._evictable_low)
+
+    @property
+    def num_used_low(self) -> int:
+        """Blocks that requests of low classes alone have a reference to."""
+        return self._num_low - len(self._evictable_low)
+
+    def has_free_low(self, count: int) -> bool:
+        """Whether a request of a low class, beside others, may have so many: what is blank or of
+        low classes, and of the rest little, or what was not used for long."""
+        others = count - len(self._blank) - len(self._evictable_low)
+        if others <= 0 or others > len(self._evictable):
+            return others <= 0
+        if self.num_used_low + count <= LOW_SHARE * self.num_blocks:
+            return True
+        last = next(islice(self._evictable.values(), others - 1, None))
+        return last <= self.now - LEFT_S
 
     @property
     def num_cached(self) -> int:
@@ -119,8 +144,14 @@ class BlockPool:
         for block in blocks:
             assert self._hashes[block] is not None
             if self._refs[block] == 0:
-                del self._evictable[block]
+                del self._idle(block)[block]
             self._refs[block] += 1
+
+    def claim(self, blocks: Iterable[int]) -> None:
+        """A request that is of no low class has a reference to each of these."""
+        for block in blocks:
+            assert self._refs[block] > 0
+            self._mark(block, low=False)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more reference to each of `blocks`, which are in use: they are freed later."""
@@ -128,9 +159,10 @@ class BlockPool:
             assert self._refs[block] > 0
             self._refs[block] += 1
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, *, low: bool = False) -> list[int] | None:
         """`count` blocks with one reference each and undefined content, or None if there are too
-        few. Blank blocks are taken first, then the least recently used evictable ones."""
+        few. Blank blocks are taken first, then the least recently used evictable ones. `low`: they
+        are marked."""
         if count > self.num_free:
             return None
         first = max(0, len(self._blank) - count)
@@ -139,11 +171,12 @@ class BlockPool:
         del self._blank[first:]
         num_evicted = count - len(blocks)
         for _ in range(num_evicted):
-            block, _ = self._evictable.popitem(last=False)
+            block, _ = (self._evictable_low or self._evictable).popitem(last=False)
             self._forget_hash(block)
             blocks.append(block)
         for block in blocks:
             self._refs[block] = 1
+            self._mark(block, low=low)
         self.num_evictions += num_evicted
         if num_evicted and self.kinds:
             for block in blocks[-num_evicted:]:
@@ -159,11 +192,13 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if self._hashes[block] is None:
+                    self._mark(block, low=False)
                     self._blank.append(block)
                 else:
-                    self._evictable[block] = None
+                    idle = self._idle(block)
+                    idle[block] = -inf if evict_first else self.now
                     if evict_first:
-                        self._evictable.move_to_end(block, last=False)
+                        idle.move_to_end(block, last=False)
 
     def demote(self, block_hashes: Iterable[bytes], spared: Container[int]) -> None:
         """Those of these blocks that nothing uses are evicted before all others, the last of them
@@ -171,7 +206,9 @@ class BlockPool:
         for block_hash in block_hashes:
             block = self._by_hash.get(block_hash)
             if block is not None and self._refs[block] == 0 and block not in spared:
-                self._evictable.move_to_end(block, last=False)
+                idle = self._idle(block)
+                idle[block] = -inf
+                idle.move_to_end(block, last=False)
 
     def seal(self, block: int, block_hash: bytes) -> bool:
         """Set the hash of a full block. False if another block has it: this one stays private."""
@@ -191,8 +228,9 @@ class BlockPool:
             block = self._by_hash.get(block_hash)
             if block is None or self._refs[block] > 0:
                 continue
-            del self._evictable[block]
+            del self._idle(block)[block]
             self._forget_hash(block)
+            self._mark(block, low=False)
             self._blank.append(block)
             count += 1
         return count
@@ -203,7 +241,10 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Assert the class invariant. Cost: O(num_blocks)."""
-        blank, evictable = set(self._blank), set(self._evictable)
+        blank, evictable = set(self._blank), {*self._evictable, *self._evictable_low}
+        assert self._num_low == sum(self._is_low)
+        assert not any(self._is_low[block] for block in (*blank, *self._evictable))
+        assert all(self._is_low[block] for block in self._evictable_low)
         assert len(blank) == len(self._blank)
         assert not blank & evictable
         for block in range(self.num_blocks):
@@ -215,6 +256,14 @@ class BlockPool:
             assert block not in blank or block_hash is None
             assert block not in evictable or block_hash is not None
         assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes)
+
+    def _idle(self, block: int) -> OrderedDict[int, float]:
+        """Where it is if it is evictable."""
+        return self._evictable_low if self._is_low[block] else self._evictable
+
+    def _mark(self, block: int, *, low: bool) -> None:
+        self._num_low += low - self._is_low[block]
+        self._is_low[block] = low
 
     def _forget_hash(self, block: int) -> None:
         block_hash = self._hashes[block]

@@ -72,6 +72,7 @@ class KVCacheManager:
         table = self._cached(seq)
         hits = [block for block in table if block != NO_BLOCK]
         self.pool.acquire(hits)
+        low = not seq.service_class.is_interactive
         num_computed, windows = self.windows.tokens(len(table)), self.windows
         goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
         end = windows.end(goal, len(seq.tokens))
@@ -80,10 +81,12 @@ class KVCacheManager:
         else:
             needs = [True] * (end - len(table))
         count = sum(needs)
-        fresh = self.allocate(count) if count + headroom <= self.pool.num_free else None
+        fresh = self.allocate(count, low=low) if self._is_free(seq, count + headroom) else None
         if fresh is None:
             self.pool.release(hits)
             return False
+        if not low:
+            self.pool.claim(hits)
         seq.num_hits = seq.num_sealed = len(table)
         seq.num_computed = num_computed
         seq.slid_at, seq.num_covered = goal, max(end, len(table))
@@ -126,7 +129,8 @@ class KVCacheManager:
         table = self._tables[seq]
         missing = [i for i in range(covered, min(end, len(table))) if table[i] == NO_BLOCK]
         num_more = max(0, end - len(table))
-        fresh = self.allocate(len(missing) + num_more)
+        count, low = len(missing) + num_more, not seq.service_class.is_interactive
+        fresh = self.allocate(count, low=low) if self._is_free(seq, count) else None
         if fresh is None:
             return False
         for index, block in zip(missing, fresh, strict=False):
@@ -171,7 +175,8 @@ class KVCacheManager:
         old, needs = self._tables[seq], self.windows.needs(num_computed, len(seq.tokens))
         spare = [block for block in old[seq.num_sealed :] if block != NO_BLOCK]
         count = sum(needs[seq.num_sealed :])
-        more = self.allocate(max(0, count - len(spare)))
+        low = not seq.service_class.is_interactive
+        more = self.allocate(max(0, count - len(spare)), low=low)
         if more is None:
             return False
         spare += more
@@ -194,7 +199,9 @@ class KVCacheManager:
         )
 
     def seal_computed(self, seq: Sequence) -> None:
-        """Seal the blocks that are full up to `num_computed`."""
+        """Seal the blocks that are full up to `num_computed`; none of KV of several weights."""
+        if seq.next_chain is not None:
+            return
         block_hashes, table, end = seq.block_hashes, self._tables[seq], seq.num_computed
         keep = self.collect_sealed and seq.retention.keep_s > 0
         for index in range(seq.num_sealed, self.windows.full(end)):
@@ -221,13 +228,24 @@ class KVCacheManager:
         else:
             self.pool.release(hits + new)
         seq.block_ids = []
+        if seq.next_chain is not None:
+            seq.chain, seq.next_chain = seq.next_chain, None
         seq.num_sealed = 0
         seq.num_computed = 0
         seq.slid_at = seq.num_covered = seq.passed_at = seq.parts_at = 0
 
-    def allocate(self, count: int) -> list[int] | None:
+    def _is_free(self, seq: Sequence, count: int) -> bool:
+        """Whether `seq` may have so many blocks. One of a low class may have as many as it needs,
+        several may evict what others have left as far as the pool lets low classes."""
+        if count > self.pool.num_free:
+            return False
+        if seq.service_class.is_interactive or self.pool.has_free_low(count):
+            return True
+        return all(o.service_class.is_interactive for o in self._tables if o is not seq)
+
+    def allocate(self, count: int, *, low: bool = False) -> list[int] | None:
         """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.allocate(count, low=low)
         for block in blocks or ():
             self.checksums.pop(block, None)
         if self._parting and blocks:

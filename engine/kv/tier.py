@@ -40,6 +40,7 @@ class Retention:
     keep_s: float  # after its last use; then it is evicted first
     to_disk: bool = True  # False: it is dropped from host memory, not demoted to disk
     is_approximate: bool = False  # below the device it may be kept in fewer bits; set by the worker
+    is_low: bool = False  # the request is of a low class: others' KV is kept before it; likewise
 
 
 DEFAULT_RETENTION = Retention(keep_s=3600.0)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
 from kvrelay.engine.model.cpu.huge_pages import HugePages
@@ -65,6 +66,14 @@ class Ops(Protocol):
 
     def use_states(self, pool: StatePool) -> None:
         """Where recurrent layers keep states; before the first step of a model that has some."""
+        ...
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """From now on `run_layers` keeps what these give for each row."""
+        ...
+
+    def captured(self, rows: int) -> list[torch.Tensor]:
+        """For each of them [rows, hidden_size], of the last `run_layers`, of all `rows`."""
         ...
 
     def begin(self, batch: Batch) -> None: ...
@@ -273,6 +282,12 @@ class TensorOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.vector(gate_up), self.vector(down)
 
+    def capture(self, layers: tuple[int, ...]) -> None:
+        pass  # the decoder runs them one by one, and keeps what it wants
+
+    def captured(self, rows: int) -> list[torch.Tensor]:
+        raise AssertionError("there is no run of all layers at once")
+
     def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
         return None
 
@@ -333,6 +348,18 @@ class TensorOps:
         """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""
         index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
         return None if index < 0 else self._ropes[index]
+
+
+def pool_view(blocks: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """The layers of `spec` at the beginning of each of `blocks`, uint8 [num_blocks, bytes], which
+    may be parts of wider rows."""
+    shape: tuple[int, ...] = (len(blocks), spec.num_layers, spec.num_planes, spec.num_kv_heads)
+    if spec.num_state_groups:
+        shape = (len(blocks), spec.num_kv_heads, spec.num_layers, spec.num_planes)
+    own = blocks[:, : spec.layer_bytes]
+    if spec.dtype not in TORCH_DTYPES:  # numbers and their scales
+        return own.view(*shape, spec.bytes_per_head)
+    return own.view(TORCH_DTYPES[spec.dtype]).view(*shape, spec.block_size, spec.head_dim)
 
 
 def kv_planes(pool: torch.Tensor, config: ModelConfig) -> dict[int, list[torch.Tensor]]:

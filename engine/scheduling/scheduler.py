@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import FittedCost
+from kvrelay.engine.cost import LOW_CLASS_STEP_S, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.engine.scheduling.isolation import Isolation
 from kvrelay.engine.scheduling.selection import (
+    Draft,
     Drafter,
+    LowClassRoom,
     choose_prompts,
     draft_rooms,
     first_missing,
@@ -26,10 +29,13 @@ from kvrelay.engine.scheduling.selection import (
     may_be_admitted,
     may_be_followed,
     repeats,
+    room_for_all,
+    taking_part,
     victim,
     waited_s,
 )
 from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
 MAX_TRIED = 8  # prompts that do not fit, after one message: each costs a lookup
@@ -37,6 +43,13 @@ MAX_TRIED = 8  # prompts that do not fit, after one message: each costs a lookup
 MAX_PAUSE_S = 0.5
 """Decodes are left out of steps with prompts for so long, where no time between tokens is aimed at;
 else of one step in a row, which has the size of one with them."""
+
+
+def _makes_room(one: Sequence, other: Sequence) -> bool:
+    """Whether `one`, which runs, is preempted for `other`."""
+    if one.service_class is other.service_class:
+        return other.is_stream and not one.is_stream
+    return one.service_class < other.service_class
 
 
 class InFlight(NamedTuple):
@@ -66,9 +79,16 @@ class Scheduler:
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
         self.lacks_room = False  # one that may go on waits for blocks
+        self._is_to_preempt = False  # once no step is in flight
+        self.is_paused = False  # no step begins
+        self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
-        self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
+        self._drafter = Drafter(
+            *(config.num_speculative_tokens, config.max_num_seqs, pool_tokens),
+            has_drafter=bool(config.drafter),
+        )
+        self._draft_token_s = 0.0  # for `Drafter.plan`
 
     def add(self, seq: Sequence) -> None:
         seq.state = SeqState.WAITING
@@ -102,15 +122,16 @@ class Scheduler:
         times; but nothing passes a stream except other streams."""
         admitted: list[Sequence] = []
         too_large: list[Sequence] = []
-        self.lacks_room = False
-        if not self.waiting:  # as after most messages
+        self.lacks_room = self._is_to_preempt = False
+        if not self.waiting or self.is_paused:  # as after most messages
             return admitted
         computing = hashes_under_way(self.running, self.remote, self.kv)
-        waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
+        budget = self.config.max_num_batched_tokens
+        waiting = tuple(seq for seq in self.waiting if seq.arrived_at <= self.admits_until)
         for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
             if too_large and not self._may_pass(seq, too_large, now):
                 break
-            if computing and first_missing(seq, self.kv) in computing:
+            if computing and self._comes_by_itself(seq, computing):
                 continue
             while not (is_admitted := self.admit(seq, now)) and self._give_way(seq):
                 pass
@@ -128,12 +149,21 @@ class Scheduler:
             else:
                 seq.state = SeqState.RUNNING
                 self.running.append(seq)
-                computing.update(self.kv.usable_hashes(seq)[seq.num_sealed :])
+                coming = self.kv.usable_hashes(seq)[seq.num_sealed :]
+                computing.update(dict.fromkeys(coming, seq.service_class))
         return admitted
+
+    def _comes_by_itself(self, seq: Sequence, computing: dict[bytes, ServiceClass]) -> bool:
+        """Whether the next missing block of `seq` will be a cache hit, and no later than if it was
+        computed for `seq`."""
+        block_hash = first_missing(seq, self.kv)
+        return block_hash is not None and computing.get(block_hash, -1) >= seq.service_class
 
     def _may_pass(self, seq: Sequence, too_large: list[Sequence], now: float) -> bool:
         """Whether `seq` may have memory that `too_large`, which are more urgent, cannot use yet."""
         if self.num_admitted >= self.config.max_num_seqs:
+            return False
+        if too_large[0].service_class > seq.service_class:
             return False
         if not seq.is_stream and (too_large[0].is_stream or len(too_large) >= MAX_TRIED):
             return False
@@ -166,56 +196,73 @@ class Scheduler:
         row_weights: tuple[float, ...] = (),
         token_s: float = 0.0,
         computes_apart: Callable[[int, int], bool] = lambda _prompts, _decodes: False,
+        low_class_room: LowClassRoom = room_for_all,
+        draft_token_s: float = 0.0,
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens if there are decodes that they would delay, which is
         given how long a prompt has waited. `cost` is the measured cost of prompts; beside decodes,
-        what they add to `decode_s`, the time of a step of decodes alone. row_weights: as of
-        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. `computes_apart`: as
-        of `StepTiming`. While a step is in flight, only one that follows it."""
+        what they add to `decode_s`, the time of a step of decodes alone. row_weights and
+        draft_token_s: as of `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet.
+        `computes_apart`, `low_class_room`: as of `StepTiming`. While a step is in flight, only one
+        that follows it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
+        under_way = self._isolation.is_under_way
+        if self.in_flight if under_way else self.is_paused:
+            return None
+        self._draft_token_s = draft_token_s
         if self.in_flight:
-            if self._isolation.is_under_way:
-                return None
-            return self._follow(*self.in_flight[0], row_weights)
+            return self._follow(*self.in_flight[0], row_weights, low_class_room)
         self._make_room_for_growth()
         if self._isolation.is_under_way and (apart := self._step_apart()) is not None:
             return apart
         budget = self.config.max_num_batched_tokens
-        decodes = [seq for seq in self.running if seq.is_decoding][:budget]
-        num_prompts = len(self.running) - len(decodes)
-        is_apart = self._may_pause(now, decodes) and computes_apart(num_prompts, len(decodes))
+        running, low_budget = taking_part(self.running, low_class_room)
+        decodes = [seq for seq in running if seq.is_decoding][:budget]
+        num_prompts = len(running) - len(decodes)
+        has_both = 0 < len(decodes) < len(running)
+        is_apart = has_both and self._may_pause(now) and computes_apart(num_prompts, len(decodes))
         chosen = [(seq, 1) for seq in decodes if not (is_apart and seq.is_stream)]
         if num_prompts:
             # Who waits for memory is helped by streams that end soon.
             others = () if self.lacks_room else self.waiting
-            most = prompt_budget(waited_s(others, self.running, now)) if decodes else budget
+            most = budget if low_budget is None else low_budget
+            if decodes and low_budget is None:
+                most = prompt_budget(waited_s(others, running, now))
             budget = min(budget - len(chosen), most)
             beside_s = decode_s if chosen else 0.0
             common = now, budget, token_s, cost, beside_s, self.kv
-            chosen += choose_prompts(self.running, *common)
+            chosen += choose_prompts(running, *common)
         if is_apart and not chosen:  # there is no block for a token of them
             is_apart, chosen = False, [(seq, 1) for seq in decodes]
+        if not chosen:  # likewise, and lower classes may have one
+            of_low = [seq for seq in self.running if seq.is_decoding]
+            chosen = [(seq, 1) for seq in of_low[: self.config.max_num_batched_tokens]]
         chosen = [each for each in chosen if self._is_sound(*each)]
         if not chosen:
             return None
         step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
-        if len(chosen) == len(decodes) == len(self.running):
+        if len(chosen) == len(decodes) == len(running):
             drafts = self._drafts(decodes, row_weights)
             if drafts is not None:
                 for share, draft in zip(step.seqs, drafts, strict=True):
-                    share.draft_tokens = draft
+                    share.draft_tokens, share.num_drafts = draft
             elif self.config.steps_ahead:
                 step.may_be_followed = may_be_followed(decodes)
             else:
                 step.repeats = repeats(decodes, self.config)
+                if low_budget is not None and decode_s > 0:
+                    step.repeats = max(1, min(step.repeats, int(LOW_CLASS_STEP_S / decode_s)))
         step.low_priority = not decodes and not any(seq.reserve_growth for seq, _ in chosen)
+        self._note_pause(now, is_apart)
+        return self._begin(step, [seq for seq, _ in chosen])
+
+    def _note_pause(self, now: float, is_apart: bool) -> None:
         if not is_apart:
             self._paused_at = None
         elif self._paused_at is None:
             self._paused_at = now
-        return self._begin(step, [seq for seq, _ in chosen])
 
     def _step_apart(self) -> Step | None:
         """The next step after one that failed, of some of its sequences; None: all were tried."""
@@ -269,22 +316,25 @@ class Scheduler:
         if culprit is not None:
             self.faults.append((culprit[0], Refusal.EXECUTION, culprit[1]))
 
-    def _may_pause(self, now: float, decodes: list[Sequence]) -> bool:
-        """Whether prompts may be computed in a step without these."""
-        if not decodes or len(decodes) == len(self.running):
-            return False
+    def _may_pause(self, now: float) -> bool:
+        """Whether prompts may be computed in a step without the decodes."""
         if self._paused_at is None:
             return True
         return self.config.itl_target_s == 0 and now - self._paused_at < MAX_PAUSE_S
 
     def _follow(
-        self, step: Step, in_step: list[Sequence], row_weights: tuple[float, ...]
+        self,
+        step: Step,
+        in_step: list[Sequence],
+        row_weights: tuple[float, ...],
+        low_class_room: LowClassRoom,
     ) -> Step | None:
         """The step after `step`, which is in flight, before its tokens are known. None if they have
-        to be, and if there is no block to be had without preempting."""
-        if step.step_id == self._awaited:
+        to be, if there is no block to be had without preempting, and if one is to be preempted."""
+        if step.step_id == self._awaited or self._is_to_preempt:
             return None
-        found = followers(step, in_step, self.running, self.config)
+        running, _ = taking_part(self.running, low_class_room)
+        found = followers(step, in_step, running, self.config)
         if not found:
             return None
         if self._drafts([seq for seq, _ in found], row_weights) is not None:
@@ -350,9 +400,10 @@ class Scheduler:
                     if sampled.more:
                         seq.tokens.extend(sampled.more)
                         seq.num_computed += len(sampled.more)
-                    self._drafter.on_verified(seq, (sampled.token, *sampled.more))
+                    new = sampled.token, *sampled.more
+                    self._drafter.on_verified(seq, new, sampled.num_drafts)
                     seq.forced = sampled.forced
-                    if len(sampled.more) < len(share.draft_tokens):  # it did not fill its block
+                    if len(sampled.more) < share.most_drafts:  # it did not fill its block
                         for block in share.block_ids[windows.row(share.start)]:
                             self.kv.checksums.pop(block, None)
                 if seq.num_sealed < windows.full(seq.num_computed):
@@ -401,12 +452,14 @@ class Scheduler:
 
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
-    ) -> list[list[int]] | None:
+    ) -> list[Draft] | None:
         """Plans as `Drafter.plan` does. None if it is not worth it, or may not be."""
         if not self._drafter.is_worth_it(decodes, row_weights):
             return None
         rooms = draft_rooms(decodes, self.config)
-        return self._drafter.plan(decodes, rooms, row_weights) if rooms else None
+        if not rooms:
+            return None
+        return self._drafter.plan(decodes, rooms, row_weights, self._draft_token_s)
 
     def _make_room_for_growth(self) -> None:
         """A block for the newest token of every running sequence; preempts others for it."""
@@ -414,18 +467,19 @@ class Scheduler:
             while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
                 self._preempt(victim(self.running, self.kv.windows))
 
-    def _give_way(self, stream: Sequence) -> bool:
-        """Preempt one that streams nothing yet, if with them all gone `stream` could be admitted:
-        it would be silent until others end."""
-        if not stream.is_stream or self.in_flight:
-            return False
-        silent = [seq for seq in self.running if not seq.is_stream]
+    def _give_way(self, seq: Sequence) -> bool:
+        """Preempt one of a lower class, or for a stream one of its class that streams nothing yet,
+        if with them all gone `seq` could be admitted: a stream would be silent until others end."""
+        others = [each for each in self.running if _makes_room(each, seq)]
         num_free = self.kv.pool.num_free + sum(
-            len(seq.block_ids) - seq.block_ids.count(NO_BLOCK) for seq in silent
+            len(each.block_ids) - each.block_ids.count(NO_BLOCK) for each in others
         )
-        if not silent or num_free < self.kv.windows.max_blocks(len(stream.tokens)):
+        if not others or num_free < self.kv.windows.max_blocks(len(seq.tokens)):
             return False
-        self._preempt(victim(self.running, self.kv.windows))
+        if self.in_flight:
+            self._is_to_preempt = True
+            return False
+        self._preempt(victim(others, self.kv.windows))
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -439,6 +493,22 @@ class Scheduler:
         self.kv.release(seq)
         seq.state = SeqState.WAITING
         self.waiting.appendleft(seq)
+
+    @property
+    def is_settled(self) -> bool:
+        """No step is under way, and none that failed is tried again."""
+        return not self.in_flight and not self._isolation.is_under_way
+
+    def recompute(self, seq: Sequence) -> None:
+        """It loses its KV, and is computed again as soon as it has blocks."""
+        self.running.remove(seq)
+        self._wait_again(seq)
+
+    def take_row(self) -> list[int]:
+        """A row of blocks for a probe, whatever has to be preempted for it; at most that."""
+        while (blocks := self.kv.allocate(self.kv.windows.count)) is None and self.running:
+            self._preempt(victim(self.running, self.kv.windows))
+        return blocks or []
 
     def take_preempted(self) -> list[Sequence]:
         """Those that have lost their blocks since the last call, in whatever state they are."""

@@ -436,6 +436,7 @@ class TierBlocks:
         usage.expires_at = max(usage.expires_at, now + retention.keep_s)
         usage.to_disk |= retention.to_disk
         usage.is_approximate |= retention.is_approximate
+        usage.is_low &= retention.is_low
         self.consider_writing(usage.block_hash)
         for tier, pool in self.pools.items():
             if tier in self.indexes and (entry := pool.get(usage.block_hash)) is not None:
@@ -456,6 +457,7 @@ class TierBlocks:
             *(block_hash, self._recency, now, now + retention.keep_s),
             retention.to_disk,
             is_approximate=retention.is_approximate,
+            is_low=retention.is_low,
         )
         self.usages[block_hash] = usage
         return usage

@@ -90,6 +90,7 @@ class Usage:
     num_uses: int = 0  # times that a request began or ended with it here
     parked: bool = False  # it should be on disk soon
     is_approximate: bool = False  # it may be kept in fewer bits
+    is_low: bool = False  # only requests of low classes of service have used it
 
     @property
     def is_reused(self) -> bool:
@@ -146,6 +147,7 @@ class TierPool:
         self._expiry = LeastFirst(self._expires_at)
         self._probation = LeastFirst(self._recency_if_new)
         self._protected = LeastFirst(self._recency_if_reused)
+        self._low = LeastFirst(self._recency_if_low)
 
     @property
     def num_used(self) -> int:
@@ -218,9 +220,10 @@ class TierPool:
     def allocate(self, now: float, usage: Usage) -> Entry | None:
         """An entry whose slot may be written, for the writer to `commit` or `abandon`; None if all
         slots are in use, or there is no room. The least valuable entries give way: one that has
-        expired, or else the least recently used of the part that has more than its share."""
+        expired, or is of low classes, or else the least recently used of the part that has more
+        than its share; that not for one of low classes."""
         while self.num_blank < 1:
-            if not (self.expire(now, 1) or self._evict()):
+            if not (self.expire(now, 1) or self._evict(only_low=usage.is_low)):
                 return None
         entry = self._enter(usage, self._blank.pop(), self._block_bytes)
         self._pins[entry.slot] = 1
@@ -367,12 +370,12 @@ class TierPool:
         self._take(slot, 0)
         self._blank.append(slot)
 
-    def _evict(self) -> bool:
+    def _evict(self, *, only_low: bool) -> bool:
         num_new = len(self._entries) - self.num_reused
         parts = [self._probation, self._protected]
         if num_new <= PROBATION_SHARE * self.num_blocks:
             parts.reverse()
-        for part in parts:
+        for part in [self._low] if only_low else [self._low, *parts]:
             entry = part.first()
             if entry is not None:
                 self.forget(entry, "evicted")
@@ -383,6 +386,7 @@ class TierPool:
         """It may have become evictable, or have changed its part."""
         self._expiry.add(entry)
         (self._protected if entry.usage.is_reused else self._probation).add(entry)
+        self._low.add(entry)
 
     def _is_free(self, entry: Entry) -> bool:
         free = entry.readable and not entry.gone and not entry.kept
@@ -391,6 +395,9 @@ class TierPool:
     def _recency_if_new(self, entry: Entry) -> float | None:
         wanted = self._is_free(entry) and not entry.usage.is_reused
         return entry.usage.recency if wanted else None
+
+    def _recency_if_low(self, entry: Entry) -> float | None:
+        return entry.usage.recency if self._is_free(entry) and entry.usage.is_low else None
 
     def _recency_if_reused(self, entry: Entry) -> float | None:
         wanted = self._is_free(entry) and entry.usage.is_reused

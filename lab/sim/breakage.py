@@ -19,6 +19,7 @@ them.
 - `states`: a prefix that is read from a peer counts as read without the states of its end.
 - `again`: a step that failed is run again from where it began, though it may have changed states.
 - `left`: a stream waits without end for the KV that its dead worker has left.
+- `versions`: a worker names its blocks as before when it has other weights.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -41,6 +42,7 @@ from kvrelay.engine.sequence import Sequence as Seq
 from kvrelay.engine.stats import Progress
 from kvrelay.engine.step import StepDone
 from kvrelay.engine.waiting import Passes
+from kvrelay.engine.weights import WeightVersion
 from kvrelay.kvtransfer.agent import CopyDone, TransferId
 from kvrelay.kvtransfer.messages import KVRelease
 from kvrelay.kvtransfer.peer.arrival import Arrival
@@ -79,6 +81,7 @@ class Break(StrEnum):
     STATES = "states"
     AGAIN = "again"
     APART = "apart"
+    VERSIONS = "versions"
 
 
 class TrustingConnector(Connector):
@@ -194,6 +197,13 @@ def break_worker(worker: Worker, broken: Break) -> None:
         exchange.orphans = exchange.connector.orphans = orphans
     if broken is Break.LEFT:
         exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
+    if broken is Break.VERSIONS:
+        core = worker.core
+
+        def use_weights(version: WeightVersion) -> None:
+            core.weights = version
+
+        core.use_weights = use_weights  # type: ignore[method-assign]
     if broken is Break.WATCH:
         worker.core.watch = _BlindWatch(worker.config)
     if broken is Break.OUTPUTS:

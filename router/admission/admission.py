@@ -29,7 +29,8 @@ from math import inf
 from types import MappingProxyType
 
 from kvrelay.engine.request import Refusal
-from kvrelay.router.admission.fair_queue import FairQueue, Flow, Level
+from kvrelay.engine.service_class import ServiceClass
+from kvrelay.router.admission.fair_queue import FairQueue, Flow, Level, seen_by
 from kvrelay.router.admission.reservations import (
     MAX_RETRY_AFTER_S,
     ClientKey,
@@ -92,12 +93,12 @@ class Estimates:
         computed = max(1.0, num_prompt * share if num_held is None else num_prompt - num_held)
         return computed + OUTPUT_UNITS * min(max_tokens, self._output_tokens.value)
 
-    def service_s(self, num_prompt: int, max_tokens: int) -> float:
+    def service_s(self, num_prompt: int, max_tokens: int, *, is_low: bool) -> float:
         """From its dispatch to its end: as for earlier requests, or by the load now (Little's
-        law); 0 as long as nothing is known."""
+        law); 0 as long as nothing is known. `is_low`: it is of a low class of service."""
         output_s = min(max_tokens, self._output_tokens.value) * self._output_s.value
         rate = self.drain.can_serve_per_s
-        stay_s = self._queue.units_running / rate if rate else 0.0
+        stay_s = seen_by(is_low, self._queue.units_running) / rate if rate else 0.0
         return max(num_prompt * self._prompt_s.value + output_s, stay_s)
 
     def on_finished(self, now: float, record: RequestRecord) -> None:
@@ -260,7 +261,8 @@ class Admission:
             return True
         if rate is None or self._queue.num_running.total() < MIN_RUNNING:
             return True
-        stay_s = (2 * self._queue.units_left + self._queue.entry(record).units) / rate
+        entry = self._queue.entry(record)
+        stay_s = (2 * seen_by(entry.is_low, self._queue.units_left) + entry.units) / rate
         return stay_s <= (record.deadline - record.submitted_at) * MAX_STAY
 
     def on_queued(self, now: float, record: RequestRecord, rates: Sequence[float]) -> None:
@@ -321,7 +323,11 @@ class Admission:
             units=self._estimates.units(call.num_prompt_tokens, call.max_tokens),
             own_units=flow.units,
             num_own=len(flow),
-            service_s=self._estimates.service_s(call.num_prompt_tokens, call.max_tokens),
+            service_s=self._estimates.service_s(
+                call.num_prompt_tokens,
+                call.max_tokens,
+                is_low=not ServiceClass.of(call.priority).is_interactive,
+            ),
             timeout_s=call.timeout_s,
             left_s=call.timeout_s,
         )
@@ -395,7 +401,7 @@ class Admission:
         """Why `record` can no longer be served in time, if it waits and was never dispatched."""
         if record not in self._queue or self._queue.entry(record).is_charged:
             return None
-        service_s = self._estimates.service_s(record.num_prompt_tokens, record.sampling.max_tokens)
+        service_s = self._service_s(record)
         if now + service_s <= record.deadline:
             return None
         left_s = max(0.0, record.deadline - now)
@@ -404,6 +410,10 @@ class Admission:
             f"and serving it takes about {service_s:.1f} s"
         )
         return self._refusal(now, self._newcomer(now, record), Refusal.OVERLOADED, detail)
+
+    def _service_s(self, record: RequestRecord) -> float:
+        sizes = record.num_prompt_tokens, record.sampling.max_tokens
+        return self._estimates.service_s(*sizes, is_low=record.submit.is_low)
 
     def _newcomer(self, now: float, record: RequestRecord) -> Newcomer:
         """`record` waits already: it is judged as if it came now."""
@@ -415,9 +425,7 @@ class Admission:
             units=entry.units,
             own_units=max(0.0, entry.flow.units - entry.units),
             num_own=len(entry.flow) - 1,
-            service_s=self._estimates.service_s(
-                record.num_prompt_tokens, record.sampling.max_tokens
-            ),
+            service_s=self._service_s(record),
             timeout_s=record.deadline - record.submitted_at,
             left_s=record.deadline - now,
         )

@@ -47,6 +47,17 @@ class QueueEntry:
     passes: Passes = field(default_factory=Passes)  # while no worker has room for it
     is_late: bool = False
 
+    @property
+    def is_low(self) -> bool:
+        """Whether it is of a low class of service."""
+        is_low: bool = self.record.submit.is_low
+        return is_low
+
+
+def seen_by(is_low: bool, units: list[float]) -> float:
+    """What is in the way of a request: low classes are in that of low ones only."""
+    return sum(units) if is_low else units[0]
+
 
 @dataclass(slots=True, eq=False)
 class Flow:
@@ -154,7 +165,8 @@ class FairQueue:
         self._levels: list[Level] = []  # by priority, those where something waits
         self._entries: dict[str, QueueEntry] = {}
         self._num_waiting = 0
-        self.units_running = self.units_left = 0.0  # sums over all that are served
+        # Sums over all that are served: of interactive classes, and of low ones.
+        self.units_running, self.units_left = [0.0, 0.0], [0.0, 0.0]
         self.num_running: Counter[str] = Counter()
         self.num_queued: Counter[str] = Counter()
         self.elsewhere: Mapping[str, TenantLoad] = {}  # at other routers, by tenant
@@ -265,8 +277,8 @@ class FairQueue:
         entry.is_served = True
         self.num_running[record.submit.tenant] += 1
         entry.units_left = entry.units
-        self.units_running += entry.units
-        self.units_left += entry.units
+        self.units_running[entry.is_low] += entry.units
+        self.units_left[entry.is_low] += entry.units
         if entry.is_charged:
             return
         entry.is_charged, entry.sent_at = True, now
@@ -293,7 +305,7 @@ class FairQueue:
         entry = self._entries.get(record.request_id)
         if entry is not None and entry.is_served:
             left = max(entry.units_left - units, LEAST_LEFT * entry.units)
-            self.units_left += left - entry.units_left
+            self.units_left[entry.is_low] += left - entry.units_left
             entry.units_left = left
 
     def settle(self, record: RequestRecord, units: float) -> None:
@@ -337,7 +349,7 @@ class FairQueue:
             counted[entry.record.submit.tenant] += entry.is_served
         assert +self.num_running == +counted, (self.num_running, counted)
         left = sum(entry.units_left for entry in self._entries.values() if entry.is_served)
-        assert abs(self.units_left - left) < 1e-6 * max(1.0, left), (self.units_left, left)
+        assert abs(sum(self.units_left) - left) < 1e-6 * max(1.0, left), (self.units_left, left)
         assert self._num_waiting == sum(1 for _ in self.in_order())
         for level in self._levels:
             assert level, f"nothing of priority {level.priority} waits"
@@ -395,8 +407,10 @@ class FairQueue:
     def _stop_running(self, entry: QueueEntry) -> None:
         entry.is_served = False
         _decrement(self.num_running, entry.record.submit.tenant)
-        self.units_running = self.units_running - entry.units if self.num_running else 0.0
-        self.units_left = self.units_left - entry.units_left if self.num_running else 0.0
+        self.units_running[entry.is_low] -= entry.units
+        self.units_left[entry.is_low] -= entry.units_left
+        if not self.num_running:  # so that errors of rounding do not add up
+            self.units_running, self.units_left = [0.0, 0.0], [0.0, 0.0]
 
 
 def _decrement(counts: Counter[str], name: str) -> None:

@@ -33,7 +33,9 @@ static bool fits(const worker *w, int64_t num_tokens) {
 }
 
 bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool decodes) {
-    if (!can_take(w, q->asked.now, q->max_inflight) || !(q->trusting || is_trusted(q, w)))
+    if (!can_take(w, q->asked.now, q->max_inflight, q->asked.is_low))
+        return false;
+    if (!q->trusting && !is_trusted(q, w))
         return false;
     if (!decodes)
         return fits(w, q->asked.num_tokens + 1);

@@ -176,7 +176,7 @@ static void look_beside(const chooser *x, const cost_model *c, const candidates 
             if (other == NULL || other == w || other->cores != w->cores)
                 continue;
             w->beside += stalled(c, other);
-            w->decoding_beside += num_decoding(other);
+            w->decoding_beside += num_decoding(other, false);
             last = last->next_beside = other;
         }
         last->next_beside = w;

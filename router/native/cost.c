@@ -188,7 +188,7 @@ static placement prefill_at(const cost_model *c, const worker *w, const work *as
 
 double stalled(const cost_model *c, const worker *w) {
     double at_least = w->roles == PREFILLS ? 0.0 : c->stalled_at_least;
-    return fmax(at_least, fmax(num_decoding(w), w->typical_decoding));
+    return fmax(at_least, fmax(num_decoding(w, false), w->typical_decoding));
 }
 
 placement first_at(const cost_model *c, const worker *w, const work *asked) {
@@ -206,7 +206,7 @@ placement first_at(const cost_model *c, const worker *w, const work *asked) {
 
 double memory_s(const cost_model *c, const worker *w, const work *asked) {
     int64_t missing = asked->num_tokens - held_by(asked, w).device;
-    double free_blocks = num_free(w) + (asked->resumes ? w->held_blocks : 0);
+    double free_blocks = num_free(w, asked->is_low) + (asked->resumes ? w->held_blocks : 0);
     double lacking = blocks_of(w, missing / (double)w->block_size + 1) - free_blocks;
     if (lacking <= 0)
         return 0.0;
@@ -218,14 +218,15 @@ double memory_s(const cost_model *c, const worker *w, const work *asked) {
 static void add_decode(const cost_model *c, const worker *w, const work *asked, placement *p) {
     double output = asked->output_tokens;
     double pool_tokens = (double)w->num_blocks / w->row_blocks * w->block_size;
-    double used = w->decoding_tokens / pool_tokens;
+    double num_there = num_decoding(w, asked->is_low);
+    double used = (w->decoding_tokens + (asked->is_low ? w->low_decoding_tokens : 0)) / pool_tokens;
     double growth = (asked->num_tokens + output / 2) / pool_tokens;
-    double before_s = step_s(c, w, num_decoding(w), used);
-    double after_s = fmax(before_s, step_s(c, w, num_decoding(w) + 1, fmin(1.0, used + growth)));
+    double before_s = step_s(c, w, num_there, used);
+    double after_s = fmax(before_s, step_s(c, w, num_there + 1, fmin(1.0, used + growth)));
     p->seconds.memory = memory_s(c, w, asked);
     p->seconds.decode = output * after_s;
     /* Those that are there have half of their output before them, on average. */
-    p->seconds.crowd = num_decoding(w) * output / 2 * (after_s - before_s);
+    p->seconds.crowd = num_there * output / 2 * (after_s - before_s);
     p->seconds.crowd += output * after_s * w->decoding_beside;
     if (w->roles == PREFILLS) {
         /* It waits while prompts are computed there, and those wait for its steps. */

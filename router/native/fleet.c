@@ -85,7 +85,7 @@ uint32_t kvr_fleet_list(const fleet *f, worker **found) {
 
 bool kvr_fleet_has_room(const fleet *f, double now, int64_t max_inflight) {
     for (uint32_t i = 0; i < f->count; i++)
-        if (can_take(f->ranked[i].worker, now, max_inflight))
+        if (can_take(f->ranked[i].worker, now, max_inflight, false))
             return true;
     return false;
 }

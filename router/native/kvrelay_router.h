@@ -134,6 +134,9 @@ typedef struct worker {
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
     int64_t held_blocks; /* that a request which was sent there waits for; 0: none does */
     int64_t decoding_tokens; /* KV that its decode steps read */
+    /* Low classes of service: what they have is as good as free to the others. The first three are
+     * among those above, the last two are not. */
+    int64_t low_booked, low_decoding, low_uncounted_blocks, low_blocks, low_decoding_tokens;
     rates rates;
     const uint64_t *adapters; /* that are in memory, or that a request there waits for */
     int64_t num_adapters;
@@ -208,6 +211,7 @@ typedef struct {
     int64_t num_tokens;
     uint64_t adapter; /* with which it is computed; 0: none */
     bool resumes; /* its client has tokens: no memory is held for others before it */
+    bool is_low;  /* it is of a low class of service */
     hashed_prompt *prompts; /* one for each kind of workers */
     int64_t num_prompts;
     fetch_source *fetch_sources;

@@ -8,10 +8,14 @@
 
 static inline int64_t num_seqs(const worker *w) { return w->num_booked + w->other_seqs; }
 
-static inline int64_t num_decoding(const worker *w) { return w->own_decoding + w->other_seqs; }
+/* Here and below, with `low` as requests of low classes see it. */
+static inline int64_t num_decoding(const worker *w, bool low) {
+    return w->own_decoding + w->other_seqs - (low ? 0 : w->low_decoding);
+}
 
-static inline int64_t num_free(const worker *w) {
-    return w->reported_free_blocks - w->uncounted_blocks;
+static inline int64_t num_free(const worker *w, bool low) {
+    int64_t taken = low ? 0 : w->low_blocks + w->low_uncounted_blocks;
+    return w->reported_free_blocks - w->uncounted_blocks + taken;
 }
 
 /* Blocks that a sequence of `rows` times `block_size` tokens holds at once. */
@@ -23,9 +27,10 @@ static inline double blocks_of(const worker *w, double rows) {
 }
 
 static inline double used_fraction(const worker *w) {
-    return 1.0 - num_free(w) / (double)w->num_blocks;
+    return 1.0 - num_free(w, true) / (double)w->num_blocks;
 }
 
-static inline bool can_take(const worker *w, double now, int64_t max_inflight) {
-    return w->alive && now >= w->excluded_until && w->num_booked < max_inflight;
+static inline bool can_take(const worker *w, double now, int64_t max_inflight, bool low) {
+    int64_t num_booked = w->num_booked - (low ? 0 : w->low_booked);
+    return w->alive && now >= w->excluded_until && num_booked < max_inflight;
 }

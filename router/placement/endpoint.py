@@ -77,6 +77,7 @@ class Booking:
     token_s: float = 0.0  # to compute one of the tokens, at best
     counted: bool = False  # True: the last statistics know of it
     decoding: bool = False
+    is_low: bool = False  # its class of service is a low one
     adapter: int = 0  # its number, which the worker loads for it; 0: none
 
 
@@ -198,6 +199,10 @@ class Endpoint:
         self.info = replace(self.info, role=role)
         self.struct.roles = ROLE_BITS[role]
 
+    def set_weights(self, fingerprint: bytes, name: str) -> None:
+        self.info = replace(self.info, fingerprint=fingerprint, weights=name)
+        self.model = model_number(fingerprint)
+
     @property
     def free_share(self) -> float:
         """The share of its KV blocks that are free, but for those that are about to be
@@ -235,20 +240,25 @@ class Endpoint:
         prefill_tokens: int,
         num_blocks: int,
         prefill_s: float = 0.0,
+        *,
+        is_low: bool = False,
         adapter: int = 0,
     ) -> None:
-        """`prefill_s`: how long the `prefill_tokens` should take to be computed."""
+        """`prefill_s`: how long the `prefill_tokens` should take to be computed. `is_low`: for a
+        low class of service: others do not wait for its prompt."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         token_s = prefill_s / max(1, prefill_tokens) / self.prompt_slowdown
-        booking = Booking(now, prefill_tokens, num_blocks, token_s, adapter=adapter)
+        booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, adapter=adapter)
         self.bookings[request_id] = booking
         self._set_adapters()
         struct = self.struct
         struct.num_booked += 1
-        struct.uncounted_blocks += num_blocks
+        struct.low_booked += is_low
+        self._count_blocks(booking, num_blocks)
         if prefill_tokens:
             struct.own_tokens += prefill_tokens
-            self.prompts.add(now, request_id, prefill_s)
+            if not is_low:
+                self.prompts.add(now, request_id, prefill_s)
 
     def _set_adapters(self) -> None:
         """Those that the worker has, and those that requests make it load."""
@@ -268,6 +278,7 @@ class Endpoint:
             booking.prefill_tokens = 0
             booking.decoding = True
             self.struct.own_decoding += 1
+            self.struct.low_decoding += booking.is_low
 
     def release(self, request_id: str) -> bool:
         """Take `request_id` off the books. False: it was not on them."""
@@ -279,25 +290,38 @@ class Endpoint:
         struct.num_booked -= 1
         struct.own_tokens -= booking.prefill_tokens
         struct.own_decoding -= booking.decoding
+        struct.low_booked -= booking.is_low
+        struct.low_decoding -= booking.decoding and booking.is_low
         if booking.counted:  # until statistics say so, they are as good as known to be free
             free_blocks = struct.reported_free_blocks + booking.num_blocks
             struct.reported_free_blocks = min(self.info.num_blocks, free_blocks)
+            if booking.is_low:
+                struct.low_blocks = max(0, struct.low_blocks - booking.num_blocks)
         else:
-            struct.uncounted_blocks -= booking.num_blocks
+            self._count_blocks(booking, -booking.num_blocks)
         return True
+
+    def _count_blocks(self, booking: Booking, num_blocks: int) -> None:
+        """So many more are to be allocated for it, which no statistics know of yet."""
+        self.struct.uncounted_blocks += num_blocks
+        if booking.is_low:
+            self.struct.low_uncounted_blocks += num_blocks
 
     def on_stats(self, now: float, stats: WorkerStats) -> None:
         """Take statistics in and settle the books against them."""
         elapsed_s = now - self.struct.last_seen_at if self.stats is not None else TYPICAL_S
         weight = 1.0 - exp(-max(0.0, elapsed_s) / TYPICAL_S)
-        self.typical_decoding += weight * (stats.num_decoding - self.typical_decoding)
+        num_decoding = stats.num_decoding - stats.num_low_decoding
+        self.typical_decoding += weight * (num_decoding - self.typical_decoding)
         has_prompts = stats.pending_prefill_tokens > stats.num_running
         self.typical_prefilling += weight * (has_prompts - self.typical_prefilling)
         self.stats = stats
         self.silent_s, self.progress = 0.0, stats.progress
         self.struct.has_stats = True
         self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
-        self.struct.decoding_tokens = stats.decoding_tokens
+        self.struct.low_blocks = stats.num_low_blocks
+        self.struct.low_decoding_tokens = stats.low_decoding_tokens
+        self.struct.decoding_tokens = stats.decoding_tokens - stats.low_decoding_tokens
         self.struct.last_seen_at = now
         rates = self.struct.rates
         for name in RATES:
@@ -309,7 +333,7 @@ class Endpoint:
         for booking in known:
             if not booking.counted:
                 booking.counted = True
-                self.struct.uncounted_blocks -= booking.num_blocks
+                self._count_blocks(booking, -booking.num_blocks)
         self.struct.other_seqs = max(0, stats.num_running + stats.num_waiting - len(known))
         # One pending token of each running sequence is the one it decodes next.
         pending = max(0, stats.pending_prefill_tokens - stats.num_running)
@@ -347,6 +371,11 @@ class Endpoint:
             "requests": (self.struct.num_booked, len(bookings)),
             "prefill tokens": (self.struct.own_tokens, sum(b.prefill_tokens for b in bookings)),
             "decoding": (self.struct.own_decoding, sum(b.decoding for b in bookings)),
+            "low classes": (self.struct.low_booked, sum(b.is_low for b in bookings)),
+            "blocks of low classes": (
+                self.struct.low_uncounted_blocks,
+                sum(b.num_blocks for b in bookings if b.is_low and not b.counted),
+            ),
             "blocks": (
                 self.struct.uncounted_blocks,
                 sum(b.num_blocks for b in bookings if not b.counted),

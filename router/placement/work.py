@@ -73,6 +73,7 @@ class Work(NamedTuple):
     alone: bool = False  # one worker has to do all of it
     patient: bool = False  # it is sent out now, and waits for memory at a worker
     resumes: bool = False  # its client has tokens
+    is_low: bool = False  # it is of a low class of service
     adapter: int = 0  # number of that with which it is computed
 
 

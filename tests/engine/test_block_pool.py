@@ -16,13 +16,22 @@ class PoolMachine(RuleBasedStateMachine):
         self.users: list[list[int]] = []  # block tables
         self.content: dict[int, bytes] = {}  # block -> name, sealed blocks
         self.evictable: list[int] = []  # the first to go first
+        self.low: set[int] = set()  # blocks of low classes
+        self.first: set[int] = set()  # released to be evicted first
         self.num_evictions = 0
         self.known: set[bytes] = set()  # what a listener knows
 
-    @rule(count=st.integers(0, NUM_BLOCKS + 1))
-    def allocate(self, count: int) -> None:
+    @rule(count=st.integers(0, NUM_BLOCKS + 1), low=st.booleans())
+    def allocate(self, count: int, low: bool) -> None:
         in_use = {block for table in self.users for block in table}
-        blocks = self.pool.allocate(count)
+        self.evictable.sort(key=lambda block: block not in self.low)
+        may_have = self.pool.has_free_low(count)
+        others = [block for block in self.evictable if block not in self.low]
+        taken = others[: max(0, count - NUM_BLOCKS + len(in_use) + len(others))]
+        few = len(self.low & in_use) + count <= NUM_BLOCKS // 4
+        free = count <= NUM_BLOCKS - len(in_use)
+        assert may_have == (free and (few or not taken or taken[-1] in self.first))
+        blocks = self.pool.allocate(count, low=low)
         if count > NUM_BLOCKS - len(in_use):
             assert blocks is None
             return
@@ -33,6 +42,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(blocks) & set(self.evictable) == set(self.evictable[:num_evicted])
         del self.evictable[:num_evicted]
         self.num_evictions += num_evicted
+        self.low -= {*blocks}
+        self.low |= {*blocks} if low else set()
         for block in blocks:
             self.content.pop(block, None)
         self.users.append(blocks)
@@ -48,8 +59,8 @@ class PoolMachine(RuleBasedStateMachine):
             if sealed:
                 self.content[block] = label
 
-    @rule(names=st.lists(st.integers(0, 12), max_size=4, unique=True))
-    def hit(self, names: list[int]) -> None:
+    @rule(names=st.lists(st.integers(0, 12), max_size=4, unique=True), claims=st.booleans())
+    def hit(self, names: list[int], claims: bool) -> None:
         labels = [bytes([n]) for n in names]
         blocks = self.pool.lookup(labels)
         where = {name: block for block, name in self.content.items()}
@@ -62,6 +73,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.acquire(blocks)
         self.evictable = [block for block in self.evictable if block not in blocks]
         self.users.append(blocks)
+        if claims:
+            self.pool.claim(blocks)
+            self.low -= {*blocks}
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), spare=st.booleans())
@@ -71,6 +85,8 @@ class PoolMachine(RuleBasedStateMachine):
         in_use = {block for other in self.users for block in other}
         idle = [b for b in reversed(table) if b in self.content and b not in in_use]
         self.evictable = idle + self.evictable if spare else self.evictable + idle
+        self.first = self.first | {*idle} if spare else self.first - {*idle}
+        self.low -= {*table} - {*self.content} - in_use
 
     @rule(names=st.lists(st.integers(0, 12), max_size=4))
     def evict(self, names: list[int]) -> None:
@@ -81,6 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         for block in gone:
             del self.content[block]
             self.evictable.remove(block)
+            self.low.discard(block)
 
     @rule()
     def listen(self) -> None:
@@ -97,7 +114,9 @@ class PoolMachine(RuleBasedStateMachine):
         in_use = {block for table in self.users for block in table}
         assert self.pool.num_free == NUM_BLOCKS - len(in_use)
         assert set(self.pool.block_hashes()) == set(self.content.values())
-        assert list(self.pool._evictable) == self.evictable
+        idle = [*self.pool._evictable_low, *self.pool._evictable]
+        assert idle == sorted(self.evictable, key=lambda block: block not in self.low)
+        assert self.pool.num_used_low == len(self.low & in_use)
         assert self.pool.num_evictable == len(self.evictable)
         assert self.pool.num_evictions == self.num_evictions
 

@@ -31,6 +31,7 @@ from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
 from kvrelay.cluster.api.output.events import THINK, Arguments, CallBegin, Reasoning, Text
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.service_class import ServiceClass
 
 _TYPES = {
     400: "invalid_request_error",
@@ -44,6 +45,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_TIERS = {ServiceClass.PRIORITY: "priority", ServiceClass.BATCH: "batch"}
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -60,6 +62,7 @@ class MessageFormat(BlockFormat):
         super().__init__(plan)
         self._model, self._id = ctx.shown_model(request.model), f"msg_{request_id}"
         self._marks_cache, self._keep_s = request.keep_s is not None, request.keep_s or 0.0
+        self._tier = _TIERS.get(plan.service_class, "standard")
         self._num_calls = 0
         self._content: list[dict[str, Any]] = []  # blocks that are closed
         self._block: dict[str, Any] = {}  # that is being written
@@ -155,6 +158,7 @@ class MessageFormat(BlockFormat):
             },
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
+            "service_tier": self._tier,
         } | {k: v for k, v in usage["prompt_tokens_details"].items() if k == "kv"}
 
 

@@ -103,6 +103,7 @@ class MessagesRequest(BaseModel):
     output_format: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> MessagesRequest:
@@ -152,6 +153,8 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
     for name in ("temperature", "top_p", "top_k"):
         if getattr(request, name) is not None:
             chat[name] = getattr(request, name)
+    if request.service_tier == "standard_only":
+        chat["service_tier"] = "default"
     if request.tools:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     chat |= _choice(request.tool_choice)

@@ -206,7 +206,7 @@ class _Answer:
             "choices": choices,
         }
         if self.request.service_tier is not None:
-            envelope["service_tier"] = "default"
+            envelope["service_tier"] = self.plan.service_class.tier
         if self.plan.include_usage:
             envelope["usage"] = None  # present in every chunk, set in the last
         return envelope

@@ -11,6 +11,7 @@ from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import SamplingParams, TokenLogprobs
+from kvrelay.engine.service_class import ServiceClass
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.output.dialect import Reading
@@ -48,6 +49,11 @@ class Plan:
     includes_stop: bool = False  # a text that is stopped has what stopped it
     shows_special: bool = False  # special tokens are part of texts
     call: bytes = b""  # names the call; the same when it is repeated
+    weights: str = ""  # version that it is pinned to
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass.of(self.priority)
 
 
 @dataclass(frozen=True, slots=True)

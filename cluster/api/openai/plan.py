@@ -54,6 +54,7 @@ from kvrelay.cluster.api.text.tool_prompt import TemplateError
 from kvrelay.engine.kv.block_hash import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import ReasoningBudget, Refusal, SamplingParams
+from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.admission.admission import IncomingCall
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
@@ -408,9 +409,17 @@ def _retention(ctx: ApiContext, request: GenerationRequest) -> Retention | None:
 
 
 def priority_of(request: ModelRequest, tenant: Tenant) -> int:
-    """What is asked for; without that, 0 or the best that the tenant may have."""
+    """What is asked for; without that, the tenant's own. A tier that goes before all that the
+    tenant may ask for becomes its best one, which the answer says."""
+    tier, most = TIERS.get(request.service_tier or ""), tenant.min_priority
     if request.priority is None:
-        return max(0, tenant.min_priority)
+        return max((tenant.service_class if tier is None else tier).priority, most)
+    if tier not in (None, found := ServiceClass.of(request.priority)):
+        raise invalid(
+            f"'service_tier': {request.service_tier!r} has other priorities than "
+            f"{request.priority}, which is of {found.tier!r}; leave one of the two out",
+            param="service_tier",
+        )
     if request.priority < tenant.min_priority:
         raise invalid(
             f"'priority': {request.priority} goes before {tenant.min_priority}, which is the first "
@@ -467,6 +476,7 @@ def _plan(
         retention=_retention(ctx, request),
         includes_stop=request.includes_stop,
         shows_special=not request.skip_special_tokens,
+        weights=request.weight_version or "",
     )
 
 

@@ -233,6 +233,7 @@ _ChosenIds = Annotated[list[int], Field(min_length=1, max_length=MAX_BIASES)]
 _LogprobIds = Annotated[list[int], Field(min_length=1, max_length=128)]
 Flag = Annotated[bool, or_default(False)]
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale", "batch"]
 Metadata = Annotated[
     dict[
         Annotated[str, Field(max_length=64)],
@@ -295,10 +296,13 @@ class ModelRequest(BaseModel):
     model: Annotated[str, or_default("")] = ""  # "": the one that is served
     user: str | None = None
     priority: _Priority | None = None  # lower goes first, as in vLLM
+    service_tier: ServiceTier | None = None  # a name for a range of priorities
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     kv: Literal["exact", "approximate"] | None = (
         None  # below device memory; None: as the tenant has
     )
+    # by whose weights alone it is answered; None: by any
+    weight_version: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: to what fits
     truncation_side: Literal["left", "right"] | None = None
 
@@ -345,7 +349,6 @@ class GenerationRequest(ModelRequest):
     prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     return_token_ids: Flag = False
-    service_tier: str | None = None
     metadata: dict[str, Any] | None = None
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None  # this and the next are vLLM's

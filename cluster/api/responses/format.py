@@ -183,6 +183,7 @@ class ResponseFormat(BlockFormat):
         for name in ("temperature", "top_p"):  # as the model's makers recommend it, if not given
             if getattr(request.asked, name) is None:
                 self._response[name] = getattr(sampling, name)
+        self._response["service_tier"] = plan.service_class.tier
         self._output: list[dict[str, Any]] = self._response["output"]
         self._item: dict[str, Any] = {}  # that is being written
         self._text = ""  # its content, or its arguments

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 
 from kvrelay.engine.adapters import Adapter, AdapterError, AdapterFiles, read_adapter
 from kvrelay.engine.model.batch import LoadedAdapter
-from kvrelay.engine.model.checkpoint.load import ROOTS, Checkpoint, Layer
-from kvrelay.engine.model.checkpoint.names import renamed
+from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
+from kvrelay.engine.model.checkpoint.names import ROOTS, renamed
 from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.huge_pages import HugePages

@@ -12,6 +12,8 @@ from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
 from kvrelay.engine.request import Refusal
+from kvrelay.engine.service_class import TIERS as TIER_CLASSES
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.messages import Failed, Submit, TenantShare
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve
@@ -22,6 +24,7 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": ASK}
 ENTRIES = (
     TenantEntry("gold", keys=("gold-key",), weight=3.0, max_concurrent=4, min_priority=-5),
     TenantEntry("batch", keys=("batch-key",), max_queued=100, min_priority=20),
+    TenantEntry("night", keys=("night-key",), service_tier="batch"),
 )
 
 
@@ -129,3 +132,57 @@ def test_the_name_of_a_call_goes_with_its_requests(served: Served) -> None:
         assert served.post(body).status_code == 200
     first, second, other = (submit.call for submit in served.router.submits)
     assert first == second != other != b""
+
+
+TIERS = (("auto", "default"), *((name, name) for name in ("default", "flex", "priority", "batch")))
+
+
+@pytest.mark.parametrize(("asked", "told"), TIERS)
+def test_a_service_tier_is_a_class_and_told_back(served: Served, asked: str, told: str) -> None:
+    for path, extra in (
+        ("/v1/chat/completions", {}),
+        ("/v1/completions", {"messages": None, "prompt": "Hi"}),
+        ("/v1/responses", {"messages": None, "input": "Hi"}),
+    ):
+        answer = served.post(CHAT | extra | {"service_tier": asked}, path)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["service_tier"] == told
+        assert served.router.submits[-1].service_class is TIER_CLASSES[told]
+
+
+def test_an_unknown_service_tier_is_refused_by_the_names_of_those_there_are(
+    served: Served,
+) -> None:
+    for path, extra in (("/v1/chat/completions", {}), ("/v1/responses", {"input": "Hi"})):
+        error = error_of(served.post(CHAT | extra | {"service_tier": "gold"}, path), 400)
+        assert error["param"] == "service_tier"
+        assert all(name in error["message"] for name in ("auto", "default", "flex", "priority"))
+
+
+def test_a_priority_and_a_tier_that_contradict_each_other_are_refused(served: Served) -> None:
+    assert served.post(CHAT | {"priority": 7, "service_tier": "flex"}).status_code == 200
+    error = error_of(served.post(CHAT | {"priority": 7, "service_tier": "default"}), 400)
+    assert (error["param"], "'flex'" in error["message"]) == ("service_tier", True)
+
+
+def test_a_tenant_gets_its_own_tier_and_none_above_what_it_may_ask_for(shared: Served) -> None:
+    assert submitted(shared, "night-key").service_class is ServiceClass.BATCH
+    assert submitted(shared, "night-key", service_tier="flex").service_class is ServiceClass.FLEX
+    answer = shared.http.post(
+        "/v1/chat/completions",
+        json=CHAT | {"service_tier": "priority"},
+        headers={"authorization": "Bearer batch-key"},
+    )
+    assert answer.json()["service_tier"] == "flex"
+    assert shared.router.submits[-1].priority == 20
+    assert submitted(shared, "gold-key", service_tier="priority").priority == -5
+
+
+def test_anthropics_tiers_are_told_in_the_usage(served: Served) -> None:
+    body = CHAT | {"max_tokens": 5}
+    for asked, priority, told in ((None, 0, "standard"), ("standard_only", 0, "standard")):
+        answer = served.post(body | {"service_tier": asked}, "/v1/messages")
+        assert answer.json()["usage"]["service_tier"] == told
+        assert served.router.submits[-1].priority == priority
+    error = served.post(body | {"service_tier": "priority"}, "/v1/messages").json()["error"]
+    assert "standard_only" in error["message"]

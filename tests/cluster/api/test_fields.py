@@ -27,7 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 # Values of harmless fields; the others get an object.
 VALUES = {
-    **dict.fromkeys(("user", "service_tier", "request_id", "rid"), "x"),
+    **dict.fromkeys(("user", "request_id", "rid"), "x"),
     "metadata": {"a": "b"},
     "stream_options": {"include_obfuscation": False},
 }

@@ -37,13 +37,17 @@ class Model:
             if entry.readable and not entry.kept and not self.pins.get(entry)
         ]
 
-    def may_go(self, now: float) -> set[int]:
-        """Which may be evicted for a new block; empty: none need be, or can be."""
+    def may_go(self, now: float, is_low: bool) -> set[int]:
+        """Which may be evicted for a new block, that may be of a low class; empty: none need be, or
+        can be."""
         usage = {number: self.entries[number].usage for number in self.free()}
         expired = {number for number in usage if usage[number].expires_at <= now}
         if expired:
             first = min(usage[number].expires_at for number in expired)
             return {number for number in expired if usage[number].expires_at == first}
+        low = [number for number in usage if usage[number].is_low]
+        if low or is_low:
+            return {min(low, key=lambda number: usage[number].recency)} if low else set()
         new = [number for number in usage if usage[number].num_uses < 2]
         again = [number for number in usage if usage[number].num_uses >= 2]
         num_new = sum(entry.usage.num_uses < 2 for entry in self.entries.values())
@@ -66,15 +70,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.recency = 0
         self.known: set[bytes] = set()
 
-    @rule(number=NAMES, keep_s=st.integers(1, 9), uses=st.integers(0, 2))
-    def allocate(self, number: int, keep_s: int, uses: int) -> None:
+    @rule(number=NAMES, keep_s=st.integers(1, 9), uses=st.integers(0, 2), low=st.booleans())
+    def allocate(self, number: int, keep_s: int, uses: int, low: bool) -> None:
         model = self.model
         if number in model.entries:
             return
         self.recency += 1
         usage = Usage(bytes([number]), self.recency, self.now, self.now + keep_s, True, uses)
         is_full = len(model.entries) + len(model.ghosts) == NUM_BLOCKS
-        candidates = model.may_go(self.now) if is_full else set()
+        usage.is_low = low
+        candidates = model.may_go(self.now, low) if is_full else set()
         entry = self.pool.allocate(self.now, usage)
         assert (entry is None) == (is_full and not candidates)
         gone = [n for n in model.entries if bytes([n]) not in self.pool]
@@ -116,6 +121,7 @@ class PoolMachine(RuleBasedStateMachine):
         usage = self.model.entries[number].usage
         self.recency += 1
         usage.recency, usage.num_uses = self.recency, usage.num_uses + 1
+        usage.is_low = usage.is_low and number % 2 == 0
         usage.expires_at = max(usage.expires_at, self.now + 3)
         if usage.num_uses == 2:
             self.pool.on_reuse(bytes([number]))

@@ -193,7 +193,12 @@ def test_promises_are_kept_though_workers_become_slower_and_faster() -> None:
         details = [failed.detail for client in s.clients for failed in client.refused]
         refused += len(details)
         after_all += sum(detail.startswith("queued for") for detail in details)
-        reasons = {failed.reason for client in s.clients for failed in client.refused}
+        reasons = {
+            failed.reason
+            for client in s.clients
+            for failed in client.refused
+            if not client.submit.is_low  # others that come later go before those
+        }
         assert Refusal.DEADLINE not in reasons  # what was admitted meets it
     assert kept >= 0.9 * came > 500
     assert after_all <= 0.02 * refused
