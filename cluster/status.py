@@ -67,6 +67,22 @@ class RestartStatus(Struct, omit_defaults=True, kw_only=True):
     version: str = ""  # kvrelay's, that the supervisor has
 
 
+class WeightsStatus(Struct, omit_defaults=True, kw_only=True):
+    """The weights of a model, once an operator has changed them or paused its workers. Versions are
+    shown by their names."""
+
+    model: str = ""  # by its name in [[models]]
+    number: int = 0  # counts orders to change them
+    state: str = ""  # "updating", "done" or "stopped"
+    current: str | None = None  # with which workers start
+    previous: str | None = None
+    target: str | None = None  # that the workers get, one after the other
+    mode: str | None = None
+    why: str = ""  # it was stopped
+    paused: str | None = None  # an operator's pause, by its mode
+    pause_s: float | None = None  # the longest of the last change, in which a worker ran no step
+
+
 class StateFolderStatus(Struct, omit_defaults=True, kw_only=True):
     """The disk below `sessions.state_dir`. Empty: it was not looked at yet, or does not answer."""
 
@@ -115,6 +131,7 @@ class ClusterView(Struct, kw_only=True):
     restarted_tasks: dict[str, int] = field(default_factory=dict)
     restart: RestartStatus = field(default_factory=RestartStatus)
     scaling_by_model: dict[str, ScalingStatus] = field(default_factory=dict)  # where it is several
+    weights: list[WeightsStatus] = field(default_factory=list)  # by model, where they were changed
 
 
 class ModelStatus(Struct, kw_only=True):
@@ -159,6 +176,7 @@ class ClusterStatus(RouterStatus, kw_only=True):
     restarted_tasks: dict[str, int] = field(default_factory=dict)  # that had failed, by name
     certificates: dict[str, float] = field(default_factory=dict)  # seconds since 1970 of their ends
     restart: RestartStatus = field(default_factory=RestartStatus)
+    weights: list[WeightsStatus] = field(default_factory=list)  # by model, where they were changed
 
 
 def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
@@ -179,7 +197,7 @@ def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
     own.workers = [w for w in own.workers if w.worker in wanted or w.state != "down"]
     mine = {router.router: router for router in own.routers}
     own.routers = [_router(mine.get(seen.router), seen) for seen in view.routers]
-    own.scaling, own.restart = view.scaling, view.restart
+    own.scaling, own.restart, own.weights = view.scaling, view.restart, view.weights
     for model in own.models:
         model.scaling = view.scaling_by_model.get(model.model)
     own.restarted_tasks = own.restarted_tasks | view.restarted_tasks

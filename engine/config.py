@@ -12,6 +12,7 @@ from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.settings import Count, Positive, Seconds, Section, Timeout, matching
 from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
@@ -55,6 +56,9 @@ class EngineSection(Section, frozen=True):
     max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0  # per step; 0: 64, on a GPU 256
     # n-gram draft tokens per sequence and step, at most; 0: none
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
+    # what proposes draft tokens beside n-grams: the folder of a head (EAGLE-1, EAGLE-3, Medusa, or
+    # one that was trained here), or a smaller model of the same vocabulary; "": nothing
+    drafter: str = ""
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
     max_waiting: Positive = 256  # requests at a worker, beside max_num_seqs, before it refuses
     # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
@@ -159,6 +163,8 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
     serves_adapters: bool = False
+    weights: WeightVersion = NO_VERSION  # that it begins with
+    base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
@@ -189,11 +195,13 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
-            fingerprint=self.fingerprint,
+            fingerprint=self.weights.root_key(self.fingerprint, self.base_weights),
             num_host_blocks=self.num_host_blocks + self.num_packed_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
             serves_adapters=self.serves_adapters,
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
+            weights=self.weights.name,
+            store_kind=self.fingerprint,
         )

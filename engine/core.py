@@ -23,6 +23,7 @@ from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import RECOMPUTED, WorkerStats
 from kvrelay.engine.step import Step, StepDone
+from kvrelay.engine.weights import WeightVersion
 
 LEFT_OUT = {
     Refusal.EXECUTION: "execution_fault",
@@ -52,8 +53,18 @@ class EngineCore:
         self.timing = StepTiming(config)
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
+        self.use_weights(config.weights)
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
+
+    def use_weights(self, version: WeightVersion) -> None:
+        """Steps compute with these from now on."""
+        self.weights, config = version, self.config
+        self.fingerprint = version.root_key(config.fingerprint, config.base_weights)
+
+    def is_for_others(self, work: WorkRequest) -> bool:
+        """Whether its router takes this worker for one with other weights."""
+        return (work.fingerprint or self.config.fingerprint) != self.fingerprint
 
     def accept(
         self, now: float, work: WorkRequest, *, role_needs_growth: bool
@@ -63,10 +74,12 @@ class EngineCore:
         if key in self.seqs or key in self._ended:
             return None
         config = self.config
+        if self.is_for_others(work):
+            detail = f"{config.node_id} computes with the weights {self.weights.name} now"
+            return self.refusal(*key, Refusal.UNKNOWN, detail)
         if len(work.tokens) >= config.max_model_len:
             return self.refusal(
-                work.request_id,
-                work.attempt,
+                *key,
                 Refusal.CONTEXT_LENGTH,
                 f"{len(work.tokens)} tokens leave no room for an answer in the model's context of"
                 f" {config.max_model_len}",
@@ -76,8 +89,7 @@ class EngineCore:
         needed = self.kv.windows.max_blocks(most_tokens)
         if needed > config.num_blocks:
             return self.refusal(
-                work.request_id,
-                work.attempt,
+                *key,
                 Refusal.NEVER_FITS,
                 f"{most_tokens} tokens need {needed} KV blocks of {config.block_size} tokens,"
                 f" {config.node_id} has {config.num_blocks}",
@@ -85,8 +97,7 @@ class EngineCore:
         num_here = len(self.scheduler.waiting) + self.scheduler.num_admitted
         if num_here >= config.max_waiting + config.max_num_seqs:
             return self.refusal(
-                work.request_id,
-                work.attempt,
+                *key,
                 Refusal.QUEUE_FULL,
                 f"{config.node_id} has {num_here} requests, of which {config.max_num_seqs} may run",
             )
@@ -101,7 +112,7 @@ class EngineCore:
             arrived_at=now,
             phase_since=now,
             chain=BlockChain(
-                config.fingerprint, work.scope, config.block_size, self.kv.windows.count
+                self.fingerprint, work.scope, config.block_size, self.kv.windows.count
             ),
             retention=replace(
                 work.retention or config.retention,
@@ -113,6 +124,8 @@ class EngineCore:
             num_held=work.num_held,
             adapter=work.adapter,
             service_class=work.service_class,
+            weights=((0, self.weights.name),),
+            pins_weights=work.pins_weights,
         )
         # A router's hashes are trusted: they only decide what requests of this router share. Their
         # number is checked.
@@ -172,6 +185,7 @@ class EngineCore:
             timing.token_s,
             timing.computes_apart,
             timing.low_class_room,
+            timing.draft_token_s.value,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))
@@ -200,14 +214,19 @@ class EngineCore:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_scheduled", step.num_tokens * repeats)
-        num_drafted = sum(len(share.draft_tokens) for share in step.seqs)
         num_accepted = 0
-        if num_drafted:
-            num_accepted = sum(len(each.more) for each in done.sampled if each is not None)
-            self.count("draft_tokens", num_drafted)
-            self.count("draft_tokens_accepted", num_accepted)
+        for share, each in zip(step.seqs, done.sampled, strict=True):
+            if each is None or not share.most_drafts:
+                continue
+            accepted = len(each.more)
+            num_accepted += accepted
+            self.count("draft_tokens", len(share.draft_tokens) or each.num_drafts)
+            self.count("draft_tokens_accepted", accepted)
+            if share.num_drafts:
+                self.count("drafter_tokens", each.num_drafts)
+                self.count("drafter_tokens_accepted", accepted)
         if done.elapsed_s > 0 and not done.waiting:
-            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted)
+            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted, done.draft_s)
 
     def give_up(self, why: str) -> list[Effect]:
         """This worker cannot go on: the routers try its requests elsewhere, and need not wait until
@@ -263,6 +282,7 @@ class EngineCore:
             dict(phases),
             seq.prompt_outputs if start == seq.num_prompt_tokens and tokens else NO_OUTPUTS,
             dict(seq.recomputed) if cached is not None else {},
+            seq.weights if phases or not seq.phases_reported or len(seq.weights) > 1 else (),
         )
 
     def answer_probe(self, probe: Probe) -> Send:

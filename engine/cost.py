@@ -164,12 +164,20 @@ class StepTiming:
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
         self.decode_cost = FittedCost(4)  # decodes, a token each
         self.row_cost = FittedCost(4)  # passes, by their rows
+        self.draft_token_s = Rate()  # what a token of the executor's drafter takes
         self._waited_s = 0.0  # by a prompt, as of the last step in which one was computed
 
-    def on_step(self, step: Step, elapsed_s: float, repeats: int, num_accepted: int = 0) -> None:
+    def on_step(
+        self,
+        step: Step,
+        elapsed_s: float,
+        repeats: int,
+        num_accepted: int = 0,
+        draft_s: float = 0.0,
+    ) -> None:
         """`step` was run `repeats` times and took `elapsed_s`; `num_accepted` of its draft tokens
-        were accepted. Of a mixed step, the prompts' time is what a step of decodes alone would not
-        have taken."""
+        were accepted; proposing those of the drafter took `draft_s` of it. Of a mixed step, the
+        prompts' time is what a step of decodes alone would not have taken."""
         prompts = [share for share in step.seqs if len(share.tokens) > 1]
         if not prompts:
             self._waited_s = 0.0
@@ -179,10 +187,13 @@ class StepTiming:
             used = kv_tokens / pool_tokens
             token_s = elapsed_s / (repeats + num_accepted / count)
             self.decode_cost.add(decode_features(count, used), token_s)
-            drafts = [(len(share.draft_tokens), share.start) for share in step.seqs]
+            drafts = [(share.most_drafts, share.start) for share in step.seqs]
+            if num_asked := sum(share.num_drafts for share in step.seqs):
+                self.draft_token_s.add(draft_s, num_asked)
             rows = count + sum(more for more, _ in drafts)
             again = sum(more * start for more, start in drafts) / pool_tokens
-            self.row_cost.add(row_features(rows, used, again), elapsed_s / repeats)
+            pass_s = (elapsed_s - draft_s) / repeats
+            self.row_cost.add(row_features(rows, used, again), pass_s)
             return
         total, features = sum(len(share.tokens) for share in prompts), _one_pass(prompts)
         if len(prompts) == len(step.seqs):

@@ -32,6 +32,8 @@ class WorkRequest:
     adapter: Adapter | None = None  # its digest is in `scope` already
     num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
     service_class: ServiceClass = ServiceClass.DEFAULT
+    fingerprint: bytes = b""  # whose weights are meant; b"": those it began with
+    pins_weights: bool = False  # no others may go on with it
 
 
 @dataclass(frozen=True, slots=True)

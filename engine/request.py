@@ -35,6 +35,7 @@ class Refusal(StrEnum):
     GRAMMAR = "grammar_failed"  # the request's; it would fail anywhere
     ADAPTER = "adapter_failed"  # the request's: its adapter cannot be loaded
     INVALID_TOKENS = "invalid_tokens"  # the request's: the model has no such token ids
+    WEIGHTS = "weight_version_not_found"  # no worker has those that it is pinned to
 
 
 class Pooling(StrEnum):
@@ -169,3 +170,6 @@ class TokenDelta:
     # With num_cached_tokens: prompt tokens that were computed though attention KV of them was
     # cached, as a "state" or a "window" to go on from was not.
     recomputed: dict[str, int] = field(default_factory=dict)
+    # (position, name of the weights from there on), with an attempt's first tokens from a worker,
+    # and in each delta once there are several; empty: as before
+    weights: tuple[tuple[int, str], ...] = ()

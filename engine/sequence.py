@@ -82,6 +82,12 @@ class Sequence:
     num_outputs: int = 0  # prompt tokens, from the first, whose outputs are in the following
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: bytes = b""
+    # (position, name of the weights that computed the tokens from there on), in order
+    weights: tuple[tuple[int, str], ...] = ()
+    pins_weights: bool = False  # it goes on with no other ones
+    # Some of its KV is of earlier weights: nobody else gets any of it. Once it has lost that, it
+    # has this chain.
+    next_chain: BlockChain | None = None
 
     @property
     def key(self) -> tuple[str, int]:

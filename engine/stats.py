@@ -31,8 +31,8 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What stays the same during an epoch of a worker, but for its role, which the controller may
-    change."""
+    """What stays the same during an epoch of a worker, but for its role and its weights, which the
+    controller may change."""
 
     worker: NodeId
     role: Role
@@ -52,6 +52,12 @@ class WorkerInfo:
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
     serves_adapters: bool = False
+    weights: str = ""  # name of their version
+    store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
+
+    @property
+    def kind(self) -> bytes:
+        return self.store_kind or self.fingerprint
 
     @property
     def row_blocks(self) -> int:

@@ -44,6 +44,7 @@ class ScheduledSeq:
     # samples there is the input here, in place of the one in `tokens`. None: `tokens` are known.
     follows: int | None = None
     adapter: Adapter | None = None
+    num_drafts: int = 0  # draft tokens that the executor's own drafter may propose, in their place
 
     @property
     def output_positions(self) -> range:
@@ -69,7 +70,11 @@ class ScheduledSeq:
     @property
     def end(self) -> int:
         """After the last position that is computed."""
-        return self.start + len(self.tokens) + len(self.draft_tokens)
+        return self.start + len(self.tokens) + self.most_drafts
+
+    @property
+    def most_drafts(self) -> int:
+        return max(self.num_drafts, len(self.draft_tokens))
 
     def verify(self, sampled: Sequence[int]) -> Sampled:
         """Accept draft tokens up to the first that differs. `sampled`: a token after `tokens`, and
@@ -134,6 +139,7 @@ class Sampled:
     more: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()  # the only tokens that the sequence's grammar lets follow
     error: str = ""
+    num_drafts: int = 0  # that the executor's drafter proposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,7 @@ class StepDone:
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)
+    draft_s: float = 0.0  # the part of elapsed_s in which the drafter proposed tokens
 
     def fault(self, index: int) -> tuple[Refusal, str] | None:
         """Why the sequence at `index` was left out."""

@@ -6,7 +6,8 @@ of 32 channels of a token, each with its least and largest number as they were: 
 bfloat16. A block that comes back and leaves again does not change any more (`c/kivi.c`).
 
 Some blocks stay exact: KV in float8, which has lost as much already; latents and heads of several
-shapes, for which nobody has measured what it costs; states of recurrent layers.
+shapes, for which nobody has measured what it costs; states of recurrent layers; what a drafter
+keeps.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def fits(spec: KVSpec) -> bool:
     """Whether blocks of this shape can be quantised."""
     numbers = spec.block_size * spec.head_dim
     uniform = spec.num_planes == 2 and not spec.heads and not spec.num_state_groups
+    uniform = uniform and not spec.draft_bytes
     return spec.dtype in KINDS and uniform and numbers % 8 == 0 and numbers <= MAX_MATRIX
 
 

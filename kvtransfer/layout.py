@@ -93,7 +93,9 @@ class BlockLayout:
         assert tp_size % size == 0, tp_size
         copies = tp_size // size
         copy = rank % copies
-        if spec.num_state_groups:
+        if spec.draft_bytes:  # it has no parts by heads
+            share = HeadShare(0, tp_size, 1, 1, spec.bytes_per_block)
+        elif spec.num_state_groups:
             each = spec.bytes_per_block // spec.num_units
             share = HeadShare(rank // copies, size, spec.num_units, 1, each, copy, copies)
         else:
@@ -145,6 +147,8 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
         shape = f"{shape}units {spec.num_units}\n"
     if spec.heads:
         shape += " ".join(f"{h.num_heads} {h.key_dim} {h.value_dim}" for h in spec.heads) + "\n"
+    if spec.draft_bytes:
+        shape += f"drafter {spec.draft_bytes} {spec.drafter}\n"
     data = shape.encode() + model
     return blake2b(data, digest_size=FINGERPRINT_BYTES, person=b"kvrelay-layout").digest()
 
@@ -158,4 +162,5 @@ def compatibility(model: bytes, spec: KVSpec) -> tuple[tuple[str, str], ...]:
         *((name, str(getattr(spec, name))) for name in fields),
         ("windows", str(spec.windows)),
         *((("heads", str(spec.heads)),) if spec.heads else ()),
+        *((("drafter", spec.drafter[:12]),) if spec.drafter else ()),
     )

@@ -19,6 +19,7 @@ from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, TokenDelta
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
+from kvrelay.engine.weights import WeightsChanged
 from kvrelay.router.averages import Average
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.index.prefix_index import PrefixIndex
@@ -157,8 +158,8 @@ class Dispatcher:
         if old is not None:
             self._retire(old)
         endpoint = self._endpoints[info.worker] = Endpoint(info, last_seen_at=now)
-        self.index.add(info.worker, info.epoch, GROUP[info.role], info.fingerprint)
-        endpoint.store_slot = self.index.stores.get(info.fingerprint, -1)
+        self.index.add(info.worker, info.epoch, GROUP[info.role], info.kind)
+        endpoint.store_slot = self.index.stores.get(info.kind, -1)
         self._fleets[POOL[info.role]].add(now, endpoint)
         self._on_fleet_changed()
         return (old if was_alive else None), True
@@ -183,7 +184,19 @@ class Dispatcher:
         self._fleets[POOL[endpoint.info.role]].remove(endpoint)
         endpoint.set_role(role)
         self._fleets[POOL[role]].add(now, endpoint)
-        self.index.add(worker, epoch, GROUP[role], endpoint.info.fingerprint)
+        self.index.add(worker, epoch, GROUP[role], endpoint.info.kind)
+        self._on_fleet_changed()
+        return endpoint
+
+    def on_weights(self, now: float, changed: WeightsChanged) -> Endpoint | None:
+        """The worker computes with other ones from now on; None: the router knew."""
+        endpoint = self.endpoint(changed.worker, changed.epoch)
+        if endpoint is None or endpoint.info.fingerprint == changed.fingerprint:
+            return None
+        fleet = self._fleets[POOL[endpoint.info.role]]
+        fleet.remove(endpoint)
+        endpoint.set_weights(changed.fingerprint, changed.name)
+        fleet.add(now, endpoint)
         self._on_fleet_changed()
         return endpoint
 
@@ -226,6 +239,11 @@ class Dispatcher:
                 f"{unfit.worker} serves no adapters: on a GPU, with tensor parallelism and in"
                 " earlier versions they are not computed",
             )
+        pinned, known = record.submit.weights, sorted({i.weights for i in self._kinds.values()})
+        if pinned and pinned not in known:
+            return Rejection(
+                Refusal.WEIGHTS, f"no worker has the weights {pinned!r}; there are: {known}"
+            )
         record.clamp(cut)
         record.fits = self._shapes
         return None
@@ -249,15 +267,40 @@ class Dispatcher:
         rejection = self.check(record)
         if rejection is not None or not self.has_workers:
             return rejection
+        if unlike := self._unlike(record):
+            place = partial(self._place, now, record, leaves, accepts, patient=patient)
+            attempt = place(apart_from=(*apart_from, *unlike))
+            if attempt is not None or record.submit.weights:
+                return attempt
+        return self._place(now, record, leaves, accepts, patient=patient, apart_from=apart_from)
+
+    def _unlike(self, record: RequestRecord) -> list[Endpoint]:
+        """Workers with other weights than those that it is pinned to, or has begun with."""
+        wanted = record.submit.weights or (record.weights[-1][1] if record.weights else "")
+        names = {info.weights for info in self._kinds.values()}
+        if len(names) < 2 or wanted not in names:
+            return []
+        return [e for e in self.endpoints if e.alive and e.info.weights != wanted]
+
+    def _place(
+        self,
+        now: float,
+        record: RequestRecord,
+        leaves: tuple[Endpoint, ...],
+        accepts: Accepts | None,
+        *,
+        patient: bool,
+        apart_from: Sequence[Endpoint],
+    ) -> Attempt | None:
+        """As `place`, for one that workers may serve."""
         work = self._work(record)
         if patient:  # told a first token by a prefill worker, it would be silent while it waits
             if self._waits is not None:
                 return None
             work = work._replace(alone=True, patient=True)
-        if leaves:
-            work = work._replace(avoid=(*record.avoid, *leaves), num_left=len(leaves))
-        if apart_from:
-            work = work._replace(avoid=(*record.avoid, *apart_from))
+        if leaves or apart_from:
+            avoid = (*record.avoid, *apart_from, *leaves)
+            work = work._replace(avoid=avoid, num_left=len(leaves))
         choose = partial(self._policy.choose, now, sticky=lambda: self._sticky(record))
         choice = choose(work)
         if choice is None and record.avoid and not leaves:
@@ -454,15 +497,15 @@ class Dispatcher:
 
     def _on_store(self, kind: bytes, slot: int) -> None:
         for endpoint in self._endpoints.values():
-            if endpoint.info.fingerprint == kind:
+            if endpoint.info.kind == kind:
                 endpoint.store_slot = slot
 
     def _stored(self, now: float, record: RequestRecord, info: WorkerInfo) -> int:
         """Tokens of the prompt whose KV the object store of these workers has."""
-        if info.fingerprint not in self.index.stores:
+        if info.kind not in self.index.stores:
             return 0
         found = self.index.lookup(now, record.packed_hashes(info))
-        return info.block_size * found.stored(info.fingerprint)
+        return info.block_size * found.stored(info.kind)
 
     def _update(self, now: float, endpoint: Endpoint) -> None:
         self._now = max(self._now, now)

@@ -62,6 +62,7 @@ class Submit:
     share: TenantShare = TenantShare()
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do
     adapter: Adapter | None = None  # with which it is computed
+    weights: str = ""  # name of the version that it is pinned to; "": any
 
     @property
     def kv_scope(self) -> CacheScope:
@@ -127,6 +128,9 @@ class Output:
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
     prompt: PromptOutputs = NO_OUTPUTS  # with the first token
+    # (index, name of the weights that computed the output from there on), with `finish`, and with
+    # each once there are several
+    weights: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

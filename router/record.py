@@ -58,6 +58,7 @@ class Cause(StrEnum):
     EXECUTION = "execution"  # its worker cannot go on
     OWN_FAILURE = "own_failure"  # a step failed that ran for it alone, on a worker that is well
     REFUSED = "refused"
+    WEIGHTS = "weights"  # its worker has changed them: no failure
     MIGRATED = "migrated"  # not a failure: the next attempt has taken over
 
 
@@ -90,6 +91,8 @@ class Attempt:
     num_held: int = 0  # tokens that need not be computed where the prompt is
     num_stored: int = 0  # tokens that the object store has
     num_tokens: int = 0  # prompt and output, when it was sent
+    fingerprint: bytes = b""  # that its workers had when it was sent
+    weights: tuple[tuple[int, str], ...] = ()  # as a worker has said last, in TokenDelta
     is_apart: bool = False  # no other suspect was where it is
     retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
     decision: RoutingDecision | None = None  # what was known when it was sent
@@ -176,6 +179,7 @@ class RequestRecord:
     num_cached_tokens: int | None = None  # in the prompt; None: not known yet
     cached_by_source: dict[str, int] = field(default_factory=dict)  # where it is known
     recomputed: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
+    weights: list[tuple[int, str]] = field(default_factory=list)  # as in Output
     _chains: dict[tuple[bytes, int], BlockChain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -204,6 +208,14 @@ class RequestRecord:
             return DeltaFit.DIVERGED
         self.tokens.extend(delta.tokens[overlap:])
         return DeltaFit.NEXT
+
+    def note_weights(self, known: tuple[tuple[int, str], ...], first: int) -> None:
+        """Positions from `first` on were computed by the weights that `known` names."""
+        ends = [*(position for position, _ in known), len(self.tokens)][1:]
+        for (position, name), end in zip(known, ends, strict=True):
+            is_new = not self.weights or self.weights[-1][1] != name
+            if is_new and max(position, first) < end:
+                self.weights.append((max(position, first) - self.num_prompt_tokens, name))
 
     def take_outputs(self, outputs: PromptOutputs) -> None:
         """They have come with the first token: no later attempt has to give them."""
@@ -319,6 +331,7 @@ class RequestRecord:
         assert self.current is None, f"{self.request_id} is dispatched already"
         self.current = Attempt(len(self.attempts) + 1, decode, prefill, now, fetch_from)
         self.current.num_tokens = len(self.tokens)
+        self.current.fingerprint = decode.info.fingerprint
         self.attempts.append(self.current)
         return self.current
 
@@ -343,6 +356,8 @@ def dispatch_messages(
         "num_held": record.num_held(attempt),
         "num_stored": attempt.num_stored,
         "service_class": record.submit.service_class,
+        "fingerprint": attempt.fingerprint,
+        "pins_weights": bool(record.submit.weights),
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST

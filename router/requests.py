@@ -202,6 +202,8 @@ class Requests:
             record.recomputed = delta.recomputed
             self._count_cached(record, endpoint)
         new = tuple(record.tokens[num_before:])
+        attempt.weights = delta.weights or attempt.weights
+        record.note_weights(attempt.weights, num_before)
         attempt.on_delta(now, endpoint.worker, delta, bool(new))
         for ends, is_new in self.dispatcher.on_phases(now, attempt, endpoint, delta):
             self.totals.kv_lost["fetch" if ends.fetches else "handoff"] += 1
@@ -264,7 +266,7 @@ class Requests:
             record.stay()
             return
         record.current = None
-        if cause is not Cause.QUEUE_FULL:
+        if cause not in (Cause.QUEUE_FULL, Cause.WEIGHTS):
             # One that goes on from attempt to attempt is not what workers fail at.
             record.failures = 1 if attempt.first_at is not None else record.failures + 1
         if (
@@ -373,6 +375,7 @@ class Requests:
             num_cached_tokens=record.num_cached_tokens or 0,
             cached_by_source=record.cached_by_source,
             prompt=record.give_outputs(),
+            weights=tuple(record.weights) if finish or len(record.weights) > 1 else (),
         )
         self.send(record.submit.reply_to, output)
 

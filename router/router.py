@@ -30,6 +30,7 @@ from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDelta
 from kvrelay.engine.node import Effect, NodeId, Note, Unsendable, Wake, Woken
 from kvrelay.engine.request import Refusal, TokenDelta
 from kvrelay.engine.stats import Progress, Role, RouterDown, RouterUp, WorkerInfo, WorkerStats
+from kvrelay.engine.weights import WeightsChanged
 from kvrelay.kvtransfer.messages import CacheOrderDone
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.admission.admission import IncomingCall
@@ -118,6 +119,7 @@ class Router:
             Refused: self._on_refused,
             Preempted: self._on_preempted,
             RoleChanged: self._on_role_changed,
+            WeightsChanged: self._on_weights_changed,
             WorkerDraining: self._on_draining,
             KVEvents: self._on_kv_events,
             KVSnapshot: self._on_kv_events,
@@ -316,7 +318,9 @@ class Router:
             return
         match refused.reason:
             case Refusal.UNKNOWN:
-                requests.retry(now, record, Cause.UNKNOWN, detail, gone=endpoint)
+                has_changed = attempt.fingerprint != endpoint.info.fingerprint
+                cause = Cause.WEIGHTS if has_changed else Cause.UNKNOWN
+                requests.retry(now, record, cause, detail, gone=endpoint)
             case Refusal.QUEUE_FULL:
                 cause = Cause.QUEUE_FULL
                 requests.retry(now, record, cause, detail, gone=endpoint, blamed=endpoint)
@@ -436,6 +440,12 @@ class Router:
         worker = self._dispatcher.on_role(now, change.worker, change.epoch, change.role)
         if worker is not None and change.role is Role.PREFILL:
             self._clear(now, worker)
+
+    def _on_weights_changed(self, now: float, changed: WeightsChanged) -> None:
+        """What it has goes on, or is given back; what comes is sent for the new ones."""
+        if self._dispatcher.on_weights(now, changed) is not None:
+            self._requests.room_changed = True
+            self.sessions.on_worker_up(now)
 
     def _on_draining(self, now: float, draining: WorkerDraining) -> None:
         """Nothing new goes there, and what decodes there moves."""

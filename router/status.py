@@ -113,6 +113,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     block_size: int | None = None  # tokens
     links: tuple[KVLink, ...] | None = None  # by which it reads KV from others
     layout: str | None = None  # only workers whose KV has one layout pass it to each other
+    weights: str | None = None  # name of their version
     # By the controller:
     pid: int | None = None
     machine: str | None = None  # "": it has none
@@ -175,4 +176,5 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         block_size=info.block_size,
         links=stats.links if stats else (),
         layout=info.fingerprint.hex()[:LAYOUT_DIGITS],
+        weights=info.weights or None,
     )

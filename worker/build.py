@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import Node
 from kvrelay.engine.step import Step
+from kvrelay.engine.weights import ONLY_ON_CPUS
 from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.agents.ranks import join_ranks
 from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
@@ -176,6 +178,8 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         close=ranks.close if ranks else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,
+        load_version=None if parallel else runner.load_version,
+        use_loaded=None if parallel else runner.use_loaded,
     )
 
     def make_executor(deliver: Deliver) -> Executor:
@@ -224,7 +228,10 @@ def open_runner(
         from kvrelay.engine.model.runner import ModelRunner
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        return at_low_priority(lambda: ModelRunner(path, spec.model, spec.engine)), None
+        of_version = partial(ModelRunner, version=spec.weights)
+        return at_low_priority(lambda: of_version(path, spec.model, spec.engine)), None
+    if spec.weights is not None:
+        raise ModelError(f"{spec.weights.name}: {ONLY_ON_CPUS}")
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(

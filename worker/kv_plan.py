@@ -11,7 +11,9 @@ from pathlib import Path
 from kvrelay.engine.config import DiskCodec, EngineSection
 from kvrelay.engine.kv.spec import DTYPE_BYTES, SCALE_BYTES, KVSpec
 from kvrelay.engine.kv.window import Window, Windows
+from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import drafter_path
 from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.device_memory import CUDA_BYTES, DeviceMemory, step_bytes
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
@@ -98,9 +100,12 @@ def plan_kv(
     on_gpu: bool = False,
 ) -> KVPlan:
     """`dtype`, `quantization`: of the weights. Raises BuildError if the memory for KV does not hold
-    a block."""
+    a block, ModelError for a drafter that is none of this model."""
     kv_dtype = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
-    spec = model.kv_spec(engine.block_size, kv_dtype)
+    spec, drafter = model.kv_spec(engine.block_size, kv_dtype), None
+    if engine.drafter:
+        drafter = read_drafter(drafter_path(engine.drafter), model)
+        spec = drafter.added_to(spec)
     ranks = engine.tensor_parallel_size
     copies = max(1, ranks // model.num_kv_heads)
     per_block = spec.bytes_per_block * copies
@@ -112,6 +117,7 @@ def plan_kv(
         )
     weights = weights_bytes(model, dtype, quantization, on_gpu)
     weights += extra_weights_bytes(model, dtype, ranks)
+    weights += 0 if drafter is None else drafter.memory_bytes(dtype)
     windows = Windows.of(spec.block_size, spec.windows, model.num_sinks).groups
     groups = windows if len(windows) > 1 else ()
     return KVPlan(
@@ -222,11 +228,12 @@ def check_memory(plans: Sequence[KVPlan], available_bytes: int, host_bytes: int 
 
 def _token_lines(model: ModelConfig, info: WorkerInfo) -> list[str]:
     """What a token costs, by kind of layer."""
-    dtype = next(
-        each
-        for each in DTYPE_BYTES
-        if not info.bytes_per_block % model.kv_spec(info.block_size, each).bytes_per_block
-    )
+    sizes = {each: model.kv_spec(info.block_size, each).bytes_per_block for each in DTYPE_BYTES}
+    whole = (each for each, size in sizes.items() if not info.bytes_per_block % size)
+    dtype = next(whole, "")
+    if not dtype:  # a drafter has a part
+        fits = [each for each, size in sizes.items() if size < info.bytes_per_block]
+        dtype = max(fits, key=sizes.__getitem__)
     layers = [*filter(model.keeps_kv, range(model.num_layers))]
     kinds = Counter((model.kv_window(layer), model.kv_heads(layer)) for layer in layers)
     planes, size = 1 if model.latent else 2, DTYPE_BYTES[dtype]

@@ -59,6 +59,7 @@ from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.kvtransfer.tiers.manager import AS_HOST, Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 from kvrelay.worker.left_kv import LeftKV
+from kvrelay.worker.weights import WeightUpdates
 
 Handler = Callable[[float, Any], list[Effect]]
 """What a worker does about messages of one type: (now, message) -> effects."""
@@ -318,6 +319,7 @@ class Worker:
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.exchange = KVExchange(config, self.core)
+        self.weights = WeightUpdates(self.core, self.exchange.connector.arrivals, self.exchange.end)
         self._roles = {role.needs_growth: role(self.core, self.exchange) for role in roles}
         self._handlers = self._make_handlers()
         self._records = records or {}
@@ -335,6 +337,7 @@ class Worker:
         effects = self._handlers.get(type(message), _on_unexpected)(now, message)
         effects += self._use_arrived(now)
         effects += self._schedule(now)
+        effects += self.weights.advance(now)
         effects += self.exchange.advance(now)
         effects += self.core.flush()
         why = "" if self._has_ended else self._why_not_go_on()
@@ -358,11 +361,12 @@ class Worker:
         core, publisher = self.core, self.core.publisher
         return {
             **self.exchange.handlers,
+            **self.weights.handlers,
             **{role.request: partial(self._begin, role) for role in self._roles.values()},
             StepDone: lambda now, message: self._on_step_done(message),
             Woken: lambda now, message: self._on_tick(now) if message.tag == TICK else [],
             Abort: lambda now, message: self._on_abort(message),
-            RouterUp: lambda now, message: publisher.subscribe(message.router),
+            RouterUp: lambda now, message: self._on_router_up(message.router),
             RouterDown: lambda now, message: self._on_router_down(message.router),
             KVSnapshotRequest: lambda now, message: publisher.snapshot(message.router),
             Probe: lambda now, message: [core.answer_probe(message)],
@@ -374,7 +378,8 @@ class Worker:
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
         accepted = self.core.accept(now, request, role_needs_growth=role.needs_growth)
         if isinstance(accepted, Refused):
-            return [Send(request.router, accepted)]
+            about = [self.weights.announce(request.router)] * self.core.is_for_others(request)
+            return [*about, Send(request.router, accepted)]
         if accepted is None:
             return []
         if request.num_stored:
@@ -388,6 +393,9 @@ class Worker:
     def _on_abort(self, abort: Abort) -> list[Effect]:
         mine = [seq for seq in self.core.seqs.values() if seq.request_id == abort.request_id]
         return self._end([seq for seq in mine if seq.attempt <= abort.attempt])
+
+    def _on_router_up(self, router: NodeId) -> list[Effect]:
+        return [*self.weights.on_router_up(router), *self.core.publisher.subscribe(router)]
 
     def _on_router_down(self, router: NodeId) -> list[Effect]:
         """Its clients are gone with it."""

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -21,6 +21,7 @@ import psutil
 from kvrelay.engine.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
 from kvrelay.engine.node import Node, NodeId
 from kvrelay.engine.stats import WorkerInfo
+from kvrelay.engine.weights import WeightsUpdated
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.codec import PROTOCOL
 from kvrelay.engine.wire.context import OnPeerLost, TlsError, TlsIdentity, WireLimits
@@ -182,6 +183,11 @@ class WorkerProcess:
 
     def _send(self, to: NodeId, message: Any) -> str | None:
         assert self._wire is not None
+        if isinstance(message, WeightsUpdated) and self._started is not None:
+            # The next controller hears of these.
+            name, fingerprint = message.version.name, message.fingerprint
+            info = replace(self._started.info, weights=name, fingerprint=fingerprint)
+            self._started = replace(self._started, info=info)
         return self._wire.send(to, message)
 
     def _on_failure(self, _node: NodeId, error: BaseException) -> None:

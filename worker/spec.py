@@ -14,6 +14,7 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.weights import WeightVersion
 from kvrelay.engine.wire import channel
 from kvrelay.worker.kv_plan import GIB
 from kvrelay.worker.process import Listening
@@ -49,6 +50,7 @@ class WorkerSpec:
     rank_hosts: tuple[RankHost, ...] = ()
     log: LogSection = field(default_factory=LogSection)
     fork_server: bool = False  # fork its process, where that is possible (`worker.fork_server`)
+    weights: WeightVersion | None = None  # in place of the model's own
 
     @property
     def on_gpu(self) -> bool:

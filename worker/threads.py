@@ -19,6 +19,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
+from kvrelay.engine.weights import LoadWeights, UseWeights
 from kvrelay.kvtransfer.agent import (
     AttachStore,
     ConnectPeer,
@@ -191,6 +192,8 @@ class WorkerThreads:
             self._steps = LaunchThreads(steps.launch, deliver, f"{name}-step")
         else:
             self._steps = StepThread(steps.execute, deliver, f"{name}-step")
+        change = steps.change_weights
+        self._weights = StepThread(change, deliver, f"{name}-weights", low_priority=True)
         self._low_priority = self._steps
         if shares_cores:
             self._low_priority = StepThread(
@@ -206,6 +209,8 @@ class WorkerThreads:
                 (self._low_priority if step.low_priority else self._steps).submit(step)
             case PrepareGrammar(grammar):
                 self._model.prepare_grammar(grammar)
+            case LoadWeights() | UseWeights():
+                self._weights.submit(effect)
             case _:
                 assert isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex), effect
                 if self._ranks is not None:
@@ -214,8 +219,9 @@ class WorkerThreads:
 
     def close(self) -> None:
         """All at once, so that the slowest decides how long it takes."""
-        parts: dict[str, StepThread[Step, StepDone] | LaunchThreads | TransferLoop] = {
+        parts: dict[str, StepThread[Any, Any] | LaunchThreads | TransferLoop] = {
             "step": self._steps,
+            "weights": self._weights,
             **self._copies.loops,
         }
         if self._low_priority is not self._steps:

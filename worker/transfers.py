@@ -195,6 +195,7 @@ def _host_memory_for_the_disk(spec: WorkerSpec) -> Iterator[None]:
 
 
 def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> WorkerConfig:
+    from kvrelay.engine.model.checkpoint.version import read_version
     from kvrelay.engine.model.quantize import scheme
 
     model = model_config(path, spec.engine)
@@ -202,7 +203,9 @@ def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> Worke
     plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
     quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
     digest = model.digest(path, max_model_len, quantization)
-    return worker_config(spec, plan, max_model_len, digest)
+    config = worker_config(spec, plan, max_model_len, digest)
+    base = read_version(path)
+    return structs.replace(config, weights=spec.weights or base, base_weights=base.digest)
 
 
 @dataclass(frozen=True, slots=True)

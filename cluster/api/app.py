@@ -52,6 +52,7 @@ from kvrelay.cluster.api.sessions import session_routes
 from kvrelay.cluster.api.utility.adapters import adapter_routes
 from kvrelay.cluster.api.utility.openapi import document_routes
 from kvrelay.cluster.api.utility.tokens import token_routes
+from kvrelay.cluster.api.utility.weights import weight_routes
 from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.logs import REQUEST
 
@@ -158,6 +159,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *explanation_routes(ctx),
         *operation_routes(ctx),
         *adapter_routes(ctx),
+        *weight_routes(ctx),
         *console.routes(),
         *_model_routes(ctx),
     ]

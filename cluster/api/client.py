@@ -58,6 +58,7 @@ class RequestStream:
         self.prompt = NO_OUTPUTS  # what the prompt gave, with the first token
         self._num_cached_tokens = 0
         self._cached_by_source: dict[str, int] = {}
+        self._weights: tuple[tuple[int, str], ...] = ()
         self._finish: FinishReason | None = None
         self._failed: Failed | None = None
 
@@ -83,6 +84,7 @@ class RequestStream:
                 finish=self._finish if is_all else None,
                 num_cached_tokens=self._num_cached_tokens,
                 cached_by_source=self._cached_by_source,
+                weights=self._weights,
             )
             del self._tokens[:num], self._logprobs[:num]
             if is_all:
@@ -122,6 +124,7 @@ class RequestStream:
         if output.num_cached_tokens >= self._num_cached_tokens:
             self._num_cached_tokens = output.num_cached_tokens
             self._cached_by_source = output.cached_by_source or self._cached_by_source
+        self._weights = output.weights or self._weights
         if output.finish is not None:
             self._finish, self.ended, self.ended_at = output.finish, True, now
         self._signal.set()
@@ -177,6 +180,7 @@ class RouterClient:
         tenant: str = "",
         share: TenantShare = TenantShare(),
         call: bytes = b"",
+        weights: str = "",
         signal: asyncio.Event | None = None,
     ) -> RequestStream:
         """Send a request. `signal` is set when something arrives; several streams may share one.
@@ -200,6 +204,7 @@ class RouterClient:
             tenant=tenant,
             share=share,
             call=call,
+            weights=weights,
         )
         self._deliver(self.router, submit)
         return stream

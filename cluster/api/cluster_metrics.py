@@ -458,6 +458,13 @@ FAMILIES = (
         _each_worker("hangs"),
     ),
     Family(
+        "kvrelay_worker_weights",
+        GAUGE,
+        "1: the version of the weights that the worker computes with, by its name.",
+        (*_WORKER, "version"),
+        lambda s: [((w.worker, w.role, w.weights), 1.0) for w in s.workers if w.weights],
+    ),
+    Family(
         "kvrelay_worker_events",
         COUNTER,
         "What the worker has counted since it started.",

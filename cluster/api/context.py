@@ -33,6 +33,7 @@ from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.logs import LogSection
 from kvrelay.engine.stats import Role
+from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.explain import Explanations
 from kvrelay.router.messages import Failed
@@ -100,6 +101,12 @@ class ApiContext:
     set_role: Callable[[str, Role], Role] | None = None
     is_draining: Callable[[], bool] = lambda: False  # no new request is taken
     order: Callable[[Service], None] | None = None  # begins what is asked
+    # Begins to change the model's weights to those in a folder, under a name, or (no folder) back.
+    # May raise ModelError; this and the next, ControllerAway.
+    change_weights: (
+        Callable[[str | None, str, UpdateMode], Awaitable[WeightVersion | None]] | None
+    ) = None
+    pause: Callable[[PauseMode | None], None] | None = None
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[IncomingCall], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)

@@ -52,6 +52,9 @@ def status_table(status: dict[str, Any]) -> Group:
     tiers = [key for key in _TIER_COLUMNS if any(worker.get(key) for worker in workers)]
     names = ["blocks used", "cached", *(_TIER_COLUMNS[key] for key in tiers)]
     has_ranks = any(worker.get(_SIZE, 1) > 1 for worker in workers)
+    has_versions = len({worker.get("weights") for worker in workers}) > 1
+    if has_versions:
+        table.add_column("weights")
     if has_ranks:
         table.add_column("ranks", justify="right")
     for name in (*names, "running", "waiting", "hit rate"):
@@ -61,12 +64,13 @@ def status_table(status: dict[str, Any]) -> Group:
             worker["worker"],
             worker["role"],
             _coloured(str(worker["state"])),
+            *([worker.get("weights", "?")] if has_versions else []),
             *([str(worker.get(_SIZE, "?"))] if has_ranks else []),
             *_load([worker], worker, tiers),
         )
     if len(workers) > 1:
         table.add_section()
-        table.add_row("all", "", "", *([""] if has_ranks else []), *_load(workers, status, tiers))
+        table.add_row("all", *[""] * (2 + has_versions + has_ranks), *_load(workers, status, tiers))
     routers = status.get("routers")
     groups = [(worker, each) for worker in workers for each in worker.get("groups") or ()]
     models = status.get("models")

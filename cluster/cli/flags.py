@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
@@ -39,6 +40,12 @@ def gib(text: str) -> str:
     """Reads a number of bytes as GiB."""
     found = count(text)
     return f"{int(found) / GIB}" if found.isdigit() else text
+
+
+def folder(text: str) -> str:
+    """Makes a path absolute, if there is such a folder: workers have a directory of their own."""
+    path = Path(text).expanduser()
+    return str(path.absolute()) if path.is_dir() else text
 
 
 def origins(text: str) -> str:
@@ -76,6 +83,9 @@ OWN = {
         "api.insecure", "Serve without a key at an address that others reach.", switch=True
     ),
     "dtype": Flag("model.dtype", "auto, float32 or bfloat16.", values={"float": "float32"}),
+    "drafter": Flag(
+        "engine.drafter", "A head's folder, or a smaller model: it drafts tokens.", read=folder
+    ),
 }
 _IN_CHECKPOINT = dict.fromkeys(
     (
@@ -205,8 +215,8 @@ REFUSED = _names(
         "-transfer-config kv-events-config",
         "weights are not offloaded; KV is: --set tiers.host_gib=N": "cpu-offload-gb"
         " offload-backend",
-        "draft tokens are n-grams of the sequence: --num-speculative-tokens N": "speculative-config"
-        " speculative-model spec-model spec-method spec-tokens",
+        "--drafter names a head or a model, --num-speculative-tokens N bounds drafts": "speculative"
+        "-config speculative-model spec-model spec-method spec-tokens",
         "the checkpoint's own is used": "tokenizer tokenizer-mode hf-config-path",
         "name a folder that has it": "revision tokenizer-revision code-revision",
         "weights are read from safetensors or GGUF": "load-format",

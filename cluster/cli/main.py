@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
     "plan": ("plan", "plan", "What a model takes of a machine, and what fits."),
     "role": ("operate", "role", "Prefer a worker for prompts, decoding or both."),
+    "update": ("weights", "update", "Other weights for a model, while it is served."),
     "up": ("hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
     "down": ("hosts", "down", "End what `kvrelay up` has started."),
     "drain": ("operate", "drain", "Let a server finish what it has, and end."),

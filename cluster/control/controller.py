@@ -18,6 +18,8 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     Checkpoint,
     MachinesChanged,
+    ModelWeights,
+    PauseModel,
     Record,
     RequestMachines,
     RestartWorker,
@@ -27,15 +29,19 @@ from kvrelay.cluster.control.messages import (
     RouterStarted,
     ScalingReport,
     SetRole,
+    UpdateModel,
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
 from kvrelay.cluster.control.routers import DesiredRouter, RouterSet
 from kvrelay.cluster.control.watches import DRAIN_TAG, SUSPECT_TAG
+from kvrelay.cluster.control.weights import TAG as WEIGHTS_TAG
+from kvrelay.cluster.control.weights import Rollout
 from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
 from kvrelay.cluster.scaling.sharing import shares
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown
+from kvrelay.engine.weights import WeightsUpdated
 from kvrelay.router.messages import DrainReport, WorkerSuspected
 from kvrelay.worker.messages import CONTROLLER, PeersUpdated, StartFailed, WorkerStarted
 
@@ -62,6 +68,19 @@ class Controller:
             if own.scaling is not None:
                 num_named = max(config.kept.num_named, len(own.workers))
                 self.scaling[model] = Autoscaling(own.scaling, num_named, wall, model)
+        known = {each.model: each for each in config.kept.weights}
+        self.rollouts = {
+            model: Rollout(
+                node_id,
+                known.get(model, ModelWeights(model)),
+                own.start_timeout_s + own.restart_drain_s,
+            )
+            for model, own in config.by_model.items()
+        }
+        self.worker_set.weights_for = lambda model: self.rollouts[model].for_start()
+        self.worker_set.on_begun = lambda worker, weights: self.rollouts[worker.model].begun(
+            worker.incarnation, weights
+        )
         self._num_machines = 0  # that were asked for
         self._recorded = config.kept
 
@@ -93,14 +112,21 @@ class Controller:
         workers = tuple(worker.checkpoint() for worker in self.workers.values() if worker.epoch)
         num_named = max([each.fleet.num_named for each in self.scaling.values()], default=0)
         routers = self.router_set
-        kept = Checkpoint(workers, routers.epochs, num_named, routers.joined)
+        weights = tuple(each.kept for each in self.rollouts.values() if each.is_shown)
+        kept = Checkpoint(workers, routers.epochs, num_named, routers.joined, weights)
         if kept == self._recorded:
             return effects
         self._recorded = kept
         return [Record(kept), *effects]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
-        return self._record(self._handle(now, message))
+        effects = self._handle(now, message)
+        for model, rollout in self.rollouts.items():
+            effects += rollout.advance(now, self._workers_of(model))
+        return self._record(effects)
+
+    def _workers_of(self, model: str) -> list[DesiredWorker]:
+        return [worker for worker in self.workers.values() if worker.model == model]
 
     def _handle(self, now: float, message: Any) -> list[Effect]:
         workers, routers = self.worker_set, self.router_set
@@ -159,6 +185,15 @@ class Controller:
                 return self._restart(now, worker, message.why) if worker and is_up else []
             case SetRole(node, role):
                 return workers.set_role(self.workers[node], role) if node in self.workers else []
+            case WeightsUpdated(node):
+                workers.reweighted(message)
+                rollout = self.rollouts[self.workers[node].model] if node in self.workers else None
+                return rollout.answered(now, message) if rollout else []
+            case UpdateModel(model) if model in self.rollouts:
+                return self.rollouts[model].order(message, self._workers_of(model))
+            case PauseModel(model) if model in self.rollouts:
+                self.rollouts[model].pause(message)
+                return []
             case Woken(tag):
                 return self._woken(now, tag)
             case _:
@@ -254,6 +289,8 @@ class Controller:
         kind, _, rest = tag.partition(" ")
         if kind == SCALE_TAG:
             return self._scale(now, rest)
+        if kind == WEIGHTS_TAG:
+            return self.rollouts[rest].woken(now)
         epoch, _, node = rest.partition(" ")
         if kind == SUSPECT_TAG:
             return self._look_after(now, node, int(epoch))

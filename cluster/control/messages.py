@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.weights import NO_VERSION, PauseMode, UpdateMode, WeightVersion
 from kvrelay.engine.wire.codec import register
 from kvrelay.router.traffic import RouterSeen, WorkerSeen
 from kvrelay.worker.messages import Peer
@@ -26,6 +27,7 @@ class StartWorker:
     num_ranks: int = 1  # its processes
     further: tuple[str, ...] = ()  # other machines; the ranks are divided evenly among all
     model: str = ""  # by its name in [[models]]
+    weights: WeightVersion | None = None  # in place of the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,23 @@ class WorkerCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """What the next controller has to know of the weights of a model. No digest: they were never
+    changed, and nobody has asked for that of the model's own."""
+
+    model: str = ""
+    base: WeightVersion = NO_VERSION  # the model's own
+    current: WeightVersion = NO_VERSION  # with which workers start
+    previous: WeightVersion | None = None
+    target: WeightVersion | None = None  # workers get it, one after the other
+    mode: UpdateMode = UpdateMode.RECOMPUTE
+    number: int = 0  # counts orders
+    why: str = ""  # the last one was refused, or stopped
+    paused: PauseMode | None = None
+    has_paused: bool = False  # ever: those that are up are asked to go on
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What outlives a controller. `routers`: the last epoch of each; `num_named`: where workers
     come and go, numbers below it may have been names; `joined`: routers that servers start."""
@@ -80,6 +99,7 @@ class Checkpoint:
     routers: dict[NodeId, int] = field(default_factory=dict)
     num_named: int = 0
     joined: tuple[RouterStarted, ...] = ()
+    weights: tuple[ModelWeights, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +164,26 @@ class SetRole:
 
     worker: NodeId
     role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateModel:
+    """From an operator: the workers of `model` are to compute with `version`, or with `back` with
+    those before the last change. `base`: the model's own weights."""
+
+    model: str
+    base: WeightVersion
+    version: WeightVersion
+    mode: UpdateMode
+    back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PauseModel:
+    """From an operator: the workers of `model` are to pause, or (None) to go on."""
+
+    model: str
+    mode: PauseMode | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +259,4 @@ class RouterLost:
 
 
 register(SetRole, ScalingReport)
+register(UpdateModel, PauseModel, since=3)

@@ -84,6 +84,7 @@ def worker_spec(
         further=start.further,
         log=config.log,
         fork_server=config.cluster.fork_server,
+        weights=start.weights,
         num_gpus=start.num_ranks // (1 + len(start.further)) if on_gpu else 0,
     )
 

@@ -42,6 +42,7 @@ def cluster_view(
         workers=[_worker(worker) for worker in controller.workers.values()],
         routers=routers,
         scaling=next(iter(scaling.values()), None),
+        weights=[each.view() for each in controller.rollouts.values() if each.is_shown],
         scaling_by_model={model: each for model, each in scaling.items() if model},
     )
 

@@ -7,12 +7,14 @@ it announced. One that is up and makes no progress is ended by force: see `clust
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import (
     RUNNING,
+    SERVING,
     DesiredProcess,
     ProcessEvent,
     ProcessSet,
@@ -30,6 +32,7 @@ from kvrelay.cluster.control.routers import RouterSet
 from kvrelay.cluster.control.watches import Drains, Suspects
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.stats import Role, RouterDown, WorkerInfo
+from kvrelay.engine.weights import WeightsUpdated, WeightVersion
 from kvrelay.router.messages import RoleChanged
 from kvrelay.worker.messages import Peer, WorkerStarted
 
@@ -102,6 +105,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.has_been_up = bool(config.running_routers)
         self._failures = 0  # that removed workers had in a row, since one came up
         self._removed: list[tuple[NodeId, str]] = []
+        # By model: what workers start with in place of its weights, and who is told of that.
+        self.weights_for: Callable[[str], WeightVersion | None] = lambda _: None
+        self.on_begun: Callable[[DesiredWorker, WeightVersion | None], None] = lambda *_: None
 
     def desired(self, node: NodeId, role: Role, model: str = "") -> DesiredWorker:
         """A worker that is to be started as `role`."""
@@ -201,6 +207,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.further = tuple(further)
         host_of = {machine.machine_id: machine.host for machine in self.machines}
         worker.hosts = tuple(host_of[machine] for machine in machines)
+        weights = self.weights_for(worker.model)
+        self.on_begun(worker, weights)
         start = StartWorker(
             worker.node,
             worker.role,
@@ -209,6 +217,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             worker.num_ranks,
             worker.further,
             worker.model,
+            weights,
         )
         return [start, bound]
 
@@ -278,6 +287,13 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             worker.info = replace(worker.info, role=role)
         change = RoleChanged(worker.node, worker.epoch, role)
         return effects + self.routers.role_changed(change)
+
+    def reweighted(self, updated: WeightsUpdated) -> None:
+        """It computes with other weights than when it started."""
+        worker = self.current(updated.worker, updated.epoch, *SERVING)
+        if worker is not None and worker.info is not None:
+            name, fingerprint = updated.version.name, updated.fingerprint
+            worker.info = replace(worker.info, weights=name, fingerprint=fingerprint)
 
     def drain(self, now: float, worker: DesiredWorker, *, comes_back: bool = False) -> list[Effect]:
         """Let it go when nothing needs it; `comes_back`: to be started again."""

@@ -52,6 +52,7 @@ from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.here import run_here
+from kvrelay.cluster.processes.kept_weights import KeptWeights
 from kvrelay.cluster.processes.life import (
     Keeper,
     read_record,
@@ -128,6 +129,7 @@ class ControlProcess:
         self._keeping: asyncio.TimerHandle | None = None  # while it cannot be written there
         self._loads: dict[Incarnation, RouterLoad] = {}  # what routers have said
         self._restart = spec.restart
+        self._weights: KeptWeights  # once there is a model
         self._is_publishing = False
         self._scaling_logs: dict[str, ScalingLog] = {}  # by model
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -184,6 +186,9 @@ class ControlProcess:
             *(spec.epoch, len(kept.workers), running),
         )
         by_model = spec.config.by_model()
+        folders = {name: model.by_name[name].path for name in by_model}
+        self._weights = KeptWeights(spec.config.sessions.state_path, folders)
+        kept = self._weights.add_to(kept)
         first, *further = [
             replace(
                 controller_config(name, own, model.by_name[name]),
@@ -211,6 +216,7 @@ class ControlProcess:
             self.say(MachinesChanged((spec.here,)))
 
     def _keep(self, kept: Checkpoint) -> None:
+        self._weights.keep(kept.weights)
         if self._leads is None:
             self._keeper.keep(kept)
             return

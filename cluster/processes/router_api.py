@@ -7,6 +7,7 @@ import gc
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.host import NodeHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from kvrelay.router.models import ForModel, ModelRouters
 
 if TYPE_CHECKING:
@@ -62,6 +64,10 @@ class RouterHost(Protocol):
     def set_role(self, worker: str, role: Role) -> Role: ...
     async def audit(self) -> dict[str, Any]: ...
     def order(self, service: Any) -> None: ...
+    async def change_weights(
+        self, model: str, path: str | None, name: str, mode: UpdateMode
+    ) -> WeightVersion | None: ...
+    def pause(self, model: str, mode: PauseMode | None) -> None: ...
 
 
 def load_of(router: ModelRouters, now: float, state: StoreStatus) -> RouterLoad:
@@ -147,6 +153,8 @@ async def _of_model(
         "max_model_len": served.served_models[model].max_model_len,
         "explanations": router.explanations,
         "refuse_early": lambda call: router.refuse(asyncio.get_running_loop().time(), call),
+        "change_weights": partial(served.change_weights, model),
+        "pause": partial(served.pause, model),
         "settings": _settings(config),
         "public_prompts": prompts,
     }

@@ -27,7 +27,13 @@ from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.audits import AuditService
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.messages import RouterStarted, ScalingReport, SetRole
+from kvrelay.cluster.control.messages import (
+    PauseModel,
+    RouterStarted,
+    ScalingReport,
+    SetRole,
+    UpdateModel,
+)
 from kvrelay.cluster.control.process_messages import (
     LinkLost,
     RouterLoad,
@@ -54,6 +60,7 @@ from kvrelay.engine.host import NodeHost, in_thread, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
 from kvrelay.engine.stderr import lines_dropped, num_open_files
+from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
@@ -336,6 +343,29 @@ class RouterProcess:
         self.wire.send(CONTROLLER, SetRole(worker, role))
         was, known[worker].role = known[worker].role, role  # until the controller says it again
         return was
+
+    async def change_weights(
+        self, model: str, path: str | None, name: str, mode: UpdateMode
+    ) -> WeightVersion | None:
+        """Begin to change those of `model`; no path: back to the ones before. Returns the version,
+        where it is known. Raises ModelError, ControllerAway."""
+        from kvrelay.engine.model.checkpoint.version import read_version
+
+        self._ask_controller()
+        own = self.served_models[model].path
+        base = await asyncio.to_thread(read_version, own)
+        wanted = None
+        if path is not None:
+            folder = Path(path).expanduser().absolute()
+            wanted = await asyncio.to_thread(read_version, folder, name, own)
+        order = UpdateModel(model, base, wanted or base, mode, back=wanted is None)
+        self.wire.send(CONTROLLER, order)
+        return wanted
+
+    def pause(self, model: str, mode: PauseMode | None) -> None:
+        """Have the workers of `model` pause, or (None) go on. Raises ControllerAway."""
+        self._ask_controller()
+        self.wire.send(CONTROLLER, PauseModel(model, mode))
 
     async def audit(self) -> dict[str, Any]:
         """See `cluster.control.audits`. Raises ControllerAway: it knows who is up."""

@@ -129,6 +129,11 @@ class BlockChain:
         self._public_salt = scope.public_salt
         self._num_public = scope.num_public_tokens // block_size
 
+    def under(self, fingerprint: bytes) -> BlockChain:
+        """Makes the chain of the same tokens under another fingerprint."""
+        scope = CacheScope(self._salt, self.num_public_tokens)
+        return BlockChain(fingerprint, scope, self.block_size, self._num_groups)
+
     @property
     def num_public_tokens(self) -> int:
         return self._num_public * self.block_size

@@ -199,7 +199,9 @@ class KVCacheManager:
         )
 
     def seal_computed(self, seq: Sequence) -> None:
-        """Seal the blocks that are full up to `num_computed`."""
+        """Seal the blocks that are full up to `num_computed`; none of KV of several weights."""
+        if seq.next_chain is not None:
+            return
         block_hashes, table, end = seq.block_hashes, self._tables[seq], seq.num_computed
         keep = self.collect_sealed and seq.retention.keep_s > 0
         for index in range(seq.num_sealed, self.windows.full(end)):
@@ -226,6 +228,8 @@ class KVCacheManager:
         else:
             self.pool.release(hits + new)
         seq.block_ids = []
+        if seq.next_chain is not None:
+            seq.chain, seq.next_chain = seq.next_chain, None
         seq.num_sealed = 0
         seq.num_computed = 0
         seq.slid_at = seq.num_covered = seq.passed_at = seq.parts_at = 0

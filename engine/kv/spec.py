@@ -48,6 +48,9 @@ class KVSpec:
     num_state_groups: int = 0  # the last ones: their blocks hold states of recurrent layers
     num_units: int = 1  # parts of a block that ranks divide among them where there are states
     heads: tuple[KVHeads, ...] = ()  # for each group with keys, if they differ
+    # Behind the layers in each block: what a drafter keeps of the block's tokens. No ranks then.
+    draft_bytes: int = 0
+    drafter: str = ""  # a digest of it
 
     @property
     def num_groups(self) -> int:
@@ -61,8 +64,13 @@ class KVSpec:
         return self.block_size * (self.head_dim * DTYPE_BYTES[self.dtype] + scale)
 
     @property
-    def bytes_per_block(self) -> int:
+    def layer_bytes(self) -> int:
+        """What the model's own layers take in a block."""
         return self.num_layers * self.num_planes * self.num_kv_heads * self.bytes_per_head
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.layer_bytes + self.draft_bytes
 
     @property
     def bytes_per_token(self) -> int:

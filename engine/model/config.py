@@ -157,6 +157,7 @@ class Experts:
         return range(self.first_layer, num_layers, self.step)
 
 
+ALL_BUT_FIRST = 1  # in place of a chunk: of one position it would be no attention
 UNIT_ALIGNMENT = 16  # bytes, for vectors of float32
 
 
@@ -185,7 +186,8 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # for each layer: positions it attends to, itself among them; 0:
     # all. (): all layers attend to all
     num_sinks: int = 0  # first positions that windowed layers attend to as well
-    # Layers that rotate attend to positions of their own chunk, of so many, alone. 0: to all.
+    # Layers that rotate attend to positions of their own chunk, of so many, alone. 0: to all;
+    # ALL_BUT_FIRST: to all but the first one.
     attention_chunk: int = 0
     # Or "gelu_tanh", "clamped_swish" (gpt-oss): what the gate passes; or "squared_relu": no gate.
     activation: str = "silu"

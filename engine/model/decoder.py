@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvrelay.engine.model.batch import AdaptedRows, Batch
@@ -30,6 +32,14 @@ class Decoder:
         self._growth: torch.Tensor | None = None  # what this step's queries grow by, [N, 1]
         self._inputs: torch.Tensor | None = None  # [num_layers, N, layer_inputs]
         self._adapted: tuple[AdaptedRows, ...] = ()  # rows of this step with adapters
+        self._captures: tuple[int, ...] = ()  # layers
+        # Their outputs for all rows of the last batch, each [N, hidden_size].
+        self.captured: list[torch.Tensor] = []
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """From now on keep what these give for every row of a batch, in `captured`."""
+        self._captures = layers
+        self._ops.capture(layers)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits of `batch.sample_rows`, float32 [R, vocab_size], valid until the next call."""
@@ -47,10 +57,23 @@ class Decoder:
             # Rounded as the residual stream is: models in bfloat16 were trained with that.
             hidden *= torch.tensor(self._config.embed_scale, dtype=hidden.dtype).item()
         self._inputs = self._inputs_of(hidden, batch)
+        if self._captures:
+            hidden = self._pass_all(hidden, batch)
+            return ops.rms_norm(hidden.index_select(0, batch.sample_rows), weights.norm)
         sampled = ops.run_layers(hidden, weights.layers, batch)
         if sampled is None:
             sampled = self._run_layers(hidden, batch)
         return ops.rms_norm(sampled, weights.norm)
+
+    def _pass_all(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """All rows to the end, with what is to be captured on the way."""
+        rows = torch.arange(len(hidden), device=hidden.device)
+        whole, self.captured = replace(batch, sample_rows=rows), []
+        passed = self._ops.run_layers(hidden, self._weights.layers, whole)
+        if passed is None:
+            return self._run_layers(hidden, whole)
+        self.captured = self._ops.captured(len(hidden))
+        return passed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [R, vocab_size], valid until the next call. hidden: as of `hidden_states`."""
@@ -69,6 +92,8 @@ class Decoder:
             if layer.mlp is not None or layer.experts is not None:
                 self._feed_forward(hidden, layer)
             self._end(hidden, layer, index)
+            if index in self._captures:
+                self.captured.append(hidden.clone())
             if selects and index == c.last_kv_layer < c.num_layers - 1:
                 if not len(rows):
                     break

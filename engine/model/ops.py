@@ -15,8 +15,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.recurrence import DeltaRows, convolve, delta_inputs, delta_rule
 from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2
 from kvrelay.engine.model.states import StatePool, StateSpans
@@ -66,6 +68,14 @@ class Ops(Protocol):
         """Where recurrent layers keep states; before the first step of a model that has some."""
         ...
 
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """From now on `run_layers` keeps what these give for each row."""
+        ...
+
+    def captured(self, rows: int) -> list[torch.Tensor]:
+        """For each of them [rows, hidden_size], of the last `run_layers`, of all `rows`."""
+        ...
+
     def begin(self, batch: Batch) -> None: ...
 
     def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> torch.Tensor | None:
@@ -94,10 +104,12 @@ class Ops(Protocol):
         `add_low_rank` has left it."""
         ...
 
-    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> Any:
+    def low_rank(
+        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
+    ) -> Any:
         """Prepare what an adapter adds to the product with a matrix [out, in]: down [rank, in] and
-        up [out, rank]; is_gated: to one for `gated`. It has a size (`nbytes`),
-        and a `width`: columns of what it is added to. May be called while others compute."""
+        up [out, rank]; is_gated: to one for `gated`; memory: the adapter's, on a CPU. It has a
+        size, and a `width`: columns of what it is added to. May be called while others compute."""
         ...
 
     def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: Any) -> None:
@@ -254,7 +266,9 @@ class TensorOps:
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)
 
-    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
+    def low_rank(
+        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
+    ) -> LowRank:
         return LowRank(self.table(down), self.table(up))
 
     def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
@@ -267,6 +281,12 @@ class TensorOps:
         self, gate_up: torch.Tensor, down: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.vector(gate_up), self.vector(down)
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        pass  # the decoder runs them one by one, and keeps what it wants
+
+    def captured(self, rows: int) -> list[torch.Tensor]:
+        raise AssertionError("there is no run of all layers at once")
 
     def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
         return None
@@ -328,6 +348,18 @@ class TensorOps:
         """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""
         index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
         return None if index < 0 else self._ropes[index]
+
+
+def pool_view(blocks: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """The layers of `spec` at the beginning of each of `blocks`, uint8 [num_blocks, bytes], which
+    may be parts of wider rows."""
+    shape: tuple[int, ...] = (len(blocks), spec.num_layers, spec.num_planes, spec.num_kv_heads)
+    if spec.num_state_groups:
+        shape = (len(blocks), spec.num_kv_heads, spec.num_layers, spec.num_planes)
+    own = blocks[:, : spec.layer_bytes]
+    if spec.dtype not in TORCH_DTYPES:  # numbers and their scales
+        return own.view(*shape, spec.bytes_per_head)
+    return own.view(TORCH_DTYPES[spec.dtype]).view(*shape, spec.block_size, spec.head_dim)
 
 
 def kv_planes(pool: torch.Tensor, config: ModelConfig) -> dict[int, list[torch.Tensor]]:

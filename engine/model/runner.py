@@ -7,7 +7,7 @@ from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,19 +26,30 @@ from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.adapters import Adapters
 from kvrelay.engine.model.batch import Batch, Guard, Limits, LoadedAdapter, by_adapter
 from kvrelay.engine.model.checkpoint.adapter import load_adapter
+from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
-from kvrelay.engine.model.config import ModelConfig, with_window
+from kvrelay.engine.model.checkpoint.resolve import drafter_path
+from kvrelay.engine.model.checkpoint.version import read_version
+from kvrelay.engine.model.config import (
+    ModelConfig,
+    check_unchanged,
+    files_of,
+    versions_of,
+    with_window,
+)
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
 from kvrelay.engine.model.cpu.ops import CpuOps
-from kvrelay.engine.model.cpu.step import CpuDecode, CpuDraw
+from kvrelay.engine.model.cpu.step import CpuDraw
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
 from kvrelay.engine.model.device_memory import GIB, spread
+from kvrelay.engine.model.draft_config import DraftConfig
+from kvrelay.engine.model.drafter import Drafter, Served, computed, open_drafter
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.kept_weights import WeightsIdentity, keep, kept
-from kvrelay.engine.model.ops import TORCH_DTYPES, Ops
+from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
 from kvrelay.engine.model.sampling.grammar import Grammars
@@ -55,6 +66,7 @@ from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.engine.weights import ONLY_ON_CPUS, WeightVersion
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.gpu.steps import GpuSteps
@@ -67,7 +79,8 @@ class ModelRunner:
     """Owns the weights and the KV pool of one worker. `kv_pool` is one contiguous tensor,
     `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, or with FP8 KV
     bytes, `[num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head]`, and with states,
-    KV heads come first (as in `KVSpec`); others may read blocks that no step writes."""
+    KV heads come first (as in `KVSpec`); with a drafter bytes, `[num_blocks, bytes_per_block]`.
+    Others may read blocks that no step writes."""
 
     def __init__(
         self,
@@ -79,12 +92,14 @@ class ModelRunner:
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
         keeps_weights: bool = False,
+        version: WeightVersion | None = None,
     ) -> None:
         """engine: sized (`EngineSection.sized`), with `num_blocks`; 0: on a GPU, as many as
         `gpu_memory_utilization` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
         keeps_weights: for processes that are forked from this one (`kept_weights`).
+        version: of the weights, in place of those in `model_dir`.
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(model.device) if member is None else member.group.device
@@ -98,6 +113,9 @@ class ModelRunner:
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
         spec = self.config.kv_spec(engine.block_size, kv_dtype)
+        self._draft_config = self._read_drafter(engine.drafter, member)
+        if self._draft_config is not None:
+            spec = self._draft_config.added_to(spec)
         self.kv_spec = replace(spec, num_kv_heads=self._own.num_kv_heads)
         self.max_model_len = _most_positions(self.config, engine.max_model_len)
         self.kv_pool = self._pool(engine.num_blocks or 1, kv_pool)
@@ -105,26 +123,26 @@ class ModelRunner:
         self._limits = self._limits_of(engine)
         self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
-        self._decode: CpuDecode | None = None
+        self._next: Weights | None = None  # loaded, and not in use yet
+        self._drafter: Drafter | None = None
         with torch.inference_mode():
             own = self._ops(threads)
             if self.kv_spec.num_state_groups:
                 own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
-            weights = self._weights(model_dir, ops, progress)
-            self._decoder = Decoder(self._own, weights, ops)
+            self._model_dir, self._all_ops = model_dir, ops
+            if version is not None:
+                weights = self._load_version(model_dir, version)
+            else:
+                weights = self._weights(model_dir, ops, progress)
+            self._install(weights)
             if member is not None:
                 member.group.wait_for_all()
             with self._first_launches():
                 if not engine.num_blocks:
                     self._fit_pool(ops)
-                if isinstance(ops, CpuOps):
-                    self._decode = ops.decode(weights, self._limits)
                 self._steps = self._gpu_steps(own, progress)
         self._guard = Guard(self._limits)
-        self.adapters = Adapters(
-            partial(self._load_adapter, model_dir, ops, weights), engine.adapter_bytes
-        )
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
@@ -133,6 +151,107 @@ class ModelRunner:
     def verifies_drafts(self) -> bool:
         """Whether draft tokens are looked at: not where each layer is a call of its own."""
         return self._decode is not None or self._steps is not None
+
+    def _install(self, weights: Weights) -> None:
+        """Steps compute with `weights` from now on."""
+        ops = self._all_ops
+        self._decoder = Decoder(self._own, weights, ops)
+        if self._draft_config is not None:
+            self._drafter = self._open_drafter(self._draft_config, self._model_dir, weights, ops)
+            self._decoder.capture(self._drafter.captured)
+        self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
+        load = partial(self._load_adapter, self._model_dir, ops, weights)
+        self.adapters = Adapters(load, self._engine.adapter_bytes)
+
+    def load_version(self, version: WeightVersion) -> None:
+        """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
+        if self._steps is not None:
+            raise ModelError(ONLY_ON_CPUS)
+        with torch.inference_mode():
+            self._next = self._load_version(self._model_dir, version)
+
+    def _load_version(self, model_dir: Path, version: WeightVersion) -> Weights:
+        folder = Path(version.path)
+        before = versions_of(files_of(folder)) if folder.is_dir() else {}
+        found = read_version(folder, version.name, model_dir)
+        if found.digest != version.digest:
+            raise ModelError(f"{folder} has other bytes than {version.name} had when it was named")
+        weights = load_weights(folder, self.config, self._all_ops, lambda _: None)
+        check_unchanged(before, files_of(folder))
+        return weights
+
+    def use_loaded(self, block_ids: Sequence[int]) -> None:
+        """Compute with what was loaded last, while no step runs, once it has sampled a token that
+        is one; `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
+        before = self._decoder, self._decode, self.adapters, self._drafter
+        weights = self._next
+        assert weights is not None
+        self._next = None
+        share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
+        try:
+            self._install(weights)
+            if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
+                raise ModelError(f"the new weights do not answer: {fault[1]}")
+        except Exception:
+            self._decoder, self._decode, self.adapters, self._drafter = before
+            raise
+
+    def _read_drafter(self, name: str, member: Member | None) -> DraftConfig | None:
+        if not name:
+            return None
+        if member is not None or self.device.type != "cpu" or self.config.is_layerwise:
+            raise ModelError(
+                f"engine.drafter {name}: drafts by a model are computed by workers of one process"
+                " on a CPU, for models whose layers the kernels run at once; without it there are"
+                " n-grams"
+            )
+        return read_drafter(drafter_path(name), self.config)
+
+    def _open_drafter(self, config: DraftConfig, path: Path, weights: Weights, own: Ops) -> Drafter:
+        threads = self._engine.threads or torch.get_num_threads()
+        model = Served(path, self.config, weights, own, self._limits)
+        kind = TORCH_DTYPES[self.dtype]
+
+        def ops_over(layers: ModelConfig, pool: torch.Tensor) -> Ops:
+            if not isinstance(own, CpuOps):
+                return TorchOps(layers, pool, kind, self.max_model_len, self._quantization)
+            library = kernels.load(default_cache_dir())
+            most = self.max_model_len
+            return CpuOps(layers, pool, kind, most, library, threads, self._quantization)
+
+        try:
+            return open_drafter(config, self.kv_spec, self.kv_pool, model, self._draw, ops_over)
+        except kernels.KernelsUnavailable as error:
+            raise ModelError(f"engine.drafter {config.path}: {error}") from error
+
+    def _with_drafts(self, step: Step, tables: list[np.ndarray]) -> tuple[Step, list[int], float]:
+        """`step` with what is drafted for it, how many tokens each sequence got, and seconds."""
+        seqs, began, counts = [*step.seqs], perf_counter(), [0] * len(step.seqs)
+        if not any(seq.num_drafts for seq in seqs):
+            return step, counts, 0.0
+        asked = [index for index, seq in enumerate(seqs) if seq.num_drafts]
+        drafts: list[list[int]] = [[] for _ in asked]
+        if self._drafter is not None:
+            with torch.inference_mode():
+                drafts = self._drafter.draft(
+                    [seqs[index] for index in asked], [tables[index] for index in asked]
+                )
+        for index, draft in zip(asked, drafts, strict=True):
+            draft = self.grammars.fitting(seqs[index], draft)
+            seqs[index] = replace(seqs[index], draft_tokens=draft, num_drafts=0)
+            counts[index] = len(draft)
+        return replace(step, seqs=seqs), counts, perf_counter() - began
+
+    def _keep_drafter(
+        self,
+        step: Step,
+        tables: list[np.ndarray],
+        sampled: list[Sampled | None],
+        outputs: torch.Tensor,
+    ) -> None:
+        """outputs: [captured, N, hidden_size], of the rows that `computed` counts."""
+        assert self._drafter is not None
+        self._drafter.keep(computed(step.seqs, sampled), tables, outputs)
 
     def _load_adapter(
         self, model_dir: Path, ops: Ops, weights: Weights, adapter: Adapter
@@ -217,6 +336,7 @@ class ModelRunner:
             repeats = step.repeats if len(kept) == num_seqs else 1
             step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
         adapters = self.adapters.loaded(step.seqs)
+        step, num_drafts, draft_s = self._with_drafts(step, tables)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
         with torch.inference_mode():
@@ -229,6 +349,10 @@ class ModelRunner:
         if masks_of is not None:
             sampled, more = self.grammars.advance(step.seqs, sampled)
             ungrammatical |= {kept[index]: why for index, why in more.items()}
+        sampled = [
+            replace(each, num_drafts=count) if each is not None and count else each
+            for each, count in zip(sampled, num_drafts, strict=True)
+        ]
         results = dict(zip(kept, sampled, strict=True))
         unsampled = {
             index: each.error or not_sampled().error
@@ -241,6 +365,7 @@ class ModelRunner:
             step.step_id,
             [results.get(index) for index in range(num_seqs)],
             elapsed_s=perf_counter() - began,
+            draft_s=draft_s,
             failed=failed,
             unsampled=unsampled,
             ungrammatical=ungrammatical,
@@ -249,6 +374,13 @@ class ModelRunner:
             waiting=frozenset(waiting),
             unadapted=unadapted,
         )
+
+    def hidden_states(self, step: Step) -> torch.Tensor:
+        """Run the step, for the hidden states that it reads in place of tokens: after the last
+        norm, [R, hidden_size]. Raises ValueError for a sequence outside the limits."""
+        with torch.inference_mode():
+            batch = Batch.from_step(step, self._limits, self.device)
+            return self._decoder.hidden_states(batch).clone()
 
     def _run(
         self,
@@ -261,6 +393,9 @@ class ModelRunner:
         if self._decode is not None:
             drawn = self._decode.execute(step, tables, masks_of, adapters)
             if drawn is not None:
+                if self._drafter is not None:
+                    outputs = self._decode.outputs(step.seqs, drawn)
+                    self._keep_drafter(step, tables, [*drawn], outputs)
                 return [*drawn], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, adapters)
 
@@ -268,10 +403,14 @@ class ModelRunner:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None
             return sample(logits, asked, self.config.max_window, self._draw, masks)
 
+        hidden = self._decoder.hidden_states(batch)
+        if self._drafter is not None:
+            hidden, found = hidden.clone(), self._decoder.captured
+            states = torch.stack(found) if found else hidden
+            self._keep_drafter(step, tables, [None] * len(step.seqs), states)
         if any(seq.outputs_from is not None for seq in step.seqs):
-            hidden = self._decoder.hidden_states(batch)
             return read_prompts(step, hidden, self._decoder.logits, draw)
-        logits = self._decoder.forward(batch)
+        logits = self._decoder.logits(hidden)
         tokens = iter(draw(logits, [seq for seq in step.seqs if seq.sample]))
         return [next(tokens) if seq.sample else None for seq in step.seqs], {}
 
@@ -291,33 +430,29 @@ class ModelRunner:
         return Launches(self._steps, self._guard).launch
 
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
-        spec = self.kv_spec
-        shape: tuple[int, ...] = (num_blocks, spec.num_layers, spec.num_planes, spec.num_kv_heads)
-        if spec.num_state_groups:
-            shape = (num_blocks, spec.num_kv_heads, spec.num_layers, spec.num_planes)
-        if spec.dtype in TORCH_DTYPES:
-            kind = TORCH_DTYPES[spec.dtype]
-            shape += (spec.block_size, spec.head_dim)
-        else:  # numbers and their scales
-            kind = torch.uint8
-            shape += (spec.bytes_per_head,)
+        spec, size = self.kv_spec, num_blocks * self.kv_spec.bytes_per_block
         if given is not None:
             assert given.is_contiguous()
             assert given.device.type == self.device.type
-            assert given.nbytes == num_blocks * spec.bytes_per_block, "kv_pool has another size"
-            return given.view(-1).view(kind).view(shape)
+            assert given.nbytes == size, "kv_pool has another size"
+            flat = given.view(-1).view(torch.uint8)
         try:
-            if self.device.type == "cpu":
-                return HugePages().take(num_blocks * spec.bytes_per_block).view(kind).view(shape)
-            return torch.zeros(shape, dtype=kind, device=self.device)
+            if given is None and self.device.type == "cpu":
+                flat = HugePages().take(size).view(torch.uint8)
+            elif given is None:
+                flat = torch.zeros(size, dtype=torch.uint8, device=self.device)
         except (RuntimeError, OSError, OverflowError) as error:
             raise ModelError(
                 f"no memory for a KV cache of {num_blocks} blocks of "
                 f"{spec.bytes_per_block} bytes: {str(error).splitlines()[0]}"
             ) from error
+        blocks = flat.view(num_blocks, -1)
+        return blocks if spec.draft_bytes else pool_view(blocks, spec)
 
     def _by_layers(self) -> torch.Tensor:
         """A view of the pool with the layers before the KV heads."""
+        if self.kv_spec.draft_bytes:
+            return pool_view(self.kv_pool, self.kv_spec)
         order = (0, 2, 3, 1, *range(4, self.kv_pool.dim()))
         return self.kv_pool.permute(order) if self.kv_spec.num_state_groups else self.kv_pool
 

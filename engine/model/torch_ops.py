@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kvrelay.engine.model import fp8
 from kvrelay.engine.model.batch import Batch
-from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig
 from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
 from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
 
@@ -230,7 +230,8 @@ class TorchOps(TensorOps):
         ends = torch.tensor(queries.ends, device=device)
         # Columns are the last positions of each context, as far back as the first query sees.
         reach = [min(end, window + count - 1) if window else end for end in queries.ends]
-        if chunk := c.chunk(layer):
+        chunk = c.chunk(layer)
+        if chunk > ALL_BUT_FIRST:
             reach = [end - (end - count) // chunk * chunk for end in queries.ends]
         columns = ends.unsqueeze(1) - max(reach) + torch.arange(max(reach), device=device)  # [S, K]
         farthest = ends - torch.tensor(reach, device=device)
@@ -238,7 +239,9 @@ class TorchOps(TensorOps):
         visible = (columns >= num_sinks).unsqueeze(1) & (columns.unsqueeze(1) <= rows)
         if window:
             visible = visible & (columns.unsqueeze(1) > rows - window)
-        if chunk:
+        if chunk == ALL_BUT_FIRST:
+            visible = visible & (columns.unsqueeze(1) >= rows.clamp(max=1))
+        elif chunk:
             visible = visible & (columns.unsqueeze(1) >= rows // chunk * chunk)
         columns = columns.maximum(farthest.unsqueeze(1))  # blocks before the window are freed
         if num_sinks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
@@ -17,6 +18,7 @@ from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.engine.scheduling.isolation import Isolation
 from kvrelay.engine.scheduling.selection import (
+    Draft,
     Drafter,
     LowClassRoom,
     choose_prompts,
@@ -78,9 +80,15 @@ class Scheduler:
         self.num_preemptions = 0
         self.lacks_room = False  # one that may go on waits for blocks
         self._is_to_preempt = False  # once no step is in flight
+        self.is_paused = False  # no step begins
+        self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
-        self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
+        self._drafter = Drafter(
+            *(config.num_speculative_tokens, config.max_num_seqs, pool_tokens),
+            has_drafter=bool(config.drafter),
+        )
+        self._draft_token_s = 0.0  # for `Drafter.plan`
 
     def add(self, seq: Sequence) -> None:
         seq.state = SeqState.WAITING
@@ -116,10 +124,11 @@ class Scheduler:
         too_large: list[Sequence] = []
         lost = ServiceClass.BATCH  # the highest class of those that are preempted here
         self.lacks_room = self._is_to_preempt = False
-        if not self.waiting:  # as after most messages
+        if not self.waiting or self.is_paused:  # as after most messages
             return admitted
         computing = hashes_under_way(self.running, self.remote, self.kv)
-        waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
+        budget = self.config.max_num_batched_tokens
+        waiting = tuple(seq for seq in self.waiting if seq.arrived_at <= self.admits_until)
         for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
             if seq.service_class < lost or (too_large and not self._may_pass(seq, too_large, now)):
                 break
@@ -189,19 +198,22 @@ class Scheduler:
         token_s: float = 0.0,
         computes_apart: Callable[[int, int], bool] = lambda _prompts, _decodes: False,
         low_class_room: LowClassRoom = room_for_all,
+        draft_token_s: float = 0.0,
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens if there are decodes that they would delay, which is
         given how long a prompt has waited. `cost` is the measured cost of prompts; beside decodes,
-        what they add to `decode_s`, the time of a step of decodes alone. row_weights: as of
-        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. `computes_apart`,
-        `low_class_room`: as of `StepTiming`. While a step is in flight, only one that follows
-        it."""
+        what they add to `decode_s`, the time of a step of decodes alone. row_weights and
+        draft_token_s: as of `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet.
+        `computes_apart`, `low_class_room`: as of `StepTiming`. While a step is in flight, only one
+        that follows it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
+        under_way = self._isolation.is_under_way
+        if self.in_flight if under_way else self.is_paused:
+            return None
+        self._draft_token_s = draft_token_s
         if self.in_flight:
-            if self._isolation.is_under_way:
-                return None
             return self._follow(*self.in_flight[0], row_weights, low_class_room)
         self._make_room_for_growth()
         if self._isolation.is_under_way and (apart := self._step_apart()) is not None:
@@ -236,7 +248,7 @@ class Scheduler:
             drafts = self._drafts(decodes, row_weights)
             if drafts is not None:
                 for share, draft in zip(step.seqs, drafts, strict=True):
-                    share.draft_tokens = draft
+                    share.draft_tokens, share.num_drafts = draft
             elif self.config.steps_ahead:
                 step.may_be_followed = may_be_followed(decodes)
             else:
@@ -244,11 +256,14 @@ class Scheduler:
                 if low_budget is not None and decode_s > 0:
                     step.repeats = max(1, min(step.repeats, int(LOW_CLASS_STEP_S / decode_s)))
         step.low_priority = not decodes and not any(seq.reserve_growth for seq, _ in chosen)
+        self._note_pause(now, is_apart)
+        return self._begin(step, [seq for seq, _ in chosen])
+
+    def _note_pause(self, now: float, is_apart: bool) -> None:
         if not is_apart:
             self._paused_at = None
         elif self._paused_at is None:
             self._paused_at = now
-        return self._begin(step, [seq for seq, _ in chosen])
 
     def _step_apart(self) -> Step | None:
         """The next step after one that failed, of some of its sequences; None: all were tried."""
@@ -386,9 +401,10 @@ class Scheduler:
                     if sampled.more:
                         seq.tokens.extend(sampled.more)
                         seq.num_computed += len(sampled.more)
-                    self._drafter.on_verified(seq, (sampled.token, *sampled.more))
+                    new = sampled.token, *sampled.more
+                    self._drafter.on_verified(seq, new, sampled.num_drafts)
                     seq.forced = sampled.forced
-                    if len(sampled.more) < len(share.draft_tokens):  # it did not fill its block
+                    if len(sampled.more) < share.most_drafts:  # it did not fill its block
                         for block in share.block_ids[windows.row(share.start)]:
                             self.kv.checksums.pop(block, None)
                 if seq.num_sealed < windows.full(seq.num_computed):
@@ -437,12 +453,14 @@ class Scheduler:
 
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
-    ) -> list[list[int]] | None:
+    ) -> list[Draft] | None:
         """Plans as `Drafter.plan` does. None if it is not worth it, or may not be."""
         if not self._drafter.is_worth_it(decodes, row_weights):
             return None
         rooms = draft_rooms(decodes, self.config)
-        return self._drafter.plan(decodes, rooms, row_weights) if rooms else None
+        if not rooms:
+            return None
+        return self._drafter.plan(decodes, rooms, row_weights, self._draft_token_s)
 
     def _make_room_for_growth(self) -> None:
         """A block for the newest token of every running sequence; preempts others for it."""
@@ -478,6 +496,22 @@ class Scheduler:
         self.kv.release(seq)
         seq.state = SeqState.WAITING
         self.waiting.appendleft(seq)
+
+    @property
+    def is_settled(self) -> bool:
+        """No step is under way, and none that failed is tried again."""
+        return not self.in_flight and not self._isolation.is_under_way
+
+    def recompute(self, seq: Sequence) -> None:
+        """It loses its KV, and is computed again as soon as it has blocks."""
+        self.running.remove(seq)
+        self._wait_again(seq)
+
+    def take_row(self) -> list[int]:
+        """A row of blocks for a probe, whatever has to be preempted for it; at most that."""
+        while (blocks := self.kv.allocate(self.kv.windows.count)) is None and self.running:
+            self._preempt(victim(self.running, self.kv.windows))
+        return blocks or []
 
     def take_preempted(self) -> list[Sequence]:
         """Those that have lost their blocks since the last call, in whatever state they are."""

@@ -11,7 +11,8 @@ What is computed for a sequence that has meanwhile ended is thrown away.
 Drafts: speculative decoding by n-grams (prompt lookup decoding, A. Saxena 2023). A pass of few
 decodes is bound by reading weights, so a few rows more cost little. The draft tokens of a sequence
 are those that its grammar lets follow alone, else those that its client predicts, or that followed
-its last n-gram where that occurred before; each is one row more. What is sampled after each row
+its last n-gram where that occurred before, or that the executor's drafter will propose, whichever
+is accepted more often; each is one row more. What is sampled after each row
 says how many of them are accepted. Sampling depends on the logits, the grammar and (seed, position)
 alone, so the output is the same as without drafts. One more row pays while the accepted tokens that
 it is expected to add, over the time that it is measured to take, exceed what the pass yields as it
@@ -23,6 +24,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import SEQS_UNIT, TOKENS_UNIT, FittedCost, fitted_s, order_of, row_features
@@ -170,7 +172,7 @@ def hashes_under_way(
     the highest class of those who do: what is computed for a low one may come late."""
     block_hashes: dict[bytes, ServiceClass] = {}
     for seq in sorted(running, key=lambda seq: seq.service_class):
-        if seq.num_missing > 1:
+        if seq.num_missing > 1 and seq.next_chain is None:  # those are never hits
             coming = kv.usable_hashes(seq)[seq.num_sealed :]
             block_hashes.update(dict.fromkeys(coming, seq.service_class))
     for seq in remote:
@@ -264,6 +266,8 @@ ACCEPTANCE_WEIGHT = 0.15  # a draft token has it in the moving average of the ac
 INITIAL_ACCEPTANCE_RATE = 0.5  # before anything was verified
 MAX_NEEDED_RATE = 0.9  # no n-gram is looked up where drafts pay only above this acceptance rate
 DEFAULT_ROW_COST = 1 / 16  # one row more, as a share of a pass, before it was measured
+DEFAULT_DRAFT_COST = 1 / 8  # a drafter's token, as a share of a pass, before it was measured
+RECOVERY = 0.005  # how fast a drafter that is not asked is thought of as at the beginning, a pass
 MAX_ROW_COST = 0.35  # the most that is believed, or a few slow passes would end all drafts
 MIN_GAIN = 1.5  # expected gain of a row more over its cost: neither is known exactly
 MAX_SLOWDOWN = 1.5  # a pass may take so long with drafts, where other sequences wait
@@ -353,15 +357,36 @@ def _rfind(searched: bytearray, ngram: bytes, first: int, end: int) -> int | Non
     return at // TOKEN_BYTES if at >= 0 and at % TOKEN_BYTES == 0 else None
 
 
+class Draft(NamedTuple):
+    """What a sequence gets in a pass: tokens, or how many the executor's drafter is to propose."""
+
+    tokens: list[int]
+    num_asked: int = 0
+
+
+class _Source(NamedTuple):
+    tokens: list[int]
+    most: int
+    rate: float  # how likely each is to be accepted after the one before
+    cost: float  # what each takes, as a share of a pass
+    is_asked: bool = False  # it is the executor's drafter
+
+
 class Drafter:
     """Chooses the draft tokens of a worker's passes. Owned by its scheduler."""
 
-    def __init__(self, max_drafts: int, max_rows: int, pool_tokens: int) -> None:
+    def __init__(
+        self, max_drafts: int, max_rows: int, pool_tokens: int, *, has_drafter: bool = False
+    ) -> None:
         """max_drafts: draft tokens of a sequence in a pass; max_rows: of a pass, one for each
-        sequence and draft token; pool_tokens: of the KV pool."""
+        sequence and draft token; pool_tokens: of the KV pool; has_drafter: whether the executor
+        proposes tokens when it is asked."""
         self._max_drafts, self._max_rows, self._pool_tokens = max_drafts, max_rows, pool_tokens
         self._acceptance_rate = INITIAL_ACCEPTANCE_RATE  # recent, of all sequences
         self._proposers: dict[Sequence, NgramProposer] = {}
+        self._has_drafter = has_drafter
+        self._asked_rate = INITIAL_ACCEPTANCE_RATE  # that of the executor's drafter
+        self._asked_rates: dict[Sequence, float] = {}
 
     def is_worth_it(self, seqs: Seq[Sequence], weights: Seq[float]) -> bool:
         """Whether drafts may pay in a pass over `seqs`, whatever they are."""
@@ -370,40 +395,62 @@ class Drafter:
         )
 
     def plan(
-        self, seqs: Seq[Sequence], rooms: Seq[int], weights: Seq[float]
-    ) -> list[list[int]] | None:
+        self, seqs: Seq[Sequence], rooms: Seq[int], weights: Seq[float], draft_token_s: float = 0.0
+    ) -> list[Draft] | None:
         """The draft tokens of each of `seqs`, which are decodes, for one pass over all of them;
         None: no sequence gets any. rooms: how many each has room for. weights: cost of passes by
-        `row_features`; empty: not measured yet."""
+        `row_features`; empty: not measured yet. draft_token_s: of the executor's drafter; 0: not
+        measured yet."""
         row = self._row_cost(seqs, weights)
-        proposed = [
-            self._propose(seq, min(self._max_drafts, room))
+        asked = row + self._asked_cost(seqs, weights, draft_token_s)
+        sources = [
+            self._propose(seq, min(self._max_drafts, room), row, asked)
             for seq, room in zip(seqs, rooms, strict=True)
         ]
-        drafts = [draft for draft, _ in proposed]
         candidates = sorted(
             (
-                (rate**count, -count, index)
-                for index, (draft, rate) in enumerate(proposed)
-                for count in range(1, len(draft) + 1)
+                (source.rate**count, -count, index)
+                for index, source in enumerate(sources)
+                for count in range(1, source.most + 1)
             ),
             reverse=True,
         )
         counts = [0] * len(seqs)
         tokens, passes = float(len(seqs)), 1.0  # expected of the pass: its yield, and its cost
         for likelihood, _, index in candidates[: max(0, self._max_rows - len(seqs))]:
-            if likelihood * passes <= MIN_GAIN * row * tokens:
-                break
-            if len(seqs) > 1 and passes + row > MAX_SLOWDOWN:
-                break
+            cost = sources[index].cost
+            if likelihood * passes <= MIN_GAIN * cost * tokens:
+                continue
+            if len(seqs) > 1 and passes + cost > MAX_SLOWDOWN:
+                continue
             counts[index] += 1
-            tokens, passes = tokens + likelihood, passes + row
+            tokens, passes = tokens + likelihood, passes + cost
+        if self._has_drafter:
+            self._recover(seqs, sources, counts)
         if not any(counts):
             return None
-        return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
+        return [
+            Draft([], count) if source.is_asked else Draft(source.tokens[:count])
+            for source, count in zip(sources, counts, strict=True)
+        ]
 
-    def on_verified(self, seq: Sequence, sampled: Seq[int]) -> None:
-        """`sampled` came after the tokens that `seq` had at the last plan."""
+    def _recover(self, seqs: Seq[Sequence], sources: Seq[_Source], counts: Seq[int]) -> None:
+        """What is not asked shows no more whether it would be right by now."""
+        for seq, source, count in zip(seqs, sources, counts, strict=True):
+            if not (source.is_asked and count):
+                rate = self._asked_rates.get(seq, self._asked_rate)
+                self._asked_rates[seq] = rate + RECOVERY * (INITIAL_ACCEPTANCE_RATE - rate)
+
+    def on_verified(self, seq: Sequence, sampled: Seq[int], num_asked: int = 0) -> None:
+        """`sampled` came after the tokens that `seq` had at the last plan. num_asked: draft tokens
+        that were the drafter's."""
+        rate = self._asked_rates.get(seq, self._asked_rate)
+        for number in range(min(num_asked, len(sampled))):
+            accepted = number < len(sampled) - 1
+            rate += ACCEPTANCE_WEIGHT * (accepted - rate)
+        if num_asked:
+            self._asked_rates[seq] = rate
+            self._asked_rate += ACCEPTANCE_WEIGHT / 4 * (rate - self._asked_rate)
         proposer = self._proposers.get(seq)
         if proposer is not None:
             proposer.on_verified(sampled)
@@ -412,23 +459,40 @@ class Drafter:
 
     def forget(self, seq: Sequence) -> None:
         self._proposers.pop(seq, None)
+        self._asked_rates.pop(seq, None)
 
-    def _propose(self, seq: Sequence, limit: int) -> tuple[list[int], float]:
-        """Draft tokens, and how likely each is to be accepted."""
+    def _propose(self, seq: Sequence, limit: int, row: float, asked: float) -> _Source:
+        """Where draft tokens come from, up to `limit`; row, asked: what each costs, of n-grams and
+        of the drafter."""
         if seq.forced:
-            return list(seq.forced[:limit]), 1.0
+            return _Source(list(seq.forced[:limit]), min(limit, len(seq.forced)), 1.0, row)
         proposer = self._proposers.get(seq)
         if proposer is None:
             prediction = seq.sampling.prediction
             proposer = NgramProposer(self._acceptance_rate, prediction, seq.num_prompt_tokens)
             self._proposers[seq] = proposer
-        return proposer.propose(seq.tokens, limit), proposer.acceptance_rate
+        tokens, rate = proposer.propose(seq.tokens, limit), proposer.acceptance_rate
+        own = self._asked_rates.get(seq, self._asked_rate)
+        if self._has_drafter and (not tokens or own > rate):
+            return _Source([], max(0, limit), own, asked, is_asked=True)
+        return _Source(tokens, len(tokens), rate, row)
+
+    def _asked_cost(self, seqs: Seq[Sequence], weights: Seq[float], draft_token_s: float) -> float:
+        """What one more of the drafter's tokens costs before it is verified, likewise."""
+        pass_s = self._pass_s(seqs, weights)
+        return draft_token_s / pass_s if pass_s > 0 and draft_token_s > 0 else DEFAULT_DRAFT_COST
+
+    def _pass_s(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
+        if not weights:
+            return 0.0
+        used = sum(len(seq.tokens) for seq in seqs) / self._pool_tokens
+        return fitted_s(weights, row_features(len(seqs), used, 0.0))
 
     def _row_cost(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
         """What one row more costs, as a share of a pass over `seqs`."""
         if not weights:
             return DEFAULT_ROW_COST
         used = sum(len(seq.tokens) for seq in seqs) / self._pool_tokens
-        pass_s = fitted_s(weights, row_features(len(seqs), used, 0.0))
+        pass_s = self._pass_s(seqs, weights)
         row_s = weights[1] / SEQS_UNIT + weights[3] * used / len(seqs)
         return min(max(row_s / pass_s, 0.0), MAX_ROW_COST) if pass_s > 0 else DEFAULT_ROW_COST

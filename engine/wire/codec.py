@@ -11,6 +11,7 @@ it raises PROTOCOL and is registered with `since`, and the wire sends it to no o
 
     1   a message that is not known ends the stream
     2   it is dropped, and counted
+    3   weights that change while a worker serves
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_TAG = 40  # characters of one that is shown
 
 

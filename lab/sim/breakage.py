@@ -20,6 +20,7 @@ them.
 - `again`: a step that failed is run again from where it began, though it may have changed states.
 - `left`: a stream waits without end for the KV that its dead worker has left.
 - `classes`: a worker takes all requests for such of the default class.
+- `versions`: a worker names its blocks as before when it has other weights.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -43,6 +44,7 @@ from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Progress
 from kvrelay.engine.step import StepDone
 from kvrelay.engine.waiting import Passes
+from kvrelay.engine.weights import WeightVersion
 from kvrelay.kvtransfer.agent import CopyDone, TransferId
 from kvrelay.kvtransfer.messages import KVRelease
 from kvrelay.kvtransfer.peer.arrival import Arrival
@@ -82,6 +84,7 @@ class Break(StrEnum):
     STATES = "states"
     AGAIN = "again"
     APART = "apart"
+    VERSIONS = "versions"
 
 
 class TrustingConnector(Connector):
@@ -197,6 +200,13 @@ def break_worker(worker: Worker, broken: Break) -> None:
         exchange.orphans = exchange.connector.orphans = orphans
     if broken is Break.LEFT:
         exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
+    if broken is Break.VERSIONS:
+        core = worker.core
+
+        def use_weights(version: WeightVersion) -> None:
+            core.weights = version
+
+        core.use_weights = use_weights  # type: ignore[method-assign]
     if broken is Break.WATCH:
         worker.core.watch = _BlindWatch(worker.config)
     if broken is Break.OUTPUTS:

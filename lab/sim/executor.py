@@ -25,6 +25,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import PromptOutputs
 from kvrelay.engine.step import Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.engine.weights import NO_VERSION
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, TransferId
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.lab.sim.model import (
@@ -59,7 +60,8 @@ class _Chain:
 class SimPool:
     """`[num_blocks, block_size]` slots of 64 bits. Owned by one life of one worker. What a group of
     layers holds is marked with its number, and comes out without: a slot of another group's block
-    is none that anybody has written. A block of states has the last one in all of its slots."""
+    is none that anybody has written; likewise what other weights have computed. A block of states
+    has the last one in all of its slots."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class SimPool:
         self.num_groups = len(attention.windows)
         self._num_attending = attention.num_attending
         self.with_checksums = with_checksums
+        self.mark = 0  # in all that is written: which weights have computed it
         self.blocks = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
 
     def checksum(self, block: int, rank: int = 0, num_ranks: int = 1) -> int:
@@ -85,7 +88,8 @@ class SimPool:
         for block in block_ids[group : self.entries(end) : self.num_groups]:
             slots += self.blocks[block] if block >= 0 else [UNWRITTEN] * self.block_size
         del slots[end:]
-        return [slot ^ group for slot in slots] if group else slots
+        mark = group ^ self.mark
+        return [slot ^ mark for slot in slots] if mark else slots
 
     def gather_groups(self, block_ids: list[int], end: int) -> list[list[int]]:
         return [self.gather(block_ids, end, group) for group in range(self.num_groups)]
@@ -95,7 +99,7 @@ class SimPool:
         row = block_ids[first : first + self.num_groups]
         for group, block in enumerate(row[: self._num_attending]):
             assert block >= 0, "KV is written outside the windows"
-            self.blocks[block][position % self.block_size] = value ^ group
+            self.blocks[block][position % self.block_size] = value ^ group ^ self.mark
         self.write_states(block_ids, position, value)
 
     def write_states(self, block_ids: list[int], position: int, value: int) -> None:
@@ -103,7 +107,7 @@ class SimPool:
         for group in range(self._num_attending, self.num_groups):
             block = block_ids[first + group]
             assert block >= 0, "a state is written outside the windows"
-            self.blocks[block][:] = [value ^ group] * self.block_size
+            self.blocks[block][:] = [value ^ group ^ self.mark] * self.block_size
 
     def entries(self, end: int) -> int:
         return -(-end // self.block_size) * self.num_groups
@@ -144,6 +148,7 @@ class SimExecutor:
         self._sampled: list[Sampled | None] = []  # by the last step that has ended
         self._left_out = False  # some of that step were
         self.failed_in_a_row = 0  # steps
+        self.loaded = NO_VERSION  # beside what is in use
 
     @property
     def is_busy(self) -> bool:
@@ -262,18 +267,22 @@ class SimExecutor:
         drawn, left = [next_token(attended, seq.sampling, end)], [previous]
         logprobs = seq.sampling.logprobs
         if logprobs is not None:
-            assert not seq.draft_tokens, "draft tokens where log-probabilities are reported"
+            assert not seq.most_drafts, "draft tokens where log-probabilities are reported"
             return Sampled(drawn[0], logprobs_of(attended, drawn[0], end, logprobs))
-        for position, token in enumerate(seq.draft_tokens, start=end):
-            previous = slot_value(previous, token, position)
+        draft = list(seq.draft_tokens)
+        for position in range(end, seq.end):
+            if seq.num_drafts:  # a drafter that is right two times of three
+                draft.append(drawn[-1] if position % 3 else drawn[-1] + 1)
+            previous = slot_value(previous, draft[position - end], position)
             pool.write(table, position, previous)
             left.append(previous)
             attended = self._attended(table, position + 1)
             drawn.append(next_token(attended, seq.sampling, position + 1))
-        found = seq.verify(drawn)
+        found = replace(seq, draft_tokens=draft).verify(drawn)
         last = end + len(found.more)
         pool.write_states(table, last - 1, left[len(found.more)])
-        return replace(found, forced=forced_after(seq.sampling.grammar, last))
+        forced = forced_after(seq.sampling.grammar, last)
+        return replace(found, forced=forced, num_drafts=seq.num_drafts)
 
     def _attended(self, table: list[int], end: int) -> int:
         slots, *others = self.pool.gather_groups(table, end)
@@ -306,7 +315,7 @@ class SimExecutor:
         assert seq.tokens
         assert seq.context[start:end] == seq.tokens
         assert len(table) >= self.pool.entries(end)
-        if seq.draft_tokens:
+        if seq.most_drafts:
             assert start // size == (seq.end - 1) // size, "a draft leaves its block"
         used = [block for block in table[: self.pool.entries(end)] if block >= 0]
         assert len(set(used)) == len(used), "a block twice in one table"

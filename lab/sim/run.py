@@ -33,6 +33,8 @@ from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.node import Effect, Exit, Node, NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.engine.weights import LoadWeights, UseWeights, WeightVersion
+from kvrelay.engine.wire.codec import PROTOCOL
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.lab.sim import checkers
 from kvrelay.lab.sim.breakage import Break, break_worker, join_answers, make_controller, make_router
@@ -43,7 +45,16 @@ from kvrelay.lab.sim.inversion import ClassInversion
 from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
 from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime, Violation
 from kvrelay.lab.sim.scenario import GROUPED, RoleChange, Scenario, draw_scenario
+from kvrelay.lab.sim.updates import (
+    BASE,
+    SimWeights,
+    check_pairs,
+    check_versions,
+    draw_updates,
+    mark_of,
+)
 from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, WorkerStarted
+from kvrelay.worker.node import Worker
 
 MACHINES = (Machine("m", "sim", 64.0),)
 START_S = 0.3  # a worker takes up to so long to start again
@@ -65,7 +76,8 @@ class SimControl:
         self._configs = configs
         self._down_s: dict[NodeId, float] = {}  # workers that crashed: until they can start
         self._latest: dict[NodeId, int] = {}  # epochs that may still begin
-        self._make = make
+        self._make, self._weights = make, SimWeights(runtime, runtime.seed)
+        self.begins_with: dict[NodeId, WeightVersion] = {}  # what workers are started with
         self._config = ControllerConfig(
             workers=tuple((worker, each.role) for worker, each in configs.items()),
             routers=tuple(Peer(router, "sim", 1, 1) for router in routers),
@@ -87,7 +99,10 @@ class SimControl:
                 runtime.crash(life.node_id)
                 runtime.faults.injected["exit"] += 1
                 self._tell_lost(life.node_id, life.epoch, reason, 0.5 * runtime.rng.random())
+            case LoadWeights() | UseWeights():
+                self._weights.perform(life, effect)
             case StartWorker(worker, _, epoch):
+                self.begins_with[worker] = effect.weights or BASE
                 is_first = epoch == 1
                 start_s = self._down_s.pop(worker, START_S * runtime.rng.random())
                 at_s = runtime.now + (0.0 if is_first else start_s)
@@ -140,8 +155,13 @@ class SimControl:
         if life is not None and life.epoch == epoch:
             until_s = runtime.faults.paused_until(runtime.now, worker, epoch)
             after_s = max(0.0, until_s - runtime.now) + 0.01 * runtime.rng.random()
-            info = structs.replace(self._configs[worker], epoch=epoch).info()
-            runtime.post("", CONTROLLER, WorkerStarted(info, "sim", 2), after_s)
+            assert isinstance(life.node, Worker)
+            core = life.node.core
+            info = replace(
+                core.config.info(), fingerprint=core.fingerprint, weights=core.weights.name
+            )
+            started = WorkerStarted(info, "sim", 2, protocol=PROTOCOL)
+            runtime.post("", CONTROLLER, started, after_s)
 
     def fall_sick(self, sickness: Sickness) -> None:
         """A fault: this life of the worker will not get well by itself."""
@@ -160,12 +180,16 @@ class SimControl:
         return all(w.is_serving for w in self.node.workers.values())
 
     def _start(self, worker: NodeId, epoch: int) -> None:
-        runtime, config = self._runtime, self._configs[worker]
+        runtime = self._runtime
         if self._latest.get(worker) != epoch:  # it was ended before it began
             return
         del self._latest[worker]
-        runtime.restart(worker, epoch)
-        started = WorkerStarted(structs.replace(config, epoch=epoch).info(), "sim", 2)
+        node = runtime.restart(worker, epoch)
+        life = runtime.life(worker)
+        assert isinstance(node, Worker)
+        assert life is not None
+        life.executor.pool.mark = mark_of(node.core.weights)
+        started = WorkerStarted(node.config.info(), "sim", 2, protocol=PROTOCOL)
         runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())
 
     def _introduce(self, done: PeersUpdated) -> None:
@@ -227,9 +251,12 @@ class SimCluster:
 
     def __init__(self, seed: int, broken: Break | None, grouped: float = GROUPED) -> None:
         self.runtime = SimRuntime(seed)
+        self._begins_with: dict[NodeId, WeightVersion] = {}
         more = random.Random(f"{seed}: more")
         last = random.Random(f"{seed}: last")
         self.scenario: Scenario = draw_scenario(self.runtime.rng, more, last, grouped)
+        until_s = self.scenario.faults.until_s
+        self._updates = draw_updates(random.Random(f"{seed}: weights"), until_s)
         self._configs = {
             config.node_id: _not_drawn(config, seed, index)
             for index, config in enumerate(self.scenario.workers)
@@ -240,21 +267,13 @@ class SimCluster:
         runtime.trusted = {*self.routers, CLIENT, CONTROLLER}
         runtime.attention = self.scenario.attention
         runtime.poison = {j.request_id: j.poison for j in self.scenario.jobs if j.poison}
-        checks: list[Callable[[SimRuntime, SimNode], None]] = [
-            checkers.QueueBounds(self.scenario),
-            NoProgress(self.worker_ids, self.scenario),
-            ClassInversion(self.worker_ids, self.scenario),
-        ]
-        for router in self.routers:
-            checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
-            checks.append(Silence(router, self.worker_ids, self._may_decode))
-            checks.append(checkers.Fairness(router, self.scenario))
-            workers = self.worker_ids if router == self.routers[0] else []
-            checks.append(checkers.Overtaken(router, workers, self.scenario))
+        checks = self._checks()
 
         def check(runtime: SimRuntime, life: SimNode) -> None:
             for each in checks:
                 each(runtime, life)
+            if self._updates and life.node_id in self._configs:
+                check_pairs(runtime, self.worker_ids)
 
         runtime.after_receive = check
         runtime.faults.plan = self.scenario.faults
@@ -273,7 +292,7 @@ class SimCluster:
                 num_ranks=RANKS[(seed // 4 + index) % len(RANKS)],
                 host_outlives=config.host_outlives,
             )
-            runtime.prepare(config.node_id, _WorkerMaker(config, broken), shape)
+            runtime.prepare(config.node_id, _WorkerMaker(config, broken, self._begins_with), shape)
         self.control = SimControl(
             runtime,
             self._configs,
@@ -281,6 +300,7 @@ class SimCluster:
             self.scenario.silent_grace_s,
             lambda config: make_controller(config, broken),
         )
+        self.control.begins_with = self._begins_with
         self.client = SimClient(
             CLIENT,
             self.routers,
@@ -295,6 +315,20 @@ class SimCluster:
         runtime.trusted.add(OPERATOR)
         runtime.add(OPERATOR, lambda epoch, records: self.operator)
         self._give_orders(after_faults=False)
+
+    def _checks(self) -> list[Callable[[SimRuntime, SimNode], None]]:
+        checks: list[Callable[[SimRuntime, SimNode], None]] = [
+            checkers.QueueBounds(self.scenario),
+            NoProgress(self.worker_ids, self.scenario),
+            ClassInversion(self.worker_ids, self.scenario),
+        ]
+        for router in self.routers:
+            checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
+            checks.append(Silence(router, self.worker_ids, self._may_decode))
+            checks.append(checkers.Fairness(router, self.scenario))
+            workers = self.worker_ids if router == self.routers[0] else []
+            checks.append(checkers.Overtaken(router, workers, self.scenario))
+        return checks
 
     def _may_decode(self, worker: NodeId) -> bool:
         """Baseline policies leave prefill workers alone while there are others."""
@@ -312,6 +346,9 @@ class SimCluster:
             runtime.call_at(handover.at_s, partial(control.hand_over, handover.away_s))
         for rot in plan.rots:
             runtime.call_at(rot.at_s, partial(self._rot, rot))
+        for update in self._updates:
+            tell = partial(runtime.post, "", CONTROLLER, update.order)
+            runtime.call_at(update.at_s, tell)
         for change in self.scenario.role_changes:
             runtime.call_at(change.at_s, partial(self._change_role, change))
 
@@ -338,6 +375,8 @@ class SimCluster:
             for router in self.routers:
                 checkers.check_index(runtime, router, self.worker_ids)
                 checkers.check_roles(runtime, router, self.control.roles())
+            rollout = self.control.node.rollouts[""]
+            check_versions(runtime, rollout, self.routers, self.worker_ids)
             self.operator.check(self.control.up_since())
 
     def _is_well(self) -> bool:
@@ -379,10 +418,13 @@ class SimCluster:
 class _WorkerMaker:
     config: WorkerConfig
     broken: Break | None
+    begins_with: Mapping[NodeId, WeightVersion]
 
     def __call__(self, epoch: int, records: StoreRecords) -> Node:
         metadata = f"{self.config.node_id}:{epoch}".encode()
-        config = structs.replace(self.config, epoch=epoch, agent_metadata=metadata)
+        weights = self.begins_with.get(self.config.node_id, BASE)
+        about: dict[str, Any] = {"weights": weights, "base_weights": BASE.digest}
+        config = structs.replace(self.config, epoch=epoch, agent_metadata=metadata, **about)
         worker = make_worker(config, records)
         if self.broken is not None:
             break_worker(worker, self.broken)

@@ -339,7 +339,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
             case Send(to, message):
                 self._send(life.node_id, to, message)
             case Wake(after_s, tag):
-                self._to_self(life, after_s, Woken(tag))
+                self.to_self(life, after_s, Woken(tag))
             case Execute(step):
                 if life.executor.begin(step):
                     self._run_step(life)
@@ -386,7 +386,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
     def _store(self, life: SimNode, change: StoreIndex) -> None:
         error = self.faults.store() if change.tier is Tier.DISK else None
         if error is not None:
-            self._to_self(life, 0.001, StoreFailed(error))
+            self.to_self(life, 0.001, StoreFailed(error))
             return
         wrong = self.stores(life.node_id)[change.tier].update(
             self.now, change, lossless=not self.faults.injected["store error"]
@@ -425,7 +425,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
     def _connect(self, life: SimNode, effect: ConnectPeer, error: str | None) -> None:
         self._deliver(life.node_id, life, life.agent.connect(effect, error))
 
-    def _to_self(self, life: SimNode, after_s: float, message: Any) -> None:
+    def to_self(self, life: SimNode, after_s: float, message: Any) -> None:
         self._push(after_s, life, lambda: self._deliver(life.node_id, life, message))
 
     def _push(self, after_s: float, life: SimNode | None, call: Callable[[], None]) -> None:

@@ -35,6 +35,7 @@ ROUTERS: tuple[NodeId, ...] = ("router-0", "router-1")
 BLOCK_SIZE = 4
 FINGERPRINT = b"simulated model, one layout"
 OTHER_FINGERPRINT = b"simulated model, another layout"
+WITH_DRAFTER = b"simulated model, and a drafter"
 POISON_STEPS = 0.3
 """How many of the runs have requests that fail all of a step."""
 GROUPED = 0.25
@@ -213,6 +214,8 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
     max_failed_steps, max_snapshot = rng.randint(2, 4), rng.choice((4, 16, 1 << 15))
 
     def config(role: Role, number: int) -> WorkerConfig:
+        # Drafters differ by worker, and with them what KV means; nothing is drawn for it.
+        has_drafter = num_drafts > 0 and itl_ms > 0 and number % 2 == 1
         return WorkerConfig(
             node_id=f"{role}-{number}",
             role=role,
@@ -221,10 +224,11 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
             block_size=BLOCK_SIZE,
             bytes_per_block=BLOCK_SIZE * 8,
             max_model_len=max_model_len,
-            fingerprint=FINGERPRINT,
+            fingerprint=WITH_DRAFTER if has_drafter else FINGERPRINT,
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
             num_speculative_tokens=num_drafts,
+            drafter="drafter" if has_drafter else "",
             itl_target_ms=itl_ms,
             itl_most_ms=10 * itl_ms,
             max_waiting=waiting,

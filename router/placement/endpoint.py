@@ -193,6 +193,10 @@ class Endpoint:
         self.info = replace(self.info, role=role)
         self.struct.roles = ROLE_BITS[role]
 
+    def set_weights(self, fingerprint: bytes, name: str) -> None:
+        self.info = replace(self.info, fingerprint=fingerprint, weights=name)
+        self.model = model_number(fingerprint)
+
     @property
     def free_share(self) -> float:
         """The share of its KV blocks that are free, but for those that are about to be

@@ -12,6 +12,7 @@ from kvrelay.cluster.status import (
     RouterProcessStatus,
     ScalingStatus,
     StoreStatus,
+    WeightsStatus,
     WorkerStatus,
 )
 from kvrelay.engine.stats import GroupBlocks
@@ -27,6 +28,7 @@ KINDS = {
     "The autoscaler": ScalingStatus,
     "The store": StoreStatus,
     "A restart": RestartStatus,
+    "Weights": WeightsStatus,
 }
 
 

@@ -13,6 +13,7 @@ from kvrelay.engine.scheduling.selection import (
     MAX_ROW_COST,
     MAX_SLOWDOWN,
     NGRAM_SIZE,
+    Draft,
     Drafter,
     NgramProposer,
 )
@@ -133,19 +134,19 @@ def weights(row: float, kv: float = 0.0) -> tuple[float, ...]:
     return (1.0 - row, 16.0 * row, 0.0, kv)
 
 
-def counts(found: list[list[int]] | None) -> list[int]:
-    return [len(draft) for draft in found or []]
+def counts(found: list[Draft] | None) -> list[int]:
+    return [draft.num_asked or len(draft.tokens) for draft in found or []]
 
 
 def trained(made: Drafter, seq: Sequence, *, accepted: bool, times: int = 30) -> None:
     for _ in range(times):
         draft = made.plan([seq], [7], weights(0.001))
-        made.on_verified(seq, draft[0] if draft and accepted else [99])
+        made.on_verified(seq, draft[0].tokens if draft and accepted else [99])
 
 
 def test_cheap_rows_are_filled_as_far_as_there_is_room() -> None:
     seq = looping()
-    assert drafter().plan([seq], [5], weights(0.01)) == [[1, 2, 3, 4, 5]]
+    assert drafter().plan([seq], [5], weights(0.01)) == [Draft([1, 2, 3, 4, 5])]
     assert counts(drafter().plan([seq], [20], weights(0.01))) == [5], "0.5 ** 6 is not worth it"
     made = drafter()
     trained(made, seq, accepted=True)
@@ -214,3 +215,54 @@ def test_a_new_sequence_begins_with_the_acceptance_rate_of_the_others() -> None:
 def test_drafts_are_tried_before_costs_were_measured() -> None:
     found: Any = drafter().plan([looping()], [7], ())
     assert counts(found)[0] > 0
+
+
+def asking(max_drafts: int = 7) -> Drafter:
+    return Drafter(max_drafts, 64, POOL, has_drafter=True)
+
+
+def without_repetition() -> Sequence:
+    return sequence(list(range(40)), num_prompt_tokens=1)
+
+
+def asked(made: Drafter, seq: Sequence, accepted: int, times: int, draft_s: float = 0.05) -> None:
+    """So many times the drafter is asked, and that many of its tokens are right."""
+    for _ in range(times):
+        found = made.plan([seq], [7], weights(0.01), draft_s)
+        count = found[0].num_asked if found else 0
+        made.on_verified(seq, [1] * (1 + min(accepted, count)), count)
+
+
+def test_a_drafter_is_asked_for_as_many_tokens_as_pay() -> None:
+    made, seq = asking(), without_repetition()
+    first = made.plan([seq], [7], weights(0.01), 0.05)
+    assert first
+    assert 0 < first[0].num_asked < 7, "half of them are expected to be right"
+    asked(made, seq, accepted=7, times=30)
+    assert counts(made.plan([seq], [7], weights(0.01), 0.05)) == [7]
+    assert counts(made.plan([seq], [3], weights(0.01), 0.05)) == [3]
+    assert made.plan([seq], [7], weights(0.01), 0.9) is None, "it takes as long as the model"
+
+
+def test_a_drafter_that_is_wrong_is_asked_no_more_but_now_and_then() -> None:
+    made, seq = asking(), without_repetition()
+    asked(made, seq, accepted=0, times=20)
+    tried = []
+    for _ in range(400):
+        found = made.plan([seq], [7], weights(0.01), 0.2)
+        tried.append(found is not None)
+        made.on_verified(seq, [1], found[0].num_asked if found else 0)
+    assert 1 < sum(tried) < 40
+
+
+def test_of_n_grams_and_a_drafter_the_one_that_is_right_more_often_is_used() -> None:
+    made, seq = asking(), looping()
+    trained(made, seq, accepted=True)
+    assert made.plan([seq], [5], weights(0.01), 0.05) == [Draft([1, 2, 3, 4, 5])]
+    other = asking()
+    for _ in range(20):
+        other.plan([seq], [7], weights(0.001), 0.001)
+        other.on_verified(seq, [99, 98, 97], 3)  # not what n-grams say, but what the drafter does
+    found = other.plan([seq], [5], weights(0.01), 0.05)
+    assert found
+    assert found[0].num_asked > 0

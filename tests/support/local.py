@@ -59,6 +59,7 @@ class Completion:
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)
     prompt: PromptOutputs = NO_OUTPUTS
+    weights: tuple[tuple[int, str], ...] = ()
     submitted_at: float = 0.0  # by time.monotonic
     arrived_at: list[float] = field(default_factory=list)  # each token's
 
@@ -85,7 +86,7 @@ class _Client:
             completion.arrived_at += [now] * len(message.tokens)
             completion.num_cached_tokens = message.num_cached_tokens
             completion.cached_by_source = message.cached_by_source
-            completion.finish = message.finish
+            completion.finish, completion.weights = message.finish, message.weights
             if message.prompt != NO_OUTPUTS:
                 assert completion.prompt == NO_OUTPUTS, "twice"
                 completion.prompt = message.prompt

@@ -90,7 +90,8 @@ class Table:
 NOT_SENT = {  # values of enums
     # The first two are announced as "host", blocks of the last in fields of their own.
     "Tier": ["orphaned", "packed", "object"],
-    "Refusal": ["adapter_failed"],  # only to who has asked for an adapter
+    # only to who has asked for an adapter, or for one version of the weights
+    "Refusal": ["adapter_failed", "weight_version_not_found"],
 }
 
 

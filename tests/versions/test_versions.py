@@ -50,6 +50,8 @@ POSITIONAL = {
     "_Row": "of a session in Redis, which routers of both versions share",
     "_Meta": "of a view of the index in Redis, likewise",
     # Pairs
+    "TokenDelta.weights": "(position, name): where weights change within a request",
+    "Output.weights": "(index, name): likewise",
     "TokenLogprobs.top": "(token, logprob): once for each alternative of each token",
     "RouterProcessSpec.source": "(path, overrides): both or none",
     "ModelConfig.weight_scales": "(matrix, factor): both or none",

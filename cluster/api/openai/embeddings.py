@@ -102,7 +102,8 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
         own: dict[str, Any] = {"is_silent": True, "scope": scope, "adapter": adapter}
         texts.append(ChoicePlan(place, place, tokens, sampling, **own))
     priority = priority_of(request, tenant)
-    return Plan(tuple(texts), (), None, False, False, tenant, priority, retention=None)
+    about = tenant, priority, None
+    return Plan(tuple(texts), (), None, False, False, *about, weights=request.weight_version or "")
 
 
 class PooledFormat(Format):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,20 @@ _LOGPROBS_OF_A_TOKEN = 4  # that take as long as to detokenise it
 _DEADLINE_GRACE_S = 2.0
 
 
+def usage_of_weights(by_choice: Mapping[int, tuple[tuple[int, str], ...]]) -> dict[str, Any]:
+    """Which version answered; and where it has changed on the way, from which token on."""
+    changes = [
+        {"choice": choice, "index": at, "weight_version": name}
+        for choice, ranges in by_choice.items()
+        for at, name in ranges
+    ]
+    if not changes:
+        return {}
+    names = {change["weight_version"] for change in changes}
+    found: dict[str, Any] = {"weight_version": changes[-1]["weight_version"]}
+    return found if len(names) == 1 else found | {"weight_versions": changes}
+
+
 class Choice:
     """One choice, from its tokens to its text. Owned by a `Generation`."""
 
@@ -41,6 +55,7 @@ class Choice:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.cached_by_source: dict[str, int] = {}
+        self.weights: tuple[tuple[int, str], ...] = ()  # as in Output
         self.finish_reason: str | None = None
         self.last_token_at: float | None = None  # loop time
         self.stream: RequestStream | None = None  # once it is submitted
@@ -98,6 +113,7 @@ class Choice:
             self.finish_reason = output.finish.value
         self.num_cached_tokens = output.num_cached_tokens
         self.cached_by_source = output.cached_by_source
+        self.weights = output.weights or self.weights
         self._untold += output.tokens[: self.num_tokens - num_before]
         piece = Piece(
             self.plan.index,
@@ -235,6 +251,7 @@ class Generation:
         is_approximate = any(choice.plan.scope.is_approximate for choice in self.choices)
         num_output = sum(choice.num_tokens for choice in self.choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+        weights = {each.plan.index: each.weights for each in self.choices if each.weights}
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -246,6 +263,7 @@ class Generation:
                 **({"kv": "approximate"} if is_approximate else {}),
             },
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+            **usage_of_weights(weights),
         }
 
     def result(self) -> CallResult:
@@ -276,6 +294,7 @@ class Generation:
                 tenant=self.plan.tenant.name,
                 share=self.plan.tenant.share,
                 call=self.plan.call,
+                weights=self.plan.weights,
                 signal=self._signal,
             )
 

@@ -49,6 +49,7 @@ class Plan:
     includes_stop: bool = False  # a text that is stopped has what stopped it
     shows_special: bool = False  # special tokens are part of texts
     call: bytes = b""  # names the call; the same when it is repeated
+    weights: str = ""  # version that it is pinned to
 
     @property
     def service_class(self) -> ServiceClass:

@@ -476,6 +476,7 @@ def _plan(
         retention=_retention(ctx, request),
         includes_stop=request.includes_stop,
         shows_special=not request.skip_special_tokens,
+        weights=request.weight_version or "",
     )
 
 

@@ -301,6 +301,8 @@ class ModelRequest(BaseModel):
     kv: Literal["exact", "approximate"] | None = (
         None  # below device memory; None: as the tenant has
     )
+    # by whose weights alone it is answered; None: by any
+    weight_version: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: to what fits
     truncation_side: Literal["left", "right"] | None = None
 

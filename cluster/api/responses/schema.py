@@ -41,6 +41,8 @@ _AS_IN_CHATS = (
     *("temperature", "top_p", "priority", "service_tier", "seed", "user"),
     "prompt_cache_retention",
     *("cache_salt", "kv", "top_k", "min_p", "logit_bias", "repetition_penalty"),
+    *("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"),
+    *("cache_salt", "kv", "weight_version", "top_k", "min_p", "logit_bias", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "stop", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "structured_outputs", "chat_template_kwargs", "max_tool_calls"),
 )
@@ -108,6 +110,7 @@ class ResponsesRequest(BaseModel):
     # The following are checked as those of a chat.
     cache_salt: Any = None
     kv: Any = None
+    weight_version: Any = None
     top_k: Any = None
     min_p: Any = None
     logit_bias: Any = None

@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 
 from kvrelay.engine.adapters import Adapter, AdapterError, AdapterFiles, read_adapter
 from kvrelay.engine.model.batch import LoadedAdapter
-from kvrelay.engine.model.checkpoint.load import ROOTS, Checkpoint, Layer
-from kvrelay.engine.model.checkpoint.names import renamed
+from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
+from kvrelay.engine.model.checkpoint.names import ROOTS, renamed
 from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES
 from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import Weights
 
@@ -67,6 +68,7 @@ def load_adapter(
     root = next((r for r in ROOTS if checkpoint.has(r + "embed_tokens.weight")), ROOTS[0])
     last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
     pairs: list[tuple[Any, Any]] = []
+    memory = HugePages()
     for index, base in enumerate(weights.layers):
         mine = modules.pop(index, [])
         if not mine:
@@ -77,7 +79,7 @@ def load_adapter(
         found = _AdapterLayer(part, config, recorder, root, index, names).load()
         _check_all_asked(adapter.source, index, mine)
         for matrix, rows in _pairs(base, found):
-            low_rank = _low_rank(rows, mine, ops)
+            low_rank = _low_rank(rows, mine, ops, memory)
             if low_rank is not None:
                 pairs.append((matrix, low_rank))
     if modules:
@@ -200,7 +202,7 @@ def _pairs(base: Any, found: Any) -> Iterator[tuple[Any, _Rows]]:
             yield from _pairs(getattr(base, each.name), getattr(found, each.name))
 
 
-def _low_rank(rows: _Rows, modules: list[_Module], ops: Ops) -> Any:
+def _low_rank(rows: _Rows, modules: list[_Module], ops: Ops, memory: HugePages) -> Any:
     """Has the ranks that change this matrix; None: there are none."""
     used = rows.up.any(0)
     parts = [m for m in modules if used[m.first : m.first + len(m.down)].any()]
@@ -208,4 +210,4 @@ def _low_rank(rows: _Rows, modules: list[_Module], ops: Ops) -> Any:
         return None
     down = torch.cat([m.down for m in parts])
     up = torch.cat([rows.up[:, m.first : m.first + len(m.down)] for m in parts], dim=1)
-    return ops.low_rank(down, up.contiguous(), is_gated=rows.is_gated)
+    return ops.low_rank(down, up.contiguous(), memory, is_gated=rows.is_gated)

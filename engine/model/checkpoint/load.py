@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from kvrelay.engine.model.checkpoint import gemma4_weights
 from kvrelay.engine.model.checkpoint.fields import read_json
 from kvrelay.engine.model.checkpoint.mistral import read_raw
-from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of
+from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of, table_and_head
 from kvrelay.engine.model.checkpoint.quantized_config import (
     PACKED,
     Group,
@@ -230,8 +230,6 @@ def _chunks(words: torch.Tensor, numbers: torch.Tensor) -> zip[tuple[torch.Tenso
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ROOTS = ("model.", "model.language_model.", "language_model.model.")
-"""What names start with; the last two in checkpoints of which the language model is a part."""
 
 
 class Checkpoint:
@@ -243,7 +241,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         raw = read_raw(path)
         stated, dtype = quantization_of(path, raw), getattr(torch, float_type(raw))
-        self.quantized = stated and QuantizedWeights(stated, dtype, self._find)
+        self.quantized = stated and QuantizedWeights(stated, dtype, self.find)
         self._places = self._found()
         self.renames = renames_of(self._places)
         self.is_interleaved = self.renames is MISTRAL  # rotated rows are stored in pairs
@@ -287,7 +285,7 @@ class Checkpoint:
         if self.quantized and name.endswith(".weight"):
             tensor = self.quantized.read(name.removesuffix(".weight"), shape)
         if tensor is None:
-            tensor = self._find(name)
+            tensor = self.find(name)
         if tensor is None:
             raise ModelError(f"{self._path} has no tensor {name}")
         place = self._path / self._places.get(name, "")
@@ -299,7 +297,7 @@ class Checkpoint:
             raise ModelError(f"{place}: {name} is {tensor.dtype}, which is not supported")
         return tensor
 
-    def _find(self, name: str) -> torch.Tensor | None:
+    def find(self, name: str) -> torch.Tensor | None:
         """As it is stored; None: there is none. Raises ModelError."""
         if name not in self._places:  # Mistral's name of a scale
             name = name.replace(".weight_scale", ".qscale_weight")
@@ -317,16 +315,9 @@ def load_weights(
     path: Path, config: ModelConfig, ops: Ops, progress: Callable[[str], None]
 ) -> Weights:
     """Read every parameter of `config` from `path`. Raises ModelError."""
-    checkpoint, table_name = Checkpoint(path), "embed_tokens.weight"
-    root = next((root for root in ROOTS if checkpoint.has(root + table_name)), ROOTS[0])
-    table = checkpoint.get(root + table_name, config.vocab_size, config.hidden_size)
-    head = table
-    if not config.tie_word_embeddings:
-        names = ("lm_head.weight", "language_model.lm_head.weight")
-        name = next((name for name in names if checkpoint.has(name)), names[0])
-        head = checkpoint.get(name, config.vocab_size, config.hidden_size)
+    checkpoint = Checkpoint(path)
+    root, table, head = table_and_head(checkpoint, config)
     last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
-    scale = dict(config.weight_scales).get("lm_head", 1.0)
     layers = []
     for index in range(config.num_layers):
         layers.append(Layer(checkpoint, config, ops, root, index, MODULE_NAMES[last]).load())
@@ -338,7 +329,7 @@ def load_weights(
         layers=tuple(layers),
         norm=_norm(norm, config, ops),
         inputs=gemma4_weights.token_inputs(checkpoint.get, root, config, ops),
-        head=ops.matrix(head if scale == 1.0 else head * scale, None, "logits"),
+        head=ops.matrix(head, None, "logits"),
     )
 
 

@@ -5,6 +5,11 @@ have others are recognised by them.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.model.config import ModelConfig
 
 Renames = tuple[tuple[str, str], ...]
 """Parts of a name and what they are in the checkpoint, replaced in order."""
@@ -83,3 +88,29 @@ TEXT_KINDS = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """The kind of the language model within another, where its text_config states none."""
+
+
+ROOTS = ("model.", "model.language_model.", "language_model.model.")
+"""What names start with; the last two in checkpoints of which the language model is a part."""
+
+
+class Tensors(Protocol):
+    """What a checkpoint gives by names."""
+
+    def has(self, name: str) -> bool: ...
+
+    def get(self, name: str, *shape: int) -> torch.Tensor: ...
+
+
+def table_and_head(
+    checkpoint: Tensors, config: ModelConfig
+) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """Returns how names begin, the embeddings, and what makes logits."""
+    name, sizes = "embed_tokens.weight", (config.vocab_size, config.hidden_size)
+    root = next((root for root in ROOTS if checkpoint.has(root + name)), ROOTS[0])
+    head = table = checkpoint.get(root + name, *sizes)
+    if not config.tie_word_embeddings:
+        names = ("lm_head.weight", "language_model.lm_head.weight")
+        head = checkpoint.get(next(filter(checkpoint.has, names), names[0]), *sizes)
+    scale = dict(config.weight_scales).get("lm_head", 1.0)
+    return root, table, head if scale == 1.0 else head * scale

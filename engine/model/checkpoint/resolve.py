@@ -86,6 +86,13 @@ def resolve_model(
     )
 
 
+def drafter_path(name: str) -> Path:
+    """Where the drafter `name` is: a folder, or a model by the name that serves it. Raises
+    ModelError."""
+    path = Path(name).expanduser()
+    return path if path.is_dir() else resolve_model(name, progress=lambda _: None)
+
+
 def resolve_config(
     name: str, *, cache_dir: Path | None = None, progress: Callable[[str], None]
 ) -> Path:

@@ -17,6 +17,7 @@ import torch
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
@@ -69,13 +70,13 @@ class CpuOps:
             library,
             num_threads,
             dtype,
-            self._buffer,
+            self.buffer,
             quantization,
             low_precision,
             ACTIVATIONS[config.activation],
         )
         self._recurrent: CpuRecurrent | None = None
-        self._step = CpuStep(config, library, num_threads, self._buffer, self._attention)
+        self._step = CpuStep(config, library, num_threads, self.buffer, self._attention)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         kind = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
@@ -100,9 +101,15 @@ class CpuOps:
         return self._linear.exact(weight, "router")
 
     def use_states(self, pool: StatePool) -> None:
-        args = (self._lib, self._threads, self._buffer)
+        args = (self._lib, self._threads, self.buffer)
         self._recurrent = CpuRecurrent(self._config, pool, *args)
         self._step = CpuStep(self._config, *args, self._attention, self._recurrent)
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        self._step.captures = layers
+
+    def captured(self, rows: int) -> list[torch.Tensor]:
+        return [*self._step.captured(rows)]
 
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
@@ -128,11 +135,16 @@ class CpuOps:
             self._threads,
             attention,
             weights,
-            self._buffer,
+            self.buffer,
             None if recurrent is None else recurrent.for_decodes(),
+            self._step.captures,
         )
 
-    def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
+    def parts(self, limits: Limits) -> tuple[ModelConfig, Limits, Any, int, CpuAttention]:
+        """What runs layers at once is made of these, weights, and `buffer`."""
+        return self._config, limits, self._lib, self._threads, self._attention.for_decodes()
+
+    def buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
         held = self._buffers.get(role)
         if held is None or held.numel() < rows * width:
             held = self._buffers[role] = torch.empty(rows * width)
@@ -157,8 +169,10 @@ class CpuOps:
     ) -> torch.Tensor:
         return self._linear.gated(x, matrix, added)
 
-    def low_rank(self, down: torch.Tensor, up: torch.Tensor, *, is_gated: bool) -> LowRank:
-        return self._linear.low_rank(down, up, is_gated=is_gated)
+    def low_rank(
+        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
+    ) -> LowRank:
+        return self._linear.low_rank(down, up, memory, is_gated=is_gated)
 
     def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
         self._linear.add_low_rank(out, x, low_rank)
@@ -196,7 +210,7 @@ class CpuOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x: [n, width]; may be columns of wider rows."""
         assert x.stride(1) == 1
-        out = self._buffer("norm", *x.shape)
+        out = self.buffer("norm", *x.shape)
         self._lib.kvr_rms_norm(
             x.data_ptr(),
             x.stride(0),
@@ -271,7 +285,7 @@ class CpuOps:
     ) -> torch.Tensor:
         assert sinks is None  # the constructor has refused them
         width = self._config.num_heads * self._config.kv_heads(layer).value_dim
-        out = self._buffer("attention", len(qkv), width)
+        out = self.buffer("attention", len(qkv), width)
         self._attention.attend(qkv, layer, out)
         return out
 
@@ -284,6 +298,6 @@ class CpuOps:
     def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         assert self._config.latent is not None
         heads, rank = self._config.num_heads, self._config.latent.rank
-        out = self._buffer("attention", len(queries), heads * rank)
+        out = self.buffer("attention", len(queries), heads * rank)
         self._attention.attend(queries, layer, out)
         return out.view(len(queries), heads, rank)

@@ -98,6 +98,7 @@ class CpuStep:
         self._widths: dict[str, int] = {}  # width of each buffer
         self._described: Sequence[LayerWeights] | None = None
         self._layers: ctypes.Array[Any] | None = None
+        self.captures: tuple[int, ...] = ()  # layers whose outputs are kept
 
     def run(
         self, hidden: torch.Tensor, layers: Sequence[LayerWeights], batch: Batch
@@ -107,6 +108,7 @@ class CpuStep:
         if self._described is not layers:
             self._described = layers
             self._layers = described(self._config, layers, self._attention, self._recurrent)
+            mark_captured(self._layers, self.captures)
             self._widths = widths(self._layers, self._config, self._recurrent)
         assert hidden.is_contiguous()
         step, rows, count = self._step, len(hidden), len(layers)
@@ -118,6 +120,8 @@ class CpuStep:
         }
         for name, buffer in buffers.items():
             setattr(step, name, buffer.data_ptr())
+        if self.captures:
+            step.captured = self.captured(rows).data_ptr()
         whole = len(batch.sample_rows) == rows
         assert self._layers is not None
         last = self._config.last_kv_layer
@@ -129,6 +133,11 @@ class CpuStep:
         if len(hidden):
             self._run(range(last + 1, count))
         return hidden
+
+    def captured(self, rows: int) -> torch.Tensor:
+        """[captured layers, rows, hidden_size], valid until the next step."""
+        count, width = len(self.captures), self._step.width
+        return self._buffer("captured", count * rows, width).view(count, rows, width)
 
     def _run(self, layers: range) -> None:
         assert self._layers is not None
@@ -159,6 +168,11 @@ class CpuStep:
         return hidden
 
 
+def mark_captured(layers: ctypes.Array[Any], captures: Sequence[int]) -> None:
+    for at, index in enumerate(captures):
+        layers[index].captured = 1 + at
+
+
 def put_adapters(step: Any, adapted: Sequence[AdaptedRows]) -> Any:
     """Into the kernels' step; returns what has to live as long as it is used."""
     rows = (_AdaptedRows * len(adapted))()
@@ -175,8 +189,7 @@ def _described_adapter(adapter: LoadedAdapter) -> ctypes.Array[Any]:
     count = 1 + max((matrix.number for matrix, _ in adapter.pairs), default=0)
     described = (_LowRank * count)()
     for matrix, low_rank in adapter.pairs:
-        to = described[matrix.number]
-        to.down, to.up = described_matrix(low_rank.down), described_matrix(low_rank.up)
+        described[matrix.number] = low_rank.described
     return described
 
 
@@ -309,11 +322,15 @@ class CpuDecode:
         weights: Weights,
         buffer: Callable[[str, int, int], torch.Tensor],
         recurrent: CpuRecurrent | None = None,
+        captures: tuple[int, ...] = (),
     ) -> None:
-        """`attention` and `recurrent` are used for decodes alone."""
+        """`attention` and `recurrent` are used for decodes alone. captures: layers whose outputs
+        are kept in `captured`."""
         self._limits, self._lib, self._attention = limits, library, attention
         self._recurrent, self._num_recurrent = recurrent, len(config.recurrent_layers)
         layers = described(config, weights.layers, attention, recurrent)
+        mark_captured(layers, captures)
+        self.captured = torch.empty(0)  # [passes, captured layers, rows, hidden_size], of a step
         self._alive, self._buffer = (weights, layers), buffer
         step = step_of(config, library, num_threads)
         self._widths = {**widths(layers, config, recurrent), "hidden": step.width}
@@ -322,6 +339,7 @@ class CpuDecode:
             table=weights.table.data_ptr(),
             norm=weights.norm.data_ptr(),
             num_layers=len(layers),
+            num_captured=len(captures),
             block_size=limits.block_size,
             num_groups=limits.num_groups,
             head=described_matrix(weights.head),
@@ -350,9 +368,7 @@ class CpuDecode:
         seqs, request = step.seqs, self._request
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
-        count = sum(len(seq.input_tokens) for seq in seqs)
-        self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
-        self._fill(seqs, tables, count)
+        count = self._place(seqs, tables)
         lengths = [len(seq.input_tokens) for seq in seqs]
         self._adapted = put_adapters(request.step, adapted_rows(seqs, lengths, adapters))
         at = self._rows["draws"]["mask"][:count]
@@ -361,8 +377,13 @@ class CpuDecode:
             masks = masks_of(seqs)
             at[:] = masks.ctypes.data + np.arange(count) * masks.strides[0]
         is_single = count > len(seqs) or masks_of is not None
-        request.step.rows, request.max_passes = count, 1 if is_single else self._most(step)
+        request.max_passes = 1 if is_single else self._most(step)
         request.logits = self._buffer("logits", count, request.head.rows).data_ptr()
+        if request.num_captured:
+            shape = request.max_passes, request.num_captured, count, request.step.width
+            self.captured = self._buffer("captured", shape[0] * shape[1] * count, shape[3])
+            request.step.captured = self.captured.data_ptr()
+            self.captured = self.captured.view(shape)
         if count > len(seqs):
             return self._verify(seqs, count)
         passes = self._lib.kvr_decode(ctypes.addressof(request))
@@ -372,6 +393,14 @@ class CpuDecode:
             Sampled(first, more=tuple(more) if NO_TOKEN not in more else tuple(more[:-1]))
             for first, *more in columns
         ]
+
+    def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray]) -> int:
+        """Fills in the rows of `seqs`, and returns how many they are."""
+        count = sum(len(seq.input_tokens) for seq in seqs)
+        self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
+        self._fill(seqs, tables, count)
+        self._request.step.rows = count
+        return count
 
     def _verify(self, seqs: Sequence[ScheduledSeq], count: int) -> list[Sampled]:
         """One pass over `count` rows. What recurrent layers are given is kept, so that the accepted
@@ -388,6 +417,20 @@ class CpuDecode:
             self._lib.kvr_replay(at, counts.ctypes.data)
             step.projected, step.kept = self._buffers["projected"].data_ptr(), 0
         return verified
+
+    def outputs(self, seqs: Sequence[ScheduledSeq], drawn: Sequence[Sampled]) -> torch.Tensor:
+        """[captured layers, N, hidden_size] of the rows that were computed in the last step, and
+        not rejected."""
+        if not self._request.num_captured:
+            return self.captured
+        places: list[tuple[int, int]] = []
+        first = 0
+        for seq, each in zip(seqs, drawn, strict=True):
+            count, is_drafted = 1 + len(each.more), bool(seq.draft_tokens)
+            places += [(0, first + n) if is_drafted else (n, first) for n in range(count)]
+            first += len(seq.input_tokens)
+        passes, rows = torch.tensor(places).T
+        return self.captured[passes, :, rows].transpose(0, 1)
 
     def _most(self, step: Step) -> int:
         """Passes, whatever the step says, of which none leaves a block that was looked at."""

@@ -237,6 +237,17 @@ class Grammars:
                     failed[index] = str(error)
         return failed
 
+    def fitting(self, seq: ScheduledSeq, draft: list[int]) -> list[int]:
+        """The first tokens of `draft` that may follow `seq`, which has been followed."""
+        output = self._outputs.get(seq.request_id) if seq.sampling.grammar else None
+        if output is None or not draft:
+            return draft
+        try:
+            with _own_fault():
+                return draft[: output.matcher.validate_tokens(draft)]
+        except GrammarError:  # `masks` says so
+            return []
+
     def masks(self, seqs: Sequence[ScheduledSeq]) -> np.ndarray:
         """Bits of the tokens that may follow each input token of `seqs`, which sample and have been
         followed, as uint32 [rows, words]: at least as wide as logits. Those without a grammar or a

@@ -25,6 +25,7 @@ SOONER = {  # seeds that show it, where the first ones do not; later changes may
     Break.PASSES: (2,),
     Break.STATES: (0,),
     Break.AGAIN: (13,),
+    Break.VERSIONS: (6,),
 }
 GROUP = 12
 
@@ -153,6 +154,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         (Break.AHEAD, {"block used with wrong content"}),
         (Break.STATES, {"block used with wrong content"}),
         (Break.AGAIN, {"block used with wrong content"}),
+        (Break.VERSIONS, {"block used with wrong content"}),
         (Break.APART, {"failed without reason"}),
         (Break.TURNS, {"unfair"}),
         (Break.PASSES, {"overtaken"}),

@@ -10,6 +10,7 @@ from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.cpu.linear import ACTIVATIONS, CpuLinear
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.quantize import GROUP, dequantize, quantize, round_inputs, scheme
@@ -25,13 +26,18 @@ KINDS = ("float32", "bfloat16", "int8", "int4", "bf16_pairs", "fp16", "amx", "in
 BITS = {"int8": 8, "int4": 4}
 
 
-def make_linear(kind: str = "float32", threads: int = 2, activation: int = 0) -> CpuLinear:
+def make_linear(
+    kind: str = "float32",
+    threads: int = 2,
+    activation: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> CpuLinear:
     library = kernels.load(default_cache_dir())
     quantization = kind if kind in BITS else "none"
     return CpuLinear(
         library,
         threads,
-        torch.float32,
+        dtype,
         lambda role, rows, width: torch.full((rows, width), torch.nan),
         quantization,
         low_precision=low_precision_kind(kind),
@@ -312,3 +318,34 @@ def test_the_kv_of_quantized_weights_has_another_name_on_each_kind_of_device(lla
 def test_an_unknown_quantization_is_refused(llama):
     with pytest.raises(ModelError, match="quantization int3 is not supported; supported: none, in"):
         model_runner(llama, num_blocks=4, quantization="int3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", [((64, 4), (32, 16), (32, 6)), ((33, 3), (50, 21)), ((7, 1),)])
+def test_an_adapters_part_equals_torch_and_stores_no_zeros(dtype, parts):
+    """parts: outputs and ranks of each matrix of a stack."""
+    torch.manual_seed(1)
+    ops, depth = make_linear(dtype=dtype), 77
+    ups = [torch.randn(shape).to(dtype).float() for shape in parts]
+    up = torch.block_diag(*ups)
+    down = torch.randn(up.shape[1], depth).to(dtype).float()
+    low_rank = ops.low_rank(down, up, HugePages(), is_gated=False)
+    x = torch.randn(40, depth + 5)[:, :depth].to(dtype).float()  # rows are apart
+    low = (x.double() @ down.double().t()).to(dtype)
+    base = torch.randn(40, len(up))
+    expected = base + low.double() @ up.double().t()
+    alone = [base[row : row + 1].clone() for row in range(40)]
+    for row, out in enumerate(alone):
+        ops.add_low_rank(out, x[row : row + 1], low_rank)
+    atol = 1e-4 if dtype == torch.float32 else 0.5
+    torch.testing.assert_close(torch.cat(alone).double(), expected, rtol=0, atol=atol)
+    for rows in (2, 3, 5, 6, 7, 13, 40):
+        out = torch.full((rows, len(up) + 3), 9.0)
+        out[:, : len(up)] = base[:rows]
+        ops.add_low_rank(out[:, : len(up)], x[:rows], low_rank)
+        assert torch.equal(out[:, : len(up)], torch.cat(alone[:rows])), "depends on other rows"
+        assert bool((out[:, len(up) :] == 9.0).all())
+    if len(up) == 128:  # each part has whole vectors
+        stored = low_rank.spans[:, 1].sum() * (2 if dtype == torch.bfloat16 else 1)
+        vector = len(up) // len(low_rank.spans)
+        assert stored * vector == sum(each.numel() for each in ups)

@@ -25,13 +25,15 @@ typedef struct {
     const float *cos, *sin; /* of the layer's rope: [max_positions, rope_dim / 2]; NULL: none */
     int64_t qkv_stride, table_stride, block_stride, head_stride, value_offset;
     int64_t num_heads, group, shares, head_dim, value_dim, block_size, num_items, num_merges;
-    int64_t window, num_sinks; /* 0: none; a negative window: chunks of so many positions */
+    int64_t window, num_sinks; /* 0: none; a negative window: chunks, or ALL_BUT_FIRST */
     int64_t rope_at, rope_dim; /* which of a head's dimensions are rotated */
     int64_t mixed_half;        /* half of the dimensions with a Hadamard transform; 0: none */
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
     int32_t low_precision; /* BF16_PAIRS, AMX, FP16 or INT16: what both GEMMs compute in; 0: float32 */
 } Attention;
+
+enum { ALL_BUT_FIRST = -1 }; /* a chunk of one position would be no attention */
 
 /* Query tokens of a tile, with `group` heads of `dim` numbers each. */
 int64_t kvr_attention_tile(int64_t group, int64_t dim);

@@ -24,6 +24,7 @@ typedef struct {
 
 /* The first key in the window of position `pos`; of its chunk, if `window` is negative. */
 INLINE int64_t first_seen(int64_t window, int64_t pos) {
+    if (window == ALL_BUT_FIRST) return pos > 0;
     if (window < 0) return pos - pos % -window;
     return window && pos >= window ? pos - window + 1 : 0;
 }

@@ -50,13 +50,22 @@ typedef struct {
     Experts experts;
     Latent latent;
     Recurrent recurrent;
-    float scale; /* of what comes out */
+    float scale;      /* of what comes out */
+    int32_t captured; /* 1 + where its output is among what is captured; 0: it is not */
 } Layer;
 
-/* What an adapter adds to a matrix' results: up @ (down @ x). */
+/* What an adapter adds to a matrix' results: up @ (down @ x). Weights are words: floats, or pairs of
+ * bfloat16. First those of down, [ranks / VL, depth, VL], VL floats being a vector; then of each VL rows of
+ * up (of a gated matrix: in the order of its panels) their ranks `spans`, [words, VL]. */
 typedef struct {
-    Matrix down, up; /* up, of a gated matrix: in the order of its panels; NULL: nothing is added */
+    const void *weights;
+    const int64_t *spans; /* [ceil(rows / VL), 2]: first word of a row's ranks, and how many */
+    int64_t ranks, depth, rows; /* ranks: a multiple of VL; 0: nothing is added */
+    int32_t pairs;
 } LowRank;
+
+/* y [n, rows] += what is added for x [n, depth], float32 with rows `ldy` and `ldx` apart. */
+void kvr_low_rank(const LowRank *of, const float *x, int64_t n, int64_t ldx, float *y, int64_t ldy, int threads);
 
 /* Rows of a step that have an adapter, which changes the first `count` of a model's matrices. */
 typedef struct {
@@ -72,6 +81,7 @@ typedef struct {
     int64_t kept;        /* from one layer's `projected` to the next one's; 0: they have one place */
     const AdaptedRows *adapted; /* [num_adapted], the step's last rows, in order */
     int64_t num_adapted, at;    /* at: which of the whole step's rows is the first of these */
+    float *captured; /* [captured layers, rows, width]: their outputs; NULL: none is wanted */
     float eps;
     int32_t activation, threads;
 } Step;
@@ -106,11 +116,21 @@ typedef struct {
     int64_t num_groups, num_state_groups, capacity; /* of layers; rows that there is room for */
     int64_t num_seqs;
     int64_t max_passes;           /* if above 1, every sequence has one row */
+    int64_t num_captured;         /* layers; `step.captured` has room for all passes */
     Matrix head;
     Step step;
     double burst_s;               /* no pass starts that would end later */
     float embed_scale, softcap;
     int32_t bf16_table;
+    /* Of a drafter's head, where `before` is not NULL. Its layer's input is `fc` of a token's embedding
+     * and the hidden state before it, each normed; a pass leaves its own states for the next. */
+    int32_t keeps_only; /* keys and values of the rows are written, no more */
+    Matrix fc;
+    const float *embed_norm, *state_norm;
+    float *before, *pairs; /* [rows, width] and [rows, 2 * width] */
+    const int64_t *known;  /* [head.rows]: the tokens that it knows; NULL: all */
+    float *whole;          /* [rows, vocab]: logits of all tokens, where it does not */
+    int64_t vocab;
 } Decode;
 
 /* Returns how many passes ran: up to `max_passes`, and none after one that drew a stop token. A pass

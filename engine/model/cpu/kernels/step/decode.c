@@ -1,8 +1,10 @@
 /* Several decode passes in one call, over the same sequences: each takes the tokens that the one before
  * it drew. Or one pass that verifies draft tokens too. A pass evicts the interpreter from the caches, so
  * returning to Python between passes would cost time. */
+#include "../norm.h"
 #include "step.h"
 
+#include <math.h>
 #include <time.h>
 
 static double now(void) {
@@ -70,18 +72,46 @@ static void plan(const Decode *d) {
     }
 }
 
-static void pass(const Decode *d, int64_t *drawn) {
-    const Step *s = &d->step;
+/* hidden: of embeddings to the input of a drafter's layer. */
+static void fuse(const Decode *d, const Step *s) {
+    int64_t width = s->width;
+    for (int64_t r = 0; r < s->rows; r++) {
+        normalise(s->hidden + r * width, d->embed_norm, d->pairs + 2 * r * width, width, s->eps);
+        normalise(d->before + r * width, d->state_norm, d->pairs + (2 * r + 1) * width, width, s->eps);
+    }
+    Gemm fc = gemm_of(s, d->pairs, &d->fc, s->hidden);
+    gemm_run(&fc, s->threads);
+}
+
+/* Logits of the whole vocabulary, from those of the tokens that a drafter knows. */
+static float *widened(const Decode *d, int64_t rows) {
+    if (!d->known) return d->logits;
+    for (int64_t i = 0; i < rows * d->vocab; i++) d->whole[i] = -INFINITY;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < d->head.rows; i++)
+            d->whole[r * d->vocab + d->known[i]] = d->logits[r * d->head.rows + i];
+    return d->whole;
+}
+
+static void pass(const Decode *d, int64_t number, int64_t *drawn) {
+    Step step = d->step, *s = &step;
     int64_t rows = s->rows, width = s->width, vocab = d->head.rows;
+    if (s->captured) s->captured += number * d->num_captured * rows * width;
     plan(d);
     kvr_embed(d->table, d->bf16_table, d->tokens, rows, width, s->hidden);
     for (int64_t i = 0; d->embed_scale != 1.0f && i < rows * width; i++) s->hidden[i] *= d->embed_scale;
+    if (d->before) fuse(d, s);
+    if (d->keeps_only) {
+        kvr_before_attention(d->layers, s);
+        return;
+    }
     kvr_layers(d->layers, d->num_layers, s);
+    if (d->before) memcpy(d->before, s->hidden, sizeof(float) * rows * width);
     kvr_rms_norm(s->hidden, width, d->norm, s->norm, rows, width, s->eps, s->threads);
     Gemm head = gemm_of(s, s->norm, &d->head, d->logits);
     gemm_run(&head, s->threads);
     if (d->softcap) kvr_cap(d->logits, rows * vocab, d->softcap, s->threads);
-    kvr_draw(d->logits, rows, vocab, d->draws, drawn, s->threads);
+    kvr_draw(widened(d, rows), rows, d->known ? d->vocab : vocab, d->draws, drawn, s->threads);
 }
 
 static int is_stop(const Decode *d, int64_t seq, int64_t token) {
@@ -98,7 +128,7 @@ int64_t kvr_decode(const Decode *d) {
     for (int64_t passes = 1;; passes++) {
         int64_t *drawn = d->drawn + (passes - 1) * d->step.rows;
         int stopped = 0;
-        pass(d, drawn);
+        pass(d, passes - 1, drawn);
         if (passes >= d->max_passes) return passes;
         for (int64_t s = 0; s < d->num_seqs; s++) {
             stopped |= is_stop(d, s, drawn[s]);

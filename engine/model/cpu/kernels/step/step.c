@@ -215,5 +215,8 @@ void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
             kvr_attention(l->attention, s->qkv, s->attended, l->pool);
         }
         run_side(l, s, 1);
+        int64_t size = s->rows * s->width;
+        if (s->captured && l->captured)
+            memcpy(s->captured + (l->captured - 1) * size, s->hidden, sizeof(float) * size);
     }
 }

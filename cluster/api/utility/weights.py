@@ -1,0 +1,110 @@
+"""The calls about weights that change while the server serves: `/v1/weights`, and vLLM's `/pause`,
+`/resume` and `/is_paused`. All are for operators only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvrelay.cluster.api.context import ApiContext, ControllerAway
+from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.incoming import check_operator, read_body
+from kvrelay.cluster.api.openai.schema import parse
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.weights import PauseMode, UpdateMode
+
+
+class WeightsRequest(BaseModel):
+    """What the body of POST /v1/weights has."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str = ""  # "": the one that is served, or the first
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    name: Annotated[str, Field(pattern=r"^\S{1,64}$")] | None = None
+    mode: str = str(UpdateMode.RECOMPUTE)
+    back: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_or_the_other(self) -> WeightsRequest:
+        if self.back == (self.path is not None):
+            raise ValueError("expected 'path', a folder of weights, or 'back': true")
+        return self
+
+
+def weight_routes(ctx: ApiContext) -> list[Route]:
+    if ctx.change_weights is None:
+        return []
+    calls = _WeightCalls(ctx)
+    return [
+        Route("/v1/weights", calls.shown, methods=["GET"]),
+        Route("/v1/weights", calls.update, methods=["POST"]),
+        Route("/pause", calls.pause, methods=["POST"]),
+        Route("/resume", calls.resume, methods=["POST"]),
+        Route("/is_paused", calls.is_paused, methods=["GET"]),
+    ]
+
+
+class _WeightCalls:
+    def __init__(self, ctx: ApiContext) -> None:
+        self._ctx = ctx
+
+    async def shown(self, http: Request) -> Response:
+        check_operator(self._ctx, http)
+        data = [msgspec.to_builtins(each) for each in self._ctx.status().weights]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def update(self, http: Request) -> Response:
+        check_operator(self._ctx, http)
+        asked = parse(WeightsRequest, await read_body(self._ctx, http))
+        ctx = self._model(asked.model)
+        assert ctx.change_weights is not None
+        mode = _one_of(UpdateMode, asked.mode, "mode")
+        try:
+            version = await ctx.change_weights(asked.path, asked.name or "", mode)
+        except ModelError as error:
+            raise invalid(f"'path': {error}", "path") from None
+        except ControllerAway:
+            raise controller_away() from None
+        found = {} if version is None else {"name": version.name, "digest": version.digest.hex()}
+        return JSONResponse({"model": ctx.model_name, "mode": str(mode), **found}, 202)
+
+    async def pause(self, http: Request) -> Response:
+        return self._pause(http, http.query_params.get("mode", str(PauseMode.KEEP)))
+
+    async def resume(self, http: Request) -> Response:
+        return self._pause(http, None)
+
+    def _pause(self, http: Request, mode: str | None) -> Response:
+        check_operator(self._ctx, http)
+        ctx = self._model(http.query_params.get("model", ""))
+        assert ctx.pause is not None
+        try:
+            ctx.pause(None if mode is None else _one_of(PauseMode, mode, "mode"))
+        except ControllerAway:
+            raise controller_away() from None
+        return JSONResponse({"status": "resumed" if mode is None else "paused"})
+
+    async def is_paused(self, http: Request) -> Response:
+        check_operator(self._ctx, http)
+        is_paused = any(each.paused for each in self._ctx.status().weights)
+        return JSONResponse({"is_paused": is_paused})
+
+    def _model(self, name: str) -> ApiContext:
+        ctx = self._ctx if not name else self._ctx.models.get(name)
+        if ctx is None:
+            known = ", ".join(self._ctx.models)
+            raise ApiError(404, f"There is no model {name[:200]!r}; there are: {known}")
+        return ctx
+
+
+def _one_of(kind: Any, value: str, param: str) -> Any:
+    known = [str(each) for each in kind]
+    if value not in known:
+        raise invalid(f"{param!r}: expected one of {known}, got {value[:40]!r}", param=param)
+    return kind(value)

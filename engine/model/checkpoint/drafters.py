@@ -1,0 +1,173 @@
+"""What proposes draft tokens for a model, as its files say: a head that reads the model's hidden
+states, or a smaller model of the same vocabulary.
+
+Heads are read as they are published, told apart by the names of their tensors: EAGLE-1 (`fc`,
+`layers.0`), EAGLE-3 (`midlayer`), Medusa (`0.0.linear`), and those that `kvrelay draft train`
+writes (`layer`). Torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.cache_dir import file_digest
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.fields import count, number, read_json
+from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig, Rope
+from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MODEL, OWN, DraftConfig
+from kvrelay.engine.model.errors import ModelError
+
+MARKS = {  # a tensor that only this kind has
+    "midlayer.self_attn.q_proj.weight": EAGLE3,
+    "layer.self_attn.q_proj.weight": OWN,
+    "layers.0.self_attn.q_proj.weight": EAGLE,
+    "0.0.linear.weight": MEDUSA,
+    "model.embed_tokens.weight": MODEL,
+}
+
+
+def read_drafter(path: Path, model: ModelConfig) -> DraftConfig:
+    """The drafter in the folder `path`. Raises ModelError where it is none, or none for `model`."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"engine.drafter {path}: a folder with config.json and *.safetensors is needed; convert"
+            " *.bin files with safetensors.torch.save_file"
+        )
+    shapes = {name: shape for file in files for name, shape in shapes_of(file).items()}
+    kind = next((kind for name, kind in MARKS.items() if name in shapes), None)
+    if kind is None:
+        raise ModelError(
+            f"engine.drafter {path}: its tensors are of no drafter that is known: it has none of"
+            f" {', '.join(MARKS)}"
+        )
+    if kind != MEDUSA and model.kv_groups()[0][0]:
+        raise ModelError(
+            f"engine.drafter {path}: all layers of this model have a window, behind which no block"
+            " stays for a drafter to read"
+        )
+    if model.recurrent is not None:
+        raise ModelError(f"engine.drafter {path}: models with recurrent layers have no drafter yet")
+    digest = blake2b(digest_size=16, person=b"kvrelay-drafter")
+    for file in (*files, path / "config.json"):
+        digest.update(file.name.encode() + b"\0" + file_digest(file) if file.is_file() else b"")
+    found = {MODEL: _model, MEDUSA: _medusa}.get(kind, _head)(path, kind, model, shapes)
+    size = sum(file.stat().st_size for file in files)
+    return replace(found, digest=digest.hexdigest(), file_bytes=size)
+
+
+def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of a safetensors file by name. Raises ModelError."""
+    try:
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        return {n: tuple(each["shape"]) for n, each in header.items() if n != "__metadata__"}
+    except (OSError, ValueError, KeyError, MemoryError, OverflowError) as error:
+        raise ModelError(f"{file} is damaged or truncated: {error}") from error
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _head(path: Path, kind: str, model: ModelConfig, shapes: Shapes) -> DraftConfig:
+    raw = read_json(path / "config.json")
+    hidden, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
+    _check_width(path, hidden, model)
+    wide = 3 if kind == EAGLE3 else 2
+    if shapes.get("fc.weight") != (hidden, wide * hidden):
+        raise ModelError(
+            f"engine.drafter {path}: fc.weight has shape {shapes.get('fc.weight')},"
+            f" {(hidden, wide * hidden)} is needed"
+        )
+    layers = _layer_config(raw, model, hidden, heads)
+    last = model.num_layers - 1
+    # EAGLE-3 reads what comes into layers 2, n // 2 and n - 3.
+    captured = (1, model.num_layers // 2 - 1, last - 3) if kind == EAGLE3 else (last,)
+    if min(captured) < 0:
+        raise ModelError(
+            f"engine.drafter {path}: EAGLE-3 reads three layers' inputs, the model has only"
+            f" {model.num_layers} layers"
+        )
+    vocab = raw.get("draft_vocab_size") or 0
+    if vocab and vocab != model.vocab_size and shapes.get("d2t") != (vocab,):
+        raise ModelError(
+            f"engine.drafter {path}: draft_vocab_size is {vocab}, but d2t has shape"
+            f" {shapes.get('d2t')}"
+        )
+    norm_inputs = kind == OWN and bool(raw.get("norm_inputs", True))
+    vocab = vocab if "d2t" in shapes else 0
+    return DraftConfig(kind, path, layers, captured, hidden, vocab, norm_inputs)
+
+
+def _layer_config(
+    raw: Mapping[str, Any], model: ModelConfig, hidden: int, heads: int
+) -> ModelConfig:
+    rope = raw.get("rope_parameters") or raw
+    head_dim = count(raw, "head_dim", hidden // heads)
+    theta = number(rope, "rope_theta", model.ropes[0].theta if model.ropes else 1e4)
+    return ModelConfig(
+        architecture="drafter",
+        num_layers=1,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=count(raw, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate_size=count(raw, "intermediate_size"),
+        vocab_size=model.vocab_size,
+        rms_norm_eps=number(raw, "rms_norm_eps", model.rms_norm_eps),
+        ropes=(Rope(theta, head_dim),),
+        tie_word_embeddings=False,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        max_position_embeddings=model.max_position_embeddings,
+        bos_token_id=model.bos_token_id,
+        eos_token_ids=model.eos_token_ids,
+        attention_chunk=ALL_BUT_FIRST,  # nothing comes before the first token
+    )
+
+
+def _medusa(path: Path, kind: str, model: ModelConfig, shapes: Shapes) -> DraftConfig:
+    heads = 0
+    while f"{heads}.0.linear.weight" in shapes:
+        heads += 1
+    blocks = 0
+    while f"0.{blocks}.linear.weight" in shapes:
+        blocks += 1
+    _check_width(path, shapes["0.0.linear.weight"][0], model)
+    captured = (model.num_layers - 1,)
+    width = model.hidden_size
+    return DraftConfig(
+        kind, path, None, captured, tail_size=width, num_heads=heads, num_blocks=blocks
+    )
+
+
+def _model(path: Path, kind: str, model: ModelConfig, shapes: Shapes) -> DraftConfig:
+    own = read_config(path)
+    if own.vocab_size != model.vocab_size:
+        raise ModelError(
+            f"engine.drafter {path}: a model of {own.vocab_size} tokens cannot draft for one of"
+            f" {model.vocab_size}: the vocabulary has to be the same"
+        )
+    if own.recurrent is not None or len(own.kv_groups()) > 1:
+        raise ModelError(
+            f"engine.drafter {path}: its layers keep KV in several groups; a model whose layers"
+            " all attend to everything is needed"
+        )
+    longest = own.max_position_embeddings
+    if longest < model.max_position_embeddings:  # it drafts worse beyond, and no token is wrong
+        own = replace(own, max_position_embeddings=model.max_position_embeddings)
+    return DraftConfig(kind, path, own)
+
+
+def _check_width(path: Path, hidden: int, model: ModelConfig) -> None:
+    if hidden != model.hidden_size:
+        raise ModelError(
+            f"engine.drafter {path}: it reads hidden states of {hidden} numbers, the model's have"
+            f" {model.hidden_size}: it was trained for another model"
+        )

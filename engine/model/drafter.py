@@ -1,0 +1,402 @@
+"""Draft tokens of a model: a head over the hidden states of the model that is served, Medusa's
+heads, or a smaller model. They decide how fast tokens come, never which.
+
+Life of a step: `draft` proposes tokens after those that decodes have; the pass verifies them; then
+`keep` makes what the drafter keeps of all tokens that were computed, prompts' too, in their blocks.
+So it needs no memory of its own: a prefix hit, a hand-over or a block from disk brings what it goes
+on from. What it made of draft tokens is overwritten then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.checkpoint.draft_weights import DraftWeights, load_head
+from kvrelay.engine.model.checkpoint.load import load_weights
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.draft import CpuDraft
+from kvrelay.engine.model.cpu.ops import CpuOps
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.draft_config import MEDUSA, MODEL, DraftConfig
+from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
+from kvrelay.engine.model.sampling.sampler import Draw
+from kvrelay.engine.model.weights import Weights
+from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step
+
+MAX_AT_ONCE = 128  # rows whose keys and values are made in one call
+MakeOps = Callable[[ModelConfig, torch.Tensor], Ops]
+Tables = Sequence[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model that is drafted for."""
+
+    path: Path
+    config: ModelConfig
+    weights: Weights
+    ops: Ops
+    limits: Limits
+
+
+class Drafter(Protocol):
+    captured: tuple[int, ...]  # layers of the model whose outputs it needs
+
+    def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
+        """Up to `num_drafts` tokens for each of `seqs`, decodes. tables: as `Guard.check` gives
+        them."""
+        ...
+
+    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
+        """`shares` have the tokens that were computed, and accepted; outputs: [captured, N,
+        hidden_size], of their rows."""
+        ...
+
+
+def open_drafter(
+    config: DraftConfig, spec: KVSpec, pool: torch.Tensor, model: Served, draw: Draw, ops: MakeOps
+) -> Drafter:
+    """pool: uint8 [num_blocks, bytes_per_block]; ops: operations over layers of another shape in a
+    pool of their own. Raises ModelError."""
+    own, region = config.kv_spec(spec), pool[:, spec.layer_bytes :]
+    limits = replace(model.limits, window=0, num_sinks=0, group_windows=(), num_state_groups=0)
+    model = replace(model, limits=limits)
+    if config.kind == MODEL:
+        assert own is not None
+        assert config.layers is not None
+        made = ops(config.layers, pool_view(region, own))
+        weights = load_weights(config.path, config.layers, made, lambda _: None)
+        return ModelDrafter(Decoder(config.layers, weights, made), spec.num_groups, model, draw)
+    kind = TORCH_DTYPES[config.tail_dtype(spec.dtype)]
+    at = 0 if own is None else own.layer_bytes
+    size = config.tail_size * DTYPE_BYTES[config.tail_dtype(spec.dtype)]
+    tails = region[:, at : at + size].view(kind)
+    made = model.ops
+    if own is not None and config.layers is not None:
+        made = ops(config.layers, pool_view(region, own))
+    weights_of = load_head(config, model.path, model.config, made)
+    kept = Tails(tails, spec.num_groups, spec.block_size)
+    if config.kind == MEDUSA:
+        return MedusaDrafter(config, weights_of, kept, model, draw)
+    return HeadDrafter(config, weights_of, made, kept, model, draw)
+
+
+class Tails:
+    """In each block the hidden state, as a drafter reads it, of its last token that is computed."""
+
+    def __init__(self, tails: torch.Tensor, num_groups: int, block_size: int) -> None:
+        self.tails, self._groups, self._size = tails, num_groups, block_size
+
+    def of_first_group(self, tables: Tables) -> list[np.ndarray]:
+        return [table[:: self._groups] for table in tables]
+
+    def before(self, shares: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor:
+        """[S, size]: the states before the first token of each; zeros before all tokens."""
+        at = [
+            int(table[(share.start - 1) // self._size]) if share.start else -1
+            for share, table in zip(shares, tables, strict=True)
+        ]
+        found = self.tails[torch.tensor(at).clamp(min=0)]
+        found[torch.tensor(at) < 0] = 0
+        return found
+
+    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, states: torch.Tensor) -> None:
+        """states: [N, size], of all their tokens."""
+        blocks, rows, first = [], [], 0
+        for share, table in zip(shares, tables, strict=True):
+            end = share.start + len(share.tokens)
+            for row in range(share.start // self._size, -(-end // self._size)):
+                blocks.append(int(table[row]))
+                rows.append(first + min(end, (row + 1) * self._size) - 1 - share.start)
+            first += len(share.tokens)
+        self.tails[torch.tensor(blocks, dtype=torch.int64)] = states[rows]
+
+
+def asked(
+    seq: ScheduledSeq, tokens: Sequence[int], start: int, sample: bool = True
+) -> ScheduledSeq:
+    """`seq` with other tokens, for a pass of the drafter."""
+    own = replace(seq, tokens=[*tokens], start=start, sample=sample)
+    own.draft_tokens, own.num_drafts, own.outputs_from, own.adapter = [], 0, None, None
+    return own
+
+
+class _Stepwise:
+    """Proposes one token after the other."""
+
+    def __init__(self, model: Served, draw: Draw) -> None:
+        self._model, self._draw = model, draw
+
+    def _first_tables(self, tables: Tables) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def _begin(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor | None:
+        """What the first pass reads beside tokens, a row for each."""
+        return None
+
+    def _pass(
+        self, batch: Batch, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What the next pass reads, and logits float32 [S, vocab_size]."""
+        raise NotImplementedError
+
+    def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in seqs]
+        tables, live = self._first_tables(tables), [*range(len(seqs))]
+        states, drawn, batch, held = self._begin(seqs, tables), [0], None, live
+        while True:
+            going = [at for at, i in enumerate(live) if len(drafts[i]) < seqs[i].num_drafts]
+            if len(going) < len(live):
+                states = None if states is None else states[going]
+                live = [live[at] for at in going]
+            if not live:
+                return drafts
+            if batch is not None and live == held:
+                batch = _advanced(batch, drawn)
+            else:
+                shares = [
+                    asked(seqs[i], [*seqs[i].tokens, *drafts[i]][-1:], self._at(seqs[i], drafts[i]))
+                    for i in live
+                ]
+                batch, held = self._batch(shares, [tables[i] for i in live]), live
+            states, logits = self._pass(batch, states)
+            drawn = self._draw(logits, [_after(seqs[i], drafts[i]) for i in live])
+            kept = [at for at, token in enumerate(drawn) if token != NO_TOKEN]
+            for at in kept:
+                drafts[live[at]].append(drawn[at])
+            if len(kept) < len(live):
+                states = None if states is None else states[kept]
+                live = [live[at] for at in kept]
+
+    @staticmethod
+    def _at(seq: ScheduledSeq, draft: Sequence[int]) -> int:
+        return seq.start + len(seq.tokens) - 1 + len(draft)
+
+    def _batch(self, shares: Sequence[ScheduledSeq], tables: Tables) -> Batch:
+        size = self._model.limits.block_size
+        used = [
+            table[: -(-(share.start + len(share.tokens)) // size)]
+            for share, table in zip(shares, tables, strict=True)
+        ]
+        return Batch.from_step(Step(0, [*shares]), self._model.limits, torch.device("cpu"), used)
+
+
+class ModelDrafter(_Stepwise):
+    """A smaller model of the same vocabulary, whose KV is in the model's blocks."""
+
+    captured: tuple[int, ...] = ()
+
+    def __init__(self, decoder: Decoder, num_groups: int, model: Served, draw: Draw) -> None:
+        super().__init__(model, draw)
+        self._decoder, self._groups = decoder, num_groups
+
+    def _first_tables(self, tables: Tables) -> list[np.ndarray]:
+        return [table[:: self._groups] for table in tables]
+
+    def _pass(self, batch: Batch, states: torch.Tensor | None) -> tuple[None, torch.Tensor]:
+        return None, self._decoder.forward(batch)
+
+    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
+        shares = [asked(each, each.tokens, each.start, sample=False) for each in shares]
+        self._decoder.hidden_states(self._batch(shares, self._first_tables(tables)))
+
+
+class _ByStates(_Stepwise):
+    """Reads the model's hidden states."""
+
+    def __init__(
+        self, config: DraftConfig, weights: DraftWeights, tails: Tails, model: Served, draw: Draw
+    ) -> None:
+        super().__init__(model, draw)
+        self.captured, self._config = config.captured, config
+        self._weights, self._tails = weights, tails
+
+    def _first_tables(self, tables: Tables) -> list[np.ndarray]:
+        return self._tails.of_first_group(tables)
+
+    def _begin(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor:
+        last = [asked(each, each.tokens[-1:], self._at(each, ())) for each in seqs]
+        return self._tails.before(last, tables).to(self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._model.weights.norm.dtype
+
+    def _states(self, outputs: torch.Tensor) -> torch.Tensor:
+        """As they are kept, so that a later step reads what this one does."""
+        weights, ops = self._weights, self._model.ops
+        if weights.is_fused:
+            states = self._linear(outputs.transpose(0, 1).flatten(1), weights.fc)
+        else:
+            states = outputs[-1]
+            if weights.norms_states:
+                states = ops.rms_norm(states.contiguous(), self._model.weights.norm)
+        return states.to(self._tails.tails.dtype)
+
+    def _linear(self, x: torch.Tensor, matrix: Any) -> torch.Tensor:
+        return self._model.ops.linear(x.contiguous(), matrix)
+
+    def _logits(self, hidden: torch.Tensor, head: Any) -> torch.Tensor:
+        """[S, vocab_size] float32; a token that the drafter does not know has -inf."""
+        model, known = self._model, self._weights.tokens
+        if head is None:
+            logits = self._linear(hidden, model.weights.head).float()
+        else:
+            logits = self._linear(hidden, head).float()
+        if cap := model.config.logits_softcap:
+            logits = model.ops.cap(logits, cap)
+        if known is None:
+            return logits
+        whole = torch.full((len(logits), model.config.vocab_size), -torch.inf)
+        whole[:, known] = logits
+        return whole
+
+
+class HeadDrafter(_ByStates):
+    """Has a layer, over tokens and the hidden states before them (EAGLE: Li et al. 2024, 2025)."""
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        weights: DraftWeights,
+        ops: Ops,
+        tails: Tails,
+        model: Served,
+        draw: Draw,
+    ) -> None:
+        super().__init__(config, weights, tails, model, draw)
+        self._ops = ops
+        self._whole: CpuDraft | None = None
+        norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
+        if isinstance(ops, CpuOps) and not (weights.is_fused or any(n is None for n in norms)):
+            served = model.weights, model.config.embed_scale
+            self._whole = CpuDraft(*ops.parts(model.limits), weights, served, ops.buffer)
+
+    def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
+        if self._whole is None:
+            return super().draft(seqs, tables)
+        drafts: list[list[int]] = [[] for _ in seqs]
+        tables, states = self._first_tables(tables), self._begin(seqs, self._first_tables(tables))
+        for count in {seq.num_drafts for seq in seqs} - {0}:
+            live = [i for i, seq in enumerate(seqs) if seq.num_drafts == count]
+            shares = [asked(seqs[i], seqs[i].tokens[-1:], self._at(seqs[i], ())) for i in live]
+            for share in shares:
+                share.num_drafts = count
+            found = self._whole.propose(shares, [tables[i] for i in live], states[live])
+            for i, draft in zip(live, found, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
+        tables, states = self._first_tables(tables), self._states(outputs)
+        before = torch.empty_like(states)
+        before[1:] = states[:-1]
+        counts = np.array([len(share.tokens) for share in shares])
+        before[(counts.cumsum() - counts).tolist()] = self._tails.before(shares, tables)
+        if self._whole is not None and len(states) <= MAX_AT_ONCE:
+            self._whole.keep(shares, tables, before)
+            self._tails.keep(shares, tables, states)
+            return
+        batch = self._batch(shares, tables)
+        self._ops.begin(batch)
+        _, x = self._inputs(batch.tokens, before.to(self._dtype))
+        self._ops.rope_write(self._ops.linear(x, self._weights.qkv), 0, None, None)
+        self._tails.keep(shares, tables, states)
+
+    def _pass(self, batch: Batch, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert states is not None
+        ops, weights = self._ops, self._weights
+        ops.begin(batch)
+        hidden, x = self._inputs(batch.tokens, states)
+        qkv = ops.linear(x, weights.qkv)
+        ops.rope_write(qkv, 0, None, None)
+        ops.add_linear(hidden, ops.attention(qkv, 0), weights.out)
+        assert weights.mlp_norm is not None
+        gated = ops.gated(ops.rms_norm(hidden, weights.mlp_norm), weights.gate_up)
+        ops.add_linear(hidden, gated, weights.down)
+        x = hidden if weights.norm is None else ops.rms_norm(hidden, weights.norm)
+        return hidden, self._logits(x, weights.heads[0])
+
+    def _inputs(
+        self, tokens: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and what is projected to queries, keys and values."""
+        ops, weights, model = self._ops, self._weights, self._model
+        table = model.weights.table if weights.table is None else weights.table
+        embedded, states = model.ops.embed(table, tokens), states.contiguous()
+        embedded *= model.config.embed_scale
+        if weights.embed_norm is not None:
+            embedded = ops.rms_norm(embedded, weights.embed_norm).clone()
+        if weights.is_fused:
+            assert weights.embed_norm is not None
+            assert weights.state_norm is not None
+            normed = ops.rms_norm(states, weights.state_norm)
+            return states.clone(), torch.cat((embedded, normed), dim=1)
+        if weights.state_norm is not None:
+            states = ops.rms_norm(states, weights.state_norm)
+        hidden = ops.linear(torch.cat((embedded, states), dim=1), weights.fc)
+        if weights.input_norm is None:
+            return hidden, hidden
+        return hidden, ops.rms_norm(hidden, weights.input_norm)
+
+
+class MedusaDrafter(_ByStates):
+    """Heads over the same hidden state, each for a token further ahead (Cai et al. 2024)."""
+
+    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
+        self._tails.keep(shares, self._first_tables(tables), self._states(outputs))
+
+    def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
+        states = self._begin(seqs, self._first_tables(tables))
+        drafts: list[list[int]] = [[] for _ in seqs]
+        heads = zip(self._weights.blocks, self._weights.heads, strict=True)
+        for number, (blocks, head) in enumerate(heads):
+            live = [i for i, seq in enumerate(seqs) if seq.num_drafts > len(drafts[i]) == number]
+            if not live:
+                break
+            hidden = states[live]
+            for block in blocks:
+                hidden = hidden + F.silu(self._linear(hidden, block))
+            logits = self._logits(hidden, head)
+            drawn = self._draw(logits, [_after(seqs[i], drafts[i]) for i in live])
+            for i, token in zip(live, drawn, strict=True):
+                drafts[i] += [token] if token != NO_TOKEN else []
+        return drafts
+
+
+def _advanced(batch: Batch, tokens: Sequence[int]) -> Batch:
+    """The batch of decodes after `batch`, in which these were drawn. They stay in their blocks."""
+    return replace(
+        batch,
+        tokens=torch.tensor(tokens),
+        positions=batch.positions + 1,
+        slots=batch.slots + 1,
+        context_len=batch.context_len + 1,
+        spans=tuple((first, count, end + 1) for first, count, end in batch.spans),
+    )
+
+
+def _after(seq: ScheduledSeq, draft: Sequence[int]) -> ScheduledSeq:
+    return replace(seq, context=[*seq.context, *draft]) if draft else seq
+
+
+def computed(seqs: Sequence[ScheduledSeq], sampled: Sequence[Sampled | None]) -> list[ScheduledSeq]:
+    """`seqs` of a pass, or of passes in a row, with the tokens that were computed in them, and not
+    rejected."""
+    shares = []
+    for seq, each in zip(seqs, sampled, strict=True):
+        more = 0 if each is None else len(each.more)
+        tokens = seq.tokens
+        if more and each is not None:
+            tokens = [*tokens, each.token, *each.more[:-1]]
+        shares.append(asked(seq, tokens, seq.start))
+    return shares

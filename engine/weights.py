@@ -1,0 +1,133 @@
+"""Versions of a model's weights, and what is said about changing them while a worker serves.
+
+A version is the digest of all its bytes. It is in the root of the block hashes: what one version
+has left in any tier, another one does not find.
+
+Life of an update at a worker: `UpdateWeights` -> the new weights are loaded beside the steps, the
+old ones stay -> no step begins any more; what runs is finished before, or goes on after, by the
+mode -> the new ones take their place, and answer a probe -> `WeightsUpdated`. Whatever fails, the
+old ones go on, and the answer says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire.codec import register
+
+NAME_DIGITS = 12  # begin the digest, and name a version that was given no name
+ONLY_ON_CPUS = (
+    "weights are changed in place by workers of one process on a CPU, not on a GPU or with"
+    " engine.tensor_parallel_size above 1: restart the server with them instead"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    name: str = ""
+    digest: bytes = b""  # covers all bytes of its files; b"": not known
+    path: str = ""  # a folder, the same on every machine
+
+    def root_key(self, fingerprint: bytes, base: bytes) -> bytes:
+        """The fingerprint that block hashes begin with where these weights compute. `fingerprint`:
+        of a worker with the weights `base`, which its server was started with."""
+        if self.digest in (b"", base):
+            return fingerprint
+        key = blake2b(self.digest, digest_size=16, key=fingerprint[:64], person=b"kvrelay-weights")
+        return key.digest()
+
+
+NO_VERSION = WeightVersion()
+
+
+class UpdateMode(StrEnum):
+    """What becomes of the requests that a worker has when its weights change."""
+
+    DRAIN = "drain"  # they finish with the old ones before; those that come meanwhile wait
+    RECOMPUTE = "recompute"  # their KV is dropped, and computed again by the new ones
+    KEEP = "keep"  # they go on with the KV that they have, which nobody else gets any more
+
+
+class PauseMode(StrEnum):
+    """What becomes of requests while their worker is paused."""
+
+    KEEP = "keep"  # they stay as they are, and go on when it resumes
+    WAIT = "wait"  # those that it has finish, and those that come wait
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """To a worker: compute with this version from now on. Answered to `reply_to` by
+    `WeightsUpdated`, at once where it does so already; a repeat is ignored."""
+
+    reply_to: NodeId
+    version: WeightVersion
+    mode: UpdateMode
+    drain_s: float = 600.0  # what is not finished by then is computed again
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUpdated:
+    """`version`: the one that is used now, whether it was asked for or, with `why`, is the old
+    one; `wanted`: the digest that was asked for."""
+
+    worker: NodeId
+    epoch: int
+    version: WeightVersion
+    fingerprint: bytes  # as in WorkerInfo, from now on
+    wanted: bytes
+    why: str = ""  # it failed
+    load_s: float = 0.0
+    pause_s: float = 0.0  # in which no step ran
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """From a worker to its routers, before it sends anything that the new weights computed."""
+
+    worker: NodeId
+    epoch: int
+    fingerprint: bytes
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseWorker:
+    """To a worker: begin no step (any more), or go on (None)."""
+
+    mode: PauseMode | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Effect: load these beside those in use; answered by `WeightsLoaded`."""
+
+    version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLoaded:
+    digest: bytes
+    why: str = ""  # they cannot be loaded
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UseWeights:
+    """Effect, while no step is under way: compute with those that were loaded last, once they have
+    answered a probe; answered by `WeightsUsed`. `block_ids`: a row of blocks for the probe."""
+
+    digest: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUsed:
+    digest: bytes
+    why: str = ""  # the old ones are in use
+
+
+register(UpdateWeights, WeightsUpdated, WeightsChanged, PauseWorker, since=3)

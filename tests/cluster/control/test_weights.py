@@ -1,0 +1,220 @@
+"""The controller gives the workers of a model other weights, one after the other; whatever fails or
+is killed on the way, all have one version in the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.messages import (
+    Checkpoint,
+    MachinesChanged,
+    ModelWeights,
+    PauseModel,
+    Record,
+    StartWorker,
+    UpdateModel,
+    WorkerLost,
+)
+from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.processes.kept_weights import KeptWeights
+from kvrelay.cluster.status import ControllerStatus, WeightsStatus
+from kvrelay.engine.node import Send, Wake, Woken
+from kvrelay.engine.stats import Role
+from kvrelay.engine.weights import (
+    PauseMode,
+    PauseWorker,
+    UpdateMode,
+    UpdateWeights,
+    WeightsUpdated,
+    WeightVersion,
+)
+from kvrelay.router.messages import WorkerUp
+from kvrelay.worker.messages import PeersUpdated, WorkerStarted
+from tests.cluster.control.test_controller import CONFIG, ONE, ROUTER, Script, info, of
+
+BASE, NEW, NEWER = (WeightVersion(n, n.encode(), f"/{n}") for n in ("base", "new", "newer"))
+ROUTERS = (replace(ROUTER, protocol=3),)
+PAIR = replace(CONFIG, routers=ROUTERS)
+
+
+class Rollouts(Script):
+    """Two workers that are up, and the one that is asked."""
+
+    def __init__(self, config: ControllerConfig = PAIR) -> None:
+        self.asked: list[tuple[str, UpdateWeights]] = []
+        self.kept = Checkpoint()
+        super().__init__(config)
+        for worker in ("prefill-0", "decode-0"):
+            self.bring_up(worker, 1)
+
+    def started(self, worker: str, epoch: int) -> list[Any]:
+        return self.say(WorkerStarted(info(worker, epoch), "h", 100 + epoch, protocol=3))
+
+    def say(self, message: Any, at: float | None = None) -> list[Any]:
+        self.now = self.now if at is None else at
+        effects = self.controller.receive(self.now, message)
+        for effect in effects:
+            if isinstance(effect, Record):
+                self.kept = effect.kept
+            if isinstance(effect, Send) and isinstance(effect.message, UpdateWeights):
+                self.asked.append((effect.to, effect.message))
+        return effects
+
+    def order(self, version: WeightVersion = NEW, **fields: Any) -> list[Any]:
+        return self.say(UpdateModel("", BASE, version, UpdateMode.DRAIN, **fields))
+
+    def answer(self, why: str = "", old: WeightVersion = BASE) -> str:
+        """The worker that is asked has done so, or has failed and kept `old`."""
+        worker, update = self.asked[-1]
+        version = old if why else update.version
+        epoch = self.controller.workers[worker].epoch
+        wanted = update.version.digest
+        self.say(WeightsUpdated(worker, epoch, version, version.digest, wanted, why))
+        return worker
+
+    @property
+    def view(self) -> WeightsStatus:
+        me = ControllerStatus(known=True)
+        (shown,) = cluster_view(self.controller, me, {}, "h", "http").weights
+        return shown
+
+
+def test_one_worker_after_the_other_has_the_new_weights_and_then_they_are_current() -> None:
+    script = Rollouts()
+    script.order()
+    assert [worker for worker, _ in script.asked] == ["decode-0"]
+    assert (script.view.state, script.view.target) == ("updating", "new")
+    assert script.answer() == "decode-0"
+    assert [worker for worker, _ in script.asked] == ["decode-0", "prefill-0"]
+    script.answer()
+    assert (script.view.state, script.view.current, script.view.previous) == ("done", "new", "base")
+    assert len(script.asked) == 2
+    effects = script.say(WorkerLost("decode-0", 1, "killed"))
+    (wake,) = [each for each in effects if isinstance(each, Wake) and "backoff" in each.tag]
+    (start,) = of(StartWorker, script.say(Woken(wake.tag)))
+    assert start.weights == NEW
+    script.order(back=True)
+    script.answer()
+    assert (script.view.current, script.view.previous) == ("base", "new")
+
+
+def test_a_router_that_comes_later_knows_the_weights_of_each_worker() -> None:
+    script = Rollouts()
+    script.order()
+    script.answer()
+    found = script.controller.worker_set.up()
+    assert (found["decode-0"].weights, found["decode-0"].fingerprint) == ("new", b"new")
+    assert found["prefill-0"].weights == ""
+
+
+@pytest.mark.parametrize("num_done", [0, 1])
+def test_where_one_fails_those_that_had_changed_go_back(num_done: int) -> None:
+    script = Rollouts()
+    script.order()
+    for _ in range(num_done):
+        script.answer()
+    failed = script.answer(why="too little memory")
+    assert (script.view.state, script.view.target) == ("stopped", None)
+    assert f"{failed}: too little memory" in script.view.why
+    del script.asked[:]
+    script.say(Woken("weights "), at=10.0)
+    assert [(w, u.version) for w, u in script.asked] == [("decode-0", BASE)] * num_done
+    if num_done:
+        script.answer()
+    assert len(script.asked) == num_done
+    script.order(NEWER)
+    assert script.view.state == "updating"
+
+
+def test_a_worker_that_does_not_answer_is_asked_again_and_then_given_up() -> None:
+    script = Rollouts()
+    script.order()
+    script.say(Woken("weights "), at=2.0)
+    assert len(script.asked) == 2
+    script.say(Woken("weights "), at=1e4)
+    assert "decode-0 has not answered" in script.view.why
+
+
+def test_a_worker_that_is_lost_on_the_way_holds_nobody_up() -> None:
+    script = Rollouts()
+    script.order()
+    script.say(WorkerLost("decode-0", 1, "killed"))
+    assert [worker for worker, _ in script.asked] == ["decode-0", "prefill-0"]
+    script.answer()
+    assert script.view.state == "done"
+
+
+def test_the_next_controller_goes_on_and_asks_all_that_it_adopts() -> None:
+    before = Rollouts()
+    before.order()
+    before.answer()
+    script = Rollouts.__new__(Rollouts)
+    script.now, script.asked, script.kept = 0.0, [], before.kept
+    script.controller = Controller(replace(PAIR, kept=before.kept))
+    script.controller.start(0.0)
+    script.say(MachinesChanged(ONE))
+    for worker in ("prefill-0", "decode-0"):
+        script.bring_up(worker, 1)
+    assert {script.answer(), script.answer()} == {"decode-0", "prefill-0"}
+    assert (script.view.state, script.view.current) == ("done", "new")
+
+
+def test_orders_that_cannot_be_followed_are_refused_in_words() -> None:
+    script = Rollouts()
+    script.order(back=True)
+    assert "none were changed yet" in script.view.why
+    script.order(WeightVersion("base", b"other", "/other"))
+    assert "that of other weights" in script.view.why
+    script.order()
+    script.order(NEWER)
+    assert "wait for its end" in script.view.why
+    assert script.view.target == "new"
+    old = Rollouts(replace(PAIR, workers=(("decode-0", Role.DECODE),)))
+    old.bring_up("decode-0", 1)
+    Script.started(old, "prefill-0", 1)
+    assert [worker for worker, _ in old.asked] == []
+
+
+def test_a_pause_reaches_workers_that_come_later_too() -> None:
+    script = Rollouts()
+
+    def orders(effects: list[Any]) -> list[tuple[str, PauseMode | None]]:
+        sent = [each for each in of(Send, effects) if isinstance(each.message, PauseWorker)]
+        return sorted((each.to, each.message.mode) for each in sent)
+
+    both = ["decode-0", "prefill-0"]
+    effects = script.say(PauseModel("", PauseMode.KEEP))
+    assert orders(effects) == [(worker, PauseMode.KEEP) for worker in both]
+    assert script.view.paused == "keep"
+    effects = script.say(WorkerLost("decode-0", 1, "killed"))
+    (wake,) = [each for each in effects if isinstance(each, Wake) and "backoff" in each.tag]
+    script.say(Woken(wake.tag))
+    last: list[Any] = []
+    for effect in script.started("decode-0", 2):
+        if hasattr(effect, "peers"):
+            last += script.say(PeersUpdated(effect.to, effect.about, effect.epoch))
+    assert orders(last) == [("decode-0", PauseMode.KEEP)]
+    assert any(isinstance(each.message, WorkerUp) for each in of(Send, last))
+    effects = script.say(PauseModel("", None))
+    assert [to for to, mode in orders(effects) if mode is None] == both
+
+
+def test_a_server_that_starts_anew_has_the_weights_that_were_current(tmp_path: Path) -> None:
+    model, state = tmp_path / "model", tmp_path / "state"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"1")
+    weights = ModelWeights("", BASE, NEW, BASE, number=3, paused=PauseMode.WAIT)
+    KeptWeights(state, {"": model}).keep((weights,))
+    anew = Checkpoint(weights=(replace(weights, paused=None),))
+    assert KeptWeights(state, {"": model}).add_to(Checkpoint()) == anew
+    younger = Checkpoint(weights=(replace(weights, number=4),))
+    assert KeptWeights(state, {"": model}).add_to(younger) == younger
+    (model / "model.safetensors").write_bytes(b"22")
+    assert KeptWeights(state, {"": model}).add_to(Checkpoint()) == Checkpoint()
+    (state / "weights.json").write_bytes(b"{")
+    assert KeptWeights(state, {"": model}).add_to(Checkpoint()) == Checkpoint()

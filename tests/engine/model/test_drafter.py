@@ -1,0 +1,212 @@
+"""Drafters: what they propose is what their definition says, wherever KV comes from, and the tokens
+are those without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvrelay.engine.model.checkpoint.drafters import read_drafter
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import Step
+from tests.engine.model.heads import Straight, make_head
+from tests.engine.model.runners import model_runner
+from tests.engine.model.talks import Talk
+from tests.engine.model.tiny import tokens_of
+
+KINDS = ("own", "eagle", "eagle3", "medusa")
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
+HOT = SamplingParams(temperature=1.0, top_k=40, min_p=0.01, seed=7)
+PROMPTS = tokens_of(37, seed=1), tokens_of(3, seed=2), tokens_of(16, seed=3)
+BLOCKS = [9, 4, 17, 2], [3, 11], [7, 8]
+NUM_TOKENS = 12
+
+
+class Drafting:
+    """A runner, and what its drafter has proposed."""
+
+    def __init__(self, path, drafter="", **options) -> None:
+        options = {"dtype": "float32", "num_blocks": 24, "threads": 2, **options}
+        self._groups = range(read_config(path).kv_spec(16, "float32").num_groups)
+        self._num_blocks = options["num_blocks"]
+        options["num_blocks"] *= len(self._groups)
+        self.runner = model_runner(path, drafter=str(drafter), **options)
+        self.proposed: list[list[int]] = []
+        if drafter:
+            inner = self.runner._drafter.draft
+
+            def draft(seqs, tables):
+                found = inner(seqs, tables)
+                self.proposed += found
+                return found
+
+            self.runner._drafter.draft = draft
+
+    def step(self, *talks: Talk, counts=None, num_drafts=0, repeats=1) -> list:
+        shares = [
+            talk.next(count) for talk, count in zip(talks, counts or [None] * 9, strict=False)
+        ]
+        for talk, share in zip(talks, shares, strict=True):
+            room = -len(talk.tokens) % 16
+            if share.sample and len(share.tokens) == 1 and talk.output:
+                share.num_drafts = min(num_drafts, room)
+        for share in shares:  # a block of each group of layers where it has one
+            table = [b + g * self._num_blocks for b in share.block_ids for g in self._groups]
+            share.block_ids = table
+        done = self.runner.execute(Step(0, shares, repeats=repeats))
+        assert not done.failed
+        for talk, share, sampled in zip(talks, shares, done.sampled, strict=True):
+            talk.take(share, sampled)
+        return done.sampled
+
+
+def talks(*samplings: SamplingParams) -> list[Talk]:
+    return [Talk(*each) for each in zip(PROMPTS, BLOCKS, samplings, strict=True)]
+
+
+def spoken(world: Drafting, several: list[Talk], num_drafts: int = 0) -> list[list[int]]:
+    while min(len(talk.output) for talk in several) < NUM_TOKENS:
+        world.step(*several, num_drafts=num_drafts)
+    return [talk.output[:NUM_TOKENS] for talk in several]
+
+
+@pytest.fixture(scope="module")
+def llama8(checkpoint_of):
+    return checkpoint_of("llama", num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def reference(llama8):
+    return transformers.LlamaForCausalLM.from_pretrained(llama8, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(llama8) -> list[list[int]]:
+    return spoken(Drafting(llama8), talks(GREEDY, DRAWN, HOT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_equal_those_of_the_definition(kind, llama8, reference, tmp_path):
+    tensors = make_head(tmp_path, kind)
+    world, straight = Drafting(llama8, tmp_path), Straight(reference, kind, tensors)
+    talk = Talk(PROMPTS[0], BLOCKS[0])
+    world.step(talk, counts=[20])
+    world.step(talk)
+    for _ in range(6):
+        known = list(talk.tokens)
+        world.step(talk, num_drafts=4)
+        assert world.proposed[-1] == straight.drafts(known, len(world.proposed[-1]))
+    assert sum(map(len, world.proposed)) > 12
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "model"])
+def test_tokens_are_those_without_a_drafter(kind, llama8, expected, tmp_path):
+    if kind != "model":
+        make_head(tmp_path, kind, seed=5)
+    world = Drafting(llama8, llama8 if kind == "model" else tmp_path)
+    several = talks(GREEDY, DRAWN, HOT)
+    assert spoken(world, several, num_drafts=3) == expected
+    assert any(world.proposed)
+    if kind == "model":  # it is itself: all that it drafts is right, at any temperature
+        assert sum(map(len, world.proposed)) > NUM_TOKENS
+        told = {tuple(talk.tokens) for talk in several}
+        assert all(any(_has(tokens, draft) for tokens in told) for draft in world.proposed)
+
+
+def _has(tokens: tuple[int, ...], draft: list[int]) -> bool:
+    return any(list(tokens[at : at + len(draft)]) == draft for at in range(len(tokens)))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek3"])
+def test_layers_in_groups_and_latents_have_one_too(family, checkpoint_of, tmp_path):
+    path = checkpoint_of(family)
+    make_head(tmp_path, "own")
+    expected = spoken(Drafting(path), talks(GREEDY, DRAWN, HOT))
+    world = Drafting(path, tmp_path)
+    assert spoken(world, talks(GREEDY, DRAWN, HOT), num_drafts=3) == expected
+    assert any(world.proposed)
+
+
+@pytest.mark.parametrize("kind", ["own", "eagle3", "model"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3"])
+def test_a_prefix_hit_goes_on_as_if_all_had_been_computed(kind, kv_dtype, llama8, tmp_path):
+    """From the blocks alone, copied to other places as a hand-over, a tier or a migration does."""
+    if kind != "model":
+        make_head(tmp_path, kind)
+    source = llama8 if kind == "model" else tmp_path
+    options = {"dtype": "bfloat16", "kv_dtype": kv_dtype}
+    cold, warm = Drafting(llama8, source, **options), Drafting(llama8, source, **options)
+    first = Talk(PROMPTS[0], [*BLOCKS[0], 12, 13], DRAWN)
+    while len(first.output) < 8:
+        cold.step(first, num_drafts=3)
+    pool, other = cold.runner.kv_pool, warm.runner.kv_pool
+    assert pool.dtype == torch.uint8
+    for at, block in enumerate(BLOCKS[0][:3]):
+        other[at] = pool[block]
+    second = Talk(first.tokens, [0, 1, 2, 3, 5, 6], DRAWN)
+    second.prompt, second.num_computed = first.prompt, first.num_computed
+    at = len(cold.proposed)
+    for _ in range(6):
+        cold.step(first, num_drafts=3)
+        warm.step(second, num_drafts=3)
+    assert warm.proposed == cold.proposed[at:]
+    assert any(warm.proposed)
+    assert second.tokens == first.tokens
+
+
+def test_passes_in_a_row_leave_what_single_ones_do(llama8, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvrelay.engine.model.cpu.step.BURST_S", 60.0)
+    make_head(tmp_path, "eagle3")
+    pools = []
+    for repeats in (1, 5):
+        world = Drafting(llama8, tmp_path)
+        several = talks(GREEDY, DRAWN, HOT)
+        world.step(*several)
+        for _ in range(5 // repeats):
+            world.step(*several, repeats=repeats)
+        pools.append(world.runner.kv_pool[[*BLOCKS[0][:3], BLOCKS[1][0], *BLOCKS[2]]].clone())
+    assert torch.equal(*pools)
+
+
+def test_every_byte_of_a_drafter_is_in_the_checksum(llama8, tmp_path):
+    from kvrelay.kvtransfer.agents.pool import block_bytes
+    from kvrelay.kvtransfer.checksum import checksum_blocks
+    from kvrelay.kvtransfer.layout import BlockLayout, fingerprint
+
+    make_head(tmp_path, "own")
+    world = Drafting(llama8, tmp_path)
+    spoken(world, talks(GREEDY, DRAWN, HOT))
+    spec = world.runner.kv_spec
+    share = BlockLayout(spec).share(0, 1)
+    pool = block_bytes(world.runner.kv_pool, share)
+    good = checksum_blocks(pool, [9], share)
+    random = np.random.default_rng(4)
+    for at in random.integers(spec.layer_bytes, spec.bytes_per_block, 100):
+        world.runner.kv_pool[9, at] ^= 1 << int(random.integers(8))
+        assert checksum_blocks(pool, [9], share) != good
+        good = checksum_blocks(pool, [9], share)
+    names = {fingerprint(b"m", spec), fingerprint(b"m", replace(spec, drafter="x"))}
+    plain = read_config(llama8).kv_spec(16, "float32")
+    assert len(names | {fingerprint(b"m", plain)}) == 3
+
+
+def test_what_is_no_drafter_of_the_model_is_refused_with_what_is_wrong(llama8, tmp_path):
+    config = read_config(llama8)
+    with pytest.raises(ModelError, match="needed"):
+        read_drafter(tmp_path, config)
+    make_head(tmp_path / "narrow", "own", hidden_size=95)
+    with pytest.raises(ModelError, match="95 numbers, the model's have 96"):
+        read_drafter(tmp_path / "narrow", config)
+    make_head(tmp_path / "d2t", "eagle3", draft_vocab_size=63)
+    with pytest.raises(ModelError, match="draft_vocab_size is 63"):
+        read_drafter(tmp_path / "d2t", config)
+    make_head(tmp_path / "far", "eagle3", tensors={"d2t": torch.full((64,), 1000)})
+    with pytest.raises(ModelError, match="vocabulary of 131"):
+        Drafting(llama8, tmp_path / "far")

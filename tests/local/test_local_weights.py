@@ -1,0 +1,163 @@
+"""Weights that change while a cluster serves: who goes on with which, and no KV of one version is
+used by another."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from kvrelay.engine.model.checkpoint.version import read_version
+from kvrelay.engine.request import Refusal, SamplingParams
+from kvrelay.engine.weights import UpdateMode
+from tests.local.test_local import VOCAB, small
+from tests.local.test_local import model_dir as model_dir
+from tests.local.test_local_tiers import MIB, assert_clean, load_all, settle
+from tests.local.test_migration import unhurried as unhurried
+from tests.support.local import Completion, LocalCluster
+from tests.support.weights import Operator, Reference, scaled
+
+COUNT = 48
+GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0)
+PROMPTS = [tuple((7 * i + 3 * j * j + j) % VOCAB for j in range(20 + 5 * i)) for i in range(16)]
+FEW = PROMPTS[::4]
+ENGINE = small(max_num_seqs=32)
+
+
+@pytest.fixture(scope="module")
+def versions(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return model_dir, scaled(model_dir, tmp_path_factory.mktemp("two") / "v2", 2.0)
+
+
+@pytest.fixture(scope="module")
+def references(versions: tuple[Path, Path]) -> tuple[Reference, Reference]:
+    return Reference(versions[0]), Reference(versions[1])
+
+
+def begun(cluster: LocalCluster, least: int = 4) -> list[Future[Completion]]:
+    """All prompts, each of which has some tokens by now."""
+    futures = [cluster.submit(prompt, GREEDY) for prompt in PROMPTS]
+    deadline = time.monotonic() + 60
+    while True:
+        live = cluster.run(lambda: [r.num_output_tokens for r in cluster.router.live.values()])
+        assert len(live) == len(PROMPTS), "some have ended: the steps are too fast for this test"
+        if min(live) >= least:
+            return futures
+        assert time.monotonic() < deadline, live
+        time.sleep(0.005)
+
+
+def ended(cluster: LocalCluster, futures: list[Future[Completion]]) -> list[Completion]:
+    answers = [future.result(120) for future in futures]
+    cluster.check()
+    assert [each.failed for each in answers] == [None] * len(answers)
+    return answers
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_sixteen_streams_go_on_while_the_weights_change(
+    versions: tuple[Path, Path], references: tuple[Reference, Reference], mode: UpdateMode
+) -> None:
+    old, new = (read_version(path).name for path in versions)
+    with LocalCluster(versions[0], prefill=0, engine=ENGINE) as cluster:
+        operator = Operator(cluster)
+        futures = begun(cluster)
+        (updated,) = operator.update(versions[1], mode)
+        answers = ended(cluster, futures)
+        assert updated.pause_s > 0
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            first, *later = answer.weights
+            assert first == (0, old)
+            assert len(answer.tokens) == COUNT
+            assert [name for _, name in later] == ([] if mode is UpdateMode.DRAIN else [new])
+            if prompt not in FEW:
+                continue
+            before = references[0].continued(prompt, COUNT)
+            at = later[0][0] if later else COUNT
+            assert at >= 4
+            assert answer.tokens[:at] == before[:at]
+            if mode is UpdateMode.RECOMPUTE:
+                context = (*prompt, *answer.tokens[:at])
+                assert answer.tokens[at:] == references[1].continued(context, COUNT - at)
+        for prompt, answer in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
+            assert answer.tokens == references[1].continued(prompt, COUNT)
+            assert answer.weights == ((0, new),)
+        cluster.wait_idle()
+
+
+def test_no_tier_has_kv_of_other_weights_and_the_way_back_finds_what_was_there(
+    versions: tuple[Path, Path], references: tuple[Reference, Reference], tmp_path: Path
+) -> None:
+    kept = {"host_bytes": 8 * MIB, "disk_bytes": 8 * MIB, "disk_after_s": 0.0}
+    path = {"disk_path": str(tmp_path)}
+    with LocalCluster(versions[0], prefill=1, decode=2, engine=ENGINE, **kept, **path) as cluster:
+        operator = Operator(cluster)
+        load_all(cluster)
+        for mode, (version, reference) in zip(
+            (None, UpdateMode.RECOMPUTE, UpdateMode.KEEP, UpdateMode.DRAIN),
+            2 * [*zip(versions, references, strict=True)],
+            strict=True,
+        ):
+            if mode is not None:
+                operator.update(version, mode)
+            answers = cluster.generate(FEW, GREEDY)
+            for prompt, answer in zip(FEW, answers, strict=True):
+                assert answer.tokens == reference.continued(prompt, COUNT)
+            num_cached = sum(each.num_cached_tokens for each in answers)
+            is_new = mode in (None, UpdateMode.RECOMPUTE)
+            assert num_cached == 0 if is_new else num_cached > 0
+            settle(cluster)
+        assert_clean(cluster)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_request_is_served_by_the_weights_that_it_is_pinned_to(
+    versions: tuple[Path, Path], references: tuple[Reference, Reference]
+) -> None:
+    old, new = (read_version(path).name for path in versions)
+    with LocalCluster(versions[0], prefill=0, decode=2, engine=ENGINE) as cluster:
+        operator = Operator(cluster)
+        pinned = [cluster.submit(prompt, GREEDY, weights=old) for prompt in FEW]
+        operator.update(versions[1], UpdateMode.RECOMPUTE, ["decode-0"])
+        for name, reference in ((old, references[0]), (new, references[1])):
+            more = [cluster.submit(prompt, GREEDY, weights=name) for prompt in FEW]
+            for prompt, answer in zip(FEW, ended(cluster, more), strict=True):
+                assert answer.weights == ((0, name),)
+                assert answer.tokens == reference.continued(prompt, COUNT)
+        for prompt, answer in zip(FEW, ended(cluster, pinned), strict=True):
+            assert answer.tokens == references[0].continued(prompt, COUNT)
+        late = cluster.submit(PROMPTS[5], GREEDY, weights=old)
+        operator.update(versions[1], UpdateMode.RECOMPUTE, ["decode-1"])
+        gone = late.result(60).failed or cluster.submit([1], GREEDY, weights=old).result(60).failed
+        assert gone is not None
+        assert gone.reason is Refusal.WEIGHTS
+        assert new in gone.detail
+        cluster.wait_idle()
+
+
+def test_weights_that_do_not_fit_or_do_not_answer_leave_the_old_ones(
+    versions: tuple[Path, Path], references: tuple[Reference, Reference], tmp_path: Path
+) -> None:
+    broken = scaled(versions[0], tmp_path / "nan", float("nan"), "norm.weight")
+    gone = read_version(versions[1])
+    with LocalCluster(versions[0], prefill=0, engine=ENGINE) as cluster:
+        operator = Operator(cluster)
+        for path, why in (
+            (broken, "do not answer"),
+            (versions[1], "other bytes"),
+            (tmp_path / "none", "is no folder"),
+        ):
+            version = read_version(path) if path == broken else gone
+            if path == versions[1]:
+                version = type(gone)(gone.name, gone.digest, str(broken))
+            elif path != broken:
+                version = type(gone)(gone.name, gone.digest, str(path))
+            answer = operator.begin("decode-0", version, UpdateMode.RECOMPUTE).result(60)
+            assert why in answer.why
+            assert answer.version.digest == read_version(versions[0]).digest
+        for prompt, done in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
+            assert done.tokens == references[0].continued(prompt, COUNT)
+        cluster.wait_idle()
