@@ -178,16 +178,8 @@ class Controller:
                 return self._restart(now, worker, message.why) if worker and is_up else []
             case SetRole(node, role):
                 return workers.set_role(self.workers[node], role) if node in self.workers else []
-            case WeightsUpdated(node):
-                workers.reweighted(message)
-                rollout = self.rollouts[self.workers[node].model] if node in self.workers else None
-                return rollout.answered(now, message) if rollout else []
-            case UpdateModel(model) if model in self.rollouts:
-                peers = [w.peer for w in self._workers_of(model) if w.peer is not None]
-                return self.rollouts[model].order(message, [*peers, *routers.peers])
-            case PauseModel(model) if model in self.rollouts:
-                self.rollouts[model].pause(message)
-                return []
+            case WeightsUpdated() | UpdateModel() | PauseModel():
+                return self._on_weights(now, message)
             case Woken(tag):
                 return self._woken(now, tag)
             case _:
@@ -203,6 +195,22 @@ class Controller:
         effects += [effect for worker in idle for effect in workers.start(worker)]
         # Before it is known who provides machines, nothing can be pending.
         return effects + [each for s in self.scaling.values() for each in s.start()]
+
+    def _on_weights(
+        self, now: float, message: WeightsUpdated | UpdateModel | PauseModel
+    ) -> list[Effect]:
+        if isinstance(message, WeightsUpdated):
+            self.worker_set.reweighted(message)
+            worker = self.workers.get(message.worker)
+            return self.rollouts[worker.model].answered(now, message) if worker else []
+        rollout = self.rollouts.get(message.model)
+        if rollout is None:
+            return []
+        if isinstance(message, PauseModel):
+            rollout.pause(message)
+            return []
+        peers = [w.peer for w in self._workers_of(message.model) if w.peer is not None]
+        return rollout.order(message, [*peers, *self.router_set.peers])
 
     def _set_of(self, node: NodeId) -> ProcessSet[Any]:
         return self.router_set if node in self.routers else self.worker_set

@@ -232,6 +232,8 @@ class ModelRunner:
         found = read_version(folder, version.name, model_dir)
         if found.digest != version.digest:
             raise ModelError(f"{folder} has other bytes than {version.name} had when it was named")
+        if isinstance(self._all_ops, CpuOps):
+            self._all_ops.begin_version()
         weights = load_weights(folder, self.config, self._all_ops, lambda _: None)
         check_unchanged(before, files_of(folder))
         return weights

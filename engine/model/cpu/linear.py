@@ -111,6 +111,10 @@ class CpuLinear:
         self._memory = HugePages()
         self._num_matrices = 0
 
+    def begin_version(self) -> None:
+        """What is packed from now on gets chunks of its own: see `CpuOps`."""
+        self._memory = HugePages()
+
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         wide = None if bias is None else owned(bias, torch.float32)
         return self._packed(weight, wide, role, self._kind(weight, role))

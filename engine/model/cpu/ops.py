@@ -78,6 +78,11 @@ class CpuOps:
         self._recurrent: CpuRecurrent | None = None
         self._step = CpuStep(config, library, num_threads, self.buffer, self._attention)
 
+    def begin_version(self) -> None:
+        """Weights that are packed from now on share no memory with those before, which is free
+        once they are gone."""
+        self._linear.begin_version()
+
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         kind = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         return owned(weight, kind)
