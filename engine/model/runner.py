@@ -314,8 +314,7 @@ class ModelRunner:
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
-        ungrammatical: dict[int, str] = {}
-        waiting: set[int] = set()
+        ungrammatical, waiting = dict[int, str](), set[int]()
         masks_of: Masks | None = None
         if any(seq.sample and seq.sampling.is_masked for seq in step.seqs):
             waiting, masks_of = self.grammars.not_ready(step.seqs), self.grammars.masks
