@@ -438,12 +438,29 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     for each in own:
+        if why := _not_with_vllm(each):
+            raise ConfigError(f"{where}: {why}")
         prefill, decode = each.ranks_of(Role.PREFILL), each.ranks_of(Role.DECODE)
         if each.scaling.enabled and prefill != decode:
             told = f"prefill workers have {prefill} rank(s), decode workers {decode}"
             wanted = "give them one tensor_parallel_size, or set scaling.enabled = false"
             raise ConfigError(f"{where}: scaling.enabled counts workers, and {told}: {wanted}")
     return config
+
+
+def _not_with_vllm(config: Config) -> str:
+    """Why workers cannot compute with what engine.runs says; "": they can."""
+    runs, python = config.engine.runs, config.engine.python
+    if runs == "kvrelay":
+        return "" if not python else f"engine.python = '{python}' is for engine.runs = 'vllm'"
+    if not python:
+        return "engine.runs = 'vllm' without engine.python: the bin/python that has vLLM"
+    if config.cluster.prefill:
+        told = "workers that run vllm compute their own prompts: set it to 0"
+        return f"prefill = {config.cluster.prefill}: {told}"
+    if config.scaling.enabled:
+        return "scaling.enabled: the number of workers that run vllm is fixed: set it to false"
+    return ""
 
 
 def _check_names(config: Config) -> None:

@@ -17,6 +17,7 @@ import psutil
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config
+from kvrelay.decode_worker.vllm.build import check_blocks
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.config import ModelConfig
@@ -97,6 +98,8 @@ def prepare_model(
         path = resolve_model(section.name, cache_dir=cache_dir, progress=progress)
         model = model_config(path, config.engine)
         engines = _engines(config, model, on_gpu)
+        if config.engine.runs == "vllm":
+            check_blocks(config.engine, on_gpu=on_gpu)
     except ModelError as error:
         raise BuildError(str(error)) from error
     # The workers choose what "auto" is; float32 is the most that it can cost.

@@ -50,6 +50,14 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptersHeld:
+    """What a worker has in memory, and how long it takes to load one, on average; 0: not known."""
+
+    digests: tuple[bytes, ...] = ()
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Scaling:
     """What the product of an adapter's two matrices is multiplied by."""
 

@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
-from xxhash import xxh3_128_digest
-
 DIGEST_BYTES = 32
 CHUNK_BYTES = 4 << 20  # that one thread hashes at a time
 MAX_THREADS = min(16, os.cpu_count() or 1)
@@ -119,6 +117,8 @@ def _keep_digest(path: Path, stat: os.stat_result, kept: Path) -> bytes:
 
 def _digest_of(path: Path, size: int) -> bytes:
     """A hash over the hashes of its chunks, which threads read."""
+    from xxhash import xxh3_128_digest  # an environment for another engine may not have it
+
     if size <= CHUNK_BYTES:
         whole = f"{size}".encode() + xxh3_128_digest(path.read_bytes())
         return blake2b(whole, digest_size=DIGEST_BYTES).digest()

@@ -3,9 +3,9 @@ configured with: plain data."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, structs
+from msgspec import Meta, field, structs
 
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
 from kvrelay.engine.kv.window import Windows
@@ -29,6 +29,11 @@ class ModelSection(Section, frozen=True):
 
 
 class EngineSection(Section, frozen=True):
+    # the engine that computes: kvrelay, or vllm, in an environment of its own: docs/engines.md
+    runs: Literal["kvrelay", "vllm"] = "kvrelay"
+    python: str = ""  # path of bin/python in that environment
+    # vLLM's EngineArgs, which go before all settings here: {enforce_eager = true}
+    arguments: dict[str, Any] = field(default_factory=dict)
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in a KV block
     # for KV blocks, per worker; 0: 1 on a CPU, on a GPU what gpu_memory_utilization leaves
     kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0

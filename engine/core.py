@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvrelay.engine.adapters import AdaptersHeld
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import StepTiming
 from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
@@ -51,6 +52,7 @@ class EngineCore:
         self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
+        self.adapters = AdaptersHeld()
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
         self.use_weights(config.weights)
@@ -206,6 +208,7 @@ class EngineCore:
         self.watch.end(self.now, done.error, is_health_check=is_check, device_lost=is_lost)
         if done.error is None and not is_check:
             self._count_step(step, done)
+        self.adapters = done.adapters or self.adapters
         return self.scheduler.finish_step(done)
 
     def _count_step(self, step: Step, done: StepDone) -> None:
@@ -355,6 +358,8 @@ class EngineCore:
             num_low_blocks=pool.num_used_low + low_wanted,
             num_low_decoding=len(low),
             low_decoding_tokens=sum(len(s.tokens) for s in low),
+            adapters=self.adapters.digests,
+            adapter_load_s=self.adapters.load_s,
         )
 
     def count(self, name: str, amount: float = 1) -> None:

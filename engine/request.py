@@ -36,6 +36,7 @@ class Refusal(StrEnum):
     ADAPTER = "adapter_failed"  # the request's: its adapter cannot be loaded
     INVALID_TOKENS = "invalid_tokens"  # the request's: the model has no such token ids
     WEIGHTS = "weight_version_not_found"  # no worker has those that it is pinned to
+    UNSUPPORTED = "unsupported_parameter"  # the request's: what computes the model has none such
 
 
 class Pooling(StrEnum):

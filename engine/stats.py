@@ -52,6 +52,7 @@ class WorkerInfo:
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
     serves_adapters: bool = False
+    hands_over: bool = True  # it computes prompts for others, and reads their KV
     weights: str = ""  # name of their version
     store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
 
@@ -150,6 +151,8 @@ class WorkerStats:
     num_low_blocks: int = 0  # low classes of service use or want them, and make room for others
     num_low_decoding: int = 0  # among num_decoding
     low_decoding_tokens: int = 0  # among decoding_tokens
+    adapters: tuple[bytes, ...] = ()  # digests of those in memory
+    adapter_load_s: float = 0.0  # how long it takes to load another
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.engine.adapters import Adapter
+from kvrelay.engine.adapters import Adapter, AdaptersHeld
 from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
 HEALTH_CHECK = "health check"  # in place of a request id
@@ -161,6 +161,7 @@ class StepDone:
     # are still loaded.
     waiting: frozenset[int] = frozenset()
     unadapted: dict[int, str] = field(default_factory=dict)  # whose adapter cannot be loaded
+    adapters: AdaptersHeld | None = None  # None: as before
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from kvrelay.router.averages import Average
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.placement.cost import CostModel
-from kvrelay.router.placement.endpoint import Endpoint, Ends, model_number
+from kvrelay.router.placement.endpoint import Endpoint, Ends, adapter_number, model_number
 from kvrelay.router.placement.policy import GROUP, POOL, Fleet, Option, Policy, TtftPredictor
 from kvrelay.router.placement.retention_policy import RetentionPolicy
 from kvrelay.router.placement.work import HashedPrompt, RoutingDecision, Work
@@ -425,7 +425,7 @@ class Dispatcher:
     def _work(self, record: RequestRecord) -> Work:
         left = record.sampling.max_tokens - record.num_output_tokens
         # A prompt that gives outputs is computed whole, in one place.
-        whole = record.sampling.reads_prompt
+        whole, adapter = record.sampling.reads_prompt, record.submit.adapter
         prompts = [
             HashedPrompt(
                 model_number(f),
@@ -446,6 +446,7 @@ class Dispatcher:
             alone=whole,
             resumes=record.num_output_tokens > 0,
             is_low=record.submit.is_low,
+            adapter=adapter_number(adapter.digest) if adapter else 0,
         )
 
     def held(self, now: float, record: RequestRecord) -> int | None:
@@ -486,8 +487,8 @@ class Dispatcher:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:
             computed, prefill_s = 0, 0.0
-        is_low = record.submit.is_low
-        endpoint.book(now, record.request_id, computed, num_blocks, prefill_s, is_low=is_low)
+        booked = record.request_id, computed, num_blocks, prefill_s, work.adapter
+        endpoint.book(now, *booked, is_low=work.is_low)
         fleet, until = self._fleets[POOL[info.role]], now + self.index.expected_s
         self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)
         self._now = max(self._now, now)

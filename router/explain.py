@@ -70,6 +70,7 @@ class Explanation:
 
     request_id: str
     tenant: str
+    service_tier: str
     session: str | None
     outcome: FinishReason | Refusal
     num_prompt_tokens: int
@@ -113,6 +114,7 @@ class Explanations:
         self._by_id[record.request_id] = Explanation(
             request_id=record.request_id,
             tenant=submit.tenant,
+            service_tier=submit.service_class.tier,
             session=submit.session,
             outcome=outcome,
             num_prompt_tokens=record.num_prompt_tokens,

@@ -335,7 +335,8 @@ class Requests:
 
     def _dispatch_now(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
         self.queue.charge(now, record)
-        self.totals.sent(record.submit.tenant, now - record.queued_at)
+        submit = record.submit
+        self.totals.sent(submit.tenant, submit.service_class.tier, now - record.queued_at)
         self.send_attempt(now, record, attempt)
 
     def send_attempt(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
@@ -417,6 +418,9 @@ class Requests:
         units = units_done(record)
         self.queue.settle(record, units)
         self.totals.worked(record.submit.tenant, units)
+        if record.first_token_at is not None:
+            ttft_s = record.first_token_at - record.submitted_at
+            self.totals.ended(record.submit.service_class.tier, ttft_s)
         self.room_changed = True
         if outcome in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
             self.totals.refused(record.submit.tenant, outcome)

@@ -331,6 +331,7 @@ class Router:
                 | Refusal.GRAMMAR
                 | Refusal.ADAPTER
                 | Refusal.INVALID_TOKENS
+                | Refusal.UNSUPPORTED
                 | Refusal.UNENCODABLE
             ):
                 requests.fail(record, Rejection(refused.reason, detail))

@@ -34,6 +34,10 @@ class Totals(Struct):
     output_tokens: int = 0
     refused_by_tenant: Counter[str] = field(default_factory=Counter)  # for lack of room or time
     sent_by_tenant: Counter[str] = field(default_factory=Counter)  # attempts
+    sent_by_class: Counter[str] = field(default_factory=Counter)  # attempts, by class of service
+    queue_seconds_by_class: dict[str, float] = field(default_factory=dict)
+    ended_by_class: Counter[str] = field(default_factory=Counter)  # that had a token
+    ttft_seconds_by_class: dict[str, float] = field(default_factory=dict)  # likewise
     queue_seconds_by_tenant: dict[str, float] = field(default_factory=dict)  # that those waited
     work_by_tenant: dict[str, float] = field(default_factory=dict)  # units of admission.estimates
 
@@ -53,14 +57,23 @@ class Totals(Struct):
         self.requests[reason] += 1
         self.refused_by_tenant[tenant] += 1
 
-    def sent(self, tenant: str, queue_s: float) -> None:
-        """A request of `tenant` was dispatched after so long in the queue."""
+    def sent(self, tenant: str, tier: str, queue_s: float) -> None:
+        """A request of `tenant` was dispatched after so long in the queue. `tier`: its class."""
         self.sent_by_tenant[tenant] += 1
-        waited_s = self.queue_seconds_by_tenant.get(tenant, 0.0)
-        self.queue_seconds_by_tenant[tenant] = waited_s + queue_s
+        self.sent_by_class[tier] += 1
+        _add(self.queue_seconds_by_tenant, tenant, queue_s)
+        _add(self.queue_seconds_by_class, tier, queue_s)
 
     def worked(self, tenant: str, units: float) -> None:
-        self.work_by_tenant[tenant] = self.work_by_tenant.get(tenant, 0.0) + units
+        _add(self.work_by_tenant, tenant, units)
+
+    def ended(self, tier: str, ttft_s: float) -> None:
+        self.ended_by_class[tier] += 1
+        _add(self.ttft_seconds_by_class, tier, ttft_s)
+
+
+def _add(sums: dict[str, float], key: str, amount: float) -> None:
+    sums[key] = sums.get(key, 0.0) + amount
 
 
 class WorkerStatus(Struct, omit_defaults=True, kw_only=True):

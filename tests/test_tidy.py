@@ -50,6 +50,7 @@ IMPURE_PLACES = (
     "engine/logs",
     "engine/stderr",
     "kvtransfer/agents/",
+    "decode_worker/vllm/engine",
 )
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)

@@ -13,11 +13,15 @@ import os
 import socket
 import subprocess
 import threading
+from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+import kvrelay.engine
+from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import BlockingChannel, ChannelError, command, pack, unpack
 from kvrelay.worker.fork_server import (
@@ -46,6 +50,7 @@ from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 
 log = logging.getLogger("kvrelay.worker")
 
+FOREIGN = ("VIRTUAL_ENV", "PYTHONHOME")  # what another environment must not inherit
 LAST_WORDS_S = 0.5  # for the reason why a process ended to leave its guardian
 
 
@@ -93,7 +98,15 @@ class WorkerGuardian:
                 mine.close()
                 return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
             if not (isinstance(spec, WorkerSpec) and self._fork(spec, name, env, its)):
-                self._start(command(module, name, end=its), env, its)
+                words = command(module, name, end=its)
+                try:
+                    if isinstance(spec, WorkerSpec) and spec.engine.python:
+                        words, env = in_environment(spec.engine.python, words, env)
+                    self._start(words, env, its)
+                except OSError as error:
+                    mine.close()
+                    why = f"{words[0]} does not start: {error.strerror}"
+                    return StartFailed(spec.worker, spec.epoch, why, permanent=True)
         channel = BlockingChannel(mine)
         channel.send(order)
         try:
@@ -185,3 +198,17 @@ class WorkerGuardian:
                 kill_all(psutil.Process(self._pid))
             self._has_ended.wait(LAST_WORDS_S)
         os._exit(0)
+
+
+def in_environment(
+    python: str, words: list[str], env: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """`words` by the interpreter of another virtual environment, which finds this source, and
+    nothing else of this environment. Raises OSError."""
+    package = Path(str(kvrelay.engine.__file__)).parents[1]
+    source = default_cache_dir() / "source" / blake2b(bytes(package), digest_size=8).hexdigest()
+    source.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (source / "kvrelay").symlink_to(package, target_is_directory=True)
+    found = {name: value for name, value in env.items() if name not in FOREIGN}
+    return [python, *words[1:]], found | {"PYTHONPATH": str(source)}

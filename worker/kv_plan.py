@@ -19,7 +19,6 @@ from kvrelay.engine.model.device_memory import CUDA_BYTES, DeviceMemory, step_by
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.kvtransfer.kivi import coded_bytes, fits
-from kvrelay.kvtransfer.store.folder import slot_bytes
 
 GIB = float(1 << 30)
 SPARE_BYTES = 500 << 20  # what a process has beside weights and KV: libraries, activations
@@ -61,6 +60,8 @@ class KVPlan:
     @property
     def disk_slot_bytes(self) -> int:
         """What one costs on disk, over all ranks."""
+        from kvrelay.kvtransfer.store.folder import slot_bytes  # not where vLLM computes
+
         shares = self.num_ranks // self.num_copies
         return slot_bytes(self.spec.bytes_per_block // shares) * self.num_ranks
 

@@ -1,8 +1,7 @@
-"""Decodes of a batch over several adapters against those of the model alone, in one process; and
-adapters against the weights that they are merged into.
+"""Decodes of a batch over several adapters against those of the model alone, in one process.
 
 python -m benchmarks.engine.adapters: steps of both kinds by turns, and the median of the ratios of
-neighbours. --compare N: N prompts, greedy, with an adapter and with merged weights.
+neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
-from tests.support.adapters import merge, write_adapter
+from tests.support.adapters import write_adapter
 
 Dtype = Literal["float32", "bfloat16"]
 SCALE = 0.02  # numbers that are added to a weight are about so large
@@ -79,20 +78,6 @@ def measure(runner: ModelRunner, kinds: list[list[Adapter | None]], steps: int) 
     return [statistics.median(a / b for a, b in zip(first, other, strict=True)) for other in others]
 
 
-def generate(
-    runner: ModelRunner, prompt: list[int], adapter: Adapter | None, count: int
-) -> list[int]:
-    context, start = list(prompt), 0
-    greedy = SamplingParams(temperature=0.0, max_tokens=count)
-    for _ in range(count):
-        share = share_of(0, list(context), start, adapter, greedy)
-        (sampled,) = run(runner, Step(0, [share])).sampled
-        assert sampled is not None
-        start = len(context)
-        context.append(sampled.token)
-    return context[len(prompt) :]
-
-
 @click.command()
 @click.option("--adapters", default=4, show_default=True)
 @click.option("--rank", default=16, show_default=True)
@@ -101,7 +86,6 @@ def generate(
 @click.option("--threads", default=2, show_default=True)
 @click.option("--dtype", default="bfloat16", type=click.Choice(get_args(Dtype)), show_default=True)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
-@click.option("--compare", default=0, show_default=True, help="Prompts to compare with merging.")
 def main(
     adapters: int,
     rank: int,
@@ -110,9 +94,8 @@ def main(
     threads: int,
     dtype: Dtype,
     model: str,
-    compare: int,
 ) -> None:
-    """Print speeds, or with --compare how many greedy answers are equal."""
+    """Print how fast decode steps with adapters are beside those without."""
     path = resolve_model(model, progress=lambda _: None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -123,17 +106,6 @@ def main(
             )
             named.append(Adapter(read_adapter(made).digest, str(made)))
         runner = runner_of(path, threads, batch, dtype)
-        if compare:
-            merged = runner_of(merge(folder / "merged", path, folder / "0"), threads, 1, dtype)
-            draw = np.random.default_rng(1)
-            equal = changed = 0
-            for _ in range(compare):
-                prompt = draw.integers(10, 1000, 40).tolist()
-                mine = generate(runner, prompt, named[0], 16)
-                equal += mine == generate(merged, prompt, None, 16)
-                changed += mine != generate(runner, prompt, None, 16)
-            click.echo(f"{equal} of {compare} equal to merged weights, {changed} unlike the model")
-            return
         mixed = [named[i % adapters] for i in range(batch)]
         half = [each if i % 2 else None for i, each in enumerate(mixed)]
         ratios = measure(runner, [[None] * batch, mixed, half], steps)

@@ -70,6 +70,10 @@ _TOTAL_LABELS = {
     "kv_lost": "kind",
     "refused_by_tenant": "tenant",
     "sent_by_tenant": "tenant",
+    "sent_by_class": "service_tier",
+    "queue_seconds_by_class": "service_tier",
+    "ended_by_class": "service_tier",
+    "ttft_seconds_by_class": "service_tier",
     "queue_seconds_by_tenant": "tenant",
     "work_by_tenant": "tenant",
 }

@@ -38,6 +38,7 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.ADAPTER: (400, "invalid_request_error"),
     Refusal.INVALID_TOKENS: (400, "invalid_request_error"),
     Refusal.WEIGHTS: (409, "conflict_error"),
+    Refusal.UNSUPPORTED: (400, "invalid_request_error"),
 }
 _SESSION_STATUS: dict[SessionRefusal, tuple[int, str]] = {
     SessionRefusal.UNKNOWN: (404, "invalid_request_error"),

@@ -81,6 +81,7 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
         "request": choice.request_id,
         "model": call.model,
         "session": None if explanation is None else explanation.session,
+        "service_tier": None if explanation is None else explanation.service_tier,
         "ttft_s": choice.ttft_s,
         "phases": [asdict(phase) for phase in choice.phases],
         "prediction": _prediction_json(explanation),

@@ -88,7 +88,9 @@ def _head(answer: dict[str, Any]) -> Iterator[str]:
     cached = f"{details['cached_tokens']:,} cached"
     if sources:
         cached += ": " + ", ".join(f"{count:,} {source}" for source, count in sources.items())
-    yield f"{answer['request']} ({answer['endpoint']}, {answer['outcome']})"
+    tier = answer.get("service_tier")
+    of_tier = f", of tier {tier}" if tier not in (None, "default") else ""
+    yield f"{answer['request']} ({answer['endpoint']}, {answer['outcome']}{of_tier})"
     yield f"{usage['prompt_tokens']:,} tokens in ({cached}), {usage['completion_tokens']:,} out"
     ttft_s = answer["ttft_s"]
     first = "no token" if ttft_s is None else f"first token after {seconds_text(ttft_s)}"

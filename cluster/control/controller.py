@@ -132,14 +132,7 @@ class Controller:
         workers, routers = self.worker_set, self.router_set
         match message:
             case MachinesChanged(machines):
-                changes = _changes(workers.machines, machines)
-                workers.see_machines(machines)
-                idle = [w for w in self.workers.values() if w.state is ProcessState.DOWN]
-                idle.sort(key=lambda worker: -worker.num_ranks)  # what is left suits the small ones
-                effects = [Note("info", "machines_changed", changes)] if changes else []
-                effects += [effect for worker in idle for effect in workers.start(worker)]
-                # Before it is known who provides machines, nothing can be pending.
-                return effects + [each for s in self.scaling.values() for each in s.start()]
+                return self._see_machines(machines)
             case WorkerStarted(info):
                 worker = workers.current(info.worker, info.epoch, *COMING)
                 return workers.introduce(worker, message) if worker else []
@@ -191,6 +184,17 @@ class Controller:
                 return self._woken(now, tag)
             case _:
                 return [Note("warning", "unexpected_message", type(message).__name__)]
+
+    def _see_machines(self, machines: tuple[Machine, ...]) -> list[Effect]:
+        workers = self.worker_set
+        changes = _changes(workers.machines, machines)
+        workers.see_machines(machines)
+        idle = [w for w in self.workers.values() if w.state is ProcessState.DOWN]
+        idle.sort(key=lambda worker: -worker.num_ranks)  # what is left suits the small ones
+        effects = [Note("info", "machines_changed", changes)] if changes else []
+        effects += [effect for worker in idle for effect in workers.start(worker)]
+        # Before it is known who provides machines, nothing can be pending.
+        return effects + [each for s in self.scaling.values() for each in s.start()]
 
     def _on_weights(
         self, now: float, message: WeightsUpdated | UpdateModel | PauseModel

@@ -83,7 +83,7 @@ def worker_spec(
         machine=start.machine_id,
         further=start.further,
         log=config.log,
-        fork_server=config.cluster.fork_server,
+        fork_server=config.cluster.fork_server and engine.runs == "kvrelay",
         weights=start.weights,
         num_gpus=start.num_ranks // (1 + len(start.further)) if on_gpu else 0,
     )

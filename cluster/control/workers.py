@@ -280,6 +280,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         """Weights and KV stay where they are: only what routers prefer the worker for changes."""
         if worker.role is role:
             return []
+        if worker.info is not None and not worker.info.hands_over:
+            why = f"{worker.node} computes for itself alone, and stays for {worker.role}"
+            return [Note("warning", "role_not_changed", why)]
         text = f"{worker.node} was preferred for {worker.role}, and is for {role} now"
         worker.role = role
         effects: list[Effect] = [Note("info", "role_changed", text)]

@@ -20,7 +20,7 @@ from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.core_dumps import CoreDumps
 from kvrelay.worker.messages import ProcessEnds, StartFailed, WorkerStarted
-from kvrelay.worker.process import Listening, WorkerProcess
+from kvrelay.worker.process import BuiltWorker, Listening, WorkerProcess
 from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 
 
@@ -28,12 +28,11 @@ def start(
     spec: WorkerSpec, listening: Listening
 ) -> tuple[WorkerProcess | None, WorkerStarted | StartFailed]:
     """Build the worker and serve. What would fail again is reported as permanent."""
-    from kvrelay.cluster.roles import build_worker
     from kvrelay.worker.kv_plan import BuildError
 
     try:
         log = str(spec.log.path / f"{spec.worker}.log") if spec.log.file_mib else ""
-        process = WorkerProcess(build_worker(spec), listening, spec.model.device, log)
+        process = WorkerProcess(_build(spec), listening, spec.model.device, log)
         return process, process.start()
     except BuildError as error:
         return None, StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
@@ -41,6 +40,17 @@ def start(
         logging.getLogger("kvrelay").exception("%s does not start", spec.worker)
         why = f"{type(error).__name__}: {first_line(error)}"
         return None, StartFailed(spec.worker, spec.epoch, why, permanent=False)
+
+
+def _build(spec: WorkerSpec) -> BuiltWorker:
+    """Imports what its engine needs: an environment that has vLLM has not all of ours."""
+    if spec.engine.runs == "vllm":
+        from kvrelay.decode_worker.vllm.build import build
+
+        return build(spec)
+    from kvrelay.cluster.roles import build_worker
+
+    return build_worker(spec)
 
 
 def serve(spec: WorkerSpec, listening: Listening, guardian: BlockingChannel) -> int:

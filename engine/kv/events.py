@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Protocol
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.node import Effect, NodeId, Send
 from kvrelay.engine.wire.codec import register
@@ -65,6 +64,14 @@ register(KVEvents, KVSnapshot, KVSnapshotRequest)
 EVENTS_PER_TICK = 4  # that bring the rest of a snapshot
 
 
+class SealedBlocks(Protocol):
+    """The blocks in device memory that are published."""
+
+    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]: ...
+    def is_cached(self, block_hash: bytes) -> bool: ...
+    def block_hashes(self) -> tuple[bytes, ...]: ...
+
+
 class LowerTiers(Protocol):
     """The tiers below device memory, as far as their contents are published."""
 
@@ -80,7 +87,7 @@ class KVPublisher:
     """Owned by a worker's core. Invariant: `_rest` has the blocks that were held at the last
     snapshot and that a router which asked for it, or for one before, may not know of."""
 
-    def __init__(self, config: WorkerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: WorkerConfig, pool: SealedBlocks) -> None:
         self._config = config
         self._pool = pool
         self.lower: LowerTiers | None = None

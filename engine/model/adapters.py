@@ -13,13 +13,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
 
-from kvrelay.engine.adapters import Adapter, AdapterError
+from kvrelay.engine.adapters import Adapter, AdapterError, AdaptersHeld
 from kvrelay.engine.model.batch import LoadedAdapter
 from kvrelay.engine.step import ScheduledSeq
 
 IDLE_WAIT_S = 0.05  # for one that is loaded, where a step has nothing else to do
 TURN_S = 0.5  # in memory, at least, before one that waits takes the place of one in use
 MAX_FAILED = 1024  # remembered, so that a step need not wait for each of their requests again
+MAX_PUBLISHED = 256  # the last that were used
+SMOOTHING = 0.3  # share that the last time counts, in the mean of load times
 RETRY_S = 10.0  # after a failure: the files may be there now
 
 logger = logging.getLogger(__name__)
@@ -53,13 +55,28 @@ class Adapters:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """load: may raise AdapterError; it runs beside steps."""
-        self._load, self._max_bytes, self._clock = load, max_bytes, clock
+        self._load_one, self._max_bytes, self._clock = load, max_bytes, clock
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._entries: dict[bytes, _Entry] = {}
         self._waits: dict[bytes, float] = {}  # since when, of those that find no room
         self._failed: dict[bytes, tuple[float, str]] = {}  # until when, and why
         self._step = 0
         self.num_loads = 0
+        self._load_s = 0.0
+
+    def held(self, seqs: Sequence[ScheduledSeq]) -> AdaptersHeld | None:
+        """What routers are told after a step of `seqs`; None: none of them has an adapter."""
+        if all(seq.adapter is None for seq in seqs):
+            return None
+        loaded = [(-e.used, digest) for digest, e in self._entries.items() if e.is_loaded]
+        return AdaptersHeld(tuple(d for _, d in sorted(loaded)[:MAX_PUBLISHED]), self._load_s)
+
+    def _load(self, adapter: Adapter) -> LoadedAdapter:
+        began = self._clock()
+        loaded = self._load_one(adapter)
+        took_s = self._clock() - began
+        self._load_s += (SMOOTHING if self._load_s else 1.0) * (took_s - self._load_s)
+        return loaded
 
     def choose(self, seqs: Sequence[ScheduledSeq]) -> tuple[set[int], dict[int, str]]:
         """Index of those of `seqs` whose adapter is not there yet; and of those whose adapter

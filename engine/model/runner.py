@@ -123,8 +123,8 @@ class ModelRunner:
         self._limits = self._limits_of(engine)
         self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
-        self._next: Weights | None = None  # loaded, and not in use yet
         self._drafter: Drafter | None = None
+        self._next: Weights | None = None  # loaded, and not in use yet
         with torch.inference_mode():
             own = self._ops(threads)
             if self.kv_spec.num_state_groups:
@@ -152,52 +152,6 @@ class ModelRunner:
         """Whether draft tokens are looked at: not where each layer is a call of its own."""
         return self._decode is not None or self._steps is not None
 
-    def _install(self, weights: Weights) -> None:
-        """Steps compute with `weights` from now on."""
-        ops = self._all_ops
-        self._decoder = Decoder(self._own, weights, ops)
-        if self._draft_config is not None:
-            self._drafter = self._open_drafter(self._draft_config, self._model_dir, weights, ops)
-            self._decoder.capture(self._drafter.captured)
-        self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
-        load = partial(self._load_adapter, self._model_dir, ops, weights)
-        self.adapters = Adapters(load, self._engine.adapter_bytes)
-
-    def load_version(self, version: WeightVersion) -> None:
-        """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
-        if self._steps is not None:
-            raise ModelError(ONLY_ON_CPUS)
-        with torch.inference_mode():
-            self._next = self._load_version(self._model_dir, version)
-
-    def _load_version(self, model_dir: Path, version: WeightVersion) -> Weights:
-        folder = Path(version.path)
-        before = versions_of(files_of(folder)) if folder.is_dir() else {}
-        found = read_version(folder, version.name, model_dir)
-        if found.digest != version.digest:
-            raise ModelError(f"{folder} has other bytes than {version.name} had when it was named")
-        if isinstance(self._all_ops, CpuOps):
-            self._all_ops.begin_version()
-        weights = load_weights(folder, self.config, self._all_ops, lambda _: None)
-        check_unchanged(before, files_of(folder))
-        return weights
-
-    def use_loaded(self, block_ids: Sequence[int]) -> None:
-        """Compute with what was loaded last, while no step runs, once it has sampled a token that
-        is one; `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
-        before = self._decoder, self._decode, self.adapters, self._drafter
-        weights = self._next
-        assert weights is not None
-        self._next = None
-        share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
-        try:
-            self._install(weights)
-            if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
-                raise ModelError(f"the new weights do not answer: {fault[1]}")
-        except Exception:
-            self._decoder, self._decode, self.adapters, self._drafter = before
-            raise
-
     def _read_drafter(self, name: str, member: Member | None) -> DraftConfig | None:
         if not name:
             return None
@@ -209,10 +163,9 @@ class ModelRunner:
             )
         return read_drafter(drafter_path(name), self.config)
 
-    def _open_drafter(self, config: DraftConfig, path: Path, weights: Weights, own: Ops) -> Drafter:
-        threads = self._engine.threads or torch.get_num_threads()
-        model = Served(path, self.config, weights, own, self._limits)
-        kind = TORCH_DTYPES[self.dtype]
+    def _open_drafter(self, config: DraftConfig, weights: Weights, own: Ops) -> Drafter:
+        model = Served(self._model_dir, self.config, weights, own, self._limits)
+        kind, threads = TORCH_DTYPES[self.dtype], self._engine.threads or torch.get_num_threads()
 
         def ops_over(layers: ModelConfig, pool: torch.Tensor) -> Ops:
             if not isinstance(own, CpuOps):
@@ -254,6 +207,52 @@ class ModelRunner:
         """outputs: [captured, N, hidden_size], of the rows that `computed` counts."""
         assert self._drafter is not None
         self._drafter.keep(computed(step.seqs, sampled), tables, outputs)
+
+    def _install(self, weights: Weights) -> None:
+        """Steps compute with `weights` from now on."""
+        ops = self._all_ops
+        self._decoder = Decoder(self._own, weights, ops)
+        if self._draft_config is not None:
+            self._drafter = self._open_drafter(self._draft_config, weights, ops)
+            self._decoder.capture(self._drafter.captured)
+        self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
+        load = partial(self._load_adapter, self._model_dir, ops, weights)
+        self.adapters = Adapters(load, self._engine.adapter_bytes)
+
+    def load_version(self, version: WeightVersion) -> None:
+        """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
+        if self._steps is not None:
+            raise ModelError(ONLY_ON_CPUS)
+        with torch.inference_mode():
+            self._next = self._load_version(self._model_dir, version)
+
+    def _load_version(self, model_dir: Path, version: WeightVersion) -> Weights:
+        folder = Path(version.path)
+        before = versions_of(files_of(folder)) if folder.is_dir() else {}
+        found = read_version(folder, version.name, model_dir)
+        if found.digest != version.digest:
+            raise ModelError(f"{folder} has other bytes than {version.name} had when it was named")
+        if isinstance(self._all_ops, CpuOps):
+            self._all_ops.begin_version()
+        weights = load_weights(folder, self.config, self._all_ops, lambda _: None)
+        check_unchanged(before, files_of(folder))
+        return weights
+
+    def use_loaded(self, block_ids: Sequence[int]) -> None:
+        """Compute with what was loaded last, while no step runs, once it has sampled a token that
+        is one; `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
+        before = self._decoder, self._decode, self.adapters, self._drafter
+        weights = self._next
+        assert weights is not None
+        self._next = None
+        share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
+        try:
+            self._install(weights)
+            if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
+                raise ModelError(f"the new weights do not answer: {fault[1]}")
+        except Exception:
+            self._decoder, self._decode, self.adapters, self._drafter = before
+            raise
 
     def _load_adapter(
         self, model_dir: Path, ops: Ops, weights: Weights, adapter: Adapter
@@ -310,13 +309,12 @@ class ModelRunner:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is left out, and its
         error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
-        in `ungrammatical`, one without its adapter in
-        `waiting` or `unadapted`, and one for which no token can be drawn in `unsampled`."""
+        in `ungrammatical`, one without its adapter in `waiting` or `unadapted`, and one for which
+        no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
-        num_seqs = len(step.seqs)
-        ungrammatical: dict[int, str] = {}
-        waiting: set[int] = set()
+        num_seqs, asked = len(step.seqs), step.seqs
+        ungrammatical, waiting = dict[int, str](), set[int]()
         masks_of: Masks | None = None
         if any(seq.sample and seq.sampling.is_masked for seq in step.seqs):
             waiting, masks_of = self.grammars.not_ready(step.seqs), self.grammars.masks
@@ -375,6 +373,7 @@ class ModelRunner:
             invalid=invalid,
             waiting=frozenset(waiting),
             unadapted=unadapted,
+            adapters=self.adapters.held(asked),
         )
 
     def hidden_states(self, step: Step) -> torch.Tensor:

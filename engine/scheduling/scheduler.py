@@ -122,6 +122,7 @@ class Scheduler:
         times; but nothing passes a stream except other streams."""
         admitted: list[Sequence] = []
         too_large: list[Sequence] = []
+        lost = ServiceClass.BATCH  # the highest class of those that are preempted here
         self.lacks_room = self._is_to_preempt = False
         if not self.waiting or self.is_paused:  # as after most messages
             return admitted
@@ -129,12 +130,12 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         waiting = tuple(seq for seq in self.waiting if seq.arrived_at <= self.admits_until)
         for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
-            if too_large and not self._may_pass(seq, too_large, now):
+            if seq.service_class < lost or (too_large and not self._may_pass(seq, too_large, now)):
                 break
             if computing and self._comes_by_itself(seq, computing):
                 continue
-            while not (is_admitted := self.admit(seq, now)) and self._give_way(seq):
-                pass
+            while not (is_admitted := self.admit(seq, now)) and (gone := self._give_way(seq)):
+                lost = max(lost, gone.service_class)
             if not is_admitted:
                 self.lacks_room = True
                 too_large.append(seq)
@@ -467,20 +468,22 @@ class Scheduler:
             while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
                 self._preempt(victim(self.running, self.kv.windows))
 
-    def _give_way(self, seq: Sequence) -> bool:
-        """Preempt one of a lower class, or for a stream one of its class that streams nothing yet,
-        if with them all gone `seq` could be admitted: a stream would be silent until others end."""
+    def _give_way(self, seq: Sequence) -> Sequence | None:
+        """Preempts and returns one of a lower class, or for a stream one of its class that streams
+        nothing yet, if with them all gone `seq` could be admitted: a stream would be silent until
+        others end."""
         others = [each for each in self.running if _makes_room(each, seq)]
         num_free = self.kv.pool.num_free + sum(
             len(each.block_ids) - each.block_ids.count(NO_BLOCK) for each in others
         )
         if not others or num_free < self.kv.windows.max_blocks(len(seq.tokens)):
-            return False
+            return None
         if self.in_flight:
             self._is_to_preempt = True
-            return False
-        self._preempt(victim(others, self.kv.windows))
-        return True
+            return None
+        gone = victim(others, self.kv.windows)
+        self._preempt(gone)
+        return gone
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

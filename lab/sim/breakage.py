@@ -20,6 +20,7 @@ them.
 - `again`: a step that failed is run again from where it began, though it may have changed states.
 - `left`: a stream waits without end for the KV that its dead worker has left.
 - `versions`: a worker names its blocks as before when it has other weights.
+- `classes`: a worker takes all requests for such of the default class.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -39,6 +40,7 @@ from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.progress import StepWatch
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.sequence import Sequence as Seq
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Progress
 from kvrelay.engine.step import StepDone
 from kvrelay.engine.waiting import Passes
@@ -75,6 +77,7 @@ class Break(StrEnum):
     RANKS = "ranks"
     TURNS = "turns"
     PASSES = "passes"
+    CLASSES = "classes"
     OUTPUTS = "outputs"
     LEFT = "left"
     AHEAD = "ahead"
@@ -241,6 +244,14 @@ def break_worker(worker: Worker, broken: Break) -> None:
             add(seq)
 
         scheduler.add = add_to_be_passed  # type: ignore[method-assign]
+    if broken is Break.CLASSES:
+        scheduler, add_known = worker.core.scheduler, worker.core.scheduler.add
+
+        def add_alike(seq: Seq) -> None:
+            seq.service_class = ServiceClass.DEFAULT
+            add_known(seq)
+
+        scheduler.add = add_alike  # type: ignore[method-assign]
     if broken not in _CONNECTORS:
         return
     owned = worker.config, worker.core.kv, exchange.tiers, exchange.orphans

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvrelay.engine.node import Effect, NodeId, Send, Wake, Woken
 from kvrelay.engine.request import NO_OUTPUTS, PromptOutputs
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.lab.sim.executor import OnViolation
 from kvrelay.lab.sim.model import FULL, Attention, output_logprobs
 from kvrelay.lab.sim.workload import Job
@@ -24,6 +25,13 @@ TENANTS = (
     ("green", TenantShare(max_concurrent=1, max_queued=8)),
 )
 """Whose requests they are, in turn."""
+CLASSES = (ServiceClass.DEFAULT, ServiceClass.BATCH, ServiceClass.PRIORITY, ServiceClass.FLEX)
+
+
+def class_of(job: Job) -> ServiceClass:
+    """They come in turn too, but a crowd has one class, in which its tenants share."""
+    turn = int(job.request_id[1:]) // len(TENANTS)
+    return ServiceClass.DEFAULT if job.tenant else CLASSES[turn % len(CLASSES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,7 @@ class SimClient:
             tokens=job.prompt,
             sampling=job.sampling,
             timeout_s=job.timeout_s,
-            priority=0 if job.tenant else number // len(TENANTS) % 2,
+            priority=class_of(job).priority,
             tenant=tenant,
             share=share,
             scope=job.scope,

@@ -41,6 +41,7 @@ from kvrelay.lab.sim.breakage import Break, break_worker, join_answers, make_con
 from kvrelay.lab.sim.checkers import NoProgress, Silence
 from kvrelay.lab.sim.client import Outcome, SecondWave, SimClient
 from kvrelay.lab.sim.faults import Rot, Sickness
+from kvrelay.lab.sim.inversion import ClassInversion
 from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
 from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime, Violation
 from kvrelay.lab.sim.scenario import GROUPED, RoleChange, Scenario, draw_scenario
@@ -305,6 +306,20 @@ class SimCluster:
         runtime.add(OPERATOR, lambda epoch, records: self.operator)
         self._give_orders(after_faults=False)
 
+    def _checks(self) -> list[Callable[[SimRuntime, SimNode], None]]:
+        checks: list[Callable[[SimRuntime, SimNode], None]] = [
+            checkers.QueueBounds(self.scenario),
+            NoProgress(self.worker_ids, self.scenario),
+            ClassInversion(self.worker_ids, self.scenario),
+        ]
+        for router in self.routers:
+            checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
+            checks.append(Silence(router, self.worker_ids, self._may_decode))
+            checks.append(checkers.Fairness(router, self.scenario))
+            workers = self.worker_ids if router == self.routers[0] else []
+            checks.append(checkers.Overtaken(router, workers, self.scenario))
+        return checks
+
     def _prepare_workers(self, seed: int, broken: Break | None) -> None:
         for index, config in enumerate(self._configs.values()):
             shape = PoolShape(
@@ -319,19 +334,6 @@ class SimCluster:
             self.runtime.prepare(
                 config.node_id, _WorkerMaker(config, broken, self._begins_with), shape
             )
-
-    def _checks(self) -> list[Callable[[SimRuntime, SimNode], None]]:
-        checks: list[Callable[[SimRuntime, SimNode], None]] = [
-            checkers.QueueBounds(self.scenario),
-            NoProgress(self.worker_ids, self.scenario),
-        ]
-        for router in self.routers:
-            checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
-            checks.append(Silence(router, self.worker_ids, self._may_decode))
-            checks.append(checkers.Fairness(router, self.scenario))
-            workers = self.worker_ids if router == self.routers[0] else []
-            checks.append(checkers.Overtaken(router, workers, self.scenario))
-        return checks
 
     def _may_decode(self, worker: NodeId) -> bool:
         """Baseline policies leave prefill workers alone while there are others."""

@@ -110,7 +110,7 @@ enum { NUM_WEIGHTS = 4 }; /* of a fit, as in engine/cost.py */
 typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
-    double object_read_bytes_per_s;
+    double object_read_bytes_per_s, adapter_load_s;
     double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
     bool has_prompt_weights, has_decode_weights;
 } rates;
@@ -138,6 +138,8 @@ typedef struct worker {
      * among those above, the last two are not. */
     int64_t low_booked, low_decoding, low_uncounted_blocks, low_blocks, low_decoding_tokens;
     rates rates;
+    const uint64_t *adapters; /* that are in memory, or that a request there waits for */
+    int64_t num_adapters;
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     int64_t roles;
@@ -207,6 +209,7 @@ typedef struct {
     double now, output_tokens;
     double others_output; /* tokens of a request, on average */
     int64_t num_tokens;
+    uint64_t adapter; /* with which it is computed; 0: none */
     bool resumes; /* its client has tokens: no memory is held for others before it */
     bool is_low;  /* it is of a low class of service */
     hashed_prompt *prompts; /* one for each kind of workers */

@@ -62,7 +62,7 @@ class CostModel:
         computed, where they are meant to be. `low_priority_factor`: how much longer prompts for
         others take while sequences decode on the same cores, by the niceness in worker.threads.
         `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
-        fleet = (prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8, 1e8)
+        fleet = (prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8, 1e8, 0.3)
         fields = {
             "fleet": dict(zip(RATES, fleet, strict=True)),
             "handoff_s": handoff_s,

@@ -74,6 +74,7 @@ class Work(NamedTuple):
     patient: bool = False  # it is sent out now, and waits for memory at a worker
     resumes: bool = False  # its client has tokens
     is_low: bool = False  # it is of a low class of service
+    adapter: int = 0  # number of that with which it is computed
 
 
 @dataclass(frozen=True, slots=True)

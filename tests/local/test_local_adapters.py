@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -148,6 +150,77 @@ def test_more_adapters_than_there_is_memory_for_are_all_served(world: World) -> 
     with LocalCluster(world.model, prefill=1, decode=1, engine=engine) as cluster:
         world.check(cluster, [None, *adapters])
         assert_clean(cluster)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_sixteen_adapters_of_which_four_fit_outlive_kills_one_after_the_other(
+    world: World, tmp_path: Path
+) -> None:
+    adapters = [world.adapter() for _ in range(16)]
+    size, num_right = 250_000, 0
+    engine = EngineSection(num_blocks=256, max_num_batched_tokens=64, adapter_bytes=4 * size)
+    kept = {"host_bytes": 8 * MIB, "disk_bytes": 8 * MIB, "disk_path": str(tmp_path)}
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    with (
+        LocalCluster(world.model, prefill=2, decode=2, engine=engine, **kept) as cluster,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        kills = pool.submit(kill_by_turns, cluster, names, 12)
+        while not kills.done():
+            answers = world.ask(cluster, adapters)
+            wrong = [(each.failed, each.tokens) for each, right in answers if not right]
+            assert not wrong
+            num_right += len(answers)
+        kills.result()
+        world.check(cluster, [None, *adapters])
+    print(f"{num_right} answers, all right, none failed, beside 12 kills")
+
+
+def kill_by_turns(cluster: LocalCluster, names: Sequence[str], count: int) -> None:
+    for name in itertools.islice(itertools.cycle(names), count):
+        sleep(5.0)
+        cluster.kill(name)
+        cluster.revive(name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_ten_thousand_requests_find_no_kv_of_an_adapter_that_differs_by_a_byte(
+    world: World, tmp_path: Path
+) -> None:
+    """KV that other versions have left of each prompt lies in devices, host memory, on disk and at
+    peers."""
+    path = world.folder / "byte"
+    write_adapter(path, world.model, rank=4)
+    file = path / "adapter_model.safetensors"
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    prompts = [tokens_of(40, seed=number) for number in range(100)]
+    engine = EngineSection(num_blocks=48, max_num_batched_tokens=256)
+    kept: dict[str, Any] = {"host_bytes": MIB // 2, "disk_bytes": 64 * MIB, "disk_after_s": 0.0}
+    num_tries = num_hits = 0
+    with LocalCluster(
+        world.model, prefill=1, decode=2, engine=engine, disk_path=str(tmp_path), **kept
+    ) as cluster:
+        while num_tries < 10_000:
+            whole = bytearray(file.read_bytes())
+            whole[-2 * (1 + num_tries // 100)] ^= 1
+            file.write_bytes(whole)
+            adapter = Adapter(read_adapter(path).digest, str(path))
+            for again in (False, True):
+                futures = [cluster.submit(prompt, one, adapter=adapter) for prompt in prompts]
+                found = [future.result(300) for future in futures]
+                cluster.check()
+                assert all(each.failed is None for each in found)
+                cached = sum(each.num_cached_tokens > 0 for each in found)
+                if again:
+                    num_hits += cached
+                else:
+                    assert cached == 0, "KV of another adapter"
+                    num_tries += len(found)
+        sources = cluster.status().totals.cached_tokens_by_source
+    assert {"device", "host", "disk", "peer"} <= sources.keys(), sources
+    print(f"{num_tries} first requests found nothing, {num_hits} second ones: {sources}")
 
 
 def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(world: World) -> None:

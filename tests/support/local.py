@@ -162,9 +162,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         try:
             for model, spec in self._specs:
-                built = build_worker(spec, self._options)
-                info = replace(built.info, model=model)
-                self.workers[spec.worker] = replace(built, info=info)
+                self.workers[spec.worker] = self._built(model, spec)
             self._thread.call(self._start)
         except BaseException:
             self._thread.close()
@@ -239,6 +237,20 @@ class LocalCluster:
 
         self._thread.call(end)
 
+    def revive(self, worker: NodeId) -> None:
+        """One that was killed comes back, empty, as its next epoch."""
+        at = next(i for i, (_, spec) in enumerate(self._specs) if spec.worker == worker)
+        model, spec = self._specs[at]
+        self._specs[at] = model, replace(spec, epoch=spec.epoch + 1)
+        built = self._built(*self._specs[at])
+
+        def begin() -> None:
+            self.workers[worker] = built
+            self._add(built)
+            self._announce(built)
+
+        self._thread.call(begin)
+
     def status(self) -> RouterStatus:
         return self._thread.call(lambda: self.router.status(self._thread.loop.time()))
 
@@ -286,13 +298,23 @@ class LocalCluster:
         self.host.add(self._node)
         self.host.add(self._client)
         for built in self.workers.values():
-            node_id = built.node.node_id
-            self.host.add(built.node, built.make_executor(self.host.inbox(node_id)))
-            if built.when_lost is not None:
-                built.when_lost(functools.partial(self._on_lost, node_id))
+            self._add(built)
         for built in self.workers.values():
-            self.host.deliver(built.node.node_id, RouterUp(ROUTER))
-            self.host.deliver(ROUTER, WorkerUp(built.info))
+            self._announce(built)
+
+    def _built(self, model: str, spec: WorkerSpec) -> BuiltWorker:
+        built = build_worker(spec, self._options)
+        return replace(built, info=replace(built.info, model=model))
+
+    def _add(self, built: BuiltWorker) -> None:
+        node_id = built.node.node_id
+        self.host.add(built.node, built.make_executor(self.host.inbox(node_id)))
+        if built.when_lost is not None:
+            built.when_lost(functools.partial(self._on_lost, node_id))
+
+    def _announce(self, built: BuiltWorker) -> None:
+        self.host.deliver(built.node.node_id, RouterUp(ROUTER))
+        self.host.deliver(ROUTER, WorkerUp(built.info))
 
     def _on_lost(self, node: NodeId, error: Exception) -> None:
         """From any thread: the worker gets no further message."""

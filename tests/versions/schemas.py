@@ -90,8 +90,9 @@ class Table:
 NOT_SENT = {  # values of enums
     # The first two are announced as "host", blocks of the last in fields of their own.
     "Tier": ["orphaned", "packed", "object"],
-    # only to who has asked for an adapter, or for one version of the weights
-    "Refusal": ["adapter_failed", "weight_version_not_found"],
+    # Only to who has asked for an adapter, or for one version of the weights; and by workers that
+    # the last release does not have.
+    "Refusal": ["adapter_failed", "weight_version_not_found", "unsupported_parameter"],
 }
 
 

@@ -52,6 +52,17 @@ def test_a_role_that_does_not_change_is_not_sent() -> None:
     assert "unknown-0" not in script.controller.workers
 
 
+def test_a_worker_that_computes_for_itself_alone_keeps_its_role() -> None:
+    script = TwoRouters()
+    script.all_up()
+    worker = script.controller.workers["decode-0"]
+    assert worker.info is not None
+    worker.info = replace(worker.info, hands_over=False)
+    (note,) = script.controller.receive(0.0, SetRole("decode-0", Role.PREFILL))
+    assert note.counter == "role_not_changed"
+    assert worker.role is Role.DECODE
+
+
 def test_it_is_noted_with_both_roles() -> None:
     controller = Script().controller
     (note,) = of(Note, controller.receive(0.0, SetRole("decode-0", Role.PREFILL)))

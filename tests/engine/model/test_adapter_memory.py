@@ -40,7 +40,7 @@ class World:
 
     def step(self, names, loads=0):
         """Names of those that run in this step, after so many were loaded."""
-        seqs = [scheduled([1], 0, [0], adapter=self.named(name)) for name in names]
+        seqs = self.seqs(names)
         waiting, failed = self.adapters.choose(seqs)
         if loads:
             futures = [entry.future for entry in self.adapters._entries.values()]
@@ -54,6 +54,9 @@ class World:
             {names[i] for i in here} - {"-"}
         )
         return "".join(names[i] for i in here), sorted(failed.values())
+
+    def seqs(self, names):
+        return [scheduled([1], 0, [0], adapter=self.named(name)) for name in names]
 
     @staticmethod
     def named(name):
@@ -74,6 +77,8 @@ def test_what_was_not_used_for_the_longest_makes_room(monkeypatch):
         world.step(name, loads=not world.step(name)[0])
     assert world.step("a") == ("a", [])
     assert world.adapters.num_loads == 3
+    assert world.adapters.held(world.seqs("a")).digests == (b"a", b"c"), "what routers know of it"
+    assert world.adapters.held(world.seqs("-")) is None
     assert world.step("b") == ("", []), "b was dropped for c"
     world.gate.release()
 

@@ -158,6 +158,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         (Break.APART, {"failed without reason"}),
         (Break.TURNS, {"unfair"}),
         (Break.PASSES, {"overtaken"}),
+        (Break.CLASSES, {"class inversion"}),
     ],
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:

@@ -1,0 +1,225 @@
+"""The thread that runs vLLM: its effects are begun here, and each step is reported to the node.
+
+Only vLLM's public interface is used: `LLMEngine` in this process, a publisher of KV events and a
+logger of statistics, both registered as its documentation says. Written for 0.32; what it needs of
+a version is asked for at the start, and said where it is not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrelay.decode_worker.vllm.messages import (
+    Begin,
+    Cleared,
+    EngineLost,
+    Generated,
+    NotBegun,
+    Removed,
+    Stepped,
+    Stop,
+    Stored,
+)
+from kvrelay.engine.host import Deliver, first_line
+from kvrelay.engine.node import Effect
+from kvrelay.engine.request import TokenLogprobs
+
+log = logging.getLogger("kvrelay.vllm")
+
+PUBLISHER = "kvrelay"
+CLOSE_S = 15.0
+WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
+
+
+@dataclass(slots=True)
+class _Reports:
+    """What vLLM has reported beside tokens, since the last step."""
+
+    events: list[Stored | Removed | Cleared] = field(default_factory=list)
+    num_running: int = 0
+    num_waiting: int = 0
+    used: float = 0.0
+    num_preempted: int = 0
+
+    def publish(self, batch: Any) -> None:
+        """A batch of KV events; those of further groups of layers say nothing that these do not."""
+        for event in batch.events:
+            if getattr(event, "group_idx", None):
+                continue
+            match type(event).__name__:
+                case "BlockStored":
+                    keys = (event.extra_keys or [None])[0] or ()
+                    salt = str(keys[-1]) if keys and event.parent_block_hash is None else ""
+                    hashes, tokens = tuple(event.block_hashes), tuple(event.token_ids)
+                    self.events.append(Stored(hashes, event.parent_block_hash, tokens, salt))
+                case "BlockRemoved":
+                    self.events.append(Removed(tuple(event.block_hashes)))
+                case "AllBlocksCleared":
+                    self.events.append(Cleared())
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        if scheduler_stats is not None:
+            self.num_running = scheduler_stats.num_running_reqs
+            self.num_waiting = scheduler_stats.num_waiting_reqs
+            self.used = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.num_preempted += iteration_stats.num_preempted_reqs
+
+    def take(self, generated: Iterable[Generated], elapsed_s: float) -> Stepped:
+        events, self.events = tuple(self.events), []
+        counts = self.num_running, self.num_waiting, self.used, self.num_preempted
+        return Stepped(tuple(generated), events, elapsed_s, *counts)
+
+
+class VllmEngine:
+    """Executor of a vLLM worker's effects. Owns the engine, which only its thread calls once it has
+    begun."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """`arguments`: of vLLM's EngineArgs. Loads the model, and runs a short request, since vLLM
+        compiles what it needs when it needs it first. Raises what vLLM raises."""
+        # In this process: the events and statistics of a step are there when it has ended.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._reports = _Reports()
+        self._engine = _open(arguments, self._reports)
+        self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._deliver: Deliver = lambda message: None
+        self._perform(WARM_UP)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self.first = self._reports.take((), 0.0)
+
+    @property
+    def config(self) -> Any:
+        """Returns what vLLM has made of the arguments."""
+        return self._engine.vllm_config
+
+    def start(self, deliver: Deliver) -> VllmEngine:
+        self._deliver = deliver
+        deliver(self.first)  # the blocks of the warm-up are there
+        self._thread.start()
+        return self
+
+    def perform(self, effect: Effect) -> None:
+        self._effects.put(effect)
+
+    def close(self) -> None:
+        self._ends = True
+        self._effects.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._ends:
+                self._take_effects()
+                began = time.perf_counter()
+                outputs = [_generated(each) for each in self._engine.step()]
+                self._deliver(self._reports.take(outputs, time.perf_counter() - began))
+        except Exception as error:
+            log.exception("vLLM has raised")
+            self._deliver(EngineLost(f"vLLM: {type(error).__name__}: {first_line(error)}"))
+
+    def _take_effects(self) -> None:
+        """Blocks while there is nothing to do. After a stop there is: a step frees its blocks."""
+        has_work = self._engine.has_unfinished_requests()
+        while not (has_work and self._effects.empty()) and not self._ends:
+            effect = self._effects.get()
+            if effect is not None:
+                self._perform(effect)
+            has_work = True
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Stop):
+            self._engine.abort_request([effect.key])
+            return
+        assert isinstance(effect, Begin)
+        try:
+            self._engine.add_request(effect.key, _prompt(effect), _sampling(effect.options))
+        except ValueError as error:  # also what vLLM raises for parameters
+            self._deliver(NotBegun(effect.key, first_line(error)))
+
+
+def _open(arguments: Mapping[str, Any], reports: _Reports) -> Any:
+    from vllm import EngineArgs, LLMEngine
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Publisher(EventPublisher):  # type: ignore[misc]
+        def __init__(self, data_parallel_rank: int = 0, **_: Any) -> None:
+            super().__init__(data_parallel_rank)
+
+        def publish(self, events: Any) -> None:
+            reports.publish(events)
+
+        def shutdown(self) -> None:
+            """There is nothing that it has opened."""
+
+    class Logger(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            """Nothing of it is needed."""
+
+        def record(
+            self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any
+        ) -> None:
+            reports.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            """The worker logs that it is up by itself."""
+
+    EventPublisherFactory.register_publisher(PUBLISHER, Publisher)
+    events = KVEventsConfig(enable_kv_cache_events=True)
+    events.publisher = PUBLISHER
+    return LLMEngine.from_engine_args(
+        EngineArgs(**{**arguments, "kv_events_config": events}), stat_loggers=[Logger]
+    )
+
+
+def _prompt(begin: Begin) -> dict[str, Any]:
+    salt = {"cache_salt": begin.salt} if begin.salt else {}
+    return {"prompt_token_ids": list(begin.tokens), **salt}
+
+
+def _sampling(options: Mapping[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    given = dict(options)
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+    # The stop tokens that are given have the model's own among them.
+    return SamplingParams(
+        **given, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+
+
+def _generated(output: Any) -> Generated:
+    """What a step has given to a request."""
+    own = output.outputs[0]
+    tokens = tuple(own.token_ids)
+    prompt = [each for each in output.prompt_logprobs or () if each]
+    prompt_tokens = list(output.prompt_token_ids or ())[1:] if prompt else []
+    return Generated(
+        output.request_id,
+        tokens,
+        tuple(map(_logprobs, tokens, own.logprobs)) if own.logprobs else (),
+        own.finish_reason or "",
+        output.num_cached_tokens or 0,
+        tuple(map(_logprobs, prompt_tokens, prompt)),
+    )
+
+
+def _logprobs(token: int, known: Mapping[int, Any]) -> TokenLogprobs:
+    """Takes that of `token`, and of all that came with it, the best first: `token` is last where it
+    is none of those that were asked for."""
+    best = sorted((each.rank, other, each.logprob) for other, each in known.items())
+    return TokenLogprobs(known[token].logprob, tuple((other, p) for _, other, p in best))

@@ -1,0 +1,86 @@
+"""What the node of a vLLM worker and the thread that runs vLLM say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.engine.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Effect: generate from `tokens`. Answered by `Stepped`s, or by `NotBegun`."""
+
+    key: str
+    tokens: tuple[int, ...]
+    salt: str  # blocks of different salts are never shared; "": of no tenant
+    options: Mapping[str, Any]  # vLLM's, from `parameters.options`
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Effect: forget the request of this key, if it is there."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotBegun:
+    """vLLM does not take the request of this key."""
+
+    key: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What a step has added to a request."""
+
+    key: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
+    finish: str = ""  # "stop", "length", or what went wrong; "": it goes on
+    num_cached: int = 0  # tokens of what it began from that were not computed
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with its first token, if asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """These blocks are cached from now on, one after the other, by vLLM's own hashes."""
+
+    hashes: tuple[Any, ...]
+    parent: Any  # hash of the block before them; None: there is none
+    tokens: tuple[int, ...]
+    salt: str  # where it is the first block of a sequence; later ones have that of their parent
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    hashes: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """No block is cached any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step of vLLM has ended, with these results."""
+
+    generated: tuple[Generated, ...]
+    events: tuple[Stored | Removed | Cleared, ...] = ()
+    elapsed_s: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    used: float = 0.0  # share of the KV blocks that requests hold
+    num_preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """vLLM has raised, or a process of it has ended: nothing more will come."""
+
+    why: str

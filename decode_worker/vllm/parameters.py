@@ -1,0 +1,84 @@
+"""From our sampling parameters to vLLM's, and what of them vLLM cannot do."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import Any
+
+from kvrelay.engine.request import SamplingParams
+
+PENALTY = 2.0  # the most that vLLM takes, up or down
+BIAS = 100.0  # likewise
+
+
+def unsupported(sampling: SamplingParams) -> str:
+    """What a request asks for that vLLM does not do by its public interface; "": nothing."""
+    if sampling.pooling is not None:
+        return "embeddings"
+    if sampling.reasoning is not None:
+        return "a budget for reasoning"
+    if sampling.bad_words:
+        return "bad_words"
+    if sampling.logprob_token_ids:
+        return "logprob_token_ids"
+    if sampling.grammar and not structure(sampling.grammar):
+        return "a grammar of several parts, as tool calls beside reasoning need"
+    return ""
+
+
+def structure(grammar: str) -> dict[str, Any]:
+    """`grammar` as of llguidance in the form that vLLM's guidance backend takes; {}: it has
+    none."""
+    if not grammar.lstrip().startswith("{"):
+        return {"grammar": grammar}
+    try:
+        grammars = json.loads(grammar).get("grammars") or []
+    except ValueError:
+        return {}
+    if len(grammars) != 1:
+        return {}
+    if "json_schema" in grammars[0]:
+        return {"json": json.dumps(grammars[0]["json_schema"])}
+    lark = grammars[0].get("lark_grammar", "")
+    return {"grammar": lark} if lark else {}
+
+
+def depends_on_output(sampling: SamplingParams) -> bool:
+    """Whether the next token depends on which of those before it are output: such a request cannot
+    go on from a longer prompt."""
+    counted = sampling.presence_penalty or sampling.frequency_penalty
+    return bool(sampling.grammar or counted)
+
+
+def options(sampling: SamplingParams, num_output_tokens: int, *, sent: bool) -> dict[str, Any]:
+    """vLLM's parameters for one that has so many tokens of output, which it gets as prompt. `sent`:
+    the router has the outputs of the prompt already."""
+    seed = sampling.seed
+    if num_output_tokens:  # else it would draw again as at the beginning
+        drawn = f"{seed} {num_output_tokens}".encode()
+        seed = int.from_bytes(blake2b(drawn, digest_size=7).digest())
+    found: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens - num_output_tokens,
+        "min_tokens": max(0, sampling.min_tokens - num_output_tokens),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": max(-PENALTY, min(PENALTY, sampling.presence_penalty)),
+        "frequency_penalty": max(-PENALTY, min(PENALTY, sampling.frequency_penalty)),
+        "seed": seed & (1 << 63) - 1,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logprobs": sampling.logprobs,
+    }
+    if not sent:
+        found["prompt_logprobs"] = sampling.prompt_logprobs
+    if sampling.logit_bias:
+        bias = sampling.logit_bias.items()
+        found["logit_bias"] = {token: max(-BIAS, min(BIAS, value)) for token, value in bias}
+    if sampling.allowed_token_ids:
+        found["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.grammar:
+        found["structured_outputs"] = structure(sampling.grammar)
+    return found
