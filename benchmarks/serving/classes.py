@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,7 +117,7 @@ def one_round(url: str, seconds: int, streams: int, agents: int, seed: int) -> d
         measured, rate = asyncio.run(
             beside_streams(
                 *(url, tier, streams, seed + 2 + number),
-                lambda number=number: chats(url, seconds, seed + 4 + number),
+                partial(chats, url, seconds, seed + 4 + number),
             )
         )
         found[f"chats beside {tier}"] = of_chats(measured) | {"tokens_per_s": rate}
@@ -128,7 +129,7 @@ def one_round(url: str, seconds: int, streams: int, agents: int, seed: int) -> d
         (talks, elapsed_s), rate = asyncio.run(
             beside_streams(
                 *(url, tier, streams, seed + 9 + number),
-                lambda again=again: run_agents(url, MODEL, again, lambda: None, named=True),
+                partial(run_agents, url, MODEL, again, lambda: None, named=True),
             )
         )
         found[f"agents beside {tier}"] = summarize_agents(talks, elapsed_s)
