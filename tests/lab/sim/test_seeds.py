@@ -16,9 +16,13 @@ from kvrelay.lab.sim.run import Report, run_seed
 NUM_SEEDS = 24  # `kvrelay fuzz` takes thousands
 SOONER = {  # seeds that show it, where the first ones do not; later changes may move them
     Break.AHEAD: (229,),
-    Break.CONFIRM: (87,),
-    Break.CHECKSUM: (10,),
-    Break.RESCUE: (20,),
+    Break.CONFIRM: (68,),
+    Break.CHECKSUM: (11,),
+    Break.LEAVE: (6,),
+    Break.LEFT: (4,),
+    Break.CLASSES: (3,),
+    Break.APART: (7,),
+    Break.RESCUE: (34,),
     Break.WAIT: (41,),
     Break.SUSPECT: (6,),
     Break.TURNS: (2,),
