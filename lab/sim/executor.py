@@ -200,6 +200,16 @@ class SimExecutor:
         context = [*seq.context[: seq.start], before.token]
         return replace(seq, tokens=[before.token], context=context)
 
+    def written(self) -> set[int]:
+        """Blocks that the step that runs writes to first."""
+        runs, size, groups = self._in_flight[0], self.pool.block_size, self.pool.num_groups
+        found: set[int] = set()
+        for index, (seq, table) in enumerate(zip(runs.step.seqs, runs.tables, strict=True)):
+            if index not in runs.failed:
+                first = seq.start // size * groups
+                found.update(block for block in table[first : first + groups] if block >= 0)
+        return found
+
     def finish(self, elapsed_s: float, error: str | None) -> StepDone:
         """End the step that runs; the one behind it runs then. With `error`, what it wrote is
         rubbish."""

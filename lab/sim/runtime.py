@@ -414,6 +414,10 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
             self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))
 
     def _finish_step(self, life: SimNode, duration_s: float, error: str | None) -> None:
+        worker: Any = life.node
+        pool = worker.core.kv.pool
+        if freed := [block for block in life.executor.written() if not pool.is_private(block)]:
+            self.violate("block freed while a step writes to it", f"{life.node_id}: {freed}")
         done: StepDone = life.executor.finish(duration_s, error)
         if life.executor.is_busy:
             self._run_step(life)
