@@ -25,6 +25,11 @@ class Isolation:
 
     @property
     def is_under_way(self) -> bool:
+        """Not for those that have ended meanwhile, or have lost their blocks."""
+        if self.culprit is not None and self.culprit[0].state is not SeqState.RUNNING:
+            self.culprit = None
+        while self._groups and all(s.state is not SeqState.RUNNING for s in self._groups[0]):
+            self._groups.popleft()
         return bool(self._groups) or self.culprit is not None
 
     def next_group(self) -> list[Sequence]:
@@ -48,7 +53,7 @@ class Isolation:
         if len(seqs) == 1 and step_id == self._step_id:
             self.culprit = seqs[0], error
             return
-        if self._groups and step_id != self._step_id:
+        if self.is_under_way and step_id != self._step_id:
             return  # it followed the step that failed, which was enough for it to fail
         middle = (len(seqs) + 1) // 2
         parts = [list(seqs[:middle]), list(seqs[middle:])]

@@ -9,7 +9,10 @@ import pytest
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.node import Unsendable
 from kvrelay.engine.request import Refusal
+from kvrelay.engine.scheduling.isolation import Isolation
+from kvrelay.engine.sequence import SeqState
 from kvrelay.engine.step import Step
+from tests.engine.sequences import sequence
 from tests.worker.test_progress import Watched
 from tests.worker.world import World, reference
 
@@ -151,3 +154,23 @@ def test_tokens_that_fit_into_no_message_end_their_own_request() -> None:
     other = "ba"["ab".index(name)]
     assert not any(seq.request_id == name for seq in world.decode.core.seqs.values())
     assert world.output(other, asked[other])[-1] == reference(asked[other], 8)[-1]
+
+
+def test_nothing_is_tried_again_of_those_that_have_ended() -> None:
+    """New weights wait until nothing is under way: a worker without a running sequence waited for
+    ever."""
+    seqs = [sequence([1, 2]), sequence([1, 2])]
+    for seq in seqs:
+        seq.state = SeqState.RUNNING
+    isolation = Isolation()
+    isolation.on_failed(1, seqs, "out of order")
+    assert isolation.is_under_way
+    seqs[0].state = SeqState.DEAD
+    assert isolation.is_under_way
+    seqs[1].state = SeqState.WAITING
+    assert not isolation.is_under_way
+    others = [sequence([3]), sequence([4])]
+    for seq in others:
+        seq.state = SeqState.RUNNING
+    isolation.on_failed(2, others, "out of order")
+    assert isolation.next_group() == others[:1]
