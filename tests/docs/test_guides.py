@@ -74,7 +74,7 @@ def run(root: Path, command: str) -> None:
 
 
 # For half a minute it builds models in processes of its own.
-SLOW = ("model-family",)
+SLOW = ("model-family", "kernel")
 
 
 @pytest.mark.parametrize(

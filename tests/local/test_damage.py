@@ -1,7 +1,7 @@
 """Changed bytes on the way between workers, in host memory and on disk: each one is noticed, every
 answer is right, and what was lost is stored again. With windows and states, they change there.
 
-`pytest -m "long or not long" tests/local/test_damage.py` is about layers with windows, too."""
+`pytest -m "long or not long" tests/local/test_damage.py` is about windows and states, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENGINE = small(num_blocks=64)
 
 
 @pytest.fixture(
-    scope="module", params=["llama", "qwen3-next", pytest.param("gemma3", marks=pytest.mark.long)]
+    scope="module", params=["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3-next", "gemma3"))]
 )
 def model(request: pytest.FixtureRequest, checkpoint_of: Callable[..., Path]) -> Path:
     untied = {"tie_word_embeddings": False} if request.param == "gemma3" else {}
