@@ -33,7 +33,8 @@ ENGINE = small(num_blocks=64)
 
 
 @pytest.fixture(
-    scope="module", params=["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3-next", "gemma3"))]
+    scope="module",
+    params=["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3-next", "gemma3"))],
 )
 def model(request: pytest.FixtureRequest, checkpoint_of: Callable[..., Path]) -> Path:
     untied = {"tie_word_embeddings": False} if request.param == "gemma3" else {}
