@@ -87,7 +87,7 @@ class SimWeights:
                 runtime.to_self(life, rng.uniform(0.001, 0.05), WeightsUsed(digest, why))
             case _:
                 return False
-        runtime.faults.injected["weights not changed" if why else type(effect).__name__] += 1
+        runtime.faults.injected["weights not changed" if why else "weights changed"] += 1
         return True
 
 

@@ -51,10 +51,11 @@ def listening(tmp_path: Path) -> Listening:
 
 
 def later_version(value: Any) -> Any:
-    """With a field more in every map whose keys are names."""
+    """With a field more in every map whose keys are names, but for those that users name."""
     if isinstance(value, dict):
         more = {"added_later": 1} if all(isinstance(key, str) for key in value) else {}
-        return {key: later_version(each) for key, each in value.items()} | more
+        later = {key: later_version(each) for key, each in value.items() if key != "arguments"}
+        return value | later | more
     return [later_version(each) for each in value] if isinstance(value, list) else value
 
 

@@ -21,6 +21,7 @@ from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes import control_process, handover, life, ray_access, supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.handover import HandoverError
+from kvrelay.cluster.processes.kept_weights import KeptWeights
 from kvrelay.cluster.processes.life import (
     NOT_OF_WORKERS,
     Installed,
@@ -285,7 +286,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_written_later(
     spec: Any = SimpleNamespace(kept_file=tmp_path / "controller")
     monkeypatch.setattr(life, "RETRY_S", 0.02)
     process.spec, process._keeper = spec, Keeper(spec.kept_file)
-    process._leads = None
+    process._leads, process._weights = None, KeptWeights(tmp_path, {})
     monkeypatch.setattr(process, "_publish_soon", lambda: None)
     replace, full = Path.replace, [True] * 3
 

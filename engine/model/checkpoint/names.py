@@ -5,11 +5,12 @@ have others are recognised by them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.engine.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 Renames = tuple[tuple[str, str], ...]
 """Parts of a name and what they are in the checkpoint, replaced in order."""

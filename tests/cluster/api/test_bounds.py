@@ -231,6 +231,7 @@ def test_the_usage_of_many_prompts_is_counted_once_over() -> None:
     def choice(prompt: int, num_cached: int) -> Any:
         return SimpleNamespace(
             plan=Prompt(prompt),
+            weights=(),
             num_cached_tokens=num_cached,
             cached_by_source={"device": num_cached},
             num_tokens=2,

@@ -11,8 +11,9 @@ import pytest
 from msgspec import structs
 
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Role
-from kvrelay.lab.sim import run
+from kvrelay.lab.sim import client, inversion, run
 from kvrelay.lab.sim.faults import BrokenLink, FaultPlan
 from kvrelay.lab.sim.model import VOCAB_SIZE, Attention, generate
 from kvrelay.lab.sim.scenario import Scenario, draw_scenario
@@ -59,6 +60,8 @@ def test_a_link_is_avoided_while_it_is_broken_and_used_when_it_is_mended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run, "draw_scenario", lambda *_: scenario())
+    for module in (client, inversion):
+        monkeypatch.setattr(module, "class_of", lambda _: ServiceClass.DEFAULT)
     cluster = run.SimCluster(1, None)
     cluster.run()
     assert cluster.runtime.violations == []
