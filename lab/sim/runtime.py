@@ -44,6 +44,7 @@ from kvrelay.lab.sim.executor import POISON, SimAgent, SimExecutor, SimPool
 from kvrelay.lab.sim.faults import Faults
 from kvrelay.lab.sim.model import FULL, Attention
 from kvrelay.lab.virtual_time import VirtualTime
+from kvrelay.worker.node import Worker
 
 
 @dataclass(slots=True)
@@ -414,10 +415,10 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
             self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))
 
     def _finish_step(self, life: SimNode, duration_s: float, error: str | None) -> None:
-        worker: Any = life.node
-        pool = worker.core.kv.pool
-        if freed := [block for block in life.executor.written() if not pool.is_private(block)]:
-            self.violate("block freed while a step writes to it", f"{life.node_id}: {freed}")
+        if isinstance(worker := life.node, Worker):
+            is_private = worker.core.kv.pool.is_private
+            if freed := [block for block in life.executor.written() if not is_private(block)]:
+                self.violate("block freed while a step writes to it", f"{life.node_id}: {freed}")
         done: StepDone = life.executor.finish(duration_s, error)
         if life.executor.is_busy:
             self._run_step(life)
