@@ -67,6 +67,7 @@ def test_short_requests_of_others_go_out_beside_large_ones(num_large: int) -> No
     assert max(s.e2e_s or TIMEOUT_S for s in large) < TIMEOUT_S / 4
 
 
+@pytest.mark.long
 def test_a_large_one_is_served_beside_short_ones_that_keep_coming() -> None:
     """They have a third of each of two workers, and the large one needs nine tenths."""
     short = [TraceRequest(0.1 * n, 12 * BLOCK, 200, tenant="bc"[n % 2]) for n in range(NUM_STEADY)]
