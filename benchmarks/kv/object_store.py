@@ -64,6 +64,7 @@ def main() -> None:
         print(f"{len(store.objects)} objects in the bucket")
         print(f"{'store':10}{'cached':>8}{'ttft p50':>10}{'most':>8}{'silence':>9}{'altered':>9}")
         with served(store, Path(folder), "second") as url:
+            wait_until_listed(url, len(store.objects))
             for phase, (name, begin) in enumerate(PHASES.items()):
                 begin(store)
                 begun_at = time.monotonic()
@@ -101,6 +102,18 @@ def wait_until_settled(store: S3StandIn) -> None:
         assert time.monotonic() < deadline, f"objects are still written: {now}"
         before = now
         time.sleep(3.0)
+
+
+def wait_until_listed(url: str, num_objects: int) -> None:
+    """Until the new server knows of them."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        workers = httpx.get(f"{url}/status", timeout=WAIT_S).json()["workers"]
+        found = sum((each.get("counters") or {}).get("tier_found_object", 0) for each in workers)
+        if found >= num_objects:
+            return
+        assert time.monotonic() < deadline, f"{found:.0f} of {num_objects} objects were found"
+        time.sleep(0.2)
 
 
 def body(number: int, prompt: str, **more: Any) -> dict[str, Any]:
