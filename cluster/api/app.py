@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.cluster.api.access import AccessLog
 from kvrelay.cluster.api.anthropic.routes import MESSAGES, message_routes, refuse
+from kvrelay.cluster.api.batches.routes import BatchCalls
 from kvrelay.cluster.api.calls import client_request_id
 from kvrelay.cluster.api.console.routes import Console
 from kvrelay.cluster.api.context import ApiContext
@@ -107,12 +108,14 @@ class _RequestIds:
 
 def create_app(ctx: ApiContext) -> FastAPI:
     """The application that serves `ctx`. Has to run in the loop of `ctx.client`."""
-    console = Console(ctx)
+    console, batches = Console(ctx), BatchCalls(ctx)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         console.start()
+        batches.start(app.router.routes)
         yield
+        await batches.close()
         await console.close()
         ctx.close()
 
@@ -151,6 +154,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
         *(Route(f"{version}/rerank", rerank, methods=["POST"]) for version in ("/v1", "/v2", "")),
+        *batches.routes(),
         *message_routes(ctx),
         *response_routes(ctx),
         *token_routes(ctx),

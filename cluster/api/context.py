@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvrelay.cluster.api.access import AccessLog
 from kvrelay.cluster.api.adapters import Adapters
+from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.errors import overloaded, unknown_model
@@ -123,6 +124,7 @@ class ApiContext:
     token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    batches: BatchStore = field(default_factory=BatchStore)
     models: dict[str, ApiContext] = field(init=False, repr=False)
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
@@ -234,5 +236,6 @@ class ApiContext:
         for each in self.all:
             each.constraints.close()
         self.responses.close()
+        self.batches.close()
         for pool in (self._pool, self._pool_of_large):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -126,6 +126,16 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def disk_full() -> ApiError:
+    """507: the server's disk, or its quota, takes no more."""
+    return ApiError(
+        507,
+        "The server's disk takes no more: delete files, or ask its operator for room",
+        type="server_error",
+        code="insufficient_storage",
+    )
+
+
 def unauthorized(message: str) -> ApiError:
     """401: the caller is unknown."""
     return ApiError(401, message, code="invalid_api_key")

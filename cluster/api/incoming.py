@@ -43,7 +43,12 @@ SMALL_BODY_BYTES = 64 * 1024
 
 
 def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
-    """Raises `ApiError` (401). Nothing but the key counts, and the key is never shown."""
+    """Raises `ApiError` (401). Nothing but the key counts, and the key is never shown; a row of a
+    batch comes from within, with its tenant."""
+    known: Tenant | None = http.scope.get("state", {}).get("tenant")
+    if known is not None:
+        TENANT.set(known.name)
+        return known
     key = _key_of(http)
     if not key:
         tenant = ctx.tenants.find(None)

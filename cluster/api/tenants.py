@@ -116,6 +116,11 @@ class Tenants:
             raise ConfigError("there is no [[tenant]] left: restart to serve without keys")
         self.by_hash = others.by_hash
 
+    def named(self, name: str) -> Tenant | None:
+        """Finds a tenant by its name. None: there is none, or no longer."""
+        known = self.by_hash.values() if self.key_required else (ANONYMOUS,)
+        return next((tenant for tenant in known if tenant.name == name), None)
+
     def find(self, key: str | None) -> Tenant | None:
         """Whose `key` it is; None: unknown. Takes as long whatever the key is."""
         if not self.key_required:

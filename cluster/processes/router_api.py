@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
+import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
     from kvrelay.cluster.prepare import PlannedModel
 
+_log = logging.getLogger("kvrelay.api")
 SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
 
@@ -88,6 +91,17 @@ def _open_responses(config: Config) -> Any:
     from kvrelay.cluster.api.responses.store import FILE, ResponseStore
 
     return ResponseStore(config.sessions.state_path / FILE if config.sessions.durable else None)
+
+
+def _open_batches(config: Config) -> Any:
+    from kvrelay.cluster.api.batches.store import BatchStore
+
+    if config.sessions.durable:
+        try:
+            return BatchStore(config.sessions.state_path)
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("batches will be forgotten when the server stops: %s", error)
+    return BatchStore()
 
 
 def _open_adapters(config: Config) -> Any:
@@ -198,6 +212,7 @@ async def serve_api(
         tenants=access.tenants,
         retention_s=config.tiers.retention_s,
         responses=await asyncio.to_thread(_open_responses, config),
+        batches=await asyncio.to_thread(_open_batches, config),
         adapters=await asyncio.to_thread(_open_adapters, config),
         log=config.log,
     )

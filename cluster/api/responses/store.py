@@ -58,14 +58,14 @@ class ResponseStore:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-                self._connection = self._open(str(path))
+                self._connection = open_database(str(path), VERSION, _TABLE, _INDEX)
                 self.is_durable = True
                 return
             except (OSError, sqlite3.Error) as error:
                 log.warning(
                     "responses will be forgotten when the server stops: %s: %s", path, error
                 )
-        self._connection = self._open(":memory:")
+        self._connection = open_database(":memory:", VERSION, _TABLE, _INDEX)
 
     @property
     def max_bytes(self) -> int:
@@ -136,24 +136,26 @@ class ResponseStore:
         with self._lock:
             self._connection.close()
 
-    def _open(self, path: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-        try:
-            _write_ahead(connection)
-            connection.execute("PRAGMA synchronous = NORMAL")
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version > VERSION:
-                raise sqlite3.DatabaseError(
-                    f"version {version}, of a newer KVRelay; this one reads up to {VERSION}"
-                )
-            with connection:
-                connection.execute(_TABLE)
-                connection.execute(_INDEX)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+
+def open_database(path: str, version: int, *tables: str) -> sqlite3.Connection:
+    """Opens or makes one. tables: statements that make what is not there. Raises sqlite3.Error."""
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
+    try:
+        _write_ahead(connection)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found > version:
+            raise sqlite3.DatabaseError(
+                f"version {found}, of a newer KVRelay; this one reads up to {version}"
+            )
+        with connection:
+            for table in tables:
+                connection.execute(table)
+            connection.execute(f"PRAGMA user_version = {version}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:

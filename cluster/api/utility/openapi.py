@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvrelay.cluster.api.anthropic.schema import CountRequest, MessagesRequest
+from kvrelay.cluster.api.batches.routes import BatchRequest
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from kvrelay.cluster.api.openai.schema import (
@@ -63,6 +64,15 @@ CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
     "POST /v1/conversations/{id}/items": ("Add to its items", ItemsRequest),
     "GET /v1/conversations/{id}/items/{item}": ("One of its items", None),
     "DELETE /v1/conversations/{id}/items/{item}": ("Take an item out", None),
+    "POST /v1/files": ("Keep a file for batches, as a form in parts", None),
+    "GET /v1/files": ("Files that are kept", None),
+    "GET /v1/files/{id}": ("One of them", None),
+    "DELETE /v1/files/{id}": ("Delete it", None),
+    "GET /v1/files/{id}/content": ("Its bytes", None),
+    "POST /v1/batches": ("Run the requests of a file when there is time", BatchRequest),
+    "GET /v1/batches": ("Batches", None),
+    "GET /v1/batches/{id}": ("One of them", None),
+    "POST /v1/batches/{id}/cancel": ("End it before all has run", None),
     "POST /v1/messages": ("Answer Anthropic's messages", MessagesRequest),
     "POST /v1/messages/count_tokens": ("Tokens of a prompt", CountRequest),
     "GET /v1/models": ("The models that are served", None),

@@ -1,0 +1,1 @@
+"""Files, and batches of requests that run when the cluster has time."""

@@ -1,0 +1,302 @@
+"""Files and batches of tenants: one SQLite file, and a folder with the files' bytes.
+
+Life of a row: it has no result, so it is to be sent; then it has one, and is never sent again. When
+all have one, or the batch has ended otherwise, results become files and are deleted, in the
+transaction that ends the batch. So whoever dies at any moment leaves each row in one of the two.
+Several processes may share both: one holds the lease of a batch and runs it. All calls block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cluster.api.responses.store import open_database
+
+FILE = "batches.db"
+FOLDER = "files"
+VERSION = 1
+KEEP_S = 30 * 86_400.0  # files, and batches that have ended
+DRAFT_KEEP_S = 86_400.0  # what a process that was killed was writing
+MAX_FILES = 1000  # a tenant's
+MAX_BATCHES = 1000  # a tenant's that have not ended
+_PAGE = 8  # results that are in memory at once
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS files (tenant TEXT, id TEXT PRIMARY KEY, expires_at REAL,"
+    " num_bytes INTEGER, record TEXT)",
+    "CREATE TABLE IF NOT EXISTS batches (tenant TEXT, id TEXT PRIMARY KEY, is_over INTEGER,"
+    " keep_until REAL, owner TEXT, lease_until REAL, record TEXT)",
+    "CREATE TABLE IF NOT EXISTS results (batch TEXT, row INTEGER, is_error INTEGER, line BLOB,"
+    " input INTEGER, cached INTEGER, output INTEGER, reasoning INTEGER, PRIMARY KEY (batch, row))",
+)
+Record = dict[str, Any]
+
+
+class Full(Exception):
+    """A tenant has all that it may have; the text says of what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The one of a row. line: as it stands in the file of outputs, or of errors."""
+
+    row: int  # its line in the input, from 1
+    is_error: bool
+    line: bytes
+    tokens: tuple[int, int, int, int] = (0, 0, 0, 0)  # input, cached of them, output, reasoning
+
+
+class BatchStore:
+    """Owned by the API. May be called from any thread."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: the state directory; None: all is forgotten when the server stops."""
+        self._lock = threading.Lock()
+        self._temporary = None if folder else Path(tempfile.mkdtemp(prefix="kvrelay-files-"))
+        folder = folder or self._temporary
+        assert folder is not None
+        self._folder = folder / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / FILE
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._connection = open_database(str(path), VERSION, *_TABLES)
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """One step for all that share the file; what is raised within changes nothing."""
+        with self._lock, self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+
+    def _read(self, query: str, *values: Any) -> list[Any]:
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
+
+    # Files.
+
+    def path(self, name: str) -> Path:
+        return self._folder / name
+
+    def draft(self) -> Path:
+        """Where a file is written before it is one."""
+        return self._folder / f".{secrets.token_hex(16)}"
+
+    def add_file(self, tenant: str, record: Record, draft: Path, max_bytes: int) -> None:
+        """max_bytes: of all files of the tenant. Raises Full."""
+        with self._change() as connection:
+            query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?"
+            count, size = connection.execute(query, (tenant,)).fetchone()
+            if count >= MAX_FILES:
+                raise Full(f"{count} files, which is the limit: delete some")
+            if size + record["bytes"] > max_bytes:
+                raise Full(f"files of {size} bytes, and may have {max_bytes}: delete some")
+            self._put_file(connection, tenant, record, draft)
+
+    def _put_file(
+        self, connection: sqlite3.Connection, tenant: str, record: Record, draft: Path
+    ) -> None:
+        os.replace(draft, self.path(record["id"]))
+        values = tenant, record["id"], record["expires_at"], record["bytes"], json.dumps(record)
+        connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", values)
+
+    def files(self, tenant: str) -> list[Record]:
+        """Returns the tenant's, the oldest first."""
+        query = "SELECT record FROM files WHERE tenant = ? ORDER BY rowid"
+        return [json.loads(record) for (record,) in self._read(query, tenant)]
+
+    def file(self, tenant: str, name: str) -> Record | None:
+        query = "SELECT record FROM files WHERE tenant = ? AND id = ?"
+        found = self._read(query, tenant, name)
+        return json.loads(found[0][0]) if found else None
+
+    def delete_file(self, tenant: str, name: str) -> None:
+        """Raises Full where a batch that has not ended reads it."""
+        with self._change() as connection:
+            query = "SELECT record FROM batches WHERE tenant = ? AND NOT is_over"
+            for (record,) in connection.execute(query, (tenant,)):
+                if json.loads(record)["input_file_id"] == name:
+                    raise Full(json.loads(record)["id"])
+            query = "DELETE FROM files WHERE tenant = ? AND id = ?"
+            if connection.execute(query, (tenant, name)).rowcount:
+                self.path(name).unlink(missing_ok=True)
+
+    # Batches.
+
+    def add_batch(self, tenant: str, record: Record) -> None:
+        """Keeps a new one. Raises Full where there are too many."""
+        with self._change() as connection:
+            query = "SELECT COUNT(*) FROM batches WHERE tenant = ? AND NOT is_over"
+            (count,) = connection.execute(query, (tenant,)).fetchone()
+            if count >= MAX_BATCHES:
+                raise Full(f"{count} batches that have not ended, which is the limit")
+            keep_until = record["expires_at"] + KEEP_S
+            values = tenant, record["id"], 0, keep_until, "", 0.0, json.dumps(record)
+            connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+
+    def batches(self, tenant: str) -> list[Record]:
+        """Returns the tenant's, the oldest first."""
+        query = "SELECT record FROM batches WHERE tenant = ? ORDER BY rowid"
+        return [self._counted(json.loads(record)) for (record,) in self._read(query, tenant)]
+
+    def batch(self, tenant: str, name: str) -> Record | None:
+        query = "SELECT record FROM batches WHERE tenant = ? AND id = ?"
+        found = self._read(query, tenant, name)
+        return self._counted(json.loads(found[0][0])) if found else None
+
+    def change_batch(self, name: str, change: Callable[[Record], Record]) -> Record | None:
+        """What `change` makes of a batch that has not ended. None: it has, or is not there."""
+        with self._change() as connection:
+            query = "SELECT record FROM batches WHERE id = ? AND NOT is_over"
+            found = connection.execute(query, (name,)).fetchone()
+            if found is None:
+                return None
+            record = change(json.loads(found[0]))
+            query = "UPDATE batches SET record = ? WHERE id = ?"
+            connection.execute(query, (json.dumps(record), name))
+        return record
+
+    def claim(
+        self, owner: str, now: float, until: float, busy: Collection[str]
+    ) -> tuple[str, Record] | None:
+        """The oldest batch that nobody runs, and whose it is: now it is `owner`'s. busy: tenants
+        whose batches wait."""
+        with self._change() as connection:
+            query = (
+                "SELECT tenant, id, record FROM batches WHERE NOT is_over AND lease_until < ?"
+                " ORDER BY rowid"
+            )
+            for tenant, name, record in connection.execute(query, (now,)):
+                if tenant not in busy:
+                    query = "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?"
+                    connection.execute(query, (owner, until, name))
+                    return tenant, json.loads(record)
+        return None
+
+    def renew(self, owner: str, until: float, names: Collection[str]) -> dict[str, Record]:
+        """names: of batches that run. Returns all that are still the owner's."""
+        with self._change() as connection:
+            query = "UPDATE batches SET lease_until = ? WHERE owner = ? AND id = ? AND NOT is_over"
+            connection.executemany(query, [(until, owner, name) for name in names])
+            query = "SELECT id, record FROM batches WHERE owner = ? AND NOT is_over"
+            found = connection.execute(query, (owner,)).fetchall()
+        return {name: json.loads(record) for name, record in found}
+
+    def release(self, owner: str) -> None:
+        with self._change() as connection:
+            query = "UPDATE batches SET owner = '', lease_until = 0 WHERE owner = ?"
+            connection.execute(query, (owner,))
+
+    # Results.
+
+    def put_results(self, batch: str, results: Collection[Result]) -> None:
+        """The first one of a row counts; after the batch's end none."""
+        query = (
+            "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ?, ?, ?, ?, ? WHERE EXISTS"
+            " (SELECT 1 FROM batches WHERE id = ? AND NOT is_over)"
+        )
+        rows = [(batch, r.row, r.is_error, r.line, *r.tokens, batch) for r in results]
+        with self._change() as connection:
+            connection.executemany(query, rows)
+
+    def rows_done(self, batch: str) -> set[int]:
+        return {row for (row,) in self._read("SELECT row FROM results WHERE batch = ?", batch)}
+
+    def write_results(self, batch: str, is_error: bool) -> Path | None:
+        """A draft with a line for each, in the order of the input. None: there is none."""
+        draft, row, has_any = self.draft(), 0, False
+        query = (
+            "SELECT row, line FROM results WHERE batch = ? AND is_error = ? AND row > ?"
+            f" ORDER BY row LIMIT {_PAGE}"
+        )
+        try:
+            with open(draft, "xb", opener=private_file) as file:
+                while page := self._read(query, batch, is_error, row):
+                    file.writelines(line + b"\n" for _, line in page)
+                    row, has_any = page[-1][0], True
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        if not has_any:
+            draft.unlink()
+            return None
+        return draft
+
+    def finish(
+        self, owner: str, tenant: str, record: Record, files: Mapping[Path, Record]
+    ) -> Record | None:
+        """Ends a batch with the files of its results. None: it is not the owner's any more."""
+        with self._change() as connection:
+            query = "SELECT 1 FROM batches WHERE id = ? AND owner = ? AND NOT is_over"
+            if connection.execute(query, (record["id"], owner)).fetchone() is None:
+                return None
+            record = self._with_counts(connection, record)
+            for draft, file in files.items():
+                self._put_file(connection, tenant, file, draft)
+            query = "UPDATE batches SET is_over = 1, owner = '', record = ? WHERE id = ?"
+            connection.execute(query, (json.dumps(record), record["id"]))
+            connection.execute("DELETE FROM results WHERE batch = ?", (record["id"],))
+        return record
+
+    def _counted(self, record: Record) -> Record:
+        with self._lock:
+            return self._with_counts(self._connection, record)
+
+    def _with_counts(self, connection: sqlite3.Connection, record: Record) -> Record:
+        """With what the results say, while they are there."""
+        query = (
+            "SELECT COUNT(*), SUM(is_error), SUM(input), SUM(cached), SUM(output), SUM(reasoning)"
+            " FROM results WHERE batch = ?"
+        )
+        found = connection.execute(query, (record["id"],)).fetchone()
+        if not found[0]:
+            return record
+        count, failed, asked, cached, made, reasoning = found
+        counts = record["request_counts"] | {"completed": count - failed, "failed": failed}
+        usage = {
+            "input_tokens": asked,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": asked + made,
+        }
+        return record | {"request_counts": counts, "usage": usage}
+
+    def sweep(self, now: float) -> None:
+        """Deletes what has been kept long enough; no file that a batch is to read."""
+        query = (
+            "SELECT id FROM files WHERE expires_at < ? AND NOT EXISTS (SELECT 1 FROM batches"
+            " WHERE NOT is_over AND json_extract(record, '$.input_file_id') = files.id)"
+        )
+        with self._change() as connection:
+            gone = [name for (name,) in connection.execute(query, (now,))]
+            connection.executemany("DELETE FROM files WHERE id = ?", [(name,) for name in gone])
+            connection.execute("DELETE FROM batches WHERE is_over AND keep_until < ?", (now,))
+        for name in gone:
+            self.path(name).unlink(missing_ok=True)
+        for draft in self._folder.glob(".*"):
+            if draft.stat().st_mtime < time.time() - DRAFT_KEEP_S:
+                draft.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def private_file(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

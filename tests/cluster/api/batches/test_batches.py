@@ -1,0 +1,216 @@
+"""Files and batches as OpenAI's SDK knows them, over the real application."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvrelay.cluster.api.batches.store import BatchStore
+from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
+from kvrelay.engine.request import Refusal
+from kvrelay.router.messages import Failed
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve, wait_until
+
+CHAT = "/v1/chat/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def line(name: str, url: str = CHAT, method: str = "POST", **body: Any) -> str:
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": f"Hi {name}"}]} | body
+    return json.dumps({"custom_id": name, "method": method, "url": url, "body": asked})
+
+
+def lines(count: int) -> str:
+    return "\n".join(line(f"row-{i}") for i in range(count))
+
+
+@pytest.fixture
+def running(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Served]:
+    settings = ApiSettings(max_body_bytes=64 * 1024, max_file_bytes=256 * 1024)
+    with serve(tokenizer, settings, context={"batches": BatchStore(tmp_path)}) as served:
+        yield served
+
+
+def begin(client: openai.OpenAI, text: str, endpoint: Any = CHAT) -> Any:
+    file = client.files.create(file=("rows.jsonl", text.encode()), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+    )
+
+
+def ended(client: openai.OpenAI, batch: Any) -> Any:
+    wait_until(lambda: client.batches.retrieve(batch.id).status in ENDED, 60)
+    return client.batches.retrieve(batch.id)
+
+
+def rows(client: openai.OpenAI, name: str | None) -> list[Any]:
+    return (
+        [json.loads(each) for each in client.files.content(name).text.splitlines()] if name else []
+    )
+
+
+def test_a_file_lives_as_the_sdk_knows_it(running: Served) -> None:
+    client, data = running.openai(), b"\r\n--\r\n" * 20_000 + "Zürich".encode()
+    made = client.files.create(file=("a/b c.jsonl", data), purpose="batch")
+    assert (made.filename, made.bytes, made.status) == ("b c.jsonl", len(data), "processed")
+    assert client.files.retrieve(made.id) == made
+    assert [each.id for each in client.files.list(purpose="batch")] == [made.id]
+    assert client.files.content(made.id).content == data
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(made.id)
+
+
+def test_a_batch_runs_in_the_lowest_class_and_gives_each_row_once(running: Served) -> None:
+    client = running.openai()
+    batch = begin(client, lines(40) + "\n" + line("bad", max_tokens=-1, service_tier="priority"))
+    done = ended(client, batch)
+    assert (done.status, done.metadata) == ("completed", {"a": "b"})
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (41, 40, 1)
+    answers, errors = rows(client, done.output_file_id), rows(client, done.error_file_id)
+    assert [each["custom_id"] for each in answers] == [f"row-{i}" for i in range(40)]
+    bodies = [each["response"]["body"] for each in answers]
+    assert {body["choices"][0]["message"]["content"] for body in bodies} == {ANSWER}
+    assert {body["created"] for body in bodies} == {done.in_progress_at}
+    assert done.usage.total_tokens == sum(body["usage"]["total_tokens"] for body in bodies)
+    (error,) = errors
+    assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
+    assert "max_tokens" in error["response"]["body"]["error"]["message"]
+    assert {submit.priority for submit in running.router.submits} == {50}
+    assert len({submit.sampling.seed for submit in running.router.submits}) == 40
+    assert [each.id for each in client.batches.list()] == [batch.id]
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/embeddings", {"input": "Hi"}),
+    ],
+)
+def test_other_endpoints_serve_rows_too(running: Served, url: str, body: Any) -> None:
+    client = running.openai()
+    text = json.dumps(
+        {"custom_id": "a", "method": "POST", "url": url, "body": {"model": MODEL} | body}
+    )
+    done = ended(client, begin(client, text, url))
+    assert done.request_counts.completed == 1, rows(client, done.error_file_id)
+    assert done.usage.input_tokens > 0
+
+
+def test_all_lines_are_checked_before_any_runs(running: Served) -> None:
+    client = running.openai()
+    wrong = [
+        line("a"),
+        line("a"),
+        "",
+        "{",
+        line("b", url="/v1/completions"),
+        line("c", method="GET"),
+        line("d", model="other"),
+        line("e", stream=True),
+        '{"custom_id": "f", "method": "POST", "url": "/v1/chat/completions"}',
+        line(""),
+        line("g", filler="x" * 70_000),
+    ]
+    done = ended(client, begin(client, "\n".join(wrong)))
+    assert (done.status, running.router.submits) == ("failed", [])
+    assert [(each.line, each.code) for each in done.errors.data] == [
+        (2, "duplicate_custom_id"),
+        (4, "invalid_json_line"),
+        (5, "mismatched_url"),
+        (6, "invalid_method"),
+        (7, "model_not_found"),
+        (8, "unsupported_parameter"),
+        (9, "invalid_json_line"),
+        (10, "invalid_custom_id"),
+        (11, "request_too_large"),
+    ]
+    (empty,) = ended(client, begin(client, "\n\n")).errors.data
+    assert empty.code == "empty_file"
+
+
+def test_a_batch_is_cancelled_and_keeps_what_it_has(running: Served) -> None:
+    client = running.openai()
+    slow = [*running.ctx.tokenizer.encode(" word") * 400]
+    quick = running.ctx.tokenizer.encode(ANSWER)
+    running.router.delay_s = 0.1
+    sent = running.router.submits
+    running.router.answer = lambda submit: slow if sent.index(submit) >= 5 else quick[:2]
+    batch = begin(client, lines(30))
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 5)
+    with pytest.raises(openai.ConflictError, match="cancel it first"):
+        client.files.delete(batch.input_file_id)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    done = ended(client, batch)
+    assert (done.status, done.request_counts.completed) == ("cancelled", 5)
+    answers, errors = rows(client, done.output_file_id), rows(client, done.error_file_id)
+    names = [each["custom_id"] for each in answers + errors]
+    assert sorted(names) == sorted(f"row-{i}" for i in range(30))
+    assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+    with pytest.raises(openai.ConflictError, match="failed"):
+        client.batches.cancel(ended(client, begin(client, "{")).id)
+
+
+def test_a_row_that_finds_no_room_is_sent_again(running: Served) -> None:
+    client = running.openai()
+    running.router.refuse = Failed("", Refusal.QUEUE_FULL, "full", 0.1)
+    batch = begin(client, lines(3))
+    wait_until(lambda: len(running.router.submits) >= 3)
+    running.router.refuse = None
+    done = ended(client, batch)
+    assert (done.status, done.request_counts.completed) == ("completed", 3)
+
+
+def test_what_cannot_be_is_said(running: Served) -> None:
+    client = running.openai()
+    with pytest.raises(openai.APIStatusError, match="limit of 262144 bytes") as large:
+        client.files.create(file=("a", b"x" * 300_000), purpose="batch")
+    assert large.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="fine-tune"):
+        client.files.create(file=("a", b"x"), purpose="fine-tune")
+    with pytest.raises(openai.NotFoundError, match="file-none"):
+        client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
+    assert client.files.list().data == []
+    folder = running.ctx.batches.path("x").parent
+    assert list(folder.iterdir()) == []
+    assert running.http.post("/v1/files", json={}).status_code == 415
+
+
+def test_tenants_do_not_see_each_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tenants = Tenants.of([TenantEntry("red", ("r",)), TenantEntry("blue", ("b",))], b"secret")
+    context = {"tenants": tenants, "batches": BatchStore(tmp_path)}
+    settings = ApiSettings(max_tenant_file_bytes=2000)
+    with serve(tokenizer, settings, context=context) as served:
+        red, blue = (
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) for key in "rb"
+        )
+        done = ended(red, begin(red, lines(2)))
+        assert done.request_counts.completed == 2
+        assert {submit.tenant for submit in served.router.submits} == {"red"}
+        assert (blue.batches.list().data, blue.files.list().data) == ([], [])
+        for call in (
+            lambda: blue.batches.retrieve(done.id),
+            lambda: blue.batches.cancel(done.id),
+            lambda: blue.files.retrieve(done.output_file_id),
+            lambda: blue.files.content(done.input_file_id),
+            lambda: blue.files.delete(done.input_file_id),
+            lambda: blue.batches.create(
+                input_file_id=done.input_file_id, endpoint=CHAT, completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+        with pytest.raises(openai.PermissionDeniedError, match="delete some"):
+            red.files.create(file=("a", b"x" * 1900), purpose="batch")
+        blue.files.create(file=("a", b"x" * 1900), purpose="batch")

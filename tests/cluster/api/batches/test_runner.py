@@ -1,0 +1,291 @@
+"""What becomes of a batch when processes die, clocks run and disks are full."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvrelay.cluster.api.batches import runner as module
+from kvrelay.cluster.api.batches.rows import ENDPOINTS
+from kvrelay.cluster.api.batches.runner import LEASE_S, Runner, Window
+from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore, Result
+from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.tenants import Tenants
+
+CHAT = ENDPOINTS[0]
+
+
+class Endpoint:
+    """Answers with what it was asked, as often as it is let."""
+
+    def __init__(self, most: int = 1 << 30) -> None:
+        self.bodies: list[Any] = []
+        self.most = most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        asked = json.loads((await receive())["body"])
+        if len(self.bodies) >= self.most:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
+        self.bodies.append(asked)
+        answer = {"id": scope["state"]["request_id"], "created": time.time_ns(), "asked": asked}
+        body = json.dumps(answer | {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body.encode()})
+
+
+def make_runner(store: BatchStore, endpoint: Any, clock: Callable[[], float] = time.time) -> Runner:
+    ctx: Any = SimpleNamespace(
+        settings=ApiSettings(),
+        batches=store,
+        tenants=Tenants(),
+        live=SimpleNamespace(num_taken=0, limit=100),
+        status=lambda: SimpleNamespace(num_queued=0),
+        is_draining=lambda: False,
+        chosen=lambda model, tenant: None,
+    )
+    return Runner(ctx, {CHAT: endpoint}, clock)
+
+
+def add_batch(store: BatchStore, count: int, now: float = 0.0, name: str = "batch_a") -> None:
+    draft = store.draft()
+    rows = (
+        {"custom_id": f"r{i}", "method": "POST", "url": CHAT, "body": {"i": i}}
+        for i in range(count)
+    )
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = {"id": f"file-{name}", "bytes": 1, "expires_at": now + KEEP_S, "purpose": "batch"}
+    store.add_file("", file, draft, 1 << 30)
+    record = {"id": name, "input_file_id": file["id"], "endpoint": CHAT, "status": "validating"}
+    record |= {"errors": None, "created_at": now, "expires_at": now + 86_400}
+    record |= {"finalizing_at": None, "request_counts": {"total": 0, "completed": 0, "failed": 0}}
+    store.add_batch("", record)
+
+
+async def until(condition: Callable[[], Any], tick: Callable[[], Any] | None = None) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not become true"
+        if tick is not None:
+            await tick()
+        await asyncio.sleep(0.01)
+
+
+def status(store: BatchStore, name: str = "batch_a") -> str:
+    found = store.batch("", name)
+    assert found is not None
+    return str(found["status"])
+
+
+def results(store: BatchStore, kind: str) -> list[Any]:
+    record = store.batch("", "batch_a")
+    assert record is not None
+    name = record.get(f"{kind}_file_id")
+    return [json.loads(line) for line in store.path(name).read_bytes().splitlines()] if name else []
+
+
+def run_all(store: BatchStore, endpoint: Any) -> None:
+    async def run() -> None:
+        runner = make_runner(store, endpoint)
+        await until(lambda: status(store) in ("completed", "expired"), runner.tick)
+        await runner.close()
+
+    asyncio.run(run())
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from tests.cluster.api.batches.test_runner import *
+async def run():
+    store = BatchStore(Path(sys.argv[1]))
+    runner = make_runner(store, Endpoint(int(sys.argv[2])))
+    while True:
+        await runner.tick()
+        print(len(store.rows_done("batch_a")), flush=True)
+        await asyncio.sleep(0.01)
+asyncio.run(run())
+"""
+
+
+def test_each_row_has_one_answer_whoever_is_killed(tmp_path: Path) -> None:
+    """Killed twice in the middle, with rows under way: the files are as without it."""
+    undisturbed, store = BatchStore(tmp_path / "a"), BatchStore(tmp_path / "b")
+    for each in (undisturbed, store):
+        add_batch(each, 60, time.time())
+    for answers, least in ((5, 5), (20, 25)):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "b"), str(answers)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert any(int(line) >= least for line in process.stdout)
+            process.send_signal(signal.SIGKILL)
+        store._connection.execute("UPDATE batches SET lease_until = 0")
+        store._connection.commit()
+    sent = Endpoint()
+    run_all(store, sent)
+    run_all(undisturbed, Endpoint())
+    assert len(sent.bodies) == 35
+    found, expected = results(store, "output"), results(undisturbed, "output")
+    assert [each["custom_id"] for each in found] == [f"r{i}" for i in range(60)]
+    for each in (*found, *expected):  # the second at which they began
+        del each["response"]["body"]["created"]
+    assert found == expected
+    assert list(store.path("x").parent.glob(".*")) == []
+
+
+def test_another_process_takes_a_batch_over_when_its_lease_ends(tmp_path: Path) -> None:
+    now = [1000.0]
+
+    async def run() -> None:
+        add_batch(store, 10, now[0])
+        first = make_runner(store, Endpoint(3), lambda: now[0])
+        second = make_runner(store, Endpoint(), lambda: now[0])
+        await until(lambda: len(store.rows_done("batch_a")) == 3, first.tick)
+        await second.tick()
+        assert not second._runs
+        now[0] += LEASE_S + 1
+        await until(lambda: status(store) == "completed", second.tick)
+        await first.tick()  # it sees that the batch is not its own, and ends its rows
+        await until(lambda: all(task.done() for _, task in first._runs.values()))
+        assert len(results(store, "output")) == 10
+        await first.close()
+        await second.close()
+
+    store = BatchStore(tmp_path)
+    asyncio.run(run())
+
+
+def test_a_batch_expires_and_keeps_what_it_has(tmp_path: Path) -> None:
+    now = [1000.0]
+
+    async def run() -> None:
+        add_batch(store, 10, now[0])
+        runner = make_runner(store, Endpoint(3), lambda: now[0])
+        await until(lambda: len(store.rows_done("batch_a")) == 3, runner.tick)
+        now[0] += 86_399
+        await runner.tick()
+        assert status(store) == "in_progress"
+        now[0] += 1
+        await until(lambda: status(store) == "expired", runner.tick)
+        assert len(results(store, "output")) == 3
+        errors = results(store, "error")
+        assert [each["error"]["code"] for each in errors] == ["batch_expired"] * 7
+        now[0] += KEEP_S + 86_400
+        await runner.tick()
+        assert (store.batches(""), store.files("")) == ([], [])
+        assert list(store.path("x").parent.iterdir()) == []
+        await runner.close()
+
+    store = BatchStore(tmp_path)
+    asyncio.run(run())
+
+
+def test_a_full_disk_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where a result nor where a file cannot be written."""
+    monkeypatch.setattr(module, "DISK_RETRY_S", 0.01)
+    store, put, write = BatchStore(tmp_path), BatchStore.put_results, BatchStore.write_results
+    failures = iter([*range(8)])
+
+    def failing(call: Any, error: BaseException) -> Any:
+        def instead(*args: Any) -> Any:
+            if next(failures, None) in (1, 2, 5, 7):
+                raise error
+            return call(*args)
+
+        return instead
+
+    full = sqlite3.OperationalError("database or disk is full")
+    monkeypatch.setattr(BatchStore, "put_results", failing(put, full))
+    monkeypatch.setattr(
+        BatchStore, "write_results", failing(write, OSError(errno.ENOSPC, "No space left"))
+    )
+    add_batch(store, 3, time.time())
+    endpoint = Endpoint()
+    run_all(store, endpoint)
+    assert len(endpoint.bodies) == 3
+    assert next(failures, None) is None
+    assert [each["custom_id"] for each in results(store, "output")] == ["r0", "r1", "r2"]
+
+
+def test_the_first_result_of_a_row_counts_and_none_after_the_end(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    add_batch(store, 1, time.time())
+    store.put_results("batch_a", [Result(1, False, b"one")])
+    store.put_results("batch_a", [Result(1, True, b"two")])
+    draft = store.write_results("batch_a", False)
+    assert draft is not None
+    assert draft.read_bytes() == b"one\n"
+    record = store.batch("", "batch_a")
+    assert record is not None
+    assert store.finish("another", "", record, {}) is None
+    assert store.claim("me", 1.0, 2.0, ()) is not None
+    assert store.finish("me", "", record, {}) is not None
+    store.put_results("batch_a", [Result(2, False, b"late")])
+    assert store.rows_done("batch_a") == set()
+
+
+def test_rows_give_way(tmp_path: Path) -> None:
+    window = Window(6)
+    assert window.is_open
+    window.is_crowded = True
+    assert not window.is_open
+    window.is_crowded, window.num_running = False, 4
+    assert not window.is_open
+    for _ in range(9):
+        window.answered()
+    assert (window.size, window.is_open) == (6.0, True)
+    for _ in range(9):
+        window.refused()
+    assert window.size == 1.0
+
+    async def run() -> None:
+        store = BatchStore(tmp_path)
+        add_batch(store, 5, time.time())
+        endpoint = Endpoint()
+        runner = make_runner(store, endpoint)
+        waiting = [3]
+        runner.ctx.status = lambda: SimpleNamespace(num_queued=waiting[0])  # type: ignore
+        await runner.tick()
+        await until(lambda: status(store) == "in_progress", runner.tick)
+        for _ in range(5):
+            await runner.tick()
+        assert endpoint.bodies == []
+        waiting[0] = 0
+        await until(lambda: status(store) == "completed", runner.tick)
+        await runner.close()
+
+    asyncio.run(run())
+
+
+def test_each_batch_has_one_owner_whoever_asks_at_once(tmp_path: Path) -> None:
+    stores = [BatchStore(tmp_path) for _ in range(3)]
+    for i in range(20):
+        add_batch(stores[0], 1, time.time(), f"batch_{i}")
+    found: list[str] = []
+
+    def claim(store: BatchStore, owner: str) -> None:
+        while (claimed := store.claim(owner, 1.0, 2.0, ())) is not None:
+            found.append(claimed[1]["id"])
+
+    threads = [
+        threading.Thread(target=claim, args=(store, str(i))) for i, store in enumerate(stores)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == sorted(f"batch_{i}" for i in range(20))
