@@ -40,6 +40,7 @@ from kvrelay.engine.logs import REQUEST
 POLL_S = 1.0
 LEASE_S = 20.0
 SWEEP_S = 3600.0
+LOG_S = 60.0  # between two reports of what keeps batches from running
 MAX_RUNNING = 8  # batches of one process, each of another tenant
 MAX_TRIES = 3  # before a failure is final that has other causes than want of room
 RETRY_S = 2.0
@@ -93,7 +94,7 @@ class Runner:
         self._wake = asyncio.Event()
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._next_sweep = 0.0
+        self._next_sweep, self._logged_at = 0.0, float("-inf")
 
     @property
     def store(self) -> BatchStore:
@@ -126,7 +127,9 @@ class Runner:
             try:
                 await self.tick()
             except Exception:  # such as a full disk: the next time may go better
-                _log.exception("batches wait")
+                if self._logged_at + LOG_S <= time.monotonic():
+                    self._logged_at = time.monotonic()
+                    _log.exception("batches wait")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_S)
             self._wake.clear()
@@ -137,7 +140,7 @@ class Runner:
         if now >= self._next_sweep:
             await asyncio.to_thread(self.store.sweep, now)
             self._next_sweep = now + SWEEP_S
-        self.window.is_crowded = self._is_crowded()
+        self.window.is_crowded = not self._runs or self._is_crowded()
         for name in [name for name, (_, task) in self._runs.items() if task.done()]:
             del self._runs[name]
         if self._runs:
@@ -154,6 +157,8 @@ class Runner:
             run = BatchRun(self, *found)
             run.look(run.record, now)
             self._runs[run.name] = run, asyncio.create_task(run.run())
+        if self._runs:
+            self.window.is_crowded = self._is_crowded()
 
     def _is_crowded(self) -> bool:
         """Whether requests of others wait."""
