@@ -1,8 +1,8 @@
-"""What n-gram draft tokens gain: two workers in turns, one with them and one without.
+"""What draft tokens gain: workers in turns, one without them, one with n-grams, one with a drafter.
 
-`python -m benchmarks.engine.speculation`: answers to requests whose texts repeat themselves much
-(code that is edited, data in another form) and little (a story), one request at a time and several
-at once. The tokens of both workers have to be the same, or it ends with 1.
+`python -m benchmarks.engine.speculation [--drafter HEAD]`: answers to requests whose texts repeat
+themselves much (code that is edited, data in another form) and little (a story), one request at a
+time and several at once. The tokens of all workers have to be the same, or it ends with 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvrelay.lab.bench.engine import Generated, LoneWorker
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16
 DRAFTS = 7
-WITHOUT, WITH = "one by one", f"{DRAFTS} drafts"
+WITHOUT, NGRAMS, HEAD = "without", "n-grams", "drafter"
 PEOPLE = "Ann, 31, Oslo\nBob, 45, Rome\nCid, 28, Bonn\nDan, 39, Lyon\nEve, 52, Kyiv\nFay, 23, Bern"
 
 
@@ -72,21 +72,24 @@ class Took:
         )
 
 
-class Pair:
-    """The two workers. Owned by a measurement, from `with` to its end."""
+class Workers:
+    """Owned by a measurement, from `with` to its end."""
 
-    def __init__(self, model: str, quantization: str, most: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: str, quantization: str, drafter: str, most: int, max_tokens: int
+    ) -> None:
         self._stack = ExitStack()
         self.workers: dict[str, LoneWorker] = {}
         threads = len(os.sched_getaffinity(0))
-        for name, drafts in ((WITHOUT, 0), (WITH, DRAFTS)):
+        for name in (WITHOUT, NGRAMS, HEAD)[: 3 if drafter else 2]:
             overrides = {
                 "model.name": model,
                 "model.quantization": quantization,
                 "model.device": "cpu",
                 "engine.block_size": BLOCK_SIZE,
                 "engine.num_blocks": most * (2_000 + max_tokens) // BLOCK_SIZE,
-                "engine.num_speculative_tokens": drafts,
+                "engine.num_speculative_tokens": DRAFTS if name != WITHOUT else 0,
+                "engine.drafter": drafter if name == HEAD else "",
                 "engine.threads": threads,
             }
             config = load_config(None, overrides)
@@ -94,7 +97,7 @@ class Pair:
             self.tokenizer = Tokenizer(ready.path)
             self.workers[name] = self._stack.enter_context(LoneWorker(config, ready))
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,21 +124,26 @@ class Pair:
                 answers = self.workers[name].generate(prompts, sampling)
                 said[name] = [answer.tokens for answer in answers]
                 took[name] += [Took.of(answers)] * (turn > 0)
-        drafts, held = (after - b for after, b in zip(self._drafts(), before, strict=True))
-        same = said[WITHOUT] == said[WITH]
-        return Row(sum(map(len, prompts)), took, drafts / (rounds + 1), held / max(1, drafts), same)
+        drafts = {}
+        for name, (computed, accepted) in self._drafts().items():
+            count = computed - before[name][0]
+            drafts[name] = count / (rounds + 1), (accepted - before[name][1]) / max(1, count)
+        same = all(each == said[WITHOUT] for each in said.values())
+        return Row(sum(map(len, prompts)), took, drafts, same)
 
-    def _drafts(self) -> tuple[float, float]:
-        counters = self.workers[WITH].node.core.counters
-        return counters.get("draft_tokens", 0), counters.get("draft_tokens_accepted", 0)
+    def _drafts(self) -> dict[str, tuple[float, float]]:
+        counters = {name: each.node.core.counters for name, each in self.workers.items()}
+        return {
+            name: (each.get("draft_tokens", 0), each.get("draft_tokens_accepted", 0))
+            for name, each in counters.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     num_prompt_tokens: int
     took: dict[str, list[Took]]
-    drafts: float  # tokens that were computed, in each round
-    held: float  # the part of them that held
+    drafts: dict[str, tuple[float, float]]  # how many in each round, and the share accepted
     same: bool
 
     def found(self) -> dict[str, Any]:
@@ -144,20 +152,26 @@ class Row:
         each = {n: statistics.median(t.token_s for t in took) for n, took in self.took.items()}
         return {
             "prompt_tokens": self.num_prompt_tokens,
-            "output_tokens": self.took[WITH][0].num_tokens,
-            "tokens_per_s": {name: round(value, 1) for name, value in rate.items()},
-            "ms_per_token": {name: round(1e3 * value, 2) for name, value in each.items()},
-            "throughput_ratio": round(rate[WITH] / rate[WITHOUT], 2),
-            "latency_ratio": round(each[WITHOUT] / each[WITH], 2),
-            "drafts_fed": round(self.drafts),
-            "drafts_held": round(self.held, 2),
+            "output_tokens": self.took[WITHOUT][0].num_tokens,
             "same_tokens": self.same,
+            "workers": {
+                name: {
+                    "tokens_per_s": round(rate[name], 1),
+                    "ms_per_token": round(1e3 * each[name], 2),
+                    "throughput_ratio": round(rate[name] / rate[WITHOUT], 2),
+                    "latency_ratio": round(each[WITHOUT] / each[name], 2),
+                    "drafts_fed": round(self.drafts[name][0]),
+                    "drafts_held": round(self.drafts[name][1], 2),
+                }
+                for name in self.took
+            },
         }
 
 
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--quantization", default="none", show_default=True)
+@click.option("--drafter", default="", help="A head's folder, or a model: as `engine.drafter`.")
 @click.option("--at-once", default="4,16", show_default=True, help="Requests of mixed kinds.")
 @click.option("--max-tokens", default=200, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
@@ -166,6 +180,7 @@ class Row:
 def main(
     model: str,
     quantization: str,
+    drafter: str,
     at_once: str,
     max_tokens: int,
     temperature: float,
@@ -181,25 +196,26 @@ def main(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
     rows: dict[str, dict[str, Any]] = {}
     with (
-        Pair(model, quantization, max([1, *batches]), max_tokens) as pair,
+        Workers(model, quantization, drafter, max([1, *batches]), max_tokens) as workers,
         Progress(console=console, transient=True) as progress,
     ):
         for name, each in progress.track(asked.items(), description="answers"):
-            rows[name] = pair.ask(pair.prompts(each), sampling, rounds).found()
+            rows[name] = workers.ask(workers.prompts(each), sampling, rounds).found()
     title = f"{model}, weights {quantization}, temperature {temperature:g}"
-    table = Table("", "in", "out", "tokens/s", "with drafts", "ratio", title=title)
-    for column in ("ms a token", "with drafts", "ratio", "computed", "held", "same"):
+    table = Table(
+        "", "in", "out", "drafts", "tokens/s", "ratio", "ms a token", "ratio", title=title
+    )
+    for column in ("computed", "held", "same"):
         table.add_column(column)
     for name, row in rows.items():
-        rate, each = row["tokens_per_s"], row["ms_per_token"]
-        cells = [row["prompt_tokens"], row["output_tokens"], rate[WITHOUT], rate[WITH]]
-        cells += [row["throughput_ratio"], each[WITHOUT], each[WITH], row["latency_ratio"]]
-        cells += [
-            row["drafts_fed"],
-            f"{row['drafts_held']:.0%}",
-            "yes" if row["same_tokens"] else "NO",
-        ]
-        table.add_row(name, *map(str, cells))
+        first = [name, str(row["prompt_tokens"]), str(row["output_tokens"])]
+        for kind, found in row["workers"].items():
+            held = f"{found['drafts_held']:.0%}" if found["drafts_fed"] else ""
+            cells = list(found.values())[:-1]
+            table.add_row(
+                *first, kind, *map(str, cells), held, "yes" if row["same_tokens"] else "NO"
+            )
+            first = ["", "", ""]
     console.print(table)
     write_json(path, {"title": title, "max_tokens": max_tokens, "rounds": rounds, "rows": rows})
     sys.exit(0 if all(row["same_tokens"] for row in rows.values()) else 1)

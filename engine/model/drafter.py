@@ -105,8 +105,9 @@ class Tails:
             int(table[(share.start - 1) // self._size]) if share.start else -1
             for share, table in zip(shares, tables, strict=True)
         ]
-        found = self.tails[torch.tensor(at).clamp(min=0)]
-        found[torch.tensor(at) < 0] = 0
+        found = self.tails[at]
+        if -1 in at:
+            found[[place < 0 for place in at]] = 0
         return found
 
     def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, states: torch.Tensor) -> None:

@@ -423,14 +423,15 @@ class CpuDecode:
         not rejected."""
         if not self._request.num_captured:
             return self.captured
-        places: list[tuple[int, int]] = []
-        first = 0
+        parts, first = list[torch.Tensor](), 0
         for seq, each in zip(seqs, drawn, strict=True):
-            count, is_drafted = 1 + len(each.more), bool(seq.draft_tokens)
-            places += [(0, first + n) if is_drafted else (n, first) for n in range(count)]
+            count = 1 + len(each.more)
+            if seq.draft_tokens:
+                parts.append(self.captured[0, :, first : first + count])
+            else:
+                parts.append(self.captured[:count, :, first].transpose(0, 1))
             first += len(seq.input_tokens)
-        passes, rows = torch.tensor(places).T
-        return self.captured[passes, :, rows].transpose(0, 1)
+        return torch.cat(parts, dim=1)
 
     def _most(self, step: Step) -> int:
         """Passes, whatever the step says, of which none leaves a block that was looked at."""

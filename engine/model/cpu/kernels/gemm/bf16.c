@@ -29,7 +29,11 @@ INLINE void tile(const Gemm *t, int rows, int panels, int64_t row, int64_t panel
         UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, acc[r][p]);
 }
 
-MICRO_TILES_OF(bf16)
+#define FEW_OF(R) \
+    static void few_##R(TILE_ARGUMENTS) { tile(t, R, PANELS_AT_ONCE, row, panel, ahead, prefetch_step); }
+EACH_ROWS(TILE_OF)
+FEW_OF(1) FEW_OF(2) FEW_OF(3)
+MicroTiles bf16_tiles = {EACH_ROWS(TILE_NAME) few_1, few_2, few_3};
 
 void bf16_row(const float *x, int64_t k, int64_t width, int16_t *numbers) {
     int64_t i = 0;

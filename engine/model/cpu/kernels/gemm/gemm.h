@@ -60,14 +60,15 @@ void low_precision_plan(Gemm *product, int threads); /* sets chunk and group */
 void low_precision_task(const Gemm *product, int64_t task, const char *ahead);
 
 /* A micro-tile of such a kind: rows from `row` on times panels from `panel` on. Meanwhile `ahead` is
- * prefetched, `prefetch_step` bytes for every 4 * NR bytes of a panel. One row takes PANELS_AT_ONCE panels at once. */
+ * prefetched, `prefetch_step` bytes for every 4 * NR bytes of a panel. Few rows take PANELS_AT_ONCE at once. */
 typedef void MicroTile(const Gemm *t, int64_t row, int64_t panel, const char *ahead, int64_t prefetch_step);
 #define PANELS_AT_ONCE 4
+#define FEW_ROWS 3 /* up to so many take as many at once, where registers are enough */
 #define NEAR 512 /* bytes: how far ahead one row of integers fetches each of its panels on CPUs with AVX2 */
 /* A panel is about as large as the L1 cache: in there the next one would drive out what is computed with. */
 INLINE void fetch_to_l2(const char *at) { __builtin_prefetch(at, 0, 2); }
-/* Of 1 to MR rows, and then of one row and PANELS_AT_ONCE panels. */
-typedef MicroTile *const MicroTiles[MR + 1];
+/* Of 1 to MR rows, and then of few rows and PANELS_AT_ONCE panels; NULL: these have none. */
+typedef MicroTile *const MicroTiles[MR + FEW_ROWS];
 extern MicroTiles int4_tiles, int8_tiles, int16_tiles, bf16_tiles, fp16_tiles;
 
 /* AMX, whose tasks are larger: rows [start, end) of panels [first, last), between amx_begin and amx_end;

@@ -82,9 +82,9 @@ static void panel_rows(const Gemm *t, int64_t start, int64_t end, int64_t panel,
     }
 }
 
-/* One row times PANELS_AT_ONCE panels: several streams of memory at once. */
-static void several_panels(const Gemm *t, int64_t row, int64_t panel, const char *next) {
-    micro_tiles_of(t->kind)[MR](t, row, panel, next, 4 * NR * PANELS_AT_ONCE);
+/* Of few rows and PANELS_AT_ONCE panels, several streams of memory at once; NULL: there is none. */
+static MicroTile *few_tile(int kind, int64_t rows) {
+    return rows <= FEW_ROWS ? micro_tiles_of(kind)[MR + rows - 1] : NULL;
 }
 
 static int uses_amx(const Gemm *t, int64_t rows) {
@@ -96,7 +96,7 @@ void low_precision_plan(Gemm *t, int threads) {
     int64_t panels = num_panels(t), rows = tiles ? 2 * AMX_TILE : MR;
     int64_t chunk = (t->kind == AMX ? AMX_CHUNK_BYTES : CHUNK_BYTES) / (2 * t->k) / rows * rows;
     t->chunk = chunk < 4 * rows ? 4 * rows : chunk;
-    int few = t->kind == AMX ? t->n <= rows : t->n == 1;
+    int few = t->kind == AMX ? t->n <= rows : few_tile(t->kind, t->n) != NULL;
     t->group = few && panels >= LARGE ? PANELS_AT_ONCE : 1;
     if (t->kind == AMX && !few && threads == 1) {
         t->group = panels;
@@ -123,8 +123,9 @@ void low_precision_task(const Gemm *t, int64_t task, const char *ahead) {
         amx_end();
         return;
     }
-    if (end - start == 1 && last - p == PANELS_AT_ONCE) {
-        several_panels(t, start, p, ahead);
+    MicroTile *few = last - p == PANELS_AT_ONCE ? few_tile(t->kind, end - start) : NULL;
+    if (few) {
+        few(t, start, p, ahead, 4 * NR * PANELS_AT_ONCE);
         p = last;
     }
     for (; p < last; p++) {
