@@ -459,9 +459,11 @@ def _not_with_vllm(config: Config) -> str:
         return "" if not python else f"engine.python = '{python}' is for engine.runs = 'vllm'"
     if not python:
         return "engine.runs = 'vllm' without engine.python: the bin/python that has vLLM"
-    if config.cluster.prefill:
-        told = "workers that run vllm compute their own prompts: set it to 0"
-        return f"prefill = {config.cluster.prefill}: {told}"
+    if config.cluster.prefill and (ranks := config.engine.tensor_parallel_size) > 1:
+        told = (
+            f"workers that run vllm with tensor_parallel_size = {ranks} compute their own prompts"
+        )
+        return f"prefill = {config.cluster.prefill}: {told}: set it to 0"
     if config.scaling.enabled:
         return "scaling.enabled: the number of workers that run vllm is fixed: set it to false"
     return ""

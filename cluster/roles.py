@@ -10,10 +10,12 @@ from kvrelay.worker.node import Worker
 from kvrelay.worker.process import BuiltWorker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
+ROLES = Prefills, Decodes
+
 
 def make_worker(config: WorkerConfig, records: StoreRecords | None = None) -> Worker:
     """`records`: what its stores held when they were opened."""
-    return Worker(config, (Prefills, Decodes), records)
+    return Worker(config, ROLES, records)
 
 
 def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> BuiltWorker:

@@ -52,6 +52,9 @@ class Decodes(RoleHandler):
             self._report(seq)
         return []
 
+    def on_prompt_computed(self, seq: Sequence) -> list[Effect]:
+        raise AssertionError(f"{seq.key} samples tokens here")
+
     def _report(self, seq: Sequence) -> None:
         """Tell the router of new tokens; the last of them may end the request."""
         finish = seq.finish_reason(self.core.config.max_model_len)

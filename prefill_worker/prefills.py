@@ -54,17 +54,21 @@ class Prefills(RoleHandler):
         return self._announce(handoff, self.core.kv.windows.full(seq.num_computed))
 
     def _on_first_token(self, handoff: Handoff, finish: FinishReason | None) -> list[Effect]:
-        seq, now = handoff.seq, self.core.now
-        seq.end_phase("prefill", now)
+        seq = handoff.seq
+        seq.end_phase("prefill", self.core.now)
         if finish is None:
-            # No block for the sampled token here: its KV is computed by the consumer.
-            self.producer.hold(now, handoff)
-            self.core.scheduler.hold(seq)
-            effects = self._announce(handoff, len(seq.block_ids), final=True)
-            self.core.report(seq, None)
-            return effects
+            return self.on_prompt_computed(seq)
         self.core.report(seq, finish)
         return self.producer.end(handoff, ProducerEvent.RELEASE)
+
+    def on_prompt_computed(self, seq: Sequence) -> list[Effect]:
+        handoff = self.producer.handoff(seq.key)
+        # No block for the sampled token here: its KV is computed by the consumer.
+        self.producer.hold(self.core.now, handoff)
+        self.core.scheduler.hold(seq)
+        effects = self._announce(handoff, len(seq.block_ids), final=True)
+        self.core.report(seq, None)
+        return effects
 
     def _announce(self, handoff: Handoff, end: int, *, final: bool = False) -> list[Effect]:
         """Tell the consumer of blocks `[announced_end, end)`, if there are any or it is the end;
@@ -77,7 +81,7 @@ class Prefills(RoleHandler):
         runs = windows.runs(first, end, num_tokens)
         if final and not runs:
             runs = [range(end, end)]
-        sampled_at = len(seq.tokens) - 1
+        is_sampled, sampled_at = len(seq.tokens) > num_tokens, len(seq.tokens) - 1
         effects: list[Effect] = []
         for run in runs:
             is_last = final and run is runs[-1]
@@ -92,7 +96,7 @@ class Prefills(RoleHandler):
                 tuple(kv.checksums[block] if block != NO_BLOCK else 0 for block in blocks),
                 num_tokens=seq.num_computed,
                 final=is_last,
-                next_token=seq.tokens[sampled_at] if is_last else None,
+                next_token=seq.tokens[sampled_at] if is_last and is_sampled else None,
                 next_logprobs=seq.logprobs.get(sampled_at) if is_last else None,
             )
             effects.append(announced)

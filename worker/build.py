@@ -151,7 +151,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
             model = structs.replace(model, dtype=dtype)
         plan = plan_kv(shape, engine, model.dtype, model.quantization, on_gpu)
-        plan = _with_tiers(plan, spec)
+        plan = with_tiers(plan, spec)
         longest = resolve_max_model_len(shape, engine, plan)
         engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
         spec = replace(spec, model=model, engine=engine)
@@ -198,7 +198,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     return BuiltWorker(worker, config.info(), make_executor, tuple(notices), lost, own.leave_kv)
 
 
-def _with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
+def with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
     """`plan` with the tiers that the machine has room for. Raises BuildError."""
     from kvrelay.engine.model.device import gpu_bytes
 

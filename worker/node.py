@@ -30,6 +30,7 @@ from kvrelay.engine.stats import (
     ProgressRequest,
     RouterDown,
     RouterUp,
+    WorkerStats,
 )
 from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
 from kvrelay.kvtransfer.agent import (
@@ -302,6 +303,10 @@ class RoleHandler(ABC):
     def on_computed(self, seq: Sequence) -> list[Effect]:
         """A step has computed more of its KV, and perhaps sampled tokens."""
 
+    @abstractmethod
+    def on_prompt_computed(self, seq: Sequence) -> list[Effect]:
+        """All of its KV is there, and no token is sampled here."""
+
 
 class Worker:
     """Node. Invariants: blocks of an ended sequence are freed only once neither the step in flight
@@ -409,8 +414,9 @@ class Worker:
             effects += self._role_of(settled.arrival.seq).on_arrived(now, settled)
         return effects
 
-    def _schedule(self, now: float) -> list[Effect]:
-        effects = self._end_faults()
+    def _admit(self, now: float) -> list[Effect]:
+        """Those that have come by now and may go on have their blocks after it."""
+        effects: list[Effect] = []
         exchange = self.exchange
         token_s = self.core.timing.token_s
         for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv, token_s):
@@ -420,7 +426,10 @@ class Worker:
             else:
                 self.core.begin(seq)
             effects += self._role_of(seq).on_admitted(seq)
-        effects += self._use_arrived(now)
+        return effects + self._use_arrived(now)
+
+    def _schedule(self, now: float) -> list[Effect]:
+        effects = [*self._end_faults(), *self._admit(now)]
         steps: list[Effect] = []
         while (step := self.core.next_step()) is not None:
             steps.append(Execute(step))
@@ -475,13 +484,15 @@ class Worker:
         waiting = filter(self._is_stuck, self.core.scheduler.waiting)
         effects += self._report_preempted(islice(waiting, MAX_REPORTED))
         effects += self.exchange.tick(now)
-        stats = replace(
+        publisher, stats = self.core.publisher, self._stats()
+        publisher.tick()
+        return effects + [Send(router, stats) for router in publisher.routers]
+
+    def _stats(self) -> WorkerStats:
+        return replace(
             self.core.stats(self._num_handoffs, self.exchange.rates()),
             links=self.exchange.connector.peers.links(),
         )
-        publisher = self.core.publisher
-        publisher.tick()
-        return effects + [Send(router, stats) for router in publisher.routers]
 
     def _count_left(self, now: float) -> None:
         """Time counts as it passes here: that of a process that was stopped itself does not."""
@@ -525,11 +536,10 @@ class Worker:
         nothing wrong in what it computes with: that is checked before every step."""
         left: list[str] = []
         wrong: list[str] = []
-        for check in (self.exchange.check_idle, self.core.check_idle):
-            try:
-                left += check()
-            except Exception as error:
-                wrong.append(f"blocks do not add up: {_what_failed(error)}")
+        try:
+            left += self.check_idle()
+        except Exception as error:
+            wrong.append(f"blocks do not add up: {_what_failed(error)}")
         return replace(self.exchange.audit(left), wrong=tuple(wrong))
 
     def check_idle(self) -> list[str]:

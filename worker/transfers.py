@@ -112,22 +112,35 @@ def open_transfers(
 ) -> Transfers:
     """`path`: of the checkpoint; `runner`: the rank's ModelRunner. Raises BuildError, ModelError,
     AgentError."""
+    config = _config_of(spec, path, plan, runner)
+    config = structs.replace(config, steps_ahead=0 if runner.launch is None else 1)
+    return transfers_of(spec, config, plan, runner.kv_pool, shard, options)
+
+
+def transfers_of(
+    spec: WorkerSpec,
+    config: WorkerConfig,
+    plan: KVPlan,
+    pool: Any,
+    shard: Shard,
+    options: BuildOptions,
+) -> Transfers:
+    """Those over `pool`, the rank's device memory for KV. Raises BuildError, AgentError."""
     from kvrelay.kvtransfer.agents.pool import block_bytes
 
-    config = _config_of(spec, path, plan, runner)
     share = BlockLayout(plan.spec).share(shard.rank, shard.size)
     of_rank = _share_of(config, share, shard)
     part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
-    memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
+    memory: dict[Tier, Any] = {Tier.DEVICE: pool}
     of_cluster = f"{spec.cluster}/{part}"
     host = open_host_tier(of_rank, spec, plan, of_cluster) if plan.num_host_blocks else None
     arena = None if host is None else host.arena
     if host is not None:
         memory[Tier.HOST] = host.blocks
     make_agent = options.make_agent or _nixl_agent
-    inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
+    inner = make_agent(spec.worker, pool, memory.get(Tier.HOST), share)
     agent = RanksAgent(spec.worker, inner, share, shard.rank)
-    pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
+    pools = {tier: block_bytes(each, share) for tier, each in memory.items()}
     make_copies = partial(
         TransferExecutor,
         *(spec.worker, spec.epoch),
@@ -157,7 +170,6 @@ def open_transfers(
         num_object_blocks=0 if stored is None else config.num_object_blocks,
         num_packed_blocks=0 if packed is None else config.num_packed_blocks,
         quantizes=quantizer is not None,
-        steps_ahead=0 if runner.launch is None else 1,
     )
     tiers = {
         Tier.DISK: disk,

@@ -36,8 +36,14 @@ def toml_text(settings: Mapping[str, object]) -> str:
 
 
 def _rows(table: Mapping[str, object]) -> list[str]:
+    return [f"{key} = {_value(value)}" for key, value in table.items()]
+
+
+def _value(value: object) -> str:
     """TOML's texts, numbers and truth values are JSON's."""
-    return [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(_rows(value)) + "}"
+    return json.dumps(value)
 
 
 class OwnedServer:

@@ -44,12 +44,12 @@ def start(
 
 def _build(spec: WorkerSpec) -> BuiltWorker:
     """Imports what its engine needs: an environment that has vLLM has not all of ours."""
+    from kvrelay.cluster.roles import ROLES, build_worker
+
     if spec.engine.runs == "vllm":
         from kvrelay.decode_worker.vllm.build import build
 
-        return build(spec)
-    from kvrelay.cluster.roles import build_worker
-
+        return build(spec, ROLES)
     return build_worker(spec)
 
 

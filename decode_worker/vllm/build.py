@@ -1,14 +1,16 @@
 """From a `WorkerSpec` to a worker that computes with vLLM, in the process that becomes it.
 
 The process runs in the environment of `engine.python`, which has vLLM and its torch; of ours it
-needs the source alone. What it needs beside that is in every environment that has vLLM.
+needs the source alone, and xxhash and NIXL, by which KV is checked and moved.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,36 @@ from msgspec import structs
 
 from kvrelay.decode_worker.vllm.engine import VllmEngine
 from kvrelay.decode_worker.vllm.node import FIXED_WEIGHTS, VllmWorker
-from kvrelay.engine.config import EngineSection, WorkerConfig
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.host import Deliver, Executor, first_line
-from kvrelay.engine.kv.tier import Retention
-from kvrelay.worker.kv_plan import BuildError, model_config, plan_kv, resolve_max_model_len
+from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.worker.kv_plan import (
+    BuildError,
+    KVPlan,
+    model_config,
+    plan_kv,
+    resolve_max_model_len,
+)
+from kvrelay.worker.node import RoleHandler
 from kvrelay.worker.process import BuiltWorker
-from kvrelay.worker.spec import WorkerSpec
+from kvrelay.worker.spec import BuildOptions, MakeAgent, WorkerSpec
 
+Roles = Sequence[type[RoleHandler]]
+NEEDED = {
+    "xxhash": ("xxhash",),
+    "nixl": ("nixl_cu13", "nixl_cu12"),
+}  # by modules, any of which will do
 CPU_BLOCK = 32  # vLLM's attention on CPUs takes multiples of it
 
 
-def build(spec: WorkerSpec) -> BuiltWorker:
-    """Load the model; takes a minute, most of it vLLM's own imports. Raises BuildError."""
+def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -> BuiltWorker:
+    """Load the model; takes a minute, most of it vLLM's own imports. `roles`: what it does with a
+    request; `make_agent`: as in BuildOptions. Raises BuildError."""
     if spec.weights is not None:
         raise BuildError(f"{spec.weights.name}: {FIXED_WEIGHTS}")
+    _check_environment(spec.engine.python)
     engine = spec.engine.sized(gpu=spec.on_gpu)
     path = spec.find_model()
     shape = model_config(path, engine)
@@ -39,35 +57,81 @@ def build(spec: WorkerSpec) -> BuiltWorker:
     engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
     check_blocks(engine, on_gpu=spec.on_gpu)
     os.environ.update(environment(engine, on_gpu=spec.on_gpu))
+    # Ranks are other processes, and a state is not in blocks of tokens.
+    copies = engine.tensor_parallel_size == 1 and not plan.spec.num_state_groups
     try:
-        vllm = VllmEngine(arguments(spec, engine, path))
+        vllm = VllmEngine(spec.worker, arguments(spec, engine, path), copies=copies)
     except ImportError as error:
         raise BuildError(f"engine.python = '{engine.python}' has no vLLM: {error}") from error
     except (TypeError, ValueError) as error:
         raise BuildError(f"vLLM refuses its settings: {first_line(error)}") from error
+    return _built(replace(spec, engine=engine), path, plan, vllm, roles, make_agent)
+
+
+def _built(
+    spec: WorkerSpec,
+    path: Path,
+    plan: KVPlan,
+    vllm: VllmEngine,
+    roles: Roles,
+    make_agent: MakeAgent | None,
+) -> BuiltWorker:
+    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.worker.build import with_tiers
+    from kvrelay.worker.threads import TransferLoops
+    from kvrelay.worker.transfers import transfers_of, worker_config
+
     cache, model = vllm.config.cache_config, vllm.config.model_config
     num_blocks = (cache.num_gpu_blocks or 1) - 1  # one of them is its null block
-    config = WorkerConfig(
-        **{
-            **structs.asdict(engine),
-            "num_blocks": num_blocks,
-            "block_size": cache.block_size,
-            "max_model_len": min(model.max_model_len, num_blocks * cache.block_size),
-        },
-        node_id=spec.worker,
-        role=spec.role,
-        epoch=spec.epoch,
-        bytes_per_block=plan.spec.bytes_per_block,
-        fingerprint=fingerprint(path, str(model.dtype), cache.block_size),
-        retention=Retention(spec.tiers.retention_s),
-        cores="" if spec.on_gpu else spec.machine,
+    num_heads = model.get_num_kv_heads(vllm.config.parallel_config)
+    copied = vllm.copies.spec(cache.block_size, num_heads)
+    whole = Windows.of(cache.block_size).groups[0]
+    spec = replace(spec, engine=structs.replace(spec.engine, block_size=cache.block_size))
+    plan = replace(
+        plan, spec=copied or plan.spec, num_blocks=num_blocks, window=whole, group_windows=()
     )
+    digest = model_digest(path, str(model.dtype))
+    if copied is None:
+        config = worker_config(spec, plan, 0, digest)
+    else:
+        plan = with_tiers(plan, spec)
+        config = worker_config(spec, plan, 0, digest)
+    config = structs.replace(
+        config,
+        max_model_len=min(model.max_model_len, num_blocks * cache.block_size),
+        serves_adapters=False,
+        num_packed_blocks=0,
+    )
+    if copied is None:
+        node = VllmWorker(config, roles, copies=False)
+        return BuiltWorker(node, replace(config.info(), hands_over=False), vllm.start)
+    pool = make_host_arena(num_blocks, config.bytes_per_block, spec.on_gpu)
+    try:
+        options = BuildOptions(make_agent)
+        own = transfers_of(spec, config, plan, pool, Shard(0, 1), options)
+    except AgentError as error:
+        raise BuildError(str(error)) from error
+    vllm.copies.use(pool, own.share)
 
     def make_executor(deliver: Deliver) -> Executor:
-        return vllm.start(deliver)
+        return vllm.start(
+            deliver, TransferLoops(own.memory, own.storage, deliver, spec.worker, own.arena)
+        )
 
-    info = replace(config.info(), hands_over=False)
-    return BuiltWorker(VllmWorker(config), info, make_executor)
+    # Its blocks are in the order of vLLM, which is not that of four bits.
+    config = structs.replace(own.config, quantizes=False)
+    node = VllmWorker(config, roles, own.facts.records)
+    return BuiltWorker(node, config.info(), make_executor, own.notices, leave_kv=own.leave_kv)
+
+
+def _check_environment(python: str) -> None:
+    """Raises BuildError where a package is missing that moves KV."""
+    missing = [name for name in NEEDED if not any(map(find_spec, NEEDED[name]))]
+    if missing:
+        raise BuildError(
+            f"engine.python = '{python}' lacks {' and '.join(missing)}, which check and move KV:"
+            f" {python} -m pip install {' '.join(missing)}"
+        )
 
 
 def check_blocks(engine: EngineSection, *, on_gpu: bool) -> None:
@@ -109,10 +173,10 @@ def arguments(spec: WorkerSpec, engine: EngineSection, path: Path) -> dict[str, 
     return found | engine.arguments
 
 
-def fingerprint(path: Path, dtype: str, block_size: int) -> bytes:
-    """Names what its blocks hold, for the hashes that routers know them by. No other worker's are
-    like them, whatever its model: none of ours reads vLLM's blocks."""
-    digest = blake2b(f"{dtype} {block_size}\n".encode(), digest_size=16, person=b"kvrelay-vllm")
+def model_digest(path: Path, dtype: str) -> bytes:
+    """Names what its blocks hold, whatever their shape. No other worker's are like them, whatever
+    its model: none of ours reads vLLM's blocks."""
+    digest = blake2b(f"{dtype}\n".encode(), digest_size=16, person=b"kvrelay-vllm")
     digest.update((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as opened:  # the names and places of its tensors

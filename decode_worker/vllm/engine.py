@@ -14,22 +14,30 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvrelay.decode_worker.vllm.copies import Copies
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Cleared,
     EngineLost,
+    Extend,
     Generated,
     NotBegun,
     Removed,
     Stepped,
     Stop,
+    Stopped,
     Stored,
 )
 from kvrelay.engine.host import Deliver, first_line
-from kvrelay.engine.node import Effect
+from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.step import PrepareGrammar
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
+
+if TYPE_CHECKING:
+    from kvrelay.worker.threads import TransferLoops
 
 log = logging.getLogger("kvrelay.vllm")
 
@@ -42,6 +50,7 @@ WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
 class _Reports:
     """What vLLM has reported beside tokens, since the last step."""
 
+    copies: Copies
     events: list[Stored | Removed | Cleared] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
@@ -75,27 +84,32 @@ class _Reports:
     def take(self, generated: Iterable[Generated], elapsed_s: float) -> Stepped:
         events, self.events = tuple(self.events), []
         counts = self.num_running, self.num_waiting, self.used, self.num_preempted
-        return Stepped(tuple(generated), events, elapsed_s, *counts)
+        return Stepped(tuple(generated), events, elapsed_s, *counts, self.copies.take_done())
 
 
 class VllmEngine:
     """Executor of a vLLM worker's effects. Owns the engine, which only its thread calls once it has
     begun."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, name: NodeId, arguments: Mapping[str, Any], *, copies: bool) -> None:
         """`arguments`: of vLLM's EngineArgs. Loads the model, and runs a short request, since vLLM
-        compiles what it needs when it needs it first. Raises what vLLM raises."""
+        compiles what it needs when it needs it first. `copies`: its KV can be copied to memory of
+        the worker and back. Raises what vLLM raises."""
         # In this process: the events and statistics of a step are there when it has ended.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        self._reports = _Reports()
-        self._engine = _open(arguments, self._reports)
+        self.copies = Copies()
+        self._reports = _Reports(self.copies)
+        extra = _connector(name, self.copies) if copies else {}
+        self._engine = _open({**arguments, **extra}, self._reports)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._deliver: Deliver = lambda message: None
+        self._transfers: TransferLoops | None = None
         self._perform(WARM_UP)
         while self._engine.has_unfinished_requests():
             self._engine.step()
+        self.copies.end(WARM_UP.key)
         self.first = self._reports.take((), 0.0)
 
     @property
@@ -103,18 +117,25 @@ class VllmEngine:
         """Returns what vLLM has made of the arguments."""
         return self._engine.vllm_config
 
-    def start(self, deliver: Deliver) -> VllmEngine:
-        self._deliver = deliver
+    def start(self, deliver: Deliver, transfers: TransferLoops | None = None) -> VllmEngine:
+        """`transfers`: what moves KV below and between workers; owned from now on."""
+        self._deliver, self._transfers = deliver, transfers
         deliver(self.first)  # the blocks of the warm-up are there
         self._thread.start()
         return self
 
     def perform(self, effect: Effect) -> None:
-        self._effects.put(effect)
+        if isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex):
+            assert self._transfers is not None, effect
+            self._transfers.submit(effect)
+        else:
+            self._effects.put(effect)
 
     def close(self) -> None:
         self._ends = True
         self._effects.put(None)
+        if self._transfers is not None:
+            self._transfers.close(CLOSE_S)
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
@@ -123,6 +144,9 @@ class VllmEngine:
                 self._take_effects()
                 began = time.perf_counter()
                 outputs = [_generated(each) for each in self._engine.step()]
+                for each in outputs:
+                    if each.finish:
+                        self.copies.end(each.key)
                 self._deliver(self._reports.take(outputs, time.perf_counter() - began))
         except Exception as error:
             log.exception("vLLM has raised")
@@ -138,14 +162,43 @@ class VllmEngine:
             has_work = True
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Stop):
-            self._engine.abort_request([effect.key])
-            return
-        assert isinstance(effect, Begin)
+        match effect:
+            case Stop(key):
+                self._engine.abort_request([key])
+                self.copies.end(key)
+                self._deliver(Stopped(key))
+            case Extend(key, blocks):
+                self.copies.extend(key, blocks)
+            case Begin():
+                self._begin(effect)
+            case _:
+                assert isinstance(effect, PrepareGrammar), effect  # vLLM compiles it by itself
+
+    def _begin(self, effect: Begin) -> None:
+        self.copies.begin(effect)
         try:
             self._engine.add_request(effect.key, _prompt(effect), _sampling(effect.options))
         except ValueError as error:  # also what vLLM raises for parameters
+            self.copies.end(effect.key)
             self._deliver(NotBegun(effect.key, first_line(error)))
+
+
+def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
+    """Arguments with which vLLM makes connectors to `copies`."""
+    from vllm.config import KVTransferConfig
+
+    from kvrelay.decode_worker.vllm.connector import KVRelayConnector
+
+    KVRelayConnector.made_for[name] = copies
+    config = KVTransferConfig(
+        kv_connector=KVRelayConnector.__name__,
+        kv_connector_module_path=KVRelayConnector.__module__,
+        engine_id=name,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    # A step is over when its tokens come: what it has computed is copied by then.
+    return {"kv_transfer_config": config, "async_scheduling": False}
 
 
 def _open(arguments: Mapping[str, Any], reports: _Reports) -> Any:

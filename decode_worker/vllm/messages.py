@@ -17,11 +17,29 @@ class Begin:
     tokens: tuple[int, ...]
     salt: str  # blocks of different salts are never shared; "": of no tenant
     options: Mapping[str, Any]  # vLLM's, from `parameters.options`
+    table: tuple[int, ...] = ()  # blocks of the worker's own memory that its KV is copied to
+    checksums: tuple[int, ...] = ()  # one for each, from the first, that has its KV already
+    saves_tail: bool = False  # its last block is copied too, full or not
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Effect: these blocks follow in the table of the request of this key."""
+
+    key: str
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Effect: forget the request of this key, if it is there."""
+    """Effect: forget the request of this key, if it is there. Answered by `Stopped`."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Nothing of it is read or written from now on."""
 
     key: str
 
@@ -67,6 +85,23 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """Blocks of a request from `first` on have been copied to its table, with these checksums."""
+
+    key: str
+    first: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """This block of its table did not have the bytes that it should; it is computed again."""
+
+    key: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """A step of vLLM has ended, with these results."""
 
@@ -77,6 +112,7 @@ class Stepped:
     num_waiting: int = 0
     used: float = 0.0  # share of the KV blocks that requests hold
     num_preempted: int = 0
+    copied: tuple[Copied | Damaged, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,478 +1,331 @@
 """The node of a worker that computes with vLLM: messages of routers in, tokens of vLLM out.
 
-Life of a request: begun (vLLM queues, computes and batches it by itself) -> tokens come, a step at
-a time -> finished, refused, aborted or past its deadline. It is another attempt's continuation
-where `tokens` has output: vLLM gets that as part of the prompt. Where the next token depends on
-which tokens are output, it gets the prompt alone and generates them once more; they have to come
-out the same.
+It is a worker like ours, whose device memory is host memory: sequences have blocks there, and
+tiers, sessions and other workers see no others. What vLLM computes is copied to these blocks, and
+what is in them already it does not compute.
+
+Life of a request: as in `worker.node` until its KV has come, as far as it does -> begun (vLLM
+batches and computes it by itself) -> tokens and blocks come, a step at a time -> ended there, and
+only then are its blocks free. It is another attempt's continuation where it has output: vLLM gets
+that as part of the prompt. Where the next token depends on which tokens are output, it gets the
+prompt alone and generates them once more; they have to come out the same.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
+    Copied,
+    Damaged,
     EngineLost,
+    Extend,
     Generated,
     NotBegun,
     Stepped,
     Stop,
+    Stopped,
 )
-from kvrelay.decode_worker.vllm.parameters import (
-    depends_on_output,
-    options,
-    unsupported,
-)
+from kvrelay.decode_worker.vllm.parameters import depends_on_output, options, unsupported
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import Rate
-from kvrelay.engine.kv.events import KVPublisher, KVSnapshotRequest
-from kvrelay.engine.kv.tier import LOWER_TIERS
-from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas, WorkRequest
-from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wake, Woken
-from kvrelay.engine.request import (
-    NO_OUTPUTS,
-    FinishReason,
-    PromptOutputs,
-    Refusal,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprobs,
-)
-from kvrelay.engine.stats import (
-    Audit,
-    AuditRequest,
-    Progress,
-    ProgressReport,
-    ProgressRequest,
-    RouterDown,
-    RouterUp,
-    WorkerStats,
-)
+from kvrelay.engine.kv.events import KVPublisher
+from kvrelay.engine.messages import WorkRequest
+from kvrelay.engine.node import Effect, Exit, Note, Send
+from kvrelay.engine.request import FinishReason, PromptOutputs, Refusal, TokenLogprobs
+from kvrelay.engine.sequence import SeqState, Sequence
+from kvrelay.engine.stats import WorkerStats
 from kvrelay.engine.weights import NO_VERSION, UpdateWeights, WeightsUpdated
-from kvrelay.kvtransfer.messages import CacheOrder, CacheOrderDone
+from kvrelay.kvtransfer.tiers.blocks import StoreRecords
+from kvrelay.worker.node import RoleHandler, Worker
 
-TICK = "tick"
-MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
-FIRST_SLACK = 10.0  # times the deadline of a step, before the first one: it compiles
-LATE = 1 / 3  # share of the deadline
-NO_READS = 1.0  # bytes per second at which it reads KV of others: no router counts on it
 FIXED_WEIGHTS = "workers that run vllm keep their weights: restart the server with the new ones"
-
-Handler = Callable[[float, Any], list[Effect]]
-FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One attempt. Invariant: `tokens` are the prompt and the output that the router may have;
-    of the `num_known` tokens of output that it came with, the first `num_repeated` are in the
-    prompt that vLLM got, or have come again."""
+class Run:
+    """A sequence at vLLM. Invariant: of the `num_known` tokens of output that it came with, the
+    first `num_repeated` are in the prompt that vLLM got, or have come again."""
 
-    request_id: str
-    attempt: int
-    router: NodeId
-    tokens: list[int]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    deadline: float
-    arrived_at: float
+    seq: Sequence
     num_known: int
     num_repeated: int
     num_given: int  # tokens that vLLM has begun from
-    num_sent: int  # tokens that the router has
+    num_copied: int  # blocks, from the first, that are in the worker's memory
+    num_sent: int  # entries of the block table that vLLM has
     has_begun: bool = False  # tokens have come of it
-    num_cached: int = 0
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position -> logprobs
-    prompt: PromptOutputs = NO_OUTPUTS
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.request_id, self.attempt
-
-    @property
-    def name(self) -> str:
-        """The key that vLLM knows it by."""
-        return f"{self.request_id}/{self.attempt}"
+    is_stopped: bool = False
 
 
-class VllmWorker:
-    """Node. Invariant: `_requests` has those that vLLM has, and no others, as soon as the effects
-    so far are performed."""
+class VllmWorker(Worker):
+    """Node. Invariant: `_runs` has those that vLLM has, and no others, as soon as the effects so
+    far are performed; each counts as a step in flight of its sequence."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self.config = config
-        self.node_id = config.node_id
-        self.held = HeldBlocks(config.fingerprint, config.block_size)
-        self._publisher = KVPublisher(config, self.held)
-        self._requests: dict[str, Request] = {}  # by name
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        self._counters: dict[str, float] = {}
+    def __init__(
+        self,
+        config: WorkerConfig,
+        roles: Iterable[type[RoleHandler]],
+        records: StoreRecords | None = None,
+        *,
+        copies: bool = True,
+    ) -> None:
+        """`copies`: vLLM's KV is copied to this worker's blocks. If not, routers know what vLLM
+        holds by its own events."""
+        super().__init__(config, roles, records)
+        self.core.scheduler.may_preempt = False
+        self._copies = copies
+        self._held = HeldBlocks(config.fingerprint, config.block_size)
+        if not copies:
+            self.core.publisher = KVPublisher(config, self._held)
+            self._handlers = self._make_handlers()
+        self._runs: dict[str, Run] = {}
+        self._damaged: set[bytes] = set()  # blocks to be forgotten, once nothing uses them
         self._last = Stepped(())
-        self._prefill_tokens_per_s, self._decode_step_s = Rate(), Rate()
         self._prompts_s = 0.0  # that steps took with prompts that have no token yet
-        self._num_steps = 0
-        self._waited_s = 0.0  # for the step that runs, tick by tick
-        self._ticked_at = 0.0
-        self._why_ended = ""
-        self._handlers: dict[type, Handler] = {
-            Decode: self._on_decode,
+        self._is_stepping = False
+        self._handlers |= {
             Stepped: self._on_stepped,
-            NotBegun: self._on_not_begun,
-            EngineLost: lambda now, lost: self._give_up(lost.why, hangs=False),
-            Abort: self._on_abort,
-            Unsendable: self._on_unsendable,
-            Probe: lambda now, probe: [self._answer(probe)],
-            Woken: lambda now, woken: self._on_tick(now) if woken.tag == TICK else [],
-            RouterUp: lambda now, up: self._publisher.subscribe(up.router),
-            RouterDown: lambda now, down: self._on_router_down(down.router),
-            KVSnapshotRequest: lambda now, asked: self._publisher.snapshot(asked.router),
-            AuditRequest: lambda now, asked: [Send(asked.reply_to, self.audit())],
-            ProgressRequest: lambda now, asked: [Send(asked.reply_to, self._progress_report())],
+            Stopped: lambda now, stopped: self._settle(stopped.key),
+            NotBegun: lambda now, said: self._on_not_begun(said),
+            EngineLost: lambda now, lost: self._on_lost(lost.why),
             UpdateWeights: lambda now, asked: [self._keep_weights(asked)],
-            CacheOrder: lambda now, order: [
-                Send(order.router, CacheOrderDone(self.node_id, order.order_id, 0))
-            ],
         }
 
-    def start(self, now: float) -> list[Effect]:
-        return [Wake(self.config.stats_interval_s, TICK)]
+    def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
+        if what := unsupported(request.sampling):
+            why = f"{what}: {self.node_id} computes with vLLM, which has none"
+            return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
+        return super()._begin(role, now, request)
 
-    def receive(self, now: float, message: Any) -> list[Effect]:
-        if self._why_ended:
-            return []
-        handler = self._handlers.get(type(message))
-        if handler is not None:
-            return handler(now, message)
-        if isinstance(message, WorkRequest):  # a prompt for another worker
-            why = f"{self.node_id} computes with vLLM, and for nobody else"
-            return [self._refuse(message, Refusal.WORKER_FAILED, why)]
-        return [Note("warning", "unexpected_message", type(message).__name__)]
+    def _schedule(self, now: float) -> list[Effect]:
+        effects = self._admit(now)
+        for seq in self.core.scheduler.running:
+            if _name(seq) not in self._runs:
+                effects.append(self._start(seq))
+        for name, run in self._runs.items():
+            if run.seq.state is SeqState.DEAD and not run.is_stopped:
+                run.is_stopped = True
+                effects.append(Stop(name))
+        if self._runs and not self._is_stepping:
+            self._is_stepping = True
+            self.core.watch.begin(now, 0.0 if self.core.watch.num_done else None)
+        return effects
 
-    def _on_decode(self, now: float, work: Decode) -> list[Effect]:
-        num_output = len(work.tokens) - work.num_prompt_tokens
-        again = num_output > 0 and depends_on_output(work.sampling)
-        request = Request(
-            work.request_id,
-            work.attempt,
-            work.router,
-            list(work.tokens),
-            work.num_prompt_tokens,
-            work.sampling,
-            deadline=now + work.timeout_s,
-            arrived_at=now,
-            num_known=num_output,
-            num_repeated=0 if again else num_output,
-            num_given=work.num_prompt_tokens if again else len(work.tokens),
-            num_sent=len(work.tokens),
+    def _start(self, seq: Sequence) -> Begin:
+        again = seq.num_output_tokens > 0 and depends_on_output(seq.sampling)
+        num_given = seq.num_prompt_tokens if again else len(seq.tokens)
+        num_full = min(seq.num_sealed, (num_given - 1) // self.config.block_size)
+        num_known = seq.num_output_tokens
+        run = Run(
+            seq,
+            num_known,
+            num_repeated=0 if again else num_known,
+            num_given=num_given,
+            num_copied=num_full,
+            num_sent=len(seq.block_ids),
         )
-        if request.name in self._requests or request.name in self._ended:
-            return []
-        refused = self._why_not(work)
-        if refused is not None:
-            return [self._refuse(work, *refused)]
-        if not self._requests:
-            self._waited_s = 0.0
-        self._requests[request.name] = request
-        self._count("requests")
-        begun_from = tuple(request.tokens[: request.num_given])
-        given = options(work.sampling, 0 if again else num_output, sent=num_output > 0)
-        return [Begin(request.name, begun_from, salt_of(work.scope), given)]
-
-    def _why_not(self, work: Decode) -> tuple[Refusal, str] | None:
-        config, num_tokens = self.config, len(work.tokens)
-        if num_tokens >= config.max_model_len:
-            return Refusal.CONTEXT_LENGTH, (
-                f"{num_tokens} tokens leave no room for an answer in the model's context of"
-                f" {config.max_model_len}"
-            )
-        most = min(work.num_prompt_tokens + work.sampling.max_tokens, config.max_model_len)
-        needed = -(-max(most, num_tokens) // config.block_size)
-        if needed > config.num_blocks:
-            return Refusal.NEVER_FITS, (
-                f"{most} tokens need {needed} KV blocks of {config.block_size} tokens,"
-                f" {self.node_id} has {config.num_blocks}"
-            )
-        if len(self._requests) >= config.max_waiting + config.max_num_seqs:
-            return Refusal.QUEUE_FULL, (
-                f"{self.node_id} has {len(self._requests)} requests, of which"
-                f" {config.max_num_seqs} may run"
-            )
-        if what := unsupported(work.sampling):
-            return Refusal.UNSUPPORTED, f"{what}: {self.node_id} computes with vLLM, which has none"
-        return None
+        self._runs[_name(seq)] = run
+        seq.num_steps += 1
+        given = options(seq.sampling, 0 if again else num_known, sent=num_known > 0)
+        if not seq.reserve_growth:
+            given |= {"max_tokens": 1, "min_tokens": min(1, given["min_tokens"])}
+        checksums = tuple(self.core.kv.checksums[block] for block in seq.block_ids[:num_full])
+        return Begin(
+            _name(seq),
+            tuple(seq.tokens[:num_given]),
+            salt_of(seq.chain.scope),
+            given,
+            tuple(seq.block_ids) if self._copies else (),
+            checksums,
+            saves_tail=not seq.reserve_growth,
+        )
 
     def _on_stepped(self, now: float, step: Stepped) -> list[Effect]:
-        self._num_steps += 1
-        self._waited_s, self._last = 0.0, step
-        self._count("steps")
-        self._counters["preemptions"] = step.num_preempted
+        core = self.core
+        if self._is_stepping:
+            self._is_stepping = False
+            core.watch.end(now, None)
+        self._last = step
+        core.count("steps")
         self._measure(step)
-        self.held.take(step.events)
+        self._held.take(step.events)
         effects: list[Effect] = []
-        deltas: dict[NodeId, list[TokenDelta]] = {}
+        for each in step.copied:
+            run = self._runs.get(each.key)
+            if run is None or run.seq.state is SeqState.DEAD:
+                continue
+            effects += (
+                self._damage(run, each) if isinstance(each, Damaged) else self._copied(run, each)
+            )
         for generated in step.generated:
-            request = self._requests.get(generated.key)
-            if request is not None:  # else it was stopped while the step ran
-                effects += self._take(now, request, generated, deltas)
-        node_id, epoch = self.node_id, self.config.epoch
-        frames = [Send(to, TokenDeltas(node_id, epoch, tuple(own))) for to, own in deltas.items()]
-        return [*frames, *effects, *self._publisher.publish()]
+            run = self._runs.get(generated.key)
+            if generated.finish:
+                self._settle(generated.key)
+            if run is not None and run.seq.state is not SeqState.DEAD:
+                effects += self._take(run, generated)
+        return effects
 
-    def _measure(self, step: Stepped) -> None:
-        awaiting = [each for each in self._requests.values() if not each.has_begun]
-        if len(awaiting) <= step.num_waiting or not awaiting:
-            if step.generated:
-                self._decode_step_s.add(step.elapsed_s, 1)
-            return
-        share_s = self._decode_step_s.value if step.num_running > len(awaiting) else 0.0
-        self._prompts_s += max(step.elapsed_s - share_s, 0.1 * step.elapsed_s)
-        first = [(self._requests.get(each.key), each) for each in step.generated]
-        num_new = sum(
-            max(1, request.num_given - each.num_cached)
-            for request, each in first
-            if request is not None and not request.has_begun
+    def _copied(self, run: Run, copied: Copied) -> list[Effect]:
+        """Blocks of `run` are in this worker's memory: they are announced, and can be read."""
+        seq, kv = run.seq, self.core.kv
+        for index, checksum in enumerate(copied.checksums, start=copied.first):
+            kv.checksums[seq.block_ids[index]] = checksum
+        run.num_copied = copied.first + len(copied.checksums)
+        num_computed = seq.num_computed
+        seq.num_computed = min(run.num_copied * self.config.block_size, len(seq.tokens) - 1)
+        kv.seal_computed(seq)
+        if run.has_begun:
+            seq.num_computed = num_computed
+            return []
+        return [] if seq.reserve_growth else self._role_of(seq).on_computed(seq)
+
+    def _damage(self, run: Run, damaged: Damaged) -> list[Effect]:
+        """vLLM computes the rest, and copies nothing more of it."""
+        seq, name = run.seq, run.seq.block_hashes[damaged.index]
+        self._damaged.add(name)
+        self.core.count("kv_blocks_damaged")
+        text = (
+            f"block {damaged.index} of {seq.request_id} does not have the bytes that were stored in"
+            f" {self.node_id}'s memory; it is computed again"
         )
-        if num_new:
-            self._prefill_tokens_per_s.add(num_new, self._prompts_s)
-            self._prompts_s = 0.0
+        failed = [] if seq.reserve_growth else self._fail(seq, Refusal.WORKER_FAILED, text)
+        return [Note("error", "kv_checksum_mismatch", text), *failed]
 
-    def _take(
-        self,
-        now: float,
-        request: Request,
-        generated: Generated,
-        deltas: dict[NodeId, list[TokenDelta]],
-    ) -> list[Effect]:
+    def _take(self, run: Run, generated: Generated) -> list[Effect]:
         """The tokens of `generated` go into the next frame, but for those that the router has."""
-        is_first, request.has_begun = not request.has_begun, True
+        seq, is_first, run.has_begun = run.seq, not run.has_begun, True
         if is_first:
-            request.num_cached = generated.num_cached
-            count = request.sampling.prompt_logprobs or 0
-            prompt = (_best(each, count) for each in generated.prompt_logprobs)
-            request.prompt = PromptOutputs(tuple(prompt))
+            self._take_first(run, generated)
+        finish: FinishReason | None = None
         logprobs = generated.logprobs or (None,) * len(generated.tokens)
         for token, about in zip(generated.tokens, logprobs, strict=True):
-            if request.num_repeated < request.num_known:
-                at = request.num_prompt_tokens + request.num_repeated
-                if request.tokens[at] != token:
-                    why = f"token {at} is {token}, and was {request.tokens[at]} elsewhere"
-                    return self._fail(request, Refusal.EXECUTION, f"it cannot go on: {why}")
-                request.num_repeated += 1
+            if run.num_repeated < run.num_known:
+                at = seq.num_prompt_tokens + run.num_repeated
+                if seq.tokens[at] != token:
+                    why = f"token {at} is {token}, and was {seq.tokens[at]} elsewhere"
+                    return self._fail(seq, Refusal.EXECUTION, f"it cannot go on: {why}")
+                run.num_repeated += 1
                 continue
-            if about is not None:
-                about = _best(about, request.sampling.logprobs or 0)
-                request.logprobs[len(request.tokens)] = about
-            request.tokens.append(token)
-        finish = FINISHES.get(generated.finish)
-        if generated.finish and (finish is None or request.num_repeated < request.num_known):
-            why = f"vLLM has ended it: {generated.finish}"
-            self._forget(request)
-            return [self._refuse(request, Refusal.EXECUTION, why)]
-        if is_first or finish is not None or len(request.tokens) > request.num_sent:
-            phases = {"prefill": now - request.arrived_at} if is_first else {}
-            delta = self._delta(request, request.num_sent, finish, is_first=is_first, phases=phases)
-            deltas.setdefault(request.router, []).append(delta)
-            request.num_sent = len(request.tokens)
-        if finish is not None:
-            self._forget(request)
+            if not seq.reserve_growth and depends_on_output(seq.sampling):
+                break  # who decodes it samples this token
+            top = None if about is None else _best(about, seq.sampling.logprobs or 0)
+            seq.append(token, top)
+            finish = seq.finish_reason(self.config.max_model_len)
+            if finish is not None:
+                break
+        seq.num_computed = len(seq.tokens) - (1 if run.num_repeated >= run.num_known else 0)
+        return self._go_on(run, generated, finish)
+
+    def _take_first(self, run: Run, generated: Generated) -> None:
+        seq = run.seq
+        more = generated.num_cached - seq.num_cached
+        if more > 0:  # vLLM has kept what this worker's memory has not
+            device = seq.cached_by_source.get("device", 0)
+            seq.cached_by_source["device"] = device + more
+        elif more < 0:
+            seq.cached_by_source = {"device": generated.num_cached}
+        if generated.prompt_logprobs:
+            count = seq.sampling.prompt_logprobs or 0
+            best = tuple(_best(each, count) for each in generated.prompt_logprobs)
+            seq.take_outputs(PromptOutputs(best), seq.num_prompt_tokens)
+
+    def _go_on(self, run: Run, generated: Generated, finish: FinishReason | None) -> list[Effect]:
+        seq, role = run.seq, self._role_of(run.seq)
+        if not seq.reserve_growth:
+            lacks = any(block not in self.core.kv.checksums for block in seq.block_ids)
+            if finish is None and lacks:
+                return self._fail(seq, Refusal.WORKER_FAILED, "vLLM has not given all of its KV")
+            if len(seq.tokens) == run.num_given:
+                return role.on_prompt_computed(seq)
+            return role.on_computed(seq)
+        ended = generated.finish and finish is None
+        if ended or (finish is not None and run.num_repeated < run.num_known):
+            return self._fail(seq, Refusal.EXECUTION, f"vLLM has ended it: {generated.finish}")
+        if finish is None and self._copies and self.core.kv.grow(seq, self.config.block_size):
+            more = tuple(seq.block_ids[run.num_sent :])
+            run.num_sent += len(more)
+            return [*role.on_computed(seq), *([Extend(_name(seq), more)] if more else [])]
+        return role.on_computed(seq)
+
+    def _settle(self, name: str) -> list[Effect]:
+        """vLLM neither reads nor writes the blocks of this one any more."""
+        run = self._runs.pop(name, None)
+        if run is not None:
+            run.seq.num_steps -= 1
+            if run.seq.state is SeqState.DEAD:
+                self.core.scheduler.release_if_settled(run.seq)
         return []
 
-    def _delta(
-        self,
-        request: Request,
-        start: int,
-        finish: FinishReason | None,
-        *,
-        is_first: bool,
-        phases: dict[str, float],
-    ) -> TokenDelta:
-        tokens = tuple(request.tokens[start:])
-        positions = range(start, len(request.tokens))
-        known = [request.logprobs[at] for at in positions if at in request.logprobs]
-        return TokenDelta(
-            request.request_id,
-            request.attempt,
-            start,
-            tokens,
-            tuple(known) if len(known) == len(tokens) else (),
-            finish,
-            request.num_cached if is_first else None,
-            {"device": request.num_cached} if is_first and request.num_cached else {},
-            phases,
-            request.prompt if start == request.num_prompt_tokens and tokens else NO_OUTPUTS,
-        )
-
-    def _answer(self, probe: Probe) -> Send:
-        request = self._requests.get(f"{probe.request_id}/{probe.attempt}")
-        if request is None:
-            why = f"{self.node_id} does not know attempt {probe.attempt} of {probe.request_id}"
-            refused = self._refusal(probe.request_id, probe.attempt, Refusal.UNKNOWN, why)
-            return Send(probe.router, refused)
-        request.router = probe.router
-        start = min(max(probe.position, request.num_prompt_tokens), len(request.tokens))
-        delta = self._delta(request, start, None, is_first=False, phases={})
-        return Send(probe.router, TokenDeltas(self.node_id, self.config.epoch, (delta,)))
-
-    def _on_not_begun(self, now: float, said: NotBegun) -> list[Effect]:
-        request = self._requests.get(said.key)
-        if request is None:
+    def _on_not_begun(self, said: NotBegun) -> list[Effect]:
+        run = self._runs.get(said.key)
+        self._settle(said.key)
+        if run is None or run.seq.state is SeqState.DEAD:
             return []
-        self._forget(request)
-        return [self._refuse(request, Refusal.UNSUPPORTED, f"vLLM does not take it: {said.why}")]
+        why = f"vLLM does not take it: {said.why}"
+        return self._fail(run.seq, Refusal.UNSUPPORTED, why)
 
-    def _on_abort(self, now: float, abort: Abort) -> list[Effect]:
-        return self._stop(
-            each
-            for each in self._requests.values()
-            if each.request_id == abort.request_id and each.attempt <= abort.attempt
-        )
+    def _fail(self, seq: Sequence, reason: Refusal, why: str) -> list[Effect]:
+        return [*self.exchange.end(seq), Send(seq.router, self._refusal(seq, reason, why))]
 
-    def _on_unsendable(self, now: float, lost: Unsendable) -> list[Effect]:
-        """Tokens of several requests go again apart; of one, they end it."""
-        if not isinstance(lost.message, TokenDeltas):
-            return [Note("error", "unsendable", f"{type(lost.message).__name__}: {lost.why}")]
-        deltas = lost.message.deltas
-        if len(deltas) > 1:
-            return [Send(lost.to, replace(lost.message, deltas=(each,))) for each in deltas]
-        key = deltas[0].request_id, deltas[0].attempt
-        ended = self._stop(each for each in self._requests.values() if each.key == key)
-        return [*ended, Send(lost.to, self._refusal(*key, Refusal.UNENCODABLE, lost.why))]
+    def _refusal(self, asked: Sequence | WorkRequest, reason: Refusal, why: str) -> Any:
+        return self.core.refusal(asked.request_id, asked.attempt, reason, why)
 
-    def _on_router_down(self, router: NodeId) -> list[Effect]:
-        """Its clients are gone with it."""
-        self._publisher.unsubscribe(router)
-        return self._stop(each for each in self._requests.values() if each.router == router)
-
-    def _stop(self, requests: Iterable[Request]) -> list[Effect]:
-        stopped = [*requests]
-        for each in stopped:
-            self._forget(each)
-        return [Stop(each.name) for each in stopped]
-
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.name]
-        self._ended[request.name] = None
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def _fail(self, request: Request, reason: Refusal, why: str) -> list[Effect]:
-        return [*self._stop([request]), self._refuse(request, reason, why)]
-
-    def _refuse(self, request: Request | WorkRequest, reason: Refusal, why: str) -> Send:
-        about = self._refusal(request.request_id, request.attempt, reason, why)
-        return Send(request.router, about)
-
-    def _refusal(self, request_id: str, attempt: int, reason: Refusal, why: str) -> Refused:
-        self._count(f"refused_{reason}")
-        return Refused(self.node_id, self.config.epoch, request_id, attempt, reason, why)
+    def _on_lost(self, why: str) -> list[Effect]:
+        """The routers try its requests elsewhere, and need not wait until they hear of its end."""
+        self._has_ended = True
+        note = Note("error", "worker_gives_up", why)
+        return [*self.core.give_up(why), note, Exit(why, hangs=False)]
 
     def _keep_weights(self, asked: UpdateWeights) -> Send:
         about = self.node_id, self.config.epoch, NO_VERSION, self.config.fingerprint
         return Send(asked.reply_to, WeightsUpdated(*about, asked.version.digest, FIXED_WEIGHTS))
 
+    def _measure(self, step: Stepped) -> None:
+        timing = self.core.timing
+        awaiting = [run for run in self._runs.values() if not run.has_begun]
+        if len(awaiting) <= step.num_waiting or not awaiting:
+            if step.generated:
+                timing.decode_step_s.add(step.elapsed_s, 1)
+            return
+        share_s = timing.decode_step_s.value if step.num_running > len(awaiting) else 0.0
+        self._prompts_s += max(step.elapsed_s - share_s, 0.1 * step.elapsed_s)
+        first = [(self._runs.get(each.key), each) for each in step.generated]
+        num_new = sum(
+            max(1, run.num_given - each.num_cached)
+            for run, each in first
+            if run is not None and not run.has_begun
+        )
+        if num_new:
+            timing.prefill_tokens_per_s.add(num_new, self._prompts_s)
+            self._prompts_s = 0.0
+
     def _on_tick(self, now: float) -> list[Effect]:
-        interval_s = self.config.stats_interval_s
-        passed_s = min(now - self._ticked_at, 2 * interval_s)  # that of a stopped process is not
-        self._ticked_at = now
-        self._waited_s = self._waited_s + passed_s if self._requests else 0.0
-        if self._progress is Progress.NONE:
-            return self._give_up(f"a step has not ended after {self._waited_s:.0f} s", hangs=True)
-        effects: list[Effect] = [Wake(interval_s, TICK)]
-        for each in [each for each in self._requests.values() if now >= each.deadline]:
-            why = f"not finished by {self.node_id} before the deadline"
-            effects += self._fail(each, Refusal.DEADLINE, why)
-        self._publisher.tick()
-        effects += self._publisher.publish()
-        stats = self._stats()
-        return effects + [Send(router, stats) for router in self._publisher.routers]
-
-    def _give_up(self, why: str, *, hangs: bool) -> list[Effect]:
-        """The routers try its requests elsewhere, and need not wait until they hear of its end."""
-        self._why_ended = why
-        requests = self._requests.values()
-        refused = [self._refuse(each, Refusal.WORKER_FAILED, why) for each in requests]
-        return [*refused, Note("error", "worker_gives_up", why), Exit(why, hangs)]
-
-    @property
-    def _deadline_s(self) -> float:
-        """How long a step may take."""
-        floor_s = self.config.step_timeout_s
-        return floor_s if self._num_steps else FIRST_SLACK * floor_s
-
-    @property
-    def _progress(self) -> Progress:
-        if not self._deadline_s or self._waited_s < LATE * self._deadline_s:
-            return Progress.MADE
-        return Progress.LATE if self._waited_s < self._deadline_s else Progress.NONE
-
-    def _progress_report(self) -> ProgressReport:
-        about = self.node_id, self.config.epoch, self._num_steps, self._progress
-        return ProgressReport(*about, len(self._requests))
-
-    @property
-    def _num_used(self) -> int:
-        return round(self._last.used * self.config.num_blocks)
+        pool = self.core.kv.pool
+        pool.evict(self._damaged)
+        self._damaged = {name for name in self._damaged if pool.is_cached(name)}
+        return super()._on_tick(now)
 
     def _stats(self) -> WorkerStats:
-        requests, last = self._requests.values(), self._last
-        awaiting = [each for each in requests if not each.has_begun]
-        decoding = [len(each.tokens) for each in requests if each.has_begun]
-        waiting = awaiting[len(awaiting) - last.num_waiting :] if last.num_waiting else []
-        size = self.config.block_size
-        return WorkerStats(
-            worker=self.node_id,
-            epoch=self.config.epoch,
-            num_free_blocks=self.config.num_blocks - self._num_used,
-            num_cached_blocks=len(self.held),
-            num_waiting=len(waiting),
-            num_running=len(self._requests) - len(waiting),
-            num_handoffs=0,
-            pending_prefill_tokens=sum(each.num_given for each in awaiting),
-            prefill_tokens_per_s=self._prefill_tokens_per_s.value,
-            decode_step_s=self._decode_step_s.value,
-            read_bytes_per_s=NO_READS,
-            event_seq=self._publisher.event_seq,
-            counters=dict(self._counters),
-            num_wanted_blocks=sum(-(-each.num_given // size) for each in waiting),
-            num_decoding=len(decoding),
-            decoding_tokens=sum(decoding),
-            progress=self._progress,
-        )
-
-    def audit(self) -> Audit:
-        """vLLM says how many blocks requests hold, and which are cached, not which of these are
-        held: those count as in use."""
-        config, in_use = self.config, self._num_used
-        evictable = min(len(self.held), config.num_blocks - in_use)
-        counts = {
-            "device.blocks": config.num_blocks,
-            "device.in_use": in_use,
-            "device.evictable": evictable,
-            "device.blank": config.num_blocks - in_use - evictable,
-            "transfers": 0,
-            "leases": 0,
-        }
-        parts = ("blocks", "used", "pinned")
-        counts |= {f"{tier}.{part}": 0 for tier in LOWER_TIERS for part in parts}
-        return Audit(self.node_id, config.epoch, counts, tuple(self.check_idle()))
+        preempted = self._last.num_preempted
+        stats = super()._stats()
+        return replace(stats, counters=stats.counters | {"preemptions": preempted})
 
     def check_idle(self) -> list[str]:
         """What an idle worker must not have; empty if all is well."""
-        left = [f"request {each.name} is at vLLM" for each in self._requests.values()]
+        left = [f"request {name} is at vLLM" for name in self._runs]
         if self._last.num_running + self._last.num_waiting:
             left.append(f"vLLM has {self._last.num_running} running, {self._last.num_waiting} wait")
-        if self._num_used:
-            left.append(f"{self._num_used} blocks are in use")
-        return left
+        if self._last.used:
+            left.append(f"{self._last.used:.1%} of vLLM's blocks are in use")
+        return left + super().check_idle()
 
-    def _count(self, name: str) -> None:
-        self._counters[name] = self._counters.get(name, 0) + 1
+
+def _name(seq: Sequence) -> str:
+    """The key that vLLM knows it by."""
+    return f"{seq.request_id}/{seq.attempt}"
 
 
 def _best(known: TokenLogprobs, count: int) -> TokenLogprobs:

@@ -131,8 +131,12 @@ class BlockChain:
 
     def under(self, fingerprint: bytes) -> BlockChain:
         """Makes the chain of the same tokens under another fingerprint."""
-        scope = CacheScope(self._salt, self.num_public_tokens)
-        return BlockChain(fingerprint, scope, self.block_size, self._num_groups)
+        return BlockChain(fingerprint, self.scope, self.block_size, self._num_groups)
+
+    @property
+    def scope(self) -> CacheScope:
+        """Who may share it; of the public region, whole blocks."""
+        return CacheScope(self._salt, self.num_public_tokens)
 
     @property
     def num_public_tokens(self) -> int:

@@ -81,6 +81,7 @@ class Scheduler:
         self.lacks_room = False  # one that may go on waits for blocks
         self._is_to_preempt = False  # once no step is in flight
         self.is_paused = False  # no step begins
+        self.may_preempt = True  # False: those that run cannot be taken their blocks from
         self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
@@ -473,7 +474,7 @@ class Scheduler:
         """Preempts and returns one of a lower class, or for a stream one of its class that streams
         nothing yet, if with them all gone `seq` could be admitted: a stream would be silent until
         others end."""
-        others = [each for each in self.running if _makes_room(each, seq)]
+        others = [each for each in self.running if self.may_preempt and _makes_room(each, seq)]
         num_free = self.kv.pool.num_free + sum(
             len(each.block_ids) - each.block_ids.count(NO_BLOCK) for each in others
         )

@@ -32,6 +32,13 @@ def pool_bytes(pool: Any) -> NDArray[np.uint8]:
     return pool.flatten(1).view(torch.uint8).numpy()
 
 
+def as_tensor(block: NDArray[np.uint8]) -> Any:
+    """A view of its bytes; writes go through."""
+    import torch
+
+    return torch.from_numpy(block)
+
+
 class DeviceBytes:
     """The bytes of a pool that the CPU cannot see: a block is copied out where it is asked for, but
     checksums are computed there, many at once, without waiting for the model's passes. What is

@@ -91,8 +91,9 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ),
         ("[engine]\npython = 'p'", "engine.python = 'p' is for engine.runs = 'vllm'"),
         (
-            "[engine]\nruns = 'vllm'\npython = 'p'",
-            "prefill = 1: workers that run vllm compute their own prompts: set it to 0",
+            "[engine]\nruns = 'vllm'\npython = 'p'\ntensor_parallel_size = 2",
+            "prefill = 1: workers that run vllm with tensor_parallel_size = 2 compute their own"
+            " prompts: set it to 0",
         ),
         (
             "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\nprefill = 0\n"

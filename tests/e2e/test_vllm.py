@@ -1,4 +1,5 @@
-"""vLLM behind our API, the real one: two of its workers beside one of ours.
+"""vLLM behind our API, the real one: two workers of it that decode and one for prompts, beside one
+of ours.
 
 KVRELAY_VLLM_PYTHON is the interpreter of an environment that has it (docs/engines.md)."""
 
@@ -8,6 +9,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,12 +38,10 @@ CITY = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("vllm")
+def serving(folder: Path, models: tuple[str, ...], **workers: int) -> Served:
     vllm = {"runs": "vllm", "python": PYTHON, "block_size": 32}
     eager = {"arguments": {"enforce_eager": True}}
-    common = {"checkpoint": "smollm2-135m", "prefill": 0}
+    common = {"checkpoint": "smollm2-135m"}
     settings: dict[str, Any] = {
         "model.dtype": "float32",
         "engine.max_model_len": 2048,
@@ -48,13 +49,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "engine.threads": 1,
         "cluster.start_timeout_s": START_S,
         "sessions.state_dir": str(folder / "state"),
-        "tiers.host_gib": 0,
-        "models": [
-            {"name": "vllm", "decode": 2, "engine": vllm | eager, **common},
-            {"name": "own", "decode": 1, **common},
-        ],
+        "tiers.host_gib": 0.5,
+        "tiers.disk_gib": 1,
+        "tiers.disk_path": str(folder / "kv"),
+        "tiers.disk_after_s": 0.1,
     }
-    with Served(settings) as served:
+    every = {
+        "vllm": {"name": "vllm", "engine": vllm | eager, **common, **workers},
+        "own": {"name": "own", "prefill": 0, "decode": 1, **common},
+    }
+    return Served(settings | {"models": [every[name] for name in models]})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("vllm")
+    with serving(folder, ("vllm", "own"), prefill=1, decode=2) as served:
         yield served
 
 
@@ -82,20 +92,26 @@ def tell(url: str, model: str, on_chunk: Callable[[], None] = lambda: None) -> l
         return list(threads.map(one, WORDS))
 
 
+def has_on_disk(num_blocks: int, status: dict[str, Any]) -> bool:
+    return sum(worker["num_disk_blocks"] for worker in status["workers"]) >= num_blocks
+
+
 def assert_clean(url: str) -> None:
     wait_for(url, is_idle, 60.0, "not idle")
     audit = httpx.get(f"{url}/audit", timeout=30).json()
     assert audit["clean"], audit
 
 
-def test_streams_outlive_a_worker_of_vllm(server: Served) -> None:
+@pytest.mark.parametrize("name", ["decode-vllm-0", "prefill-vllm-0"])
+def test_streams_outlive_a_worker_of_vllm(server: Served, name: str) -> None:
+    wait_for(server.url, all_up, START_S, "not up")
     expected = tell(server.url, "vllm")
     assert tell(server.url, "own") == expected
     [worker] = [
         process
         for process in psutil.process_iter(["cmdline"])
         if (process.info["cmdline"] or [""])[0] == PYTHON
-        and any("/decode-vllm-0/" in word for word in process.info["cmdline"])
+        and any(f"/{name}/" in word for word in process.info["cmdline"])
     ]
     counted, lock = [0], threading.Lock()
 
@@ -109,6 +125,23 @@ def test_streams_outlive_a_worker_of_vllm(server: Served) -> None:
     assert not worker.is_running()
     wait_for(server.url, all_up, START_S, "not up again")
     assert_clean(server.url)
+
+
+def test_a_session_goes_on_from_disk_after_a_restart(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Once there was a town by the sea. " * 60}]
+    about: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "model": "vllm"}
+    answers = []
+    for _ in range(2):
+        with serving(tmp_path, ("vllm",), prefill=0, decode=1) as served:
+            chat: Any = client(served.url).chat.completions
+            answers.append(chat.create(messages=turns, prompt_cache_key="town", **about))
+            wait_for(served.url, is_idle, 60.0, "not idle")
+            num_blocks = answers[0].usage.prompt_tokens // 32
+            wait_for(served.url, partial(has_on_disk, num_blocks), 60.0, "not on disk")
+            assert_clean(served.url)
+    first, again = answers
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens >= num_blocks * 32
 
 
 def test_tools_schemas_and_turns_that_come_back(server: Served) -> None:

@@ -2,8 +2,10 @@
 
 Recorded from it: names and types of outputs, KV events (integers as hashes, the salt in the
 `extra_keys` of the first block, a Stored again where a block is reused), statistics after each
-step, and what is raised for a token that the model does not have. The model is a hash: the next
-token depends on all before it, and with a temperature on the seed and on how many were drawn.
+step, what is raised for a token that the model does not have, and how a KV connector is called. The
+model is a hash: the next token depends on all before it, and with a temperature on the seed and on
+how many were drawn. KV of a token is a hash of all up to it; where what is in a block is not that,
+another token comes.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 VOCAB = 256
+WIDTH = 4  # numbers that a layer keeps of a token: a head's key and value
 
 
 class BlockStored(SimpleNamespace): ...
@@ -46,6 +51,36 @@ class _Request:
     salt: str
     num_drawn: int = 0
     num_cached: int = 0
+    num_computed: int = -1  # tokens that have KV; -1: it has not been scheduled
+    block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.key}-5eed"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def kv_of(tokens: list[int]) -> torch.Tensor:
+    return torch.frombuffer(
+        bytearray(blake2b(f"{tokens}".encode(), digest_size=8).digest()), dtype=torch.int16
+    ).float()
+
+
+class KVConnectorMetadata: ...
+
+
+class KVConnectorBase_V1:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._metadata: Any = None
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def _get_connector_metadata(self) -> Any:
+        return self._metadata
 
 
 def next_token(tokens: list[int], drawn: str = "") -> int:
@@ -58,22 +93,44 @@ class LLMEngine:
     vllm_config: Any
     publisher: Any
     loggers: list[Any]
+    connectors: list[Any]  # in the scheduler, and where the model runs; []: none
+    kv: list[torch.Tensor]  # by layer: [num_blocks, 1, block_size, WIDTH]
+    free: list[int]
     requests: dict[str, _Request] = field(default_factory=dict)
     cached: dict[int, None] = field(default_factory=dict)
-    has_ended: bool = False  # some request, since the last step
 
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
     fails: ClassVar[str] = ""  # what a step raises
 
     @classmethod
     def from_engine_args(cls, args: Any, stat_loggers: list[Any]) -> LLMEngine:
-        cache = SimpleNamespace(
-            num_gpu_blocks=args.num_gpu_blocks_override, block_size=args.block_size
+        num_blocks, size = args.num_gpu_blocks_override, args.block_size
+        cache = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=size)
+        model = SimpleNamespace(
+            max_model_len=args.max_model_len,
+            dtype="torch.float32",
+            get_num_kv_heads=lambda parallel_config: 1,
         )
-        model = SimpleNamespace(max_model_len=args.max_model_len, dtype="torch.float32")
-        config = SimpleNamespace(cache_config=cache, model_config=model)
+        transfer = getattr(args, "kv_transfer_config", None)
+        config = SimpleNamespace(
+            cache_config=cache,
+            model_config=model,
+            kv_transfer_config=transfer,
+            parallel_config=None,
+        )
         publisher = EventPublisherFactory.registered[args.kv_events_config.publisher]
-        return cls(config, publisher(data_parallel_rank=0), [each(config) for each in stat_loggers])
+        kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(2)]
+        connectors = []
+        if transfer is not None:
+            assert not args.async_scheduling
+            made_by = getattr(
+                import_module(transfer.kv_connector_module_path), transfer.kv_connector
+            )
+            sizes = SimpleNamespace(num_blocks=num_blocks)
+            connectors = [made_by(config, role, sizes) for role in ("scheduler", "worker")]
+            connectors[1].register_kv_caches({f"layer {i}": each for i, each in enumerate(kv)})
+        loggers = [each(config) for each in stat_loggers]
+        return cls(config, publisher(0), loggers, connectors, kv, list(range(1, num_blocks)))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -86,14 +143,20 @@ class LLMEngine:
 
     def abort_request(self, keys: list[str]) -> None:
         for key in keys:
-            self.requests.pop(key, None)
+            self._end(key)
+
+    def _end(self, key: str) -> None:
+        if key in self.requests:
+            self.free += self.requests.pop(key).block_ids
 
     def step(self) -> list[Any]:
         if self.turns is not None:
             self.turns.acquire()
         if self.fails:
             raise RuntimeError(self.fails)
-        outputs = [self._advance(request) for request in [*self.requests.values()]]
+        requests = [*self.requests.values()]
+        failed = self._compute(requests)
+        outputs = [self._advance(each) for each in requests if each not in failed]
         size = self.vllm_config.cache_config.block_size
         blocks = self.vllm_config.cache_config.num_gpu_blocks - 1
         used = sum(-(-len(each.tokens) // size) for each in self.requests.values()) / blocks
@@ -103,12 +166,92 @@ class LLMEngine:
             each.record(stats, SimpleNamespace(num_preempted_reqs=0), None, 0)
         return outputs
 
+    def _compute(self, requests: list[_Request]) -> list[_Request]:
+        """KV of all tokens; returns those for which it could not be loaded."""
+        size, new = self.vllm_config.cache_config.block_size, []
+        for each in requests:
+            if each.num_computed < 0:
+                new.append(each)
+                self._begin(each)
+            while len(each.block_ids) * size < len(each.tokens):
+                each.block_ids.append(self.free.pop())
+        if self.connectors:
+            bad = self._connect(requests, new)
+        else:
+            bad = set()
+            self._forward(requests)
+        failed = []
+        for each in requests:
+            places = [i for i, block in enumerate(each.block_ids) if block in bad]
+            each.num_computed = places[0] * size if places else len(each.tokens)
+            failed += [each] if places else []
+        return failed
+
+    def _begin(self, request: _Request) -> None:
+        size = self.vllm_config.cache_config.block_size
+        request.num_computed = request.num_cached = self._cache(request)
+        request.block_ids = [self.free.pop() for _ in range(-(-len(request.tokens) // size))]
+        self._write(request, 0, request.num_cached)
+        if self.connectors:
+            asked = self.connectors[0]
+            more, _ = asked.get_num_new_matched_tokens(request, request.num_cached)
+            asked.update_state_after_alloc(request, None, more)
+            request.num_computed = request.num_cached = request.num_cached + more
+
+    def _connect(self, requests: list[_Request], new: list[_Request]) -> set[int]:
+        tables = {each.request_id: (each.block_ids,) for each in requests}
+        known = [each for each in requests if each not in new]
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=r.request_id, num_computed_tokens=r.num_computed)
+                for r in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[each.request_id for each in known],
+                num_computed_tokens=[each.num_computed for each in known],
+            ),
+            num_scheduled_tokens={r.request_id: len(r.tokens) - r.num_computed for r in requests},
+            scheduled_spec_decode_tokens={},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        )
+        scheduler, worker = self.connectors
+        worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+        worker.start_load_kv(None)
+        self._forward(requests)
+        worker.wait_for_save()
+        bad: set[int] = worker.get_block_ids_with_load_errors()
+        return bad
+
+    def _forward(self, requests: list[_Request]) -> None:
+        for each in requests:
+            self._write(each, each.num_computed, len(each.tokens))
+
+    def _write(self, request: _Request, first: int, end: int) -> None:
+        size = self.vllm_config.cache_config.block_size
+        for at in range(first, end):
+            for number, layer in enumerate(self.kv):
+                kv = kv_of(request.tokens[: at + 1]) + number
+                layer[request.block_ids[at // size], 0, at % size] = kv
+
+    def _reads_its_own(self, request: _Request) -> bool:
+        size = self.vllm_config.cache_config.block_size
+        return all(
+            bool(
+                (
+                    layer[request.block_ids[at // size], 0, at % size]
+                    == kv_of(request.tokens[: at + 1]) + n
+                ).all()
+            )
+            for at in range(size - 1, len(request.tokens), size)
+            for n, layer in enumerate(self.kv)
+        )
+
     def _advance(self, request: _Request) -> Any:
         params, is_first = request.params, request.num_drawn == 0
-        if is_first:
-            request.num_cached = self._cache(request)
         drawn = f"{params.seed} {request.num_drawn}" if params.temperature else ""
         token = next_token(request.tokens, drawn)
+        if not self._reads_its_own(request):
+            token = (token + 1) % VOCAB
         request.tokens.append(token)
         request.num_drawn += 1
         if not is_first:
@@ -119,7 +262,7 @@ class LLMEngine:
         elif request.num_drawn >= params.max_tokens:
             finish = "length"
         if finish:
-            del self.requests[request.key]
+            self._end(request.key)
         known = None
         if params.logprobs is not None:
             best = {each: SimpleNamespace(logprob=-1.0 - each, rank=each + 1) for each in range(2)}
@@ -183,8 +326,15 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "LLMEngine": LLMEngine,
             "SamplingParams": SamplingParams,
         },
-        "vllm.config": {"KVEventsConfig": KVEventsConfig},
+        "vllm.config": {"KVEventsConfig": KVEventsConfig, "KVTransferConfig": SimpleNamespace},
         "vllm.distributed": {},
+        "vllm.distributed.kv_transfer": {},
+        "vllm.distributed.kv_transfer.kv_connector": {},
+        "vllm.distributed.kv_transfer.kv_connector.v1": {},
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+            "KVConnectorBase_V1": KVConnectorBase_V1,
+            "KVConnectorMetadata": KVConnectorMetadata,
+        },
         "vllm.distributed.kv_events": {
             "EventPublisher": EventPublisher,
             "EventPublisherFactory": EventPublisherFactory,
@@ -202,6 +352,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         for each, value in names.items():
             setattr(module, each, value)
         patch.setitem(sys.modules, name, module)
+    patch.delitem(sys.modules, "kvrelay.decode_worker.vllm.connector", raising=False)
     patch.setattr(EventPublisherFactory, "registered", {})
     patch.setattr(LLMEngine, "turns", None)
     patch.setattr(LLMEngine, "fails", "")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.build import build, check_blocks
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
@@ -36,7 +37,7 @@ from kvrelay.engine.node import Exit, Send, Woken
 from kvrelay.engine.request import FinishReason, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
-from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.config import RouterConfig
 from kvrelay.worker.guardian import WorkerGuardian, in_environment
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.messages import StartFailed
@@ -48,10 +49,11 @@ from tests.support.local import LocalCluster
 from tests.support.vllm_stand_in import LLMEngine, next_token
 
 VLLM = EngineSection(
-    runs="vllm", python="bin/python", block_size=32, num_blocks=64, max_model_len=512
+    runs="vllm", python="bin/python", block_size=32, num_blocks=64, max_model_len=512, lease_s=2.0
 )
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
 PROMPTS = [[(7 * i + j) % 250 for j in range(20 + 31 * i)] for i in range(6)]
+HANDS_OVER = RouterConfig(policy="round_robin")
 CONFIG = WorkerConfig(
     node_id="decode-0",
     role=Role.DECODE,
@@ -60,6 +62,7 @@ CONFIG = WorkerConfig(
     num_blocks=16,
     max_model_len=64,
     max_num_seqs=2,
+    max_num_batched_tokens=64,
     max_waiting=2,
     bytes_per_block=1,
     fingerprint=b"f",
@@ -81,15 +84,21 @@ def cluster(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalC
     """Two workers, whose node, thread and build are the real ones."""
     vllm_stand_in.install(monkeypatch)
 
-    def built(spec: Any, _: Any) -> Any:
+    def built(spec: Any, options: Any) -> Any:
         vllm_stand_in.EventPublisherFactory.registered.clear()  # each process has its own
-        return build(spec)
+        return build(spec, ROLES, options.make_agent)
 
     monkeypatch.setattr("tests.support.local.build_worker", built)
     with LocalCluster(model_dir, prefill=0, decode=2, engine=VLLM) as cluster:
         yield cluster
         if LLMEngine.turns is not None:
             LLMEngine.turns.release(100_000)
+
+
+def num_runs(cluster: LocalCluster, worker: str) -> int:
+    node = cluster.workers[worker].node
+    assert isinstance(node, VllmWorker)
+    return len(node.core.seqs)
 
 
 def assert_clean(cluster: LocalCluster) -> None:
@@ -119,10 +128,11 @@ def test_what_vllm_holds_is_known_to_the_router_and_reused(cluster: LocalCluster
         first, again = (cluster.submit(prompt, GREEDY, scope=scope).result(30.0) for _ in range(2))
         assert first.num_cached_tokens == 0
         assert again.num_cached_tokens == len(prompt) // 32 * 32
-        assert again.cached_by_source == {"device": again.num_cached_tokens}
+        assert sum(again.cached_by_source.values()) == again.num_cached_tokens
+        assert again.cached_by_source.keys() <= {"device", "peer"}  # from the other worker's memory
     decisions = [cluster.decided(f"local-{number}", "")[0] for number in (1, 3, 5)]
-    best = [each.decode_candidates[0].cached for each in decisions]
-    assert [held.device for held in best] == [len(prompt) // 32 * 32] * 3
+    best = [max(c.cached.device for c in each.decode_candidates) for each in decisions]
+    assert best == [len(prompt) // 32 * 32] * 3
     assert_clean(cluster)
 
 
@@ -147,7 +157,8 @@ def test_a_worker_that_dies_is_taken_over_from(
         assert time.monotonic() < deadline
         turns.release(1)
         time.sleep(0.001)
-    cluster.kill("decode-0")
+    busy = max(cluster.workers, key=lambda name: cluster.run(lambda: num_runs(cluster, name)))
+    cluster.kill(busy)
     turns.release(10_000)
     answers = [future.result(60.0) for future in futures]
     assert [each.failed for each in answers] == [None] * len(PROMPTS)
@@ -191,11 +202,54 @@ def test_tokens_that_the_model_lacks_are_refused_by_their_value(cluster: LocalCl
     assert "Token id 999 is out of vocabulary" in failed.detail
 
 
+@pytest.mark.parametrize("killed", ["", "prefill-0", "decode-0"])
+def test_prompts_are_computed_by_one_worker_and_decoded_by_another(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    vllm_stand_in.install(monkeypatch)
+    monkeypatch.setattr(
+        "tests.support.local.build_worker",
+        lambda spec, options: build(spec, ROLES, options.make_agent),
+    )
+    sampling = replace(GREEDY, presence_penalty=0.5) if killed else GREEDY  # sampled there only
+    with LocalCluster(
+        model_dir, prefill=1, decode=2, engine=VLLM, host_bytes=1 << 20, router=HANDS_OVER
+    ) as cluster:
+        turns = vllm_stand_in.turns(4)
+        futures = [cluster.submit(prompt, sampling) for prompt in PROMPTS]
+        if killed:
+            cluster.kill(killed)
+        turns.release(100_000)
+        answers = [future.result(60.0) for future in futures]
+        assert [each.tokens for each in answers] == [greedy(prompt, 60) for prompt in PROMPTS]
+        if not killed:
+            done = [w.node.core.counters.get("handoffs_done", 0) for w in cluster.workers.values()]
+            assert sum(done) == len(PROMPTS)
+        assert_clean(cluster)
+
+
+def test_what_is_damaged_in_memory_is_not_given_to_vllm_and_computed_again(
+    cluster: LocalCluster,
+) -> None:
+    [before] = cluster.generate(PROMPTS[5:], GREEDY)
+    for worker in cluster.workers.values():
+        node = worker.node
+        assert isinstance(node, VllmWorker)
+        sums = node.core.kv.checksums
+        cluster.run(lambda sums=sums: sums.update(dict.fromkeys(sums, 1)))
+    longer = [PROMPTS[5] + before.tokens, PROMPTS[5]]
+    scope = CacheScope(b"")
+    for prompt in longer:
+        answer = cluster.submit(prompt, GREEDY, scope=scope).result(60.0)
+        assert answer.tokens == greedy(prompt, 60)
+    assert_clean(cluster)
+
+
 # The node alone
 
 
 def worker() -> VllmWorker:
-    made = VllmWorker(CONFIG)
+    made = VllmWorker(CONFIG, ROLES)
     made.receive(0.0, RouterUp(ROUTER))
     return made
 
@@ -231,13 +285,11 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
     node = worker()
     sampling = replace(WORK.sampling, grammar="start: /a+/", max_tokens=9)
     work = replace(WORK, tokens=(1, 2, 3, 50, 51), sampling=sampling, attempt=2)
-    [begin] = node.receive(0.0, work)
-    assert isinstance(begin, Begin)
+    [begin] = [each for each in node.receive(0.0, work) if isinstance(each, Begin)]
     assert begin.tokens == (1, 2, 3)
     assert begin.options["max_tokens"] == 9
     assert begin.options["structured_outputs"] == {"grammar": "start: /a+/"}
-    [frame] = sent(node.receive(0.1, step(Generated("r/2", (50,)))), TokenDeltas)
-    assert frame.deltas[0].tokens == ()
+    assert not sent(node.receive(0.1, step(Generated("r/2", (50,)))), TokenDeltas)
     effects = node.receive(0.2, step(Generated("r/2", (52,))))
     assert Stop("r/2") in effects
     [refused] = sent(effects, Refused)
@@ -261,16 +313,11 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
             Refusal.UNSUPPORTED,
             "a budget for reasoning",
         ),
-        (
-            Prefill("r", 1, ROUTER, (1, 2), 2, GREEDY, 9.0, decode_to="decode-1"),
-            Refusal.WORKER_FAILED,
-            "for nobody else",
-        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_words(work: Any, reason: Refusal, said: str) -> None:
     config = replace_config(num_blocks=8) if reason is Refusal.NEVER_FITS else CONFIG
-    [refused] = sent(VllmWorker(config).receive(0.0, work), Refused)
+    [refused] = sent(VllmWorker(config, ROLES).receive(0.0, work), Refused)
     assert refused.reason is reason
     assert said in refused.detail
 
@@ -319,7 +366,7 @@ def test_rates_are_of_prompts_and_of_decodes_apart() -> None:
     stats = sent(node.receive(0.5, Woken("tick")), WorkerStats)[0]
     assert stats.prefill_tokens_per_s == pytest.approx(2 / 0.2)
     assert stats.decode_step_s == pytest.approx(0.1)
-    assert (stats.num_free_blocks, stats.num_running, stats.num_decoding) == (12, 1, 1)
+    assert (stats.num_free_blocks, stats.num_running, stats.num_decoding) == (13, 1, 1)
 
 
 def test_weights_stay_and_who_asks_hears_why() -> None:

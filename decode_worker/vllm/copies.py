@@ -1,0 +1,162 @@
+"""KV of vLLM in the worker's own memory: what a request computes is copied there block by block,
+and what is there already is not computed.
+
+Life of a table: begun with its request, some of its blocks full -> these are copied to vLLM, each
+compared with its checksum -> each block that a step fills is copied out, and reported -> ended
+with the request, at the end of a step or between two. All of it on the thread that steps vLLM; the
+node gives a block of a table to nobody else before it has heard of the table's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged
+from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.kvtransfer.layout import HeadShare
+
+
+@dataclass(slots=True)
+class _Table:
+    blocks: list[int]  # in the worker's memory
+    checksums: list[int]  # one for each, from the first, that has KV
+    num_tokens: int
+    saves_tail: bool
+
+
+class Move(NamedTuple):
+    """A request in a step: its blocks at vLLM, which of them are filled from its table before the
+    step, and how many of its tokens have KV after it."""
+
+    key: str
+    block_ids: Sequence[int]
+    loads: range
+    num_computed: int
+
+
+class Layer(NamedTuple):
+    """vLLM's memory for one; `tensor.select(dim, block)` is what it has in a block."""
+
+    tensor: Any
+    dim: int
+
+
+@dataclass(slots=True)
+class Copies:
+    """Owned by a worker's vLLM thread. Invariant: a block of vLLM that is loaded has the bytes that
+    were saved, or is reported in `bad_blocks`; what is reported as `Copied` was written before."""
+
+    pool: NDArray[np.uint8] | None = None  # [num_blocks, bytes_per_block]; None: nothing is copied
+    tables: dict[str, _Table] = field(default_factory=dict)
+    done: list[Copied | Damaged] = field(default_factory=list)
+    bad_blocks: set[int] = field(default_factory=set)  # as vLLM numbers them
+    _layers: list[Layer] = field(default_factory=list)
+    _checksums: Callable[[Sequence[int]], list[int]] = lambda blocks: []
+
+    def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
+        """vLLM's memory, layer by layer. Layers that share theirs count once."""
+        found = {tensor.data_ptr(): tensor for tensor in kv_caches.values()}
+        if all(num_blocks in each.shape for each in found.values()):
+            self._layers = [Layer(t, list(t.shape).index(num_blocks)) for t in found.values()]
+
+    def spec(self, block_size: int, num_heads: int) -> KVSpec | None:
+        """The shape of a block, in the terms of ours; None where layers differ, or a block is no
+        run of `num_heads` heads."""
+        sizes = {each.tensor.select(each.dim, 0).numel() for each in self._layers}
+        dtypes = {str(each.tensor.dtype).removeprefix("torch.") for each in self._layers}
+        if len(sizes) != 1 or len(dtypes) != 1 or not dtypes <= DTYPE_BYTES.keys():
+            return None
+        head_dim, rest = divmod(sizes.pop(), 2 * num_heads * block_size)
+        if rest:
+            return None
+        return KVSpec(len(self._layers), num_heads, head_dim, block_size, dtypes.pop())
+
+    def use(self, pool: NDArray[np.uint8], share: HeadShare) -> None:
+        """The worker's memory, and how checksums of its blocks are taken."""
+        from kvrelay.kvtransfer.checksum import checksum_blocks  # not where there are no copies
+
+        self.pool, self._checksums = pool, partial(checksum_blocks, pool, share=share)
+
+    def begin(self, begin: Begin) -> None:
+        about = len(begin.tokens), begin.saves_tail
+        self.tables[begin.key] = _Table([*begin.table], [*begin.checksums], *about)
+
+    def extend(self, key: str, blocks: Sequence[int]) -> None:
+        if key in self.tables:
+            self.tables[key].blocks += blocks
+
+    def end(self, key: str) -> None:
+        self.tables.pop(key, None)
+
+    def num_loadable(self, key: str) -> int:
+        """Blocks, from the first, that vLLM need not compute."""
+        is_used = key in self.tables and self.pool is not None
+        return len(self.tables[key].checksums) if is_used else 0
+
+    def load(self, moves: Sequence[Move]) -> None:
+        """Fill vLLM's blocks, before a step."""
+        for move in moves:
+            if (table := self.tables.get(move.key)) is None:
+                continue
+            for index in move.loads:
+                if self._load(move, table, index):
+                    continue
+                self.done.append(Damaged(move.key, index))
+                self.bad_blocks.update(move.block_ids[index : move.loads.stop])
+                self.end(move.key)  # what this step computes of it is wrong
+                break
+
+    def _load(self, move: Move, table: _Table, index: int) -> bool:
+        assert self.pool is not None
+        block = table.blocks[index]
+        if self._checksums([block]) != [table.checksums[index]]:
+            return False
+        for layer, part in self._parts(block, move.block_ids[index]):
+            layer.copy_(part)
+        return True
+
+    def save(self, moves: Sequence[Move], block_size: int) -> None:
+        """Copy the blocks that a step has filled, after it."""
+        for move in moves:
+            table = self.tables.get(move.key)
+            if table is None or self.pool is None:
+                continue
+            end = move.num_computed // block_size
+            if table.saves_tail and move.num_computed >= table.num_tokens:
+                end = -(-table.num_tokens // block_size)
+            new = range(len(table.checksums), min(end, len(table.blocks)))
+            if not new:
+                continue
+            for index in new:
+                for layer, part in self._parts(table.blocks[index], move.block_ids[index]):
+                    part.copy_(layer)
+            sums = self._checksums([table.blocks[index] for index in new])
+            table.checksums += sums
+            self.done.append(Copied(move.key, new.start, tuple(sums)))
+
+    def _parts(self, block: int, at_vllm: int) -> list[tuple[Any, Any]]:
+        """vLLM's block and its part of ours, layer by layer."""
+        from kvrelay.kvtransfer.agents.pool import as_tensor
+
+        assert self.pool is not None
+        raw, at, found = as_tensor(self.pool[block]), 0, []
+        for tensor, dim in self._layers:
+            theirs = tensor.select(dim, at_vllm)
+            end = at + theirs.numel() * theirs.element_size()
+            found.append((theirs, raw[at:end].view(theirs.dtype).view(theirs.shape)))
+            at = end
+        return found
+
+    def take_done(self) -> tuple[Copied | Damaged, ...]:
+        done, self.done = tuple(self.done), []
+        return done
+
+    def take_bad_blocks(self) -> set[int]:
+        bad, self.bad_blocks = self.bad_blocks, set()
+        return bad
