@@ -103,10 +103,10 @@ class BatchCalls:
         tenant = caller(self._ctx, http)
         if self._num_uploads >= MAX_UPLOADS:
             raise overloaded(f"{MAX_UPLOADS} files are being uploaded, which is the limit", 5.0)
-        draft = self._ctx.batches.draft()
+        draft = self._ctx.batches.draft(tenant.name)
         self._num_uploads += 1
         try:
-            form, size = await self._received(http, draft)
+            form, size = await self._received(http, draft, tenant.name)
             if form.filename is None:
                 raise invalid("'file' is missing: send the file as a part of the form", "file")
             record = self._file_record(form, size)
@@ -121,8 +121,8 @@ class BatchCalls:
             draft.unlink(missing_ok=True)
         return JSONResponse(record)
 
-    async def _received(self, http: Request, draft: Path) -> tuple[FormReader, int]:
-        """Writes the file of a form. Raises ApiError (400, 408, 413, 415, 507)."""
+    async def _received(self, http: Request, draft: Path, tenant: str) -> tuple[FormReader, int]:
+        """Writes the file of a form. Raises ApiError (400, 408, 413, 415, 507) and Full."""
         limits, size = self._ctx.settings, 0
         declared = http.headers.get("content-length", "")
         # What is around the file in the form is small.
@@ -146,6 +146,8 @@ class BatchCalls:
                             await asyncio.to_thread(file.write, unwritten)
                             size += len(unwritten)
                             unwritten.clear()
+                            room = self._ctx.batches.check_room, tenant
+                            await asyncio.to_thread(*room, limits.max_tenant_file_bytes)
                         if chunk is None:
                             break
                 file.flush()

@@ -16,9 +16,11 @@ import sqlite3
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,9 @@ class BatchStore:
     def __init__(self, folder: Path | None = None) -> None:
         """folder: the state directory; None: all is forgotten when the server stops."""
         self._lock = threading.Lock()
-        self._temporary = None if folder else Path(tempfile.mkdtemp(prefix="kvrelay-files-"))
-        folder = folder or self._temporary
-        assert folder is not None
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="kvrelay-files-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / FILE
@@ -89,19 +91,34 @@ class BatchStore:
     def path(self, name: str) -> Path:
         return self._folder / name
 
-    def draft(self) -> Path:
-        """Where a file is written before it is one."""
-        return self._folder / f".{secrets.token_hex(16)}"
+    def draft(self, tenant: str = "") -> Path:
+        """Where a file is written before it is one. tenant: whose upload it is."""
+        return self._folder / f".{_mark(tenant)}{secrets.token_hex(16)}"
+
+    def check_room(self, tenant: str, max_bytes: int) -> None:
+        """max_bytes: of all files of the tenant and its uploads. Raises Full."""
+        with self._lock:
+            self._check_room(self._connection, tenant, max_bytes)
+
+    def _check_room(self, connection: sqlite3.Connection, tenant: str, max_bytes: int) -> None:
+        query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?"
+        count, size = connection.execute(query, (tenant,)).fetchone()
+        if count >= MAX_FILES:
+            raise Full(f"{count} files, which is the limit: delete some")
+        uploads = 0
+        for draft in self._folder.glob(f".{_mark(tenant)}*"):
+            with suppress(FileNotFoundError):  # it has just been given up
+                uploads += draft.stat().st_size
+        if size + uploads > max_bytes:
+            raise Full(
+                f"files of {size} bytes and uploads of {uploads}, and may have {max_bytes}: "
+                "delete some"
+            )
 
     def add_file(self, tenant: str, record: Record, draft: Path, max_bytes: int) -> None:
-        """max_bytes: of all files of the tenant. Raises Full."""
+        """Keeps an upload, which is the draft. Raises Full as `check_room`."""
         with self._change() as connection:
-            query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?"
-            count, size = connection.execute(query, (tenant,)).fetchone()
-            if count >= MAX_FILES:
-                raise Full(f"{count} files, which is the limit: delete some")
-            if size + record["bytes"] > max_bytes:
-                raise Full(f"files of {size} bytes, and may have {max_bytes}: delete some")
+            self._check_room(connection, tenant, max_bytes)
             self._put_file(connection, tenant, record, draft)
 
     def _put_file(
@@ -294,9 +311,11 @@ class BatchStore:
     def close(self) -> None:
         with self._lock:
             self._connection.close()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def private_file(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _mark(tenant: str) -> str:
+    return blake2b(tenant.encode(), digest_size=8).hexdigest()

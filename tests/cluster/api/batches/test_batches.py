@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,4 +215,35 @@ def test_tenants_do_not_see_each_others(tokenizer: Tokenizer, tmp_path: Path) ->
                 call()
         with pytest.raises(openai.PermissionDeniedError, match="delete some"):
             red.files.create(file=("a", b"x" * 1900), purpose="batch")
+        store = served.ctx.batches
+        (upload := store.draft("blue")).write_bytes(b"x" * 200)
+        with pytest.raises(openai.PermissionDeniedError, match="uploads of 2100"):
+            blue.files.create(file=("a", b"x" * 1900), purpose="batch")
+        upload.unlink()
         blue.files.create(file=("a", b"x" * 1900), purpose="batch")
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    running: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, fsync = running.openai(), os.fsync
+    folder = running.ctx.batches.path("x").parent
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(openai.APIStatusError, match="disk") as said:
+        client.files.create(file=("a", b"x"), purpose="batch")
+    assert (said.value.status_code, list(folder.iterdir())) == (507, [])
+    monkeypatch.setattr(os, "fsync", fsync)
+    batch = begin(client, lines(3))
+    assert ended(client, batch).status == "completed"
+
+
+def test_a_store_without_a_folder_leaves_nothing() -> None:
+    store = BatchStore()
+    folder = store.path("x").parent.parent
+    assert folder.exists()
+    del store
+    assert not folder.exists()
