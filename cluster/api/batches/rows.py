@@ -146,10 +146,11 @@ class Answer:
         return found
 
 
-def batch_tenant(tenant: Tenant) -> Tenant:
+def batch_tenant(tenant: Tenant, is_due: bool) -> Tenant:
     """As it is for rows: no request of theirs goes before what somebody waits for."""
-    least = max(ServiceClass.BATCH.priority, tenant.min_priority)
-    return replace(tenant, service_class=ServiceClass.BATCH, min_priority=least)
+    service_class = ServiceClass.FLEX if is_due else ServiceClass.BATCH
+    least = max(service_class.priority, tenant.min_priority)
+    return replace(tenant, service_class=service_class, min_priority=least)
 
 
 def row_id(batch: str, custom_id: str) -> str:
@@ -213,6 +214,8 @@ def result_of(number: int, row: Row, request_id: str, answer: Answer, created: i
     is_error = answer.status != 200
     if not is_error:
         body |= {name: created for name in _TIMES if name in body}
+        if "service_tier" in body:  # however near the end it was made
+            body["service_tier"] = ServiceClass.BATCH.tier
     response = {"status_code": answer.status, "request_id": request_id, "body": body}
     line = _line(request_id, row.custom_id, response, None)
     return Result(number, is_error, line, (0, 0, 0, 0) if is_error else _tokens(body))

@@ -60,6 +60,15 @@ class Result:
     tokens: tuple[int, int, int, int] = (0, 0, 0, 0)  # input, cached of them, output, reasoning
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Batches that have not ended, of all tenants."""
+
+    num_rows: int  # without a result, in those that are validated
+    created_at: tuple[float, ...]
+    ends_at: tuple[float, ...]  # their windows
+
+
 class BatchStore:
     """Owned by the API. May be called from any thread."""
 
@@ -171,6 +180,16 @@ class BatchStore:
         query = "SELECT record FROM batches WHERE tenant = ? AND id = ?"
         found = self._read(query, tenant, name)
         return self._counted(json.loads(found[0][0])) if found else None
+
+    def backlog(self) -> Backlog:
+        query = (
+            "SELECT record ->> '$.request_counts.total', record ->> '$.created_at',"
+            " record ->> '$.expires_at' FROM batches WHERE NOT is_over"
+        )
+        found = self._read(query)
+        ((num_done,),) = self._read("SELECT COUNT(*) FROM results")
+        totals, created_at, ends_at = zip(*found, strict=True) if found else ((), (), ())
+        return Backlog(max(0, sum(totals) - num_done), created_at, ends_at)
 
     def change_batch(self, name: str, change: Callable[[Record], Record]) -> Record | None:
         """What `change` makes of a batch that has not ended. None: it has, or is not there."""
