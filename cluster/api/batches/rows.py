@@ -25,7 +25,11 @@ from kvrelay.cluster.api.openai.schema import MAX_BRACKETS
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.service_class import ServiceClass
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+MESSAGES = "/v1/messages"
+ENDPOINTS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    MESSAGES,
+)
 MAX_ID_CHARS = 512
 MAX_ERRORS = 100  # that are listed
 _WITHOUT_SEED = ("/v1/embeddings",)

@@ -375,6 +375,7 @@ class BatchRun:
             code = f"batch_{end}"
             results = [unsent(number, row, self.name, code, _ENDS[end]) for number, row in left]
             self._store.put_results(self.name, results)
+        self.record["num_unsent"] = self._store.num_unsent(self.name)
         return end
 
     def _files(self, record: Record, now: int) -> dict[Path, Record]:

@@ -203,6 +203,21 @@ class BatchStore:
             connection.execute(query, (json.dumps(record), name))
         return record
 
+    def delete_batch(self, tenant: str, name: str) -> bool:
+        """With its files. False: it has not ended."""
+        with self._change() as connection:
+            query = "SELECT record FROM batches WHERE tenant = ? AND id = ? AND is_over"
+            found = connection.execute(query, (tenant, name)).fetchone()
+            if found is None:
+                return False
+            connection.execute("DELETE FROM batches WHERE id = ?", (name,))
+            record = json.loads(found[0])
+            for kind in ("input", "output", "error"):
+                if file := record[f"{kind}_file_id"]:
+                    connection.execute("DELETE FROM files WHERE id = ?", (file,))
+                    self.path(file).unlink(missing_ok=True)
+        return True
+
     def claim(
         self, owner: str, now: float, until: float, busy: Collection[str]
     ) -> tuple[str, Record] | None:
@@ -248,6 +263,15 @@ class BatchStore:
 
     def rows_done(self, batch: str) -> set[int]:
         return {row for (row,) in self._read("SELECT row FROM results WHERE batch = ?", batch)}
+
+    def num_unsent(self, batch: str) -> int:
+        """Rows whose result says that the batch ended before."""
+        query = (
+            "SELECT COUNT(*) FROM results WHERE batch = ? AND is_error"
+            " AND CAST(line AS TEXT) ->> '$.error.code' LIKE 'batch\\_%' ESCAPE '\\'"
+        )
+        ((count,),) = self._read(query, batch)
+        return int(count)
 
     def write_results(self, batch: str, is_error: bool) -> Path | None:
         """A draft with a line for each, in the order of the input. None: there is none."""
