@@ -162,7 +162,7 @@ def _waited(client: httpx.Client, batch: dict[str, Any], console: Console) -> di
 
 
 def _download(client: httpx.Client, name: str, path: Path) -> None:
-    """Whole, or not at all."""
+    """Writes the file as a whole, or not at all."""
     part = Path(f"{path}.part")
     with client.stream("GET", f"/v1/files/{name}/content") as response, part.open("wb") as file:
         response.raise_for_status()

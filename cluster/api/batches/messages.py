@@ -44,7 +44,7 @@ class JsonText:
     """A JSON text in a file, of which one value is in memory at once. Raises ValueError."""
 
     def __init__(self, file: TextIO, max_chars: int) -> None:
-        """max_chars: of a value."""
+        """max_chars: that a value may have."""
         self._file, self._most = file, max_chars
         self._text, self._at = "", 0
         self._decode = json.JSONDecoder().raw_decode
@@ -112,7 +112,7 @@ def requests_of(text: JsonText) -> Iterator[Any]:
 
 
 def _write_rows(body: Path, rows: Path, max_chars: int) -> None:
-    """Raises ApiError (400)."""
+    """Writes a line for each request in `body`. Raises ApiError (400)."""
     number = 0
     with body.open(encoding="utf-8") as read, open(rows, "xb", opener=private_file) as file:
         try:
@@ -127,7 +127,7 @@ def _write_rows(body: Path, rows: Path, max_chars: int) -> None:
 
 
 class MessageBatches:
-    """Owned by `BatchCalls`."""
+    """Answers for message batches. Owned by `BatchCalls`."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ def _result(row: Record) -> bytes:
     else:
         body = response["body"] if response else {"error": error}
         if body.get("type") != "error":
-            told = {"type": "api_error", "message": body["error"]["message"]}
-            body = {"type": "error", "error": told}
+            wrapped = {"type": "api_error", "message": body["error"]["message"]}
+            body = {"type": "error", "error": wrapped}
         result = {"type": "errored", "error": body | {"request_id": None}}
     return msgspec.json.encode({"custom_id": row["custom_id"], "result": result}) + b"\n"

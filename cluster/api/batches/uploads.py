@@ -82,7 +82,7 @@ def cancel(store: BatchStore, name: str, now: int) -> None:
 
 
 class Uploads:
-    """Owned by the application."""
+    """Receives bodies, some at once. Owned by `BatchCalls`."""
 
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx, self._num = ctx, 0
@@ -124,7 +124,7 @@ class Uploads:
         feed: Callable[[bytes], None],
         unwritten: bytearray,
     ) -> None:
-        limits, size = self._ctx.settings, 0
+        limits, size, check_room = self._ctx.settings, 0, self._ctx.batches.check_room
         declared = http.headers.get("content-length", "")
         # What is around the file in a form is small.
         most = limits.max_file_bytes + _WRITTEN_AT_ONCE
@@ -145,8 +145,8 @@ class Uploads:
                             await asyncio.to_thread(file.write, unwritten)
                             size += len(unwritten)
                             unwritten.clear()
-                            room = self._ctx.batches.check_room, tenant
-                            await asyncio.to_thread(*room, limits.max_tenant_file_bytes)
+                            may_have = limits.max_tenant_file_bytes
+                            await asyncio.to_thread(check_room, tenant, may_have)
                         if chunk is None:
                             break
                 file.flush()
