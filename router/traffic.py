@@ -27,7 +27,8 @@ def tokens_of(number: int) -> float:
 @dataclass(slots=True)
 class Traffic:
     """Counts since the router's start; they only grow. Owned by the router's admission. Requests
-    that were refused have arrived as well."""
+    that were refused have arrived as well; those of the class `batch`, which wait for workers that
+    others leave, are not counted."""
 
     prompts: Counter[int] = field(default_factory=Counter)  # requests, by bin of prompt length
     outputs: Counter[int] = field(default_factory=Counter)  # those that ended, by bin of output
@@ -58,7 +59,7 @@ class RouterSeen(Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     num_late: int  # requests that were refused or missed the target to the first token
-    num_live: int  # requests that have not ended
+    num_live: int  # requests that have not ended, without those of the class `batch`
 
 
 class WorkerSeen(Struct, frozen=True):
@@ -73,5 +74,5 @@ class WorkerSeen(Struct, frozen=True):
     pool_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_decoding: int
+    num_decoding: int  # without those of low classes
     pending_prefill_tokens: int

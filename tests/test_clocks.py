@@ -28,6 +28,7 @@ TIME_OF_DAY = {
     "cluster/api/cluster_metrics": THERE,
     "cluster/api/console/routes": "the axis of its charts",
     "cluster/cli/backup": KEPT,
+    "cluster/cli/batches": "how long a window is open, which the server has stamped",
     "cluster/cli/doctor": THERE,
     "cluster/cli/logs": "lines since then, as they are stamped",
     "cluster/doctor/server": THERE,

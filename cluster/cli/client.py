@@ -232,6 +232,7 @@ def _restart_lines(restart: dict[str, Any]) -> list[str]:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT = httpx.Timeout(30.0)
+PAGE = 100
 _CHAT_TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -354,6 +355,18 @@ def key_headers(api_key: str) -> dict[str, str]:
 def get_json(client: httpx.Client, path: str, **params: Any) -> Any:
     """What the server answers; what it complains of becomes the command's error."""
     return ask_json(client, "GET", path, params=params)
+
+
+def all_of(client: httpx.Client, path: str) -> list[dict[str, Any]]:
+    """What is listed there, page by page."""
+    found: list[dict[str, Any]] = []
+    more = True
+    while more:
+        after = {"after": found[-1]["id"]} if found else {}
+        page = get_json(client, path, limit=PAGE, **after)
+        found += page["data"]
+        more = page["has_more"] and bool(page["data"])
+    return found
 
 
 def ask_json(client: httpx.Client, method: str, path: str, **request: Any) -> Any:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "backup": ("backup", "backup", "Copy what a server has to find again."),
+    "batches": ("batches", "batches", "See, cancel or run batches of requests."),
     "logs": ("logs", "logs", "What the processes of this machine have logged."),
     "restore": ("backup", "restore", "Bring back what `kvrelay backup` has copied."),
     "audit": ("operate", "audit", "Do all KV blocks add up, and does any leak?"),

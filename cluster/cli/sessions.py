@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster.cli.client import (
+    all_of,
     api_key_option,
     ask_json,
     connected,
-    get_json,
     json_option,
     line,
     print_answer,
@@ -28,7 +28,6 @@ from kvrelay.cluster.cli.client import (
 )
 from kvrelay.cluster.cli.client import show as show_answer
 
-PAGE = 100
 _STATE_COLOURS = {"active": "green", "idle": "default", "parked": "cyan"}
 
 
@@ -52,14 +51,8 @@ def _path(session: str, *action: str) -> str:
 @_options
 def list_sessions(url: str, api_key: str, as_json: bool) -> None:
     """All sessions, the one used last first."""
-    found: list[dict[str, Any]] = []
     with connected(url, api_key) as client:
-        more = True
-        while more:
-            after = found[-1]["id"] if found else ""
-            page = get_json(client, "/v1/sessions", limit=PAGE, after=after)
-            found += page["data"]
-            more = page["has_more"] and bool(page["data"])
+        found = all_of(client, "/v1/sessions")
     found.sort(key=lambda session: float(session["last_used_s"]))
     nothing = "there are no sessions; a request with a prompt_cache_key makes one"
     print_answer(found, lambda _: session_table(found) if found else nothing, as_json)
@@ -135,18 +128,18 @@ def session_table(found: list[dict[str, Any]]) -> Table:
         colour = _STATE_COLOURS.get(state, "default")
         left_s = max(0.0, session["retention_s"] - session["last_used_s"])
         table.add_row(
-            _plain(session["id"]),
+            plain(session["id"]),
             f"[{colour}]{state}[/]",
             str(session["num_tokens"]),
             str(session["num_blocks"]),
             *(str(session["blocks"][tier]) for tier in ("device", "host", "disk")),
-            _duration(session["last_used_s"]),
-            "pinned" if session["pinned"] else _duration(left_s),
+            duration(session["last_used_s"]),
+            "pinned" if session["pinned"] else duration(left_s),
         )
     return table
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A name as it is: no markup, and no characters that move the cursor."""
     return escape(
         "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
@@ -158,7 +151,7 @@ def _blocks(blocks: dict[str, int], session: dict[str, Any]) -> str:
     return f"{', '.join(parts) or 'none'} of {session['num_blocks']} blocks"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -427,7 +427,7 @@ class RouterProcess:
             if not self.wire.knows(CONTROLLER):
                 continue
             now = self._loop.time()
-            seen = router_seen(0.0, router.node_id, router.traffic, len(router.live))
+            seen = router_seen(0.0, router.node_id, router.traffic, router.live.values())
             stats = router.worker_stats
             workers = [worker_seen(at_s - now, info, each) for info, at_s, each in stats]
             self.wire.send(CONTROLLER, ScalingReport(seen, tuple(workers), model))

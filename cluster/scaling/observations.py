@@ -21,7 +21,9 @@ from msgspec.structs import replace
 from kvrelay.cluster.scaling.provider import COUNTED, ManagedWorker, State
 from kvrelay.engine.cost import decode_features, fitted_s, prompt_features
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
+from kvrelay.router.record import RequestRecord
 from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen, Traffic, WorkerSeen, tokens_of
 
@@ -141,7 +143,7 @@ class Observation(Struct, frozen=True):
     costs: Costs | None  # None: no worker has measured any yet
     start_s: float  # that a worker takes to start
     pending_prefill_s: float  # to compute the prompts that wait, on all workers
-    num_decoding: int  # sequences, on all workers
+    num_decoding: int  # interactive sequences, on all workers
 
 
 @dataclass(slots=True)
@@ -281,7 +283,10 @@ def _tokens(lengths: Mapping[int, int]) -> float:
     return sum(count * tokens_of(number) for number, count in lengths.items())
 
 
-def router_seen(at_s: float, router: str, traffic: Traffic, num_live: int) -> RouterSeen:
+def router_seen(
+    at_s: float, router: str, traffic: Traffic, live: Iterable[RequestRecord]
+) -> RouterSeen:
+    classes = Counter(record.submit.service_class for record in live)
     return RouterSeen(
         router=router,
         at_s=at_s,
@@ -290,7 +295,7 @@ def router_seen(at_s: float, router: str, traffic: Traffic, num_live: int) -> Ro
         prompt_tokens=traffic.prompt_tokens,
         cached_tokens=traffic.cached_tokens,
         num_late=traffic.num_late,
-        num_live=num_live,
+        num_live=classes.total() - classes[ServiceClass.BATCH],
     )
 
 
@@ -306,7 +311,7 @@ def worker_seen(at_s: float, info: WorkerInfo, stats: WorkerStats) -> WorkerSeen
         pool_tokens=info.pool_tokens,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
-        num_decoding=stats.num_decoding,
+        num_decoding=stats.num_decoding - stats.num_low_decoding,
         pending_prefill_tokens=stats.pending_prefill_tokens,
     )
 

@@ -299,7 +299,7 @@ class ScaledReplay(Replay):
         snapshot = snapshot_of(
             at_s=now,
             wall_s=now,
-            routers=[router_seen(now, ROUTER, router.traffic, len(router.live))],
+            routers=[router_seen(now, ROUTER, router.traffic, router.live.values())],
             stats=[each for each in router.worker_stats if each[0].worker in up],
             workers=self.fleet.workers(),
         )

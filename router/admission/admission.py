@@ -247,7 +247,10 @@ class Admission:
         num_cached, num_output = record.num_cached_tokens, record.num_output_tokens
         first_at, target_s = record.first_token_at, self._config.ttft_target_s or inf
         is_late = first_at is not None and first_at - record.submitted_at > target_s
-        self.traffic.on_finished(record.num_prompt_tokens, num_cached, num_output, is_late=is_late)
+        if record.submit.service_class is not ServiceClass.BATCH:
+            self.traffic.on_finished(
+                record.num_prompt_tokens, num_cached, num_output, is_late=is_late
+            )
 
     def may_send(self, record: RequestRecord) -> bool:
         """Whether `record` can be expected to end in time beside all that is at the workers.
@@ -269,7 +272,7 @@ class Admission:
         """`record` is new, and waits. Where it cannot be on time behind the others, the longest of
         its tenant's gives way until it can: then as many as possible are (Moore and Hodgson 1968).
         `rates`: prompt tokens per second of each worker that they are meant for."""
-        self.traffic.on_arrival(record.num_prompt_tokens)
+        self._on_arrival(record.submit.priority, record.num_prompt_tokens)
         target_s, flow = self._config.ttft_target_s, self._queue.entry(record).flow
         if not target_s or not rates:
             return
@@ -334,8 +337,12 @@ class Admission:
         has_reservation = self._reservations.is_due(now, newcomer.client)
         refusal = self._too_many(now, newcomer) or self._too_late(now, newcomer, has_reservation)
         if refusal is not None:  # it will not be submitted
-            self.traffic.on_arrival(call.num_prompt_tokens)
+            self._on_arrival(call.priority, call.num_prompt_tokens)
         return refusal
+
+    def _on_arrival(self, priority: int, num_prompt_tokens: int) -> None:
+        if ServiceClass.of(priority) is not ServiceClass.BATCH:
+            self.traffic.on_arrival(num_prompt_tokens)
 
     def turn_away(
         self, now: float, record: RequestRecord, *, has_reservation: bool
@@ -476,7 +483,7 @@ class Admission:
         self, now: float, who: Newcomer, reason: Refusal, detail: str, place_s: float = 0.0
     ) -> Rejection:
         """`place_s`: until there is a place in the queue at the earliest, where it is full."""
-        self.traffic.num_late += 1
+        self.traffic.num_late += ServiceClass.of(who.client[0]) is not ServiceClass.BATCH
         wait_s = self._estimates.wait_s(who)
         if wait_s is None:
             after_s, units_per_s = UNKNOWN_RETRY_AFTER_S, who.units / UNKNOWN_RETRY_AFTER_S

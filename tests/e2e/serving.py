@@ -81,6 +81,30 @@ def ask(url: str, client: Any = httpx) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
+def begin_batch(client: openai.OpenAI, bodies: list[Any]) -> str:
+    """Returns its name. Rows are r0, r1 and so on."""
+    rows = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    text = "\n".join(map(json.dumps, rows))
+    file = client.files.create(file=("rows.jsonl", text.encode()), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    ).id
+
+
+def texts_of_batch(client: openai.OpenAI, name: str) -> dict[str, str]:
+    """What each row was answered. Fails where one is there twice, or not."""
+    batch = client.batches.retrieve(name)
+    assert (batch.status, batch.error_file_id) == ("completed", None), batch
+    found = client.files.content(batch.output_file_id or "").text.splitlines()
+    answers = {row["custom_id"]: row["response"]["body"] for row in map(json.loads, found)}
+    assert batch.request_counts is not None
+    assert len(found) == len(answers) == batch.request_counts.total
+    return {row: str(body["choices"][0]["message"]["content"]) for row, body in answers.items()}
+
+
 def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     text = ""

@@ -20,7 +20,17 @@ from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.kv.spec import DTYPE_BYTES
 from kvrelay.engine.model.runner import ModelRunner
-from tests.e2e.serving import KVRELAY, MODEL, arena_of, ask, status, wait_until, worker_of
+from tests.e2e.serving import (
+    KVRELAY,
+    MODEL,
+    arena_of,
+    ask,
+    begin_batch,
+    status,
+    texts_of_batch,
+    wait_until,
+    worker_of,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -55,6 +65,24 @@ def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
     assert f"{11_520 * size:,} bytes a token = {shape}" in text
     assert "curl http" in text
     assert "Traceback" not in text
+
+
+def test_rows_of_a_batch_are_answered_as_calls_are(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    questions = [f"What is the capital of {name}?" for name in ("France", "Italy", "Peru")]
+    bodies: list[Any] = [
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 8,
+            "seed": 7,
+        }
+        for question in questions
+    ]
+    name = begin_batch(client, bodies)
+    called = [client.chat.completions.create(**body).choices[0].message.content for body in bodies]
+    wait_until(lambda: client.batches.retrieve(name).status == "completed", 60)
+    assert list(texts_of_batch(client, name).values()) == called
 
 
 def test_what_vllm_lets_a_client_say_reaches_the_sampler(served: Served, smollm2_dir: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -23,8 +24,10 @@ from tests.e2e.serving import (
     MODEL,
     all_up,
     ask,
+    begin_batch,
     status,
     stream,
+    texts_of_batch,
     wait_for,
     wait_until,
     worker_of,
@@ -107,6 +110,42 @@ def test_controller_and_router_come_back_to_workers_with_their_kv(server: Served
     wait_for(url, has_controller(epoch), 30, "there is no new controller")
     assert lives(url) == before
     assert share >= 0.95 or cached_of(url, LONG) >= 0.95
+
+
+@pytest.mark.timeout(480)
+def test_each_row_of_a_batch_is_answered_once_whatever_is_killed(server: Served, url: str) -> None:
+    """A row that was under way is sent again, and says what it would have said."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=9, timeout=60)
+    bodies: list[Any] = [
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"Say something about the number {i}."}],
+            "max_tokens": 16,
+            "seed": i,
+        }
+        for i in range(36)
+    ]
+    undisturbed, name = begin_batch(client, bodies), ""
+
+    def has_done(count: int) -> bool:
+        counts = client.batches.retrieve(name).request_counts
+        return counts is not None and counts.completed >= count
+
+    def kill_worker() -> None:
+        psutil.Process(worker_of(status(url), "decode-0")["pid"]).kill()
+
+    wait_until(lambda: client.batches.retrieve(undisturbed).status == "completed", 120)
+    name = begin_batch(client, bodies)
+    kills = (
+        kill_worker,
+        lambda: kill(server, "kvrelay.cluster.processes.child", "router-0"),
+        lambda: kill(server, "kvrelay.cluster.processes.child", "controller"),
+    )
+    for number, disturb in enumerate(kills):
+        wait_until(lambda count=6 * (number + 1): has_done(count), 120)
+        disturb()
+    wait_until(lambda: client.batches.retrieve(name).status == "completed", 120)
+    assert texts_of_batch(client, name) == texts_of_batch(client, undisturbed)
 
 
 def test_a_server_that_was_killed_finds_its_workers_when_it_is_started_again(

@@ -96,6 +96,7 @@ class MessagesRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
+    seed: int | None = None  # not Anthropic's: for answers that can be repeated
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
@@ -150,7 +151,7 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
         "keep_s": _keep_s(request),
         "continue_final_message": request.messages[-1].role == "assistant",
     }
-    for name in ("temperature", "top_p", "top_k"):
+    for name in ("temperature", "top_p", "top_k", "seed"):
         if getattr(request, name) is not None:
             chat[name] = getattr(request, name)
     if request.service_tier == "standard_only":

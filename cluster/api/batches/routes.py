@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import os
-import secrets
-import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from kvrelay.cluster.api.batches.messages import MessageBatches
 from kvrelay.cluster.api.batches.multipart import FormReader
 from kvrelay.cluster.api.batches.rows import ENDPOINTS
 from kvrelay.cluster.api.batches.runner import Runner
-from kvrelay.cluster.api.batches.store import KEEP_S, Full, Record, private_file
+from kvrelay.cluster.api.batches.store import KEEP_S, Full, Record
+from kvrelay.cluster.api.batches.uploads import Uploads, batch_record, cancel, file_record, on_disk
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, disk_full, invalid, overloaded
-from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body, too_large
+from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
+from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body
 from kvrelay.cluster.api.openai.schema import Metadata, parse
 
-WINDOW_S = 86_400  # OpenAI's only one
 LEAST_KEEP_S = 3600
-MAX_UPLOADS = 8  # at once
-MAX_UPLOAD_S = 3600.0
-_WRITTEN_AT_ONCE = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CANCELLABLE = ("validating", "in_progress")
-
-P = ParamSpec("P")
-T = TypeVar("T")
+_HIDDEN = ("keep_s", "num_unsent")
 
 
 class ExpiresAfter(BaseModel):
@@ -61,7 +48,7 @@ class BatchCalls:
 
     def __init__(self, ctx: ApiContext, clock: Callable[[], float] = time.time) -> None:
         self._ctx, self._clock = ctx, clock
-        self._num_uploads = 0
+        self._uploads = Uploads(ctx)
         self._runner: Runner | None = None
 
     def start(self, routes: Iterable[BaseRoute]) -> None:
@@ -90,72 +77,25 @@ class BatchCalls:
             Route("/v1/batches", self._batches, methods=["GET"]),
             Route(batch, self._batch, methods=["GET"]),
             Route(f"{batch}/cancel", self._cancel, methods=["POST"]),
+            *MessageBatches(self._ctx, self._uploads, self.wake, self._clock).routes(),
         ]
-
-    async def _kept(self, call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
-        """Calls the store in a thread. Raises ApiError (507)."""
-        with _on_disk():
-            return await asyncio.to_thread(call, *args, **kw)
 
     # Files.
 
     async def _upload(self, http: Request) -> Response:
-        tenant = caller(self._ctx, http)
-        if self._num_uploads >= MAX_UPLOADS:
-            raise overloaded(f"{MAX_UPLOADS} files are being uploaded, which is the limit", 5.0)
-        draft = self._ctx.batches.draft()
-        self._num_uploads += 1
+        tenant, unwritten = caller(self._ctx, http), bytearray()
+        form = FormReader(http.headers.get("content-type", ""), unwritten.extend)
         try:
-            form, size = await self._received(http, draft)
-            if form.filename is None:
-                raise invalid("'file' is missing: send the file as a part of the form", "file")
-            record = self._file_record(form, size)
-            most = self._ctx.settings.max_tenant_file_bytes
-            await self._kept(self._ctx.batches.add_file, tenant.name, record, draft, most)
-        except Full as full:
-            raise ApiError(403, f"This API key has {full}", code="file_quota_exceeded") from None
+            async with self._uploads.received(http, tenant.name, form.feed, unwritten) as draft:
+                if not form.is_whole:
+                    raise invalid("The form ends before its last boundary")
+                if form.filename is None:
+                    raise invalid("'file' is missing: send the file as a part of the form", "file")
+                record = self._file_record(form, draft.stat().st_size)
+                await self._uploads.keep(tenant.name, record, draft)
         except ClientDisconnect:
             return Response(status_code=400)
-        finally:
-            self._num_uploads -= 1
-            draft.unlink(missing_ok=True)
         return JSONResponse(record)
-
-    async def _received(self, http: Request, draft: Path) -> tuple[FormReader, int]:
-        """Writes the file of a form. Raises ApiError (400, 408, 413, 415, 507)."""
-        limits, size = self._ctx.settings, 0
-        declared = http.headers.get("content-length", "")
-        # What is around the file in the form is small.
-        most = limits.max_file_bytes + _WRITTEN_AT_ONCE
-        if declared.isascii() and declared.isdigit() and int(declared[:19]) > most:
-            raise too_large(limits.max_file_bytes)
-        unwritten = bytearray()
-        form = FormReader(http.headers.get("content-type", ""), unwritten.extend)
-        chunks = http.stream().__aiter__()
-        try:
-            with _on_disk(), open(draft, "xb", opener=private_file) as file:
-                async with asyncio.timeout(MAX_UPLOAD_S):
-                    while True:
-                        async with asyncio.timeout(limits.body_timeout_s):
-                            chunk = await anext(chunks, None)
-                        if chunk is not None:
-                            form.feed(chunk)
-                        if size + len(unwritten) > limits.max_file_bytes:
-                            raise too_large(limits.max_file_bytes)
-                        if chunk is None or len(unwritten) >= _WRITTEN_AT_ONCE:
-                            await asyncio.to_thread(file.write, unwritten)
-                            size += len(unwritten)
-                            unwritten.clear()
-                        if chunk is None:
-                            break
-                file.flush()
-                await asyncio.to_thread(os.fsync, file.fileno())
-        except TimeoutError:
-            message = f"No part of the file came within {limits.body_timeout_s:g} s"
-            raise ApiError(408, message, type="timeout_error", code="request_timeout") from None
-        if not form.is_whole:
-            raise invalid("The form ends before its last boundary")
-        return form, size
 
     def _file_record(self, form: FormReader, size: int) -> Record:
         """Returns what is kept of a file. Raises ApiError (400)."""
@@ -170,28 +110,19 @@ class BatchCalls:
                 f"{keep_s[:20]!r}",
                 "expires_after",
             )
-        return {
-            "id": f"file-{secrets.token_hex(12)}",
-            "object": "file",
-            "bytes": size,
-            "created_at": now,
-            "expires_at": now + int(keep_s),
-            "filename": form.filename,
-            "purpose": purpose,
-            "status": "processed",
-        }
+        return file_record(form.filename or "", size, now, int(keep_s))
 
     async def _find_file(self, http: Request) -> tuple[str, Record]:
         """Also the tenant's name. Raises ApiError (401, 404)."""
         tenant, name = caller(self._ctx, http).name, http.path_params["id"]
-        found = await self._kept(self._ctx.batches.file, tenant, name)
+        found = await on_disk(self._ctx.batches.file, tenant, name)
         if found is None:
             raise _no_file(name)
         return tenant, found
 
     async def _files(self, http: Request) -> Response:
         tenant, purpose = owner(self._ctx, http), http.query_params.get("purpose")
-        found = await self._kept(self._ctx.batches.files, tenant.name)
+        found = await on_disk(self._ctx.batches.files, tenant.name)
         data = [record for record in found if purpose in (None, record["purpose"])]
         return JSONResponse(page_of(http, data))
 
@@ -208,7 +139,7 @@ class BatchCalls:
     async def _delete(self, http: Request) -> Response:
         tenant, record = await self._find_file(http)
         try:
-            await self._kept(self._ctx.batches.delete_file, tenant, record["id"])
+            await on_disk(self._ctx.batches.delete_file, tenant, record["id"])
         except Full as batch:
             message = f"The file is the input of {batch}, which has not ended: cancel it first"
             raise ApiError(409, message, type="conflict_error", code="file_in_use") from None
@@ -220,29 +151,30 @@ class BatchCalls:
         tenant = caller(self._ctx, http)
         request = parse(BatchRequest, await read_body(self._ctx, http))
         store, now = self._ctx.batches, int(self._clock())
-        file = await self._kept(store.file, tenant.name, request.input_file_id)
+        file = await on_disk(store.file, tenant.name, request.input_file_id)
         if file is None:
             raise _no_file(request.input_file_id, "input_file_id")
         if file["purpose"] != "batch":
             message = f"'input_file_id': its purpose is {file['purpose']}, expected batch"
             raise invalid(message, "input_file_id")
         keep = request.output_expires_after
-        record = _batch_record(request, now) | {"keep_s": keep.seconds if keep else None}
+        record = batch_record("batch", request.endpoint, request.input_file_id, now)
+        record |= {"metadata": request.metadata, "keep_s": keep.seconds if keep else None}
         try:
-            await self._kept(store.add_batch, tenant.name, record)
+            await on_disk(store.add_batch, tenant.name, record)
         except Full as full:
             raise overloaded(f"This API key has {full}", 60.0) from None
-        self._wake()
+        self.wake()
         return JSONResponse(_shown(record))
 
     async def _batches(self, http: Request) -> Response:
-        found = await self._kept(self._ctx.batches.batches, owner(self._ctx, http).name)
+        found = await on_disk(self._ctx.batches.batches, owner(self._ctx, http).name)
         return JSONResponse(page_of(http, list(map(_shown, found))))
 
     async def _find_batch(self, http: Request) -> Record:
         """Returns the batch that a call names. Raises ApiError (401, 404)."""
         tenant, name = caller(self._ctx, http), http.path_params["id"]
-        found = await self._kept(self._ctx.batches.batch, tenant.name, name)
+        found = await on_disk(self._ctx.batches.batch, tenant.name, name)
         if found is None:
             message = f"Batch with id {name[:100]!r} not found"
             raise ApiError(404, message, param="id", code="batch_not_found")
@@ -252,65 +184,24 @@ class BatchCalls:
         return JSONResponse(_shown(await self._find_batch(http)))
 
     async def _cancel(self, http: Request) -> Response:
-        name, now = (await self._find_batch(http))["id"], int(self._clock())
-
-        def cancelling(record: Record) -> Record:
-            if record["status"] not in _CANCELLABLE:
-                return record
-            return record | {"status": "cancelling", "cancelling_at": now}
-
-        await self._kept(self._ctx.batches.change_batch, name, cancelling)
+        name = (await self._find_batch(http))["id"]
+        await on_disk(cancel, self._ctx.batches, name, int(self._clock()))
         found = await self._find_batch(http)
         if found["cancelling_at"] is None:
             message = f"The batch is {found['status']}: only one that has not ended is cancelled"
             raise ApiError(409, message, type="conflict_error", code="batch_has_ended")
-        self._wake()
+        self.wake()
         return JSONResponse(_shown(found))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._runner is not None:
             self._runner.wake()
 
 
-def _batch_record(request: BatchRequest, now: int) -> Record:
-    times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling")
-    return {
-        "id": f"batch_{secrets.token_hex(12)}",
-        "object": "batch",
-        "endpoint": request.endpoint,
-        "errors": None,
-        "input_file_id": request.input_file_id,
-        "completion_window": request.completion_window,
-        "status": "validating",
-        "output_file_id": None,
-        "error_file_id": None,
-        "created_at": now,
-        "expires_at": now + WINDOW_S,
-        **{f"{name}_at": None for name in (*times, "cancelled")},
-        "request_counts": {"total": 0, "completed": 0, "failed": 0},
-        "metadata": request.metadata,
-    }
-
-
 def _shown(record: Record) -> Record:
-    return {name: value for name, value in record.items() if name != "keep_s"}
+    return {name: value for name, value in record.items() if name not in _HIDDEN}
 
 
 def _no_file(name: str, param: str = "id") -> ApiError:
     message = f"File with id {name[:100]!r} not found"
     return ApiError(404, message, param=param, code="file_not_found")
-
-
-@contextmanager
-def _on_disk() -> Iterator[None]:
-    """Raises ApiError (507) where the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise disk_full() from None
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_FULL:
-            raise
-        raise disk_full() from None

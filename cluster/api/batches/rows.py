@@ -25,7 +25,11 @@ from kvrelay.cluster.api.openai.schema import MAX_BRACKETS
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.service_class import ServiceClass
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+MESSAGES = "/v1/messages"
+ENDPOINTS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    MESSAGES,
+)
 MAX_ID_CHARS = 512
 MAX_ERRORS = 100  # that are listed
 _WITHOUT_SEED = ("/v1/embeddings",)
@@ -146,10 +150,11 @@ class Answer:
         return found
 
 
-def batch_tenant(tenant: Tenant) -> Tenant:
+def batch_tenant(tenant: Tenant, is_due: bool) -> Tenant:
     """As it is for rows: no request of theirs goes before what somebody waits for."""
-    least = max(ServiceClass.BATCH.priority, tenant.min_priority)
-    return replace(tenant, service_class=ServiceClass.BATCH, min_priority=least)
+    service_class = ServiceClass.FLEX if is_due else ServiceClass.BATCH
+    least = max(service_class.priority, tenant.min_priority)
+    return replace(tenant, service_class=service_class, min_priority=least)
 
 
 def row_id(batch: str, custom_id: str) -> str:
@@ -213,6 +218,8 @@ def result_of(number: int, row: Row, request_id: str, answer: Answer, created: i
     is_error = answer.status != 200
     if not is_error:
         body |= {name: created for name in _TIMES if name in body}
+        if "service_tier" in body:  # however near the end it was made
+            body["service_tier"] = ServiceClass.BATCH.tier
     response = {"status_code": answer.status, "request_id": request_id, "body": body}
     line = _line(request_id, row.custom_id, response, None)
     return Result(number, is_error, line, (0, 0, 0, 0) if is_error else _tokens(body))

@@ -1,8 +1,8 @@
 """Runs batches while the cluster has time for them.
 
 It owns nothing: what is to be done is in the store, and a batch is another process's as soon as
-this one does not renew its lease. Rows begin while nobody else waits; each refusal for want of room
-halves how many may run at once, and each answer adds one.
+this one does not renew its lease. Rows begin while nobody else waits, unless their batch is due;
+each refusal for want of room halves how many may run at once, and each answer adds one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import TypeVar
 
 from starlette.types import ASGIApp
 
+from kvrelay.cluster.api.batches.due import Pace, is_due
+from kvrelay.cluster.api.batches.metrics import BatchMetrics
 from kvrelay.cluster.api.batches.rows import (
     Answer,
     Checker,
@@ -32,7 +34,7 @@ from kvrelay.cluster.api.batches.rows import (
     row_id,
     unsent,
 )
-from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore, Record, Result
+from kvrelay.cluster.api.batches.store import KEEP_S, Backlog, BatchStore, Record, Result
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.logs import REQUEST
@@ -40,6 +42,7 @@ from kvrelay.engine.logs import REQUEST
 POLL_S = 1.0
 LEASE_S = 20.0
 SWEEP_S = 3600.0
+COUNT_S = 10.0  # between two looks at all that waits
 LOG_S = 60.0  # between two reports of what keeps batches from running
 MAX_RUNNING = 8  # batches of one process, each of another tenant
 MAX_TRIES = 3  # before a failure is final that has other causes than want of room
@@ -64,13 +67,14 @@ class Window:
 
     def __init__(self, most: int) -> None:
         self.most, self.size, self.num_running = most, float(min(4, most)), 0
+        self.num_answered = 0
         self.is_crowded = False  # others wait
 
-    @property
-    def is_open(self) -> bool:
-        return not self.is_crowded and self.num_running < int(self.size)
+    def is_open(self, is_due: bool) -> bool:
+        return (is_due or not self.is_crowded) and self.num_running < int(self.size)
 
     def answered(self) -> None:
+        self.num_answered += 1
         self.size = min(float(self.most), self.size + 1.0)
 
     def refused(self) -> None:
@@ -94,7 +98,10 @@ class Runner:
         self._wake = asyncio.Event()
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._next_sweep, self._logged_at = 0.0, float("-inf")
+        self.pace, self._paced_at, self._num_answered = Pace(), clock(), 0
+        self.backlog, self.metrics = Backlog(0, (), ()), BatchMetrics(ctx.metrics.registry)
+        self._next_sweep = self._next_count = 0.0
+        self._logged_at = float("-inf")
 
     @property
     def store(self) -> BatchStore:
@@ -140,6 +147,10 @@ class Runner:
         if now >= self._next_sweep:
             await asyncio.to_thread(self.store.sweep, now)
             self._next_sweep = now + SWEEP_S
+        if now >= self._next_count:
+            self.backlog = await asyncio.to_thread(self.store.backlog)
+            self._next_count = now + COUNT_S
+        self._measure(now)
         self.window.is_crowded = not self._runs or self._is_crowded()
         for name in [name for name, (_, task) in self._runs.items() if task.done()]:
             del self._runs[name]
@@ -160,6 +171,17 @@ class Runner:
         if self._runs:
             self.window.is_crowded = self._is_crowded()
 
+    def _measure(self, now: float) -> None:
+        if self.window.num_running:
+            num_rows = self.window.num_answered - self._num_answered
+            self.pace.add(num_rows, max(0.0, now - self._paced_at))
+        self._paced_at, self._num_answered = now, self.window.num_answered
+        num_due = sum(self.is_due(end, now) for end in self.backlog.ends_at)
+        self.metrics.show(now, self.backlog, num_due)
+
+    def is_due(self, ends_at: float, now: float) -> bool:
+        return is_due(ends_at - now, self.pace.needed_s(self.backlog.num_rows))
+
     def _is_crowded(self) -> bool:
         """Whether requests of others wait."""
         live = self.ctx.live
@@ -173,6 +195,7 @@ class BatchRun:
     def __init__(self, runner: Runner, tenant_name: str, record: Record) -> None:
         self.tenant_name, self.record, self.name = tenant_name, record, record["id"]
         self.stop = asyncio.Event()  # no more rows; those that run are cancelled
+        self.is_due = False
         self._is_lost = False  # another process runs it now
         self._runner, self._store = runner, runner.store
         self._path = self._store.path(record["input_file_id"])
@@ -180,6 +203,7 @@ class BatchRun:
     def look(self, record: Record | None, now: float) -> None:
         """record: as it is in the store; None: it is not ours any more."""
         self._is_lost = record is None
+        self.is_due = self._runner.is_due(self.record["expires_at"], now)
         if record is not None:
             self.record["status"] = record["status"]
         ends = record is None or record["status"] == "cancelling" or self._is_late(now)
@@ -221,7 +245,7 @@ class BatchRun:
     def _tenant(self) -> Tenant | None:
         """None: there is none of that name any more."""
         tenant = self._runner.ctx.tenants.named(self.tenant_name)
-        return None if tenant is None else batch_tenant(tenant)
+        return None if tenant is None else batch_tenant(tenant, self.is_due)
 
     async def _validated(self) -> bool:
         """Whether its rows are to be sent."""
@@ -269,7 +293,7 @@ class BatchRun:
             for number, line in part:
                 if number in done:
                     continue
-                while not (window.is_open or self.stop.is_set()):
+                while not (window.is_open(self.is_due) or self.stop.is_set()):
                     await self._pause(0.05)
                 if self.stop.is_set():
                     break
@@ -290,6 +314,8 @@ class BatchRun:
             while result is not None and not self._runner.stopping.is_set():
                 put = partial(asyncio.to_thread, self._store.put_results, self.name, [result])
                 if await self._tried(put):
+                    outcome = "failed" if result.is_error else "completed"
+                    self._runner.metrics.rows.labels(outcome).inc()
                     break
         finally:
             self._runner.window.num_running -= 1
@@ -349,6 +375,7 @@ class BatchRun:
             code = f"batch_{end}"
             results = [unsent(number, row, self.name, code, _ENDS[end]) for number, row in left]
             self._store.put_results(self.name, results)
+        self.record["num_unsent"] = self._store.num_unsent(self.name)
         return end
 
     def _files(self, record: Record, now: int) -> dict[Path, Record]:

@@ -16,9 +16,11 @@ import sqlite3
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +60,24 @@ class Result:
     tokens: tuple[int, int, int, int] = (0, 0, 0, 0)  # input, cached of them, output, reasoning
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Batches that have not ended, of all tenants."""
+
+    num_rows: int  # without a result, in those that are validated
+    created_at: tuple[float, ...]
+    ends_at: tuple[float, ...]  # their windows
+
+
 class BatchStore:
     """Owned by the API. May be called from any thread."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: the state directory; None: all is forgotten when the server stops."""
         self._lock = threading.Lock()
-        self._temporary = None if folder else Path(tempfile.mkdtemp(prefix="kvrelay-files-"))
-        folder = folder or self._temporary
-        assert folder is not None
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="kvrelay-files-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / FILE
@@ -89,19 +100,34 @@ class BatchStore:
     def path(self, name: str) -> Path:
         return self._folder / name
 
-    def draft(self) -> Path:
-        """Where a file is written before it is one."""
-        return self._folder / f".{secrets.token_hex(16)}"
+    def draft(self, tenant: str = "") -> Path:
+        """Where a file is written before it is one. tenant: whose upload it is."""
+        return self._folder / f".{_mark(tenant)}{secrets.token_hex(16)}"
+
+    def check_room(self, tenant: str, max_bytes: int) -> None:
+        """max_bytes: of all files of the tenant and its uploads. Raises Full."""
+        with self._lock:
+            self._check_room(self._connection, tenant, max_bytes)
+
+    def _check_room(self, connection: sqlite3.Connection, tenant: str, max_bytes: int) -> None:
+        query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?"
+        count, size = connection.execute(query, (tenant,)).fetchone()
+        if count >= MAX_FILES:
+            raise Full(f"{count} files, which is the limit: delete some")
+        uploads = 0
+        for draft in self._folder.glob(f".{_mark(tenant)}*"):
+            with suppress(FileNotFoundError):  # it has just been given up
+                uploads += draft.stat().st_size
+        if size + uploads > max_bytes:
+            raise Full(
+                f"files of {size} bytes and uploads of {uploads}, and may have {max_bytes}: "
+                "delete some"
+            )
 
     def add_file(self, tenant: str, record: Record, draft: Path, max_bytes: int) -> None:
-        """max_bytes: of all files of the tenant. Raises Full."""
+        """Keeps an upload, which is the draft. Raises Full as `check_room`."""
         with self._change() as connection:
-            query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?"
-            count, size = connection.execute(query, (tenant,)).fetchone()
-            if count >= MAX_FILES:
-                raise Full(f"{count} files, which is the limit: delete some")
-            if size + record["bytes"] > max_bytes:
-                raise Full(f"files of {size} bytes, and may have {max_bytes}: delete some")
+            self._check_room(connection, tenant, max_bytes)
             self._put_file(connection, tenant, record, draft)
 
     def _put_file(
@@ -155,6 +181,16 @@ class BatchStore:
         found = self._read(query, tenant, name)
         return self._counted(json.loads(found[0][0])) if found else None
 
+    def backlog(self) -> Backlog:
+        query = (
+            "SELECT record ->> '$.request_counts.total', record ->> '$.created_at',"
+            " record ->> '$.expires_at' FROM batches WHERE NOT is_over"
+        )
+        found = self._read(query)
+        ((num_done,),) = self._read("SELECT COUNT(*) FROM results")
+        totals, created_at, ends_at = zip(*found, strict=True) if found else ((), (), ())
+        return Backlog(max(0, sum(totals) - num_done), created_at, ends_at)
+
     def change_batch(self, name: str, change: Callable[[Record], Record]) -> Record | None:
         """What `change` makes of a batch that has not ended. None: it has, or is not there."""
         with self._change() as connection:
@@ -166,6 +202,21 @@ class BatchStore:
             query = "UPDATE batches SET record = ? WHERE id = ?"
             connection.execute(query, (json.dumps(record), name))
         return record
+
+    def delete_batch(self, tenant: str, name: str) -> bool:
+        """With its files. False: it has not ended."""
+        with self._change() as connection:
+            query = "SELECT record FROM batches WHERE tenant = ? AND id = ? AND is_over"
+            found = connection.execute(query, (tenant, name)).fetchone()
+            if found is None:
+                return False
+            connection.execute("DELETE FROM batches WHERE id = ?", (name,))
+            record = json.loads(found[0])
+            for kind in ("input", "output", "error"):
+                if file := record[f"{kind}_file_id"]:
+                    connection.execute("DELETE FROM files WHERE id = ?", (file,))
+                    self.path(file).unlink(missing_ok=True)
+        return True
 
     def claim(
         self, owner: str, now: float, until: float, busy: Collection[str]
@@ -212,6 +263,15 @@ class BatchStore:
 
     def rows_done(self, batch: str) -> set[int]:
         return {row for (row,) in self._read("SELECT row FROM results WHERE batch = ?", batch)}
+
+    def num_unsent(self, batch: str) -> int:
+        """Rows whose result says that the batch ended before."""
+        query = (
+            "SELECT COUNT(*) FROM results WHERE batch = ? AND is_error"
+            " AND CAST(line AS TEXT) ->> '$.error.code' LIKE 'batch\\_%' ESCAPE '\\'"
+        )
+        ((count,),) = self._read(query, batch)
+        return int(count)
 
     def write_results(self, batch: str, is_error: bool) -> Path | None:
         """A draft with a line for each, in the order of the input. None: there is none."""
@@ -294,9 +354,11 @@ class BatchStore:
     def close(self) -> None:
         with self._lock:
             self._connection.close()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def private_file(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _mark(tenant: str) -> str:
+    return blake2b(tenant.encode(), digest_size=8).hexdigest()

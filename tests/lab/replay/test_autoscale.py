@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from kvrelay.cluster.scaling.decisions import encode_line, read_log
 from kvrelay.cluster.scaling.planner import replay_log
 from kvrelay.cluster.scaling.provider import State
+from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Role
 from kvrelay.lab.cli.replay import scaling_of
 from kvrelay.lab.replay.autoscale import (
@@ -104,6 +106,20 @@ def test_every_request_of_a_changing_fleet_ends_whole() -> None:
     drained = [d for line in found.log if line.decision for d in line.decision.drains]
     assert drained
     assert found.gpu_hours == pytest.approx(_integral(found.history), rel=0.01)
+
+
+def test_work_that_waits_for_idle_workers_asks_for_none() -> None:
+    """All of it is done by the workers that there are; what somebody waits for asks for more."""
+    run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
+    starts = {}
+    for tier in (ServiceClass.BATCH, ServiceClass.FLEX):
+        trace = ramp(200)
+        rows = tuple(replace(each, priority=tier.priority) for each in trace.requests)
+        found = replay_scaled("auto", replace(trace, requests=rows), run, START_S, SCALING)
+        starts[tier] = found.num_starts
+        if tier is ServiceClass.BATCH:
+            assert all(is_complete(sample) for sample in found.result.samples)
+    assert starts[ServiceClass.BATCH] == 0 < starts[ServiceClass.FLEX]
 
 
 def _integral(history: list[tuple[float, int, int]]) -> float:

@@ -1,6 +1,7 @@
 // The page: its views by the address, its link to the server, keys and theme.
 
 import { getKey, setKey } from "./api.js";
+import { batches } from "./batches.js";
 import { chat } from "./chat.js";
 import { empty, forgetColours, h, icon, setText } from "./dom.js";
 import { overview } from "./overview.js";
@@ -17,6 +18,7 @@ const VIEWS = {
   workers: { title: "Workers", make: workers, live: true },
   requests: { title: "Requests", make: requests },
   sessions: { title: "Sessions", make: sessions },
+  batches: { title: "Batches", make: batches },
   scaling: { title: "Scaling", make: scaling, live: true },
   chat: { title: "Chat", make: chat },
 };

@@ -23,6 +23,7 @@ const ICONS = {
   overview: "M3 12h4l3-8 4 16 3-8h4",
   workers: "M4 4h7v7H4zM13 4h7v7h-7zM4 13h7v7H4zM13 13h7v7h-7z",
   requests: "M4 6h9M4 12h16M10 18h10",
+  batches: "M4 5h16v4H4zM4 10h16v4H4zM4 15h16v4H4z",
   sessions: "M12 3 3 7.5l9 4.5 9-4.5zM3 12l9 4.5 9-4.5M3 16.5 12 21l9-4.5",
   scaling: "M4 20V10M10 20V4M16 20v-7M22 20H2",
   chat: "M4 5h16v11H9l-5 4z",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from click.testing import CliRunner
 
 from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.batches import batches
 from kvrelay.cluster.config import TenantEntry
 from kvrelay.engine.request import Refusal
 from kvrelay.router.messages import Failed
@@ -213,4 +217,69 @@ def test_tenants_do_not_see_each_others(tokenizer: Tokenizer, tmp_path: Path) ->
                 call()
         with pytest.raises(openai.PermissionDeniedError, match="delete some"):
             red.files.create(file=("a", b"x" * 1900), purpose="batch")
+        store = served.ctx.batches
+        (upload := store.draft("blue")).write_bytes(b"x" * 200)
+        with pytest.raises(openai.PermissionDeniedError, match="uploads of 2100"):
+            blue.files.create(file=("a", b"x" * 1900), purpose="batch")
+        upload.unlink()
         blue.files.create(file=("a", b"x" * 1900), purpose="batch")
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    running: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, fsync = running.openai(), os.fsync
+    folder = running.ctx.batches.path("x").parent
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(openai.APIStatusError, match="disk") as said:
+        client.files.create(file=("a", b"x"), purpose="batch")
+    assert (said.value.status_code, list(folder.iterdir())) == (507, [])
+    monkeypatch.setattr(os, "fsync", fsync)
+    batch = begin(client, lines(3))
+    assert ended(client, batch).status == "completed"
+
+
+def command(served: Served, *words: str) -> Any:
+    return CliRunner().invoke(batches, [*words, "--url", served.url])
+
+
+def test_the_command_line_runs_shows_and_cancels_them(
+    running: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.cluster.cli.batches.POLL_S", 0.02)
+    assert "there are no batches" in command(running, "list").output
+    file, out = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    file.write_text(lines(3))
+    assert command(running, "run", str(file), "--out", str(out)).exit_code == 0
+    answers = [json.loads(each) for each in out.read_text().splitlines()]
+    assert [each["custom_id"] for each in answers] == ["row-0", "row-1", "row-2"]
+    assert not (tmp_path / "answers.jsonl.errors").exists()
+    (made,) = running.openai().batches.list().data
+    assert made.id in command(running, "list").output
+    assert made.output_file_id in command(running, "show", made.id).output
+    found = command(running, "cancel", made.id)
+    assert (found.exit_code, "completed" in found.output) == (1, True)
+    assert "not found" in command(running, "show", "a?b").output
+
+    file.write_text(lines(2) + "\n" + line("bad", max_tokens=-1))
+    found = command(running, "run", str(file), "--out", str(out))
+    assert (found.exit_code, len(out.read_text().splitlines())) == (1, 2)
+    assert "max_tokens" in (tmp_path / "answers.jsonl.errors").read_text()
+    file.write_text(line("a", url="/v1/nothing"))
+    assert "/v1/nothing" in command(running, "run", str(file), "--out", str(out)).output
+    file.write_text(line("a") + "\n{")
+    assert "line 2: " in command(running, "run", str(file), "--out", str(out)).output
+    file.write_text("[]")
+    assert "expected {" in command(running, "run", str(file), "--out", str(out)).output
+
+
+def test_a_store_without_a_folder_leaves_nothing() -> None:
+    store = BatchStore()
+    folder = store.path("x").parent.parent
+    assert folder.exists()
+    del store
+    assert not folder.exists()

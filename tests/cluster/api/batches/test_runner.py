@@ -17,13 +17,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster.api.batches import runner as module
+from kvrelay.cluster.api.batches.due import NEAR_S, Pace, is_due
 from kvrelay.cluster.api.batches.rows import ENDPOINTS
-from kvrelay.cluster.api.batches.runner import LEASE_S, Runner, Window
+from kvrelay.cluster.api.batches.runner import COUNT_S, LEASE_S, Runner, Window
 from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore, Result
 from kvrelay.cluster.api.context import ApiSettings
-from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.tenants import Tenant, Tenants
+from kvrelay.engine.service_class import ServiceClass
 
 CHAT = ENDPOINTS[0]
 
@@ -33,6 +37,7 @@ class Endpoint:
 
     def __init__(self, most: int = 1 << 30) -> None:
         self.bodies: list[Any] = []
+        self.tenants: list[Tenant] = []
         self.most = most
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -42,6 +47,7 @@ class Endpoint:
                 pass
             return
         self.bodies.append(asked)
+        self.tenants.append(scope["state"]["tenant"])
         answer = {"id": scope["state"]["request_id"], "created": time.time_ns(), "asked": asked}
         body = json.dumps(answer | {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -57,6 +63,7 @@ def make_runner(store: BatchStore, endpoint: Any, clock: Callable[[], float] = t
         status=lambda: SimpleNamespace(num_queued=0),
         is_draining=lambda: False,
         chosen=lambda model, tenant: None,
+        metrics=ApiMetrics(CollectorRegistry()),
     )
     return Runner(ctx, {CHAT: endpoint}, clock)
 
@@ -240,14 +247,14 @@ def test_the_first_result_of_a_row_counts_and_none_after_the_end(tmp_path: Path)
 
 def test_rows_give_way(tmp_path: Path) -> None:
     window = Window(6)
-    assert window.is_open
+    assert window.is_open(False)
     window.is_crowded = True
-    assert not window.is_open
+    assert window.is_open(True) > window.is_open(False)
     window.is_crowded, window.num_running = False, 4
-    assert not window.is_open
+    assert not window.is_open(False)
     for _ in range(9):
         window.answered()
-    assert (window.size, window.is_open) == (6.0, True)
+    assert (window.size, window.is_open(False)) == (6.0, True)
     for _ in range(9):
         window.refused()
     assert window.size == 1.0
@@ -269,6 +276,50 @@ def test_rows_give_way(tmp_path: Path) -> None:
         await runner.close()
 
     asyncio.run(run())
+
+
+def test_a_batch_waits_for_idle_workers_until_its_window_is_near(tmp_path: Path) -> None:
+    now = [1000.0]
+
+    async def run() -> None:
+        add_batch(store, 3, now[0])
+        endpoint = Endpoint()
+        runner = make_runner(store, endpoint, lambda: now[0])
+        runner.ctx.status = lambda: SimpleNamespace(num_queued=3)  # type: ignore
+
+        def metric(name: str) -> float | None:
+            return runner.ctx.metrics.registry.get_sample_value(f"kvrelay_{name}")
+
+        await until(lambda: status(store) == "in_progress", runner.tick)
+        now[0] += 86_400 - NEAR_S - 1
+        for _ in range(3):
+            await runner.tick()
+            await asyncio.sleep(0.1)
+        assert endpoint.bodies == []
+        assert (metric("batches"), metric("batches_due"), metric("batch_rows_waiting")) == (1, 0, 3)
+        now[0] += 1
+        await until(lambda: status(store) == "completed", runner.tick)
+        now[0] += COUNT_S
+        await runner.tick()
+        assert {each.service_class for each in endpoint.tenants} == {ServiceClass.FLEX}
+        assert (metric("batches"), metric("batch_window_seconds")) == (0, float("inf"))
+        await runner.close()
+
+    store = BatchStore(tmp_path)
+    asyncio.run(run())
+
+
+def test_many_rows_are_due_before_few() -> None:
+    pace = Pace()
+    assert not is_due(NEAR_S + 1, pace.needed_s(50_000))
+    pace.add(60, 60.0)
+    assert pace.needed_s(100) == pytest.approx(100)
+    assert not is_due(NEAR_S + 1, pace.needed_s(3600))
+    assert is_due(NEAR_S + 1, pace.needed_s(3601))
+    for _ in range(600):
+        pace.add(10, 10.0)
+        pace.add(0, 10.0)
+    assert pace.needed_s(1) == pytest.approx(2, rel=0.02)
 
 
 def test_each_batch_has_one_owner_whoever_asks_at_once(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ VIEWS = {
     "workers": ".vt-row",
     "requests": ".vt-row",
     "sessions": ".sessions tbody tr",
+    "batches": ".empty",
     "scaling": ".empty",
     "chat": "textarea",
 }

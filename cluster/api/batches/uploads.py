@@ -1,0 +1,171 @@
+"""Bodies that are too large for memory, written as they come; and records of files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from kvrelay.cluster.api.batches.store import BatchStore, Full, Record, private_file
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded
+from kvrelay.cluster.api.incoming import too_large
+
+WINDOW_S = 86_400  # OpenAI's and Anthropic's only one
+MAX_UPLOADS = 8  # at once
+MAX_UPLOAD_S = 3600.0
+_WRITTEN_AT_ONCE = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def on_disk(call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
+    """Calls what may block in a thread. Raises ApiError (507)."""
+    with _disk():
+        return await asyncio.to_thread(call, *args, **kw)
+
+
+def file_record(name: str, size: int, now: int, keep_s: int) -> Record:
+    """What is kept of an input."""
+    return {
+        "id": f"file-{secrets.token_hex(12)}",
+        "object": "file",
+        "bytes": size,
+        "created_at": now,
+        "expires_at": now + keep_s,
+        "filename": name,
+        "purpose": "batch",
+        "status": "processed",
+    }
+
+
+def batch_record(prefix: str, endpoint: str, input_file: str, now: int) -> Record:
+    """A batch that nobody has looked at."""
+    times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling")
+    return {
+        "id": f"{prefix}_{secrets.token_hex(12)}",
+        "object": "batch",
+        "endpoint": endpoint,
+        "errors": None,
+        "input_file_id": input_file,
+        "completion_window": "24h",
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + WINDOW_S,
+        **{f"{name}_at": None for name in (*times, "cancelled")},
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": None,
+    }
+
+
+def cancel(store: BatchStore, name: str, now: int) -> None:
+    """Unless the batch is about to end."""
+
+    def cancelling(record: Record) -> Record:
+        if record["status"] not in ("validating", "in_progress"):
+            return record
+        return record | {"status": "cancelling", "cancelling_at": now}
+
+    store.change_batch(name, cancelling)
+
+
+class Uploads:
+    """Receives bodies, some at once. Owned by `BatchCalls`."""
+
+    def __init__(self, ctx: ApiContext) -> None:
+        self._ctx, self._num = ctx, 0
+
+    @asynccontextmanager
+    async def received(
+        self,
+        http: Request,
+        tenant: str,
+        feed: Callable[[bytes], None],
+        unwritten: bytearray,
+    ) -> AsyncIterator[Path]:
+        """The body goes to `feed`, and what that puts into `unwritten` to a file, which is there
+        within. Raises ApiError (400, 403, 408, 413, 429, 507)."""
+        if self._num >= MAX_UPLOADS:
+            raise overloaded(f"{MAX_UPLOADS} files are being uploaded, which is the limit", 5.0)
+        draft = self._ctx.batches.draft(tenant)
+        self._num += 1
+        try:
+            with _disk():
+                await self._receive(http, tenant, draft, feed, unwritten)
+            yield draft
+        except Full as full:
+            raise ApiError(403, f"This API key has {full}", code="file_quota_exceeded") from None
+        finally:
+            self._num -= 1
+            draft.unlink(missing_ok=True)
+
+    async def keep(self, tenant: str, record: Record, draft: Path) -> None:
+        """Makes a file of a draft. Raises ApiError (507), and Full."""
+        most = self._ctx.settings.max_tenant_file_bytes
+        await on_disk(self._ctx.batches.add_file, tenant, record, draft, most)
+
+    async def _receive(
+        self,
+        http: Request,
+        tenant: str,
+        draft: Path,
+        feed: Callable[[bytes], None],
+        unwritten: bytearray,
+    ) -> None:
+        limits, size, check_room = self._ctx.settings, 0, self._ctx.batches.check_room
+        declared = http.headers.get("content-length", "")
+        # What is around the file in a form is small.
+        most = limits.max_file_bytes + _WRITTEN_AT_ONCE
+        if declared.isascii() and declared.isdigit() and int(declared[:19]) > most:
+            raise too_large(limits.max_file_bytes)
+        chunks = http.stream().__aiter__()
+        try:
+            with open(draft, "xb", opener=private_file) as file:
+                async with asyncio.timeout(MAX_UPLOAD_S):
+                    while True:
+                        async with asyncio.timeout(limits.body_timeout_s):
+                            chunk = await anext(chunks, None)
+                        if chunk is not None:
+                            feed(chunk)
+                        if size + len(unwritten) > limits.max_file_bytes:
+                            raise too_large(limits.max_file_bytes)
+                        if chunk is None or len(unwritten) >= _WRITTEN_AT_ONCE:
+                            await asyncio.to_thread(file.write, unwritten)
+                            size += len(unwritten)
+                            unwritten.clear()
+                            may_have = limits.max_tenant_file_bytes
+                            await asyncio.to_thread(check_room, tenant, may_have)
+                        if chunk is None:
+                            break
+                file.flush()
+                await asyncio.to_thread(os.fsync, file.fileno())
+        except TimeoutError:
+            message = f"No part of the file came within {limits.body_timeout_s:g} s"
+            raise ApiError(408, message, type="timeout_error", code="request_timeout") from None
+
+
+@contextmanager
+def _disk() -> Iterator[None]:
+    """Raises ApiError (507) where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise disk_full() from None
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_FULL:
+            raise
+        raise disk_full() from None
