@@ -41,6 +41,18 @@ def test_special_tokens_become_text_again(served: Served, tokenizer: Tokenizer) 
     assert back.json() == {"prompt": text}
 
 
+def test_what_a_client_needs_to_do_without_the_models_files(
+    served: Served, tokenizer: Tokenizer
+) -> None:
+    info = served.http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
+    assert info["sep_token"] is None
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert tokenizer.chat_template is not None
+    assert info["chat_template"] == tokenizer.chat_template.source
+    assert served.http.get("/tokenizer_info?model=other").status_code == 404
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_chat_becomes_the_tokens_that_it_is_answered_with(served: Served, named: bool) -> None:
     body = HELLO if named else {"messages": HELLO["messages"]}
