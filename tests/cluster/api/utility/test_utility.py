@@ -110,10 +110,39 @@ def test_token_ids_that_make_no_text_by_themselves_come_too(
     served.router.answer, served.router.per_output = lambda _: tokens, 1
     body = {"model": MODEL, "prompt": "Hello", "return_token_ids": True, "stream": stream}
     body["max_tokens"] = len(tokens)
-    with served.http.stream("POST", "/v1/completions", json=body) as got:
-        lines = [line.removeprefix("data: ") for line in got.iter_lines()]
-    choices = [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
+    choices = choices_of(served, "/v1/completions", body)
     assert [token for each in choices for token in each.get("token_ids", ())] == tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"stop": [" France"]}, {"stop_token_ids": [3]}])
+@pytest.mark.parametrize("chat", [False, True])
+def test_each_token_id_has_its_log_probability(
+    served: Served, tokenizer: Tokenizer, fields: dict[str, Any], chat: bool, stream: bool
+) -> None:
+    """What ends an answer is no part of its text, but trainers need it as any other."""
+    text = tokenizer.encode("The capital of France")
+    end = [*fields.get("stop_token_ids", tokenizer.eos_token_ids)][:1]
+    served.router.answer = lambda _: [*text, *end]
+    body = {**fields, "model": MODEL, "return_token_ids": True, "stream": stream}
+    body["max_tokens"] = len(text) + 1
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    asks = {"messages": HELLO["messages"], "logprobs": True} if chat else {"prompt": "Hi"}
+    choices = choices_of(served, path, {"logprobs": 1, **body, **asks})
+    told = [each["logprobs"] for each in choices if each["logprobs"]]
+    key = "content" if chat else "token_logprobs"
+    num_told = sum(len(each[key]) for each in told)
+    ids = [token for each in choices for token in each.get("token_ids", ())]
+    assert num_told == len(ids)
+    assert ids == text + ([] if "stop" in fields else end)
+    plain = choices_of(served, path, {"logprobs": 1, **body, **asks, "return_token_ids": False})
+    assert sum(len(each["logprobs"][key]) for each in plain if each["logprobs"]) < num_told
+
+
+def choices_of(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with served.http.stream("POST", path, json=body) as got:
+        lines = [line.removeprefix("data: ") for line in got.iter_lines()]
+    return [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
 
 
 def test_every_route_is_documented(served: Served) -> None:
