@@ -99,6 +99,11 @@ def test_token_ids_come_with_the_answer(served: Served) -> None:
     choices = [chunk["choices"][0] for chunk in chunks]
     streamed = [token for each in choices for token in each.get("token_ids", ())]
     assert streamed == served.router.answer(served.router.submits[-1])
+    unasked = [served.post(HELLO).json(), served.post({"prompt": "Hi"}, "/v1/completions").json()]
+    for answer in unasked:
+        found = {**answer, **answer["choices"][0]}
+        names = ("token_ids", "prompt_token_ids", "prompt_logprobs")
+        assert [found[name] for name in names] == [None] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
