@@ -215,7 +215,8 @@ class _Answer:
         return [self.envelope(kind, []) | {"usage": usage}] if self.plan.include_usage else []
 
     def ids(self, piece: Piece) -> dict[str, Any]:
-        """Returns the tokens of `piece`, where they are asked for."""
+        """Returns the tokens of `piece`, where they are asked for. A whole answer has null else, as
+        in vLLM."""
         if not self.request.return_token_ids:
             return {}
         return {"token_ids": list(piece.token_ids)}
@@ -323,10 +324,10 @@ class _WithLogprobs(Format):
         return replace(piece, tokens=(), logprobs=encoded)
 
     async def _prompt_logprobs(self, piece: Piece) -> dict[str, Any]:
-        """What they are called in an answer and its choices, where they are asked for."""
+        """What they are called in an answer and its choices; null as in vLLM, where nobody asks."""
         plan = self._answer.plan.choices[piece.index]
         if plan.prompt_logprobs is None:
-            return {}
+            return {"prompt_logprobs": None}
         logprobs, tokens = piece.prompt_logprobs, plan.tokens[1:]
         runs = [msgspec.Raw(b"null")]  # the first token follows nothing
         for begin in range(0, len(logprobs), _ENTRIES_AT_ONCE):
@@ -394,11 +395,12 @@ class ChatFormat(_WithLogprobs):
                 "logprobs": self._logprobs(piece),
                 "finish_reason": reader.finish_reason(piece),
                 "stop_reason": piece.stop_reason,
+                "token_ids": None,
                 **self._answer.ids(piece),
             }
             choices.append(choice)
             await asyncio.sleep(0)
-        prompt |= self._answer.prompt_ids(0)
+        prompt |= {"prompt_token_ids": None, **self._answer.prompt_ids(0)}
         return self._answer.envelope("chat.completion", choices) | {"usage": usage, **prompt}
 
     def _chunk(
@@ -445,8 +447,10 @@ class CompletionFormat(_WithLogprobs):
         choices = []
         for plan in self._answer.plan.choices:
             piece = joined(pieces, plan.index)
-            ids, logprobs = self._answer.prompt_ids(plan.index), await self._prompt_logprobs(piece)
-            choices.append({**self._choice(piece), **ids, **logprobs})
+            ids = {"token_ids": None, "prompt_token_ids": None}
+            ids |= self._answer.prompt_ids(plan.index)
+            logprobs = await self._prompt_logprobs(piece)
+            choices.append({**ids, **self._choice(piece), **logprobs})
             await asyncio.sleep(0)
         return self._answer.envelope("text_completion", choices) | {"usage": usage}
 

@@ -61,6 +61,7 @@ class Choice:
         self.stream: RequestStream | None = None  # once it is submitted
         self._wants_logprobs = plan.sampling.logprobs is not None
         self._includes_stop = whole.includes_stop
+        self._tells_ids = whole.tells_ids
         self._own_ends = ctx.tokenizer.eos_token_ids
         self._held: list[TokenText] = []
         self._untold: list[int] = []  # token ids that no piece has had yet
@@ -95,13 +96,15 @@ class Choice:
             self.num_tokens += 1
             self._count_reasoning(token)
             is_last = i + 1 == len(output.tokens) and output.finish is FinishReason.STOP
-            if is_last and token in self.plan.sampling.stop_token_ids:
+            is_end = is_last and token in self.plan.sampling.stop_token_ids
+            if is_end:
                 stop_token = None if token in self._own_ends else token
-                if not self._includes_stop:
-                    break  # it ends the text and is no part of it
-            if self._wants_logprobs and i < len(output.logprobs):
+            is_text = self._includes_stop or not is_end
+            if self._wants_logprobs and i < len(output.logprobs) and (is_text or self._tells_ids):
                 offset = len(self.plan.text) + detokenizer.num_decoded
                 self._held.append(TokenText(token, output.logprobs[i], offset))
+            if not is_text:
+                break
             texts.append(detokenizer.push(token))
             if detokenizer.stopped:
                 break
@@ -151,7 +154,8 @@ class Choice:
         """Tokens whose text has been let go of; at the natural end all the others too."""
         held = self._held
         num = len(held)
-        if self._detokenizer.stopped or self.finish_reason is None:
+        is_cut = self._detokenizer.stopped and not self._tells_ids
+        if is_cut or self.finish_reason is None:
             end = len(self.plan.text) + self._detokenizer.num_released
             num = next((i for i, token in enumerate(held) if token.offset >= end), len(held))
         certain = tuple(held[:num])

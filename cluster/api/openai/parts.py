@@ -48,6 +48,7 @@ class Plan:
     retention: Retention | None  # None: the server's own
     includes_stop: bool = False  # a text that is stopped has what stopped it
     shows_special: bool = False  # special tokens are part of texts
+    tells_ids: bool = False  # log-probabilities go with token ids: those of what ended it too
     call: bytes = b""  # names the call; the same when it is repeated
     weights: str = ""  # version that it is pinned to
 

@@ -248,7 +248,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: Flag = False
-    continuous_usage_stats: Flag = False  # vLLM's: each chunk has the usage so far
+    continuous_usage_stats: Flag = False  # vLLM's: each chunk has it, if any has, as it is so far
 
 
 class Message(BaseModel):
@@ -380,7 +380,8 @@ class GenerationRequest(ModelRequest):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def includes_stop(self) -> bool:

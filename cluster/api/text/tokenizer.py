@@ -112,6 +112,7 @@ class Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         special = {name: _content(config.get(name)) for name in _SPECIAL_NAMES}
         self._special = {name: text for name, text in special.items() if text is not None}
+        self.info = {"tokenizer_class": config.get("tokenizer_class"), **special}
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = self._eos_token_ids(directory)
         generation = _read_json(directory / "generation_config.json")

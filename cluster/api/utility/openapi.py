@@ -92,6 +92,7 @@ CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
     "POST /v1/sessions/{id}/fork": ("Another session from the same KV", ForkRequest),
     "POST /tokenize": ("The tokens of a text or a chat", TokenizeRequest),
     "POST /detokenize": ("The text of tokens", DetokenizeRequest),
+    "GET /tokenizer_info": ("Special tokens and chat template of the model", None),
     "GET /health": ("Whether requests can be served", None),
     "GET /health/live": ("Whether the server answers", None),
     "GET /health/ready": ("Whether new requests should come here", None),

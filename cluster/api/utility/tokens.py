@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as in vLLM: what a prompt becomes, and back."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`, as in vLLM: what a prompt becomes, and back."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def token_routes(ctx: ApiContext) -> list[Route]:
     return [
         Route("/tokenize", calls.tokenize, methods=["POST"]),
         Route("/detokenize", calls.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", calls.info, methods=["GET"]),
     ]
 
 
@@ -83,6 +84,14 @@ class _Tokens:
                 request = await ctx.in_thread(len(body), parse, DetokenizeRequest, body)
             ctx = ctx.chosen(request.model, tenant)
             return await ctx.in_thread(CHARS_PER_TOKEN * len(request.tokens), _text, ctx, request)
+
+    async def info(self, http: Request) -> Response:
+        """Enough for clients that count tokens and make prompts without the model's files."""
+        with utility_call(self._ctx, http) as tenant:
+            ctx = self._ctx.chosen(http.query_params.get("model"), tenant)
+            template = ctx.tokenizer.chat_template
+            source = template.source if template else None
+            return JSONResponse({**ctx.tokenizer.info, "chat_template": source})
 
 
 def _answer(ctx: ApiContext, tokens: list[int], return_token_strs: bool) -> Response:

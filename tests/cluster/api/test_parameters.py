@@ -456,6 +456,16 @@ def test_each_chunk_may_have_the_usage_so_far(served: Served, path: str) -> None
     assert last.choices == []
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_usage_there_is_none_so_far_either(served: Served, path: str) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    client = served.openai()
+    create: Any = client.chat.completions if "chat" in path else client.completions
+    chunks = [*create.create(**PATHS[path], stream=True, stream_options=options)]
+    assert chunks[-1].choices[0].finish_reason
+    assert {chunk.usage for chunk in chunks} == {None}
+
+
 def test_without_parallel_calls_an_answer_has_one(served: Served) -> None:
     says(served, TWO)
     fields = {"tools": [WEATHER, CLOCK]}

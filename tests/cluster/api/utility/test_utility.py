@@ -41,6 +41,18 @@ def test_special_tokens_become_text_again(served: Served, tokenizer: Tokenizer) 
     assert back.json() == {"prompt": text}
 
 
+def test_what_a_client_needs_to_do_without_the_models_files(
+    served: Served, tokenizer: Tokenizer
+) -> None:
+    info = served.http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
+    assert info["sep_token"] is None
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert tokenizer.chat_template is not None
+    assert info["chat_template"] == tokenizer.chat_template.source
+    assert served.http.get("/tokenizer_info?model=other").status_code == 404
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_chat_becomes_the_tokens_that_it_is_answered_with(served: Served, named: bool) -> None:
     body = HELLO if named else {"messages": HELLO["messages"]}
@@ -87,6 +99,11 @@ def test_token_ids_come_with_the_answer(served: Served) -> None:
     choices = [chunk["choices"][0] for chunk in chunks]
     streamed = [token for each in choices for token in each.get("token_ids", ())]
     assert streamed == served.router.answer(served.router.submits[-1])
+    unasked = [served.post(HELLO).json(), served.post({"prompt": "Hi"}, "/v1/completions").json()]
+    for answer in unasked:
+        found = {**answer, **answer["choices"][0]}
+        names = ("token_ids", "prompt_token_ids", "prompt_logprobs")
+        assert [found[name] for name in names] == [None] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,10 +115,39 @@ def test_token_ids_that_make_no_text_by_themselves_come_too(
     served.router.answer, served.router.per_output = lambda _: tokens, 1
     body = {"model": MODEL, "prompt": "Hello", "return_token_ids": True, "stream": stream}
     body["max_tokens"] = len(tokens)
-    with served.http.stream("POST", "/v1/completions", json=body) as got:
-        lines = [line.removeprefix("data: ") for line in got.iter_lines()]
-    choices = [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
+    choices = choices_of(served, "/v1/completions", body)
     assert [token for each in choices for token in each.get("token_ids", ())] == tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"stop": [" France"]}, {"stop_token_ids": [3]}])
+@pytest.mark.parametrize("chat", [False, True])
+def test_each_token_id_has_its_log_probability(
+    served: Served, tokenizer: Tokenizer, fields: dict[str, Any], chat: bool, stream: bool
+) -> None:
+    """What ends an answer is no part of its text, but trainers need it as any other."""
+    text = tokenizer.encode("The capital of France")
+    end = [*fields.get("stop_token_ids", tokenizer.eos_token_ids)][:1]
+    served.router.answer = lambda _: [*text, *end]
+    body = {**fields, "model": MODEL, "return_token_ids": True, "stream": stream}
+    body["max_tokens"] = len(text) + 1
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    asks = {"messages": HELLO["messages"], "logprobs": True} if chat else {"prompt": "Hi"}
+    choices = choices_of(served, path, {"logprobs": 1, **body, **asks})
+    told = [each["logprobs"] for each in choices if each["logprobs"]]
+    key = "content" if chat else "token_logprobs"
+    num_told = sum(len(each[key]) for each in told)
+    ids = [token for each in choices for token in each.get("token_ids", ())]
+    assert num_told == len(ids)
+    assert ids == text + ([] if "stop" in fields else end)
+    plain = choices_of(served, path, {"logprobs": 1, **body, **asks, "return_token_ids": False})
+    assert sum(len(each["logprobs"][key]) for each in plain if each["logprobs"]) < num_told
+
+
+def choices_of(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with served.http.stream("POST", path, json=body) as got:
+        lines = [line.removeprefix("data: ") for line in got.iter_lines()]
+    return [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
 
 
 def test_every_route_is_documented(served: Served) -> None:
