@@ -95,29 +95,29 @@ def test_what_is_canceled_says_so(running: Served, client: anthropic.Anthropic) 
         batches.cancel(made.id)
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ({"requests": [request("a"), request("a")]}, "requests.1: custom_id 'a' was on"),
-        ({"requests": [request("a"), request("b", model="x")]}, "requests.1: "),
-        ({"requests": [request("a", stream=True)]}, "requests.0: 'stream'"),
-        ({"requests": [request("a"), {"custom_id": "b"}]}, "expected an object with 'custom_id'"),
-        ({"requests": [request("a", filler="x" * 70_000)]}, "requests.0: "),
-        ({"requests": []}, "empty"),
-        ({"request": []}, "'request' is there; expected 'requests'"),
-        ([], "expected {"),
-        (b'{"requests": [{', "not JSON"),
-        (b'{"requests": [1}', "expected {, got '1'"),
-        ({"requests": [request("a")], "more": 1}, "expected }, got ','"),
-        (b'{"requests": [' + b'{"a":' * 20_000, "requests.0: "),
-        (b'{"requests": ["\xff"]}', "utf-8"),
-    ],
-)
-def test_a_wrong_body_is_refused_and_nothing_is_kept(running: Served, body: Any, why: str) -> None:
-    answer = running.post(body, "/v1/messages/batches")
-    assert (answer.status_code, answer.json()["type"]) == (400, "error")
-    assert why in answer.json()["error"]["message"]
-    assert list(running.ctx.batches.path("x").parent.iterdir()) == []
+WRONG: list[tuple[Any, str]] = [
+    ({"requests": [request("a"), request("a")]}, "requests.1: custom_id 'a' was on"),
+    ({"requests": [request("a"), request("b", model="x")]}, "requests.1: "),
+    ({"requests": [request("a", stream=True)]}, "requests.0: 'stream'"),
+    ({"requests": [request("a"), {"custom_id": "b"}]}, "expected an object with 'custom_id'"),
+    ({"requests": [request("a", filler="x" * 70_000)]}, "requests.0: "),
+    ({"requests": []}, "empty"),
+    ({"request": []}, "'request' is there; expected 'requests'"),
+    ([], "expected {"),
+    (b'{"requests": [{', "not JSON"),
+    (b'{"requests": [1}', "expected {, got '1'"),
+    ({"requests": [request("a")], "more": 1}, "expected }, got ','"),
+    (b'{"requests": [' + b'{"a":' * 20_000, "requests.0: "),
+    (b'{"requests": ["\xff"]}', "utf-8"),
+]
+
+
+def test_a_wrong_body_is_refused_and_nothing_is_kept(running: Served) -> None:
+    for body, why in WRONG:
+        answer = running.post(body, "/v1/messages/batches")
+        assert (answer.status_code, answer.json()["type"]) == (400, "error")
+        assert why in answer.json()["error"]["message"]
+        assert list(running.ctx.batches.path("x").parent.iterdir()) == []
     assert running.router.submits == []
 
 
