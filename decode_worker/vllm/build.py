@@ -91,17 +91,11 @@ def _built(
         plan, spec=copied or plan.spec, num_blocks=num_blocks, window=whole, group_windows=()
     )
     digest = model_digest(path, str(model.dtype))
-    if copied is None:
-        config = worker_config(spec, plan, 0, digest)
-    else:
+    if copied is not None:
         plan = with_tiers(plan, spec)
-        config = worker_config(spec, plan, 0, digest)
-    config = structs.replace(
-        config,
-        max_model_len=min(model.max_model_len, num_blocks * cache.block_size),
-        serves_adapters=False,
-        num_packed_blocks=0,
-    )
+    longest = min(model.max_model_len, num_blocks * cache.block_size)
+    config = worker_config(spec, plan, longest, digest)
+    config = structs.replace(config, serves_adapters=False, num_packed_blocks=0)
     if copied is None:
         node = VllmWorker(config, roles, copies=False)
         return BuiltWorker(node, replace(config.info(), hands_over=False), vllm.start)
