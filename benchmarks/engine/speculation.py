@@ -1,8 +1,10 @@
-"""What n-gram draft tokens gain: two workers in turns, one with them and one without.
+"""What draft tokens gain, by where they come from: workers in turns, one without drafts, one with
+n-grams, and with `--drafter` one that also has a drafter.
 
 `python -m benchmarks.engine.speculation`: answers to requests whose texts repeat themselves much
 (code that is edited, data in another form) and little (a story), one request at a time and several
-at once. The tokens of both workers have to be the same, or it ends with 1.
+at once. Ratios are to the worker without drafts: of times that followed each other, so that what
+else the machine does matters less. The tokens of all have to be the same, or it ends with 1.
 """
 
 from __future__ import annotations
@@ -31,10 +33,16 @@ from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL
 from kvrelay.engine.request import SamplingParams
 from kvrelay.lab.bench.engine import Generated, LoneWorker
 
+COUNTERS = (
+    "draft_tokens",
+    "draft_tokens_accepted",
+    "drafter_tokens",
+    "drafter_tokens_accepted",
+)
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16
 DRAFTS = 7
-WITHOUT, WITH = "one by one", f"{DRAFTS} drafts"
+WITHOUT, NGRAMS, DRAFTER = "no drafts", "n-grams", "drafter"
 PEOPLE = "Ann, 31, Oslo\nBob, 45, Rome\nCid, 28, Bonn\nDan, 39, Lyon\nEve, 52, Kyiv\nFay, 23, Bern"
 
 
@@ -72,21 +80,24 @@ class Took:
         )
 
 
-class Pair:
-    """The two workers. Owned by a measurement, from `with` to its end."""
+class Workers:
+    """By where their drafts come from. Owned by a measurement, from `with` to its end."""
 
-    def __init__(self, model: str, quantization: str, most: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: str, quantization: str, drafter: str, most: int, max_tokens: int
+    ) -> None:
         self._stack = ExitStack()
         self.workers: dict[str, LoneWorker] = {}
         threads = len(os.sched_getaffinity(0))
-        for name, drafts in ((WITHOUT, 0), (WITH, DRAFTS)):
+        for name in (WITHOUT, NGRAMS, DRAFTER)[: 3 if drafter else 2]:
             overrides = {
                 "model.name": model,
                 "model.quantization": quantization,
                 "model.device": "cpu",
                 "engine.block_size": BLOCK_SIZE,
                 "engine.num_blocks": most * (2_000 + max_tokens) // BLOCK_SIZE,
-                "engine.num_speculative_tokens": drafts,
+                "engine.num_speculative_tokens": 0 if name == WITHOUT else DRAFTS,
+                "engine.drafter": drafter if name == DRAFTER else "",
                 "engine.threads": threads,
             }
             config = load_config(None, overrides)
@@ -94,7 +105,7 @@ class Pair:
             self.tokenizer = Tokenizer(ready.path)
             self.workers[name] = self._stack.enter_context(LoneWorker(config, ready))
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,49 +126,58 @@ class Pair:
         """In turns, once more than `rounds` says: the first is not counted."""
         took: dict[str, list[Took]] = {name: [] for name in self.workers}
         said: dict[str, list[list[int]]] = {}
-        before = self._drafts()
+        before = {name: self._drafts(name) for name in self.workers}
         for turn in range(rounds + 1):
             for name in list(self.workers)[:: 1 if turn % 2 else -1]:
                 answers = self.workers[name].generate(prompts, sampling)
                 said[name] = [answer.tokens for answer in answers]
                 took[name] += [Took.of(answers)] * (turn > 0)
-        drafts, held = (after - b for after, b in zip(self._drafts(), before, strict=True))
-        same = said[WITHOUT] == said[WITH]
-        return Row(sum(map(len, prompts)), took, drafts / (rounds + 1), held / max(1, drafts), same)
+        drafts = {name: self._drafts(name) - before[name] for name in self.workers}
+        same = all(each == said[WITHOUT] for each in said.values())
+        return Row(sum(map(len, prompts)), took, drafts, same)
 
-    def _drafts(self) -> tuple[float, float]:
-        counters = self.workers[WITH].node.core.counters
-        return counters.get("draft_tokens", 0), counters.get("draft_tokens_accepted", 0)
+    def _drafts(self, name: str) -> Counter[str]:
+        counters = self.workers[name].node.core.counters
+        return Counter({key: int(counters.get(key, 0)) for key in COUNTERS})
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     num_prompt_tokens: int
     took: dict[str, list[Took]]
-    drafts: float  # tokens that were computed, in each round
-    held: float  # the part of them that held
+    drafts: dict[str, Counter[str]]
     same: bool
 
     def found(self) -> dict[str, Any]:
         """Medians; ratios above 1 speak for drafts."""
-        rate = {n: statistics.median(t.tokens_per_s for t in took) for n, took in self.took.items()}
-        each = {n: statistics.median(t.token_s for t in took) for n, took in self.took.items()}
         return {
             "prompt_tokens": self.num_prompt_tokens,
-            "output_tokens": self.took[WITH][0].num_tokens,
-            "tokens_per_s": {name: round(value, 1) for name, value in rate.items()},
-            "ms_per_token": {name: round(1e3 * value, 2) for name, value in each.items()},
-            "throughput_ratio": round(rate[WITH] / rate[WITHOUT], 2),
-            "latency_ratio": round(each[WITHOUT] / each[WITH], 2),
-            "drafts_fed": round(self.drafts),
-            "drafts_held": round(self.held, 2),
+            "output_tokens": self.took[WITHOUT][0].num_tokens,
             "same_tokens": self.same,
+            "workers": {name: self._of(name) for name in self.took},
+        }
+
+    def _of(self, name: str) -> dict[str, Any]:
+        pairs = [*zip(self.took[name], self.took[WITHOUT], strict=True)]
+        drafts = self.drafts[name]
+        return {
+            "tokens_per_s": round(statistics.median(own.tokens_per_s for own, _ in pairs), 1),
+            "ms_per_token": round(1e3 * statistics.median(own.token_s for own, _ in pairs), 2),
+            "throughput_ratio": round(
+                statistics.median(own.tokens_per_s / base.tokens_per_s for own, base in pairs), 2
+            ),
+            "latency_ratio": round(
+                statistics.median(base.token_s / own.token_s for own, base in pairs), 2
+            ),
+            **{key: drafts[key] for key in COUNTERS},
         }
 
 
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--quantization", default="none", show_default=True)
+@click.option("--drafter", default="", help="A head's folder, or a smaller model.")
+@click.option("--kinds", default="", help="Only these requests, with commas; else all.")
 @click.option("--at-once", default="4,16", show_default=True, help="Requests of mixed kinds.")
 @click.option("--max-tokens", default=200, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
@@ -166,6 +186,8 @@ class Row:
 def main(
     model: str,
     quantization: str,
+    drafter: str,
+    kinds: str,
     at_once: str,
     max_tokens: int,
     temperature: float,
@@ -176,30 +198,28 @@ def main(
     console = make_console()
     batches = [int(count) for count in at_once.split(",") if count]
     texts = requests()
-    asked = {name: [text] for name, text in texts.items()}
+    if unknown := {*filter(None, kinds.split(","))} - {*texts}:
+        raise click.BadParameter(f"--kinds {', '.join(unknown)}: there are {', '.join(texts)}")
+    asked = {name: [text] for name, text in texts.items() if not kinds or name in kinds.split(",")}
     asked |= {f"{n} at once": list(islice(cycle(texts.values()), n)) for n in batches}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
     rows: dict[str, dict[str, Any]] = {}
     with (
-        Pair(model, quantization, max([1, *batches]), max_tokens) as pair,
+        Workers(model, quantization, drafter, max([1, *batches]), max_tokens) as workers,
         Progress(console=console, transient=True) as progress,
     ):
         for name, each in progress.track(asked.items(), description="answers"):
-            rows[name] = pair.ask(pair.prompts(each), sampling, rounds).found()
+            rows[name] = workers.ask(workers.prompts(each), sampling, rounds).found()
     title = f"{model}, weights {quantization}, temperature {temperature:g}"
-    table = Table("", "in", "out", "tokens/s", "with drafts", "ratio", title=title)
-    for column in ("ms a token", "with drafts", "ratio", "computed", "held", "same"):
+    table = Table("", "in", "out", "drafts", "tokens/s", "ratio", "ms a token", title=title)
+    for column in ("ratio", "drafts", "accepted", "of the drafter", "accepted", "same"):
         table.add_column(column)
     for name, row in rows.items():
-        rate, each = row["tokens_per_s"], row["ms_per_token"]
-        cells = [row["prompt_tokens"], row["output_tokens"], rate[WITHOUT], rate[WITH]]
-        cells += [row["throughput_ratio"], each[WITHOUT], each[WITH], row["latency_ratio"]]
-        cells += [
-            row["drafts_fed"],
-            f"{row['drafts_held']:.0%}",
-            "yes" if row["same_tokens"] else "NO",
-        ]
-        table.add_row(name, *map(str, cells))
+        for drafts, own in row["workers"].items():
+            cells = [row["prompt_tokens"], row["output_tokens"], drafts, own["tokens_per_s"]]
+            cells += [own["throughput_ratio"], own["ms_per_token"], own["latency_ratio"]]
+            cells += [*(own[key] for key in COUNTERS), "yes" if row["same_tokens"] else "NO"]
+            table.add_row(name, *map(str, cells))
     console.print(table)
     write_json(path, {"title": title, "max_tokens": max_tokens, "rounds": rounds, "rows": rows})
     sys.exit(0 if all(row["same_tokens"] for row in rows.values()) else 1)
