@@ -1,8 +1,10 @@
-"""What draft tokens gain: workers in turns, one without them, one with n-grams, one with a drafter.
+"""What draft tokens gain, by where they come from: workers in turns, one without drafts, one with
+n-grams, and with `--drafter` one that also has a drafter.
 
-`python -m benchmarks.engine.speculation [--drafter HEAD]`: answers to requests whose texts repeat
-themselves much (code that is edited, data in another form) and little (a story), one request at a
-time and several at once. The tokens of all workers have to be the same, or it ends with 1.
+`python -m benchmarks.engine.speculation`: answers to requests whose texts repeat themselves much
+(code that is edited, data in another form) and little (a story), one request at a time and several
+at once. Ratios are to the worker without drafts: of times that followed each other, so that what
+else the machine does matters less. The tokens of all have to be the same, or it ends with 1.
 """
 
 from __future__ import annotations
@@ -31,10 +33,16 @@ from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL
 from kvrelay.engine.request import SamplingParams
 from kvrelay.lab.bench.engine import Generated, LoneWorker
 
+COUNTERS = (
+    "draft_tokens",
+    "draft_tokens_accepted",
+    "drafter_tokens",
+    "drafter_tokens_accepted",
+)
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16
 DRAFTS = 7
-WITHOUT, NGRAMS, HEAD = "without", "n-grams", "drafter"
+WITHOUT, NGRAMS, DRAFTER = "no drafts", "n-grams", "drafter"
 PEOPLE = "Ann, 31, Oslo\nBob, 45, Rome\nCid, 28, Bonn\nDan, 39, Lyon\nEve, 52, Kyiv\nFay, 23, Bern"
 
 
@@ -73,7 +81,7 @@ class Took:
 
 
 class Workers:
-    """Owned by a measurement, from `with` to its end."""
+    """By where their drafts come from. Owned by a measurement, from `with` to its end."""
 
     def __init__(
         self, model: str, quantization: str, drafter: str, most: int, max_tokens: int
@@ -81,15 +89,15 @@ class Workers:
         self._stack = ExitStack()
         self.workers: dict[str, LoneWorker] = {}
         threads = len(os.sched_getaffinity(0))
-        for name in (WITHOUT, NGRAMS, HEAD)[: 3 if drafter else 2]:
+        for name in (WITHOUT, NGRAMS, DRAFTER)[: 3 if drafter else 2]:
             overrides = {
                 "model.name": model,
                 "model.quantization": quantization,
                 "model.device": "cpu",
                 "engine.block_size": BLOCK_SIZE,
                 "engine.num_blocks": most * (2_000 + max_tokens) // BLOCK_SIZE,
-                "engine.num_speculative_tokens": DRAFTS if name != WITHOUT else 0,
-                "engine.drafter": drafter if name == HEAD else "",
+                "engine.num_speculative_tokens": 0 if name == WITHOUT else DRAFTS,
+                "engine.drafter": drafter if name == DRAFTER else "",
                 "engine.threads": threads,
             }
             config = load_config(None, overrides)
@@ -118,60 +126,58 @@ class Workers:
         """In turns, once more than `rounds` says: the first is not counted."""
         took: dict[str, list[Took]] = {name: [] for name in self.workers}
         said: dict[str, list[list[int]]] = {}
-        before = self._drafts()
+        before = {name: self._drafts(name) for name in self.workers}
         for turn in range(rounds + 1):
             for name in list(self.workers)[:: 1 if turn % 2 else -1]:
                 answers = self.workers[name].generate(prompts, sampling)
                 said[name] = [answer.tokens for answer in answers]
                 took[name] += [Took.of(answers)] * (turn > 0)
-        drafts = {}
-        for name, (computed, accepted) in self._drafts().items():
-            count = computed - before[name][0]
-            drafts[name] = count / (rounds + 1), (accepted - before[name][1]) / max(1, count)
+        drafts = {name: self._drafts(name) - before[name] for name in self.workers}
         same = all(each == said[WITHOUT] for each in said.values())
         return Row(sum(map(len, prompts)), took, drafts, same)
 
-    def _drafts(self) -> dict[str, tuple[float, float]]:
-        counters = {name: each.node.core.counters for name, each in self.workers.items()}
-        return {
-            name: (each.get("draft_tokens", 0), each.get("draft_tokens_accepted", 0))
-            for name, each in counters.items()
-        }
+    def _drafts(self, name: str) -> Counter[str]:
+        counters = self.workers[name].node.core.counters
+        return Counter({key: int(counters.get(key, 0)) for key in COUNTERS})
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     num_prompt_tokens: int
     took: dict[str, list[Took]]
-    drafts: dict[str, tuple[float, float]]  # how many in each round, and the share accepted
+    drafts: dict[str, Counter[str]]
     same: bool
 
     def found(self) -> dict[str, Any]:
         """Medians; ratios above 1 speak for drafts."""
-        rate = {n: statistics.median(t.tokens_per_s for t in took) for n, took in self.took.items()}
-        each = {n: statistics.median(t.token_s for t in took) for n, took in self.took.items()}
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.took[WITHOUT][0].num_tokens,
             "same_tokens": self.same,
-            "workers": {
-                name: {
-                    "tokens_per_s": round(rate[name], 1),
-                    "ms_per_token": round(1e3 * each[name], 2),
-                    "throughput_ratio": round(rate[name] / rate[WITHOUT], 2),
-                    "latency_ratio": round(each[WITHOUT] / each[name], 2),
-                    "drafts_fed": round(self.drafts[name][0]),
-                    "drafts_held": round(self.drafts[name][1], 2),
-                }
-                for name in self.took
-            },
+            "workers": {name: self._of(name) for name in self.took},
+        }
+
+    def _of(self, name: str) -> dict[str, Any]:
+        pairs = [*zip(self.took[name], self.took[WITHOUT], strict=True)]
+        drafts = self.drafts[name]
+        return {
+            "tokens_per_s": round(statistics.median(own.tokens_per_s for own, _ in pairs), 1),
+            "ms_per_token": round(1e3 * statistics.median(own.token_s for own, _ in pairs), 2),
+            "throughput_ratio": round(
+                statistics.median(own.tokens_per_s / base.tokens_per_s for own, base in pairs), 2
+            ),
+            "latency_ratio": round(
+                statistics.median(base.token_s / own.token_s for own, base in pairs), 2
+            ),
+            **{key: drafts[key] for key in COUNTERS},
         }
 
 
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 @click.option("--quantization", default="none", show_default=True)
-@click.option("--drafter", default="", help="A head's folder, or a model: as `engine.drafter`.")
+@click.option("--drafter", default="", help="A head's folder, or a smaller model.")
+@click.option("--kinds", default="", help="Only these requests, with commas; else all.")
 @click.option("--at-once", default="4,16", show_default=True, help="Requests of mixed kinds.")
 @click.option("--max-tokens", default=200, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
@@ -181,6 +187,7 @@ def main(
     model: str,
     quantization: str,
     drafter: str,
+    kinds: str,
     at_once: str,
     max_tokens: int,
     temperature: float,
@@ -191,7 +198,9 @@ def main(
     console = make_console()
     batches = [int(count) for count in at_once.split(",") if count]
     texts = requests()
-    asked = {name: [text] for name, text in texts.items()}
+    if unknown := {*filter(None, kinds.split(","))} - {*texts}:
+        raise click.BadParameter(f"--kinds {', '.join(unknown)}: there are {', '.join(texts)}")
+    asked = {name: [text] for name, text in texts.items() if not kinds or name in kinds.split(",")}
     asked |= {f"{n} at once": list(islice(cycle(texts.values()), n)) for n in batches}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
     rows: dict[str, dict[str, Any]] = {}
@@ -202,20 +211,15 @@ def main(
         for name, each in progress.track(asked.items(), description="answers"):
             rows[name] = workers.ask(workers.prompts(each), sampling, rounds).found()
     title = f"{model}, weights {quantization}, temperature {temperature:g}"
-    table = Table(
-        "", "in", "out", "drafts", "tokens/s", "ratio", "ms a token", "ratio", title=title
-    )
-    for column in ("computed", "held", "same"):
+    table = Table("", "in", "out", "drafts", "tokens/s", "ratio", "ms a token", title=title)
+    for column in ("ratio", "drafts", "accepted", "of the drafter", "accepted", "same"):
         table.add_column(column)
     for name, row in rows.items():
-        first = [name, str(row["prompt_tokens"]), str(row["output_tokens"])]
-        for kind, found in row["workers"].items():
-            held = f"{found['drafts_held']:.0%}" if found["drafts_fed"] else ""
-            cells = list(found.values())[:-1]
-            table.add_row(
-                *first, kind, *map(str, cells), held, "yes" if row["same_tokens"] else "NO"
-            )
-            first = ["", "", ""]
+        for drafts, own in row["workers"].items():
+            cells = [row["prompt_tokens"], row["output_tokens"], drafts, own["tokens_per_s"]]
+            cells += [own["throughput_ratio"], own["ms_per_token"], own["latency_ratio"]]
+            cells += [*(own[key] for key in COUNTERS), "yes" if row["same_tokens"] else "NO"]
+            table.add_row(name, *map(str, cells))
     console.print(table)
     write_json(path, {"title": title, "max_tokens": max_tokens, "rounds": rounds, "rows": rows})
     sys.exit(0 if all(row["same_tokens"] for row in rows.values()) else 1)

@@ -46,6 +46,7 @@ class Served:
     weights: Weights
     ops: Ops
     limits: Limits
+    num_groups: int = 1  # groups of layers take turns in a block table
 
 
 class Drafter(Protocol):
@@ -69,13 +70,13 @@ def open_drafter(
     pool of their own. Raises ModelError."""
     own, region = config.kv_spec(spec), pool[:, spec.layer_bytes :]
     limits = replace(model.limits, window=0, num_sinks=0, group_windows=(), num_state_groups=0)
-    model = replace(model, limits=limits)
+    model = replace(model, limits=limits, num_groups=spec.num_groups)
     if config.kind == MODEL:
         assert own is not None
         assert config.layers is not None
         made = ops(config.layers, pool_view(region, own))
         weights = load_weights(config.path, config.layers, made, lambda _: None)
-        return ModelDrafter(Decoder(config.layers, weights, made), spec.num_groups, model, draw)
+        return ModelDrafter(Decoder(config.layers, weights, made), model, draw)
     kind = TORCH_DTYPES[config.tail_dtype(spec.dtype)]
     at = 0 if own is None else own.layer_bytes
     size = config.tail_size * DTYPE_BYTES[config.tail_dtype(spec.dtype)]
@@ -84,7 +85,7 @@ def open_drafter(
     if own is not None and config.layers is not None:
         made = ops(config.layers, pool_view(region, own))
     weights_of = load_head(config, model.path, model.config, made)
-    kept = Tails(tails, spec.num_groups, spec.block_size)
+    kept = Tails(tails, spec.block_size)
     if config.kind == MEDUSA:
         return MedusaDrafter(config, weights_of, kept, model, draw)
     return HeadDrafter(config, weights_of, made, kept, model, draw)
@@ -93,11 +94,8 @@ def open_drafter(
 class Tails:
     """In each block the hidden state, as a drafter reads it, of its last token that is computed."""
 
-    def __init__(self, tails: torch.Tensor, num_groups: int, block_size: int) -> None:
-        self.tails, self._groups, self._size = tails, num_groups, block_size
-
-    def of_first_group(self, tables: Tables) -> list[np.ndarray]:
-        return [table[:: self._groups] for table in tables]
+    def __init__(self, tails: torch.Tensor, block_size: int) -> None:
+        self.tails, self._size = tails, block_size
 
     def before(self, shares: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor:
         """[S, size]: the states before the first token of each; zeros before all tokens."""
@@ -138,7 +136,8 @@ class _Stepwise:
         self._model, self._draw = model, draw
 
     def _first_tables(self, tables: Tables) -> list[np.ndarray]:
-        raise NotImplementedError
+        """Blocks of the first group of layers: they have what the drafter keeps."""
+        return [table[:: self._model.num_groups] for table in tables]
 
     def _begin(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor | None:
         """What the first pass reads beside tokens, a row for each."""
@@ -196,12 +195,9 @@ class ModelDrafter(_Stepwise):
 
     captured: tuple[int, ...] = ()
 
-    def __init__(self, decoder: Decoder, num_groups: int, model: Served, draw: Draw) -> None:
+    def __init__(self, decoder: Decoder, model: Served, draw: Draw) -> None:
         super().__init__(model, draw)
-        self._decoder, self._groups = decoder, num_groups
-
-    def _first_tables(self, tables: Tables) -> list[np.ndarray]:
-        return [table[:: self._groups] for table in tables]
+        self._decoder = decoder
 
     def _pass(self, batch: Batch, states: torch.Tensor | None) -> tuple[None, torch.Tensor]:
         return None, self._decoder.forward(batch)
@@ -220,9 +216,6 @@ class _ByStates(_Stepwise):
         super().__init__(model, draw)
         self.captured, self._config = config.captured, config
         self._weights, self._tails = weights, tails
-
-    def _first_tables(self, tables: Tables) -> list[np.ndarray]:
-        return self._tails.of_first_group(tables)
 
     def _begin(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor:
         last = [asked(each, each.tokens[-1:], self._at(each, ())) for each in seqs]
@@ -286,7 +279,8 @@ class HeadDrafter(_ByStates):
         if self._whole is None:
             return super().draft(seqs, tables)
         drafts: list[list[int]] = [[] for _ in seqs]
-        tables, states = self._first_tables(tables), self._begin(seqs, self._first_tables(tables))
+        tables = self._first_tables(tables)
+        states = self._begin(seqs, tables)
         for count in {seq.num_drafts for seq in seqs} - {0}:
             live = [i for i, seq in enumerate(seqs) if seq.num_drafts == count]
             shares = [asked(seqs[i], seqs[i].tokens[-1:], self._at(seqs[i], ())) for i in live]
