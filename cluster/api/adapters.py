@@ -11,18 +11,17 @@ when it changes, and which outlives the server.
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import msgspec
 
 from kvrelay.cluster.api.errors import invalid
 from kvrelay.cluster.config import AdapterEntry, ConfigError
 from kvrelay.engine.adapters import CONFIG_NAME, WEIGHTS_NAME, Adapter, AdapterError, read_adapter
+from kvrelay.engine.files import write_private
 
 FILE = "adapters.json"
 MAX_ADAPTERS = 10_000
@@ -142,6 +141,4 @@ class Adapters:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._look()
             yield
-            with NamedTemporaryFile(dir=self._file.parent, delete=False) as fresh:
-                fresh.write(msgspec.json.encode(self._kept))
-            os.replace(fresh.name, self._file)
+            write_private(self._file, msgspec.json.encode(self._kept))

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from kvrelay.engine.files import write_private
 from kvrelay.engine.wire.channel import ChannelError, pack, register, unpack
 
 RAY_IS_UP = "Ray runtime started"
@@ -116,7 +117,7 @@ def handle_command(command: AnyCommand) -> Answer:
         case StartServer(_, settings, args, timeout_s):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             config = folder / "kvrelay.toml"
-            _write_private(config, settings.encode())
+            write_private(config, settings.encode())
             serve = [_program("kvrelay"), "serve", "--config", str(config), *args]
             return _start(folder, "server", serve, SERVER_IS_UP, timeout_s)
         case StopProcess(_, what, timeout_s):
@@ -148,16 +149,8 @@ def give_token(token: str, home: Path | None = None) -> Answer:
         file.chmod(0o600)
         return Answer(result="has the token")
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write_private(file, token.encode())
+    write_private(file, token.encode())
     return Answer(result="got the token")
-
-
-def _write_private(file: Path, content: bytes) -> None:
-    """For the owner's eyes, also where there is one that others may read."""
-    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "wb") as opened:
-        os.fchmod(handle, 0o600)
-        opened.write(content)
 
 
 def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_s: float) -> Answer:
@@ -183,7 +176,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
             )
         running = psutil.Process(process.pid)
         known = Running(process.pid, running.create_time(), log_at)
-        _write_private(kept, msgspec.json.encode(known))
+        write_private(kept, msgspec.json.encode(known))
     deadline, read_to, said = time.monotonic() + timeout_s, known.log_at, ""
     while True:
         lives = _lives(running)  # before its log is read: its last words are to be there
@@ -191,7 +184,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
         said = (said + more)[-MAX_SEEN:]
         if is_up in said and not known.up:
             known.up = next(line for line in said.splitlines() if is_up in line).strip()
-            _write_private(kept, msgspec.json.encode(known))
+            write_private(kept, msgspec.json.encode(known))
         if known.up:
             return Answer(result=known.up.removeprefix(is_up) or known.up)
         if not lives:

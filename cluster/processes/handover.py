@@ -31,8 +31,8 @@ from kvrelay.cluster.processes.life import (
     changed_settings,
     changed_weights,
     read_record,
-    write_private,
 )
+from kvrelay.engine.files import write_private
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
 

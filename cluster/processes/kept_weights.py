@@ -4,7 +4,6 @@ the version that was current, unless the model's own files have changed since.""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 
 from kvrelay.cluster.control.messages import Checkpoint, ModelWeights
 from kvrelay.cluster.processes.life import weights_of
+from kvrelay.engine.files import write_private
 
 FILE = "weights.json"
 log = logging.getLogger("kvrelay.control")
@@ -49,11 +49,9 @@ class KeptWeights:
             return
         self._latest = weights
         kept = [_Kept(self._files[each.model], each) for each in weights if each.current.digest]
-        fresh = self._file.with_name(f".{FILE}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fresh.write_bytes(msgspec.json.encode(kept))
-            os.replace(fresh, self._file)
+            write_private(self._file, msgspec.json.encode(kept))
         except OSError as error:
             log.error("%s is not written: %s", self._file, error)
 

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import epoch_of
+from kvrelay.engine.files import write_private
 from kvrelay.worker.processes import kill_workers
 
 log = logging.getLogger("kvrelay")
@@ -168,6 +169,11 @@ class Life:
         if weights != self.record.weights:
             self.record.weights = weights
             self._keep("life", self.record)
+
+    def use_models(self, config: Config, weights: str) -> None:
+        """Others than those of the start."""
+        self.record.settings, self.record.fixed = workers_of(config), fixed_settings(config)
+        self.use_weights(weights)
 
     def earlier(self, running: Installed) -> Installed | None:
         """What to go back to: the last that all processes were up with, if that is not what runs;
@@ -331,21 +337,6 @@ def _version(file: Path) -> int:
         return msgspec.msgpack.decode(file.read_bytes(), type=_Versioned).version
     except (FileNotFoundError, msgspec.DecodeError):
         return 0
-
-
-def write_private(file: Path, data: bytes) -> None:
-    """Whole or not at all, for the owner's eyes. Raises OSError."""
-    new = file.with_suffix(f".{secrets.token_hex(4)}")
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as opened:
-            opened.write(data)
-            opened.flush()
-            os.fsync(handle)
-        new.replace(file)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
 
 
 def now_s() -> float:
