@@ -132,6 +132,12 @@ def test_layers_in_groups_and_latents_have_one_too(family, checkpoint_of, tmp_pa
     world = Drafting(path, tmp_path)
     assert spoken(world, talks(GREEDY, DRAWN, HOT), num_drafts=3) == expected
     assert any(world.proposed)
+    other, several = Drafting(path, tmp_path), talks(GREEDY, DRAWN, HOT)
+    of_other_groups = other.runner.kv_pool[24:, other.runner.kv_spec.layer_bytes :]
+    while min(len(talk.output) for talk in several) < NUM_TOKENS:
+        of_other_groups.zero_()  # what the drafter keeps is in the first group's blocks
+        other.step(*several, num_drafts=3)
+    assert other.proposed == world.proposed
 
 
 @pytest.mark.parametrize("kind", ["own", "eagle3", "model"])
