@@ -387,6 +387,7 @@ class Drafter:
         self._has_drafter = has_drafter
         self._asked_rate = INITIAL_ACCEPTANCE_RATE  # that of the executor's drafter
         self._asked_rates: dict[Sequence, float] = {}
+        self._unasked = 0  # passes since the executor's drafter was asked
 
     def is_worth_it(self, seqs: Seq[Sequence], weights: Seq[float]) -> bool:
         """Whether drafts may pay in a pass over `seqs`, whatever they are."""
@@ -435,7 +436,9 @@ class Drafter:
         ]
 
     def _recover(self, seqs: Seq[Sequence], sources: Seq[_Source], counts: Seq[int]) -> None:
-        """What is not asked shows no more whether it would be right by now."""
+        """What is not asked shows no more whether it would be right by now, or what it takes."""
+        is_asked = any(s.is_asked and count for s, count in zip(sources, counts, strict=True))
+        self._unasked = 0 if is_asked else self._unasked + 1
         for seq, source, count in zip(seqs, sources, counts, strict=True):
             if not (source.is_asked and count):
                 rate = self._asked_rates.get(seq, self._asked_rate)
@@ -480,7 +483,10 @@ class Drafter:
     def _asked_cost(self, seqs: Seq[Sequence], weights: Seq[float], draft_token_s: float) -> float:
         """What one more of the drafter's tokens costs before it is verified, likewise."""
         pass_s = self._pass_s(seqs, weights)
-        return draft_token_s / pass_s if pass_s > 0 and draft_token_s > 0 else DEFAULT_DRAFT_COST
+        if pass_s <= 0 or draft_token_s <= 0:
+            return DEFAULT_DRAFT_COST
+        trust = (1.0 - RECOVERY) ** self._unasked
+        return DEFAULT_DRAFT_COST + trust * (draft_token_s / pass_s - DEFAULT_DRAFT_COST)
 
     def _pass_s(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
         if not weights:
