@@ -11,16 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from msgspec import structs
 
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.build import build, check_blocks
+from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Cleared,
+    Copied,
+    Damaged,
     Generated,
     NotBegun,
     Removed,
@@ -32,11 +37,13 @@ from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.parameters import structure
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Exit, Send, Woken
 from kvrelay.engine.request import FinishReason, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.guardian import WorkerGuardian, in_environment
 from kvrelay.worker.kv_plan import BuildError
@@ -228,21 +235,33 @@ def test_prompts_are_computed_by_one_worker_and_decoded_by_another(
         assert_clean(cluster)
 
 
-def test_what_is_damaged_in_memory_is_not_given_to_vllm_and_computed_again(
-    cluster: LocalCluster,
-) -> None:
-    [before] = cluster.generate(PROMPTS[5:], GREEDY)
-    for worker in cluster.workers.values():
-        node = worker.node
-        assert isinstance(node, VllmWorker)
-        sums = node.core.kv.checksums
-        cluster.run(lambda sums=sums: sums.update(dict.fromkeys(sums, 1)))
-    longer = [PROMPTS[5] + before.tokens, PROMPTS[5]]
-    scope = CacheScope(b"")
-    for prompt in longer:
-        answer = cluster.submit(prompt, GREEDY, scope=scope).result(60.0)
-        assert answer.tokens == greedy(prompt, 60)
-    assert_clean(cluster)
+def test_what_is_damaged_in_memory_is_not_given_to_vllm() -> None:
+    kv = {f"layer {i}": torch.rand(5, 1, 4, 4) for i in range(2)}
+    copies = Copies()
+    copies.register(kv, 5)
+    spec = copies.spec(4, 1)
+    assert spec is not None
+    pool = np.zeros((4, spec.bytes_per_block), np.uint8)
+    copies.use(pool, BlockLayout(spec).share(0, 1))
+    before = {name: layer.clone() for name, layer in kv.items()}
+    copies.begin(Begin("r", tuple(range(9)), "", {}, (3, 1, 0)))
+    copies.save([Move("r", [2, 4, 1], range(0), 9)], 4)
+    [copied] = copies.take_done()
+    assert isinstance(copied, Copied)
+    copies.end("r")
+    for layer in kv.values():
+        layer.zero_()
+    copies.begin(Begin("s", tuple(range(9)), "", {}, (3, 1, 2), copied.checksums))
+    assert copies.num_loadable("s") == 2
+    pool[1, 7] ^= 1
+    copies.load([Move("s", [4, 2, 3], range(2), 9)])
+    assert copies.take_done() == (Damaged("s", 1),)
+    assert copies.take_bad_blocks() == {2}
+    for name, layer in kv.items():
+        assert torch.equal(layer[4], before[name][2])
+        assert not layer[2].any()
+    copies.save([Move("s", [4, 2, 3], range(2), 9)], 4)
+    assert copies.take_done() == ()  # it was computed from what was not there
 
 
 # The node alone
@@ -279,6 +298,17 @@ def test_a_step_is_one_frame_and_a_probe_is_answered_from_what_came() -> None:
     assert node.receive(1.3, Abort("r", 1)) == [Stop("r/1")]
     assert node.receive(1.4, WORK) == []  # late, and repeated
     assert not sent(node.receive(1.5, step(Generated("r/1", (1,)))), TokenDeltas)
+
+
+def test_what_vllm_says_that_it_holds_is_announced_where_nothing_is_copied() -> None:
+    node = VllmWorker(CONFIG, ROLES, copies=False)
+    node.receive(0.0, RouterUp(ROUTER))
+    [begin] = [each for each in node.receive(0.0, WORK) if isinstance(each, Begin)]
+    assert begin.table == ()
+    events = (Stored((7,), None, (1, 2, 3, 4), ""),)
+    effects = node.receive(0.1, step(Generated("r/1", (4,)), events=events))
+    [announced] = sent(effects, KVEvents)
+    assert announced.stored == tuple(hash_blocks(b"f", UNSALTED, (1, 2, 3, 4), 4))
 
 
 def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
