@@ -254,11 +254,13 @@ class EngineCore:
         start = seq.num_reported
         cached = None if seq.cached_reported else seq.num_cached
         reported = seq.phases_reported and finish is None
-        delta = self.delta_from(seq, start, finish, cached, {} if reported else seq.phases)
+        delta = self.delta_from(
+            seq, start, finish, cached, {} if reported else seq.phases, seq.drafts
+        )
         self._pending_deltas.setdefault(seq.router, []).append(delta)
         seq.num_reported = len(seq.tokens)
         seq.cached_reported = True
-        seq.phases_reported = True
+        seq.phases_reported, seq.drafts = True, (0, 0)
 
     def delta_from(
         self,
@@ -267,6 +269,7 @@ class EngineCore:
         finish: FinishReason | None,
         cached: int | None,
         phases: Mapping[str, float],
+        drafts: tuple[int, int] = (0, 0),
     ) -> TokenDelta:
         tokens, known = tuple(seq.tokens[start:]), seq.logprobs
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -286,6 +289,7 @@ class EngineCore:
             seq.prompt_outputs if start == seq.num_prompt_tokens and tokens else NO_OUTPUTS,
             dict(seq.recomputed) if cached is not None else {},
             seq.weights if phases or not seq.phases_reported or len(seq.weights) > 1 else (),
+            drafts,
         )
 
     def answer_probe(self, probe: Probe) -> Send:

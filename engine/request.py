@@ -174,3 +174,4 @@ class TokenDelta:
     # (position, name of the weights from there on), with an attempt's first tokens from a worker,
     # and in each delta once there are several; empty: as before
     weights: tuple[tuple[int, str], ...] = ()
+    drafts: tuple[int, int] = (0, 0)  # draft tokens accepted and rejected since the last delta

@@ -73,6 +73,7 @@ class Sequence:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position -> logprobs
     phases: dict[str, float] = field(default_factory=dict)  # seconds, up to the first token here
     phase_since: float = 0.0  # when the current phase began
+    drafts: tuple[int, int] = (0, 0)  # accepted and rejected, of which its router knows nothing yet
     phases_reported: bool = False
     admitted_at: float | None = None
     cached_reported: bool = False

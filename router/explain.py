@@ -78,6 +78,7 @@ class Explanation:
     num_cached_tokens: int
     cached_by_source: dict[str, int]
     recomputed: dict[str, int]  # as in TokenDelta
+    drafts: tuple[int, int]  # accepted and rejected
     attempts: list[Attempt]
     submitted_at: float
     first_token_at: float | None  # None: there was no token
@@ -122,6 +123,7 @@ class Explanations:
             num_cached_tokens=record.num_cached_tokens or 0,
             cached_by_source=record.cached_by_source,
             recomputed=record.recomputed,
+            drafts=record.drafts,
             attempts=record.attempts,
             submitted_at=record.submitted_at,
             first_token_at=record.first_token_at,

@@ -131,6 +131,7 @@ class Output:
     # (index, name of the weights that computed the output from there on), with `finish`, and with
     # each once there are several
     weights: tuple[tuple[int, str], ...] = ()
+    drafts: tuple[int, int] = (0, 0)  # draft tokens accepted and rejected, so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,8 @@ class Requests:
                 self._effects.append(Note("warning", "kv_link_bad", text))
         logprobs = delta.logprobs[-len(new) :] if new else ()
         if new:
+            accepted, rejected = record.drafts
+            record.drafts = accepted + delta.drafts[0], rejected + delta.drafts[1]
             record.take_outputs(delta.prompt)
             endpoint.succeed()
             self.admission.on_work(record, OUTPUT_UNITS * len(new))
@@ -386,6 +388,7 @@ class Requests:
             cached_by_source=record.cached_by_source,
             prompt=record.give_outputs(),
             weights=tuple(record.weights) if finish or len(record.weights) > 1 else (),
+            drafts=record.drafts,
         )
         self.send(record.submit.reply_to, output)
 

@@ -59,6 +59,7 @@ class RequestStream:
         self._num_cached_tokens = 0
         self._cached_by_source: dict[str, int] = {}
         self._weights: tuple[tuple[int, str], ...] = ()
+        self._drafts = 0, 0
         self._finish: FinishReason | None = None
         self._failed: Failed | None = None
 
@@ -85,6 +86,7 @@ class RequestStream:
                 num_cached_tokens=self._num_cached_tokens,
                 cached_by_source=self._cached_by_source,
                 weights=self._weights,
+                drafts=self._drafts,
             )
             del self._tokens[:num], self._logprobs[:num]
             if is_all:
@@ -125,6 +127,7 @@ class RequestStream:
             self._num_cached_tokens = output.num_cached_tokens
             self._cached_by_source = output.cached_by_source or self._cached_by_source
         self._weights = output.weights or self._weights
+        self._drafts = max(self._drafts, output.drafts)
         if output.finish is not None:
             self._finish, self.ended, self.ended_at = output.finish, True, now
         self._signal.set()

@@ -17,6 +17,7 @@ from kvrelay.cluster.api.calls import ServedCall, ServedChoice
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.incoming import limit_of, owner
+from kvrelay.cluster.api.openai.generation import draft_tokens
 from kvrelay.router.explain import Explanation, name_of, reason
 from kvrelay.router.placement.work import Candidate
 from kvrelay.router.record import Attempt
@@ -86,6 +87,7 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
         "phases": [asdict(phase) for phase in choice.phases],
         "prediction": _prediction_json(explanation),
         "recomputed_tokens": {} if explanation is None else explanation.recomputed,
+        "draft_tokens": {} if explanation is None else draft_tokens(*explanation.drafts),
         "attempts": [] if explanation is None else [_attempt(a) for a in explanation.attempts],
     }
 

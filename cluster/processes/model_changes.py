@@ -42,7 +42,7 @@ class Server(Protocol):
 
     @property
     def serving(self) -> dict[NodeId, Child]:
-        """Routers, those that run."""
+        """The routers that run now."""
         ...
 
     def serve_models(self, config: Config, model: PreparedModel) -> None:
@@ -59,7 +59,7 @@ class ModelChanges:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.forks: OnModel = lambda *_: None  # as of `Supervisor.use_model`
+        self.forks: OnModel = lambda *_: None  # `Supervisor.use_model` says what it does
         self._answers: dict[tuple[NodeId, int], asyncio.Future[None]] = {}
         self._number = 0
 

@@ -16,7 +16,7 @@ log = logging.getLogger("kvrelay.serve")
 
 
 class Restarts:
-    """Owned by the supervisor."""
+    """The restarts that were asked for. Owned by the supervisor."""
 
     def __init__(self, status: RestartStatus, tell: Callable[[RestartStatus], None]) -> None:
         """`tell`: has operators see it."""

@@ -147,7 +147,7 @@ def _client(served: RouterHost, model: str) -> RouterClient:
         served.host.deliver(to, ForModel(model, message))
 
     client = RouterClient(name, router, deliver)
-    served.host.nodes.pop(name, None)  # of a model of this name that was removed
+    served.host.nodes.pop(name, None)  # a model of this name was removed
     served.host.add(client)
     return client
 

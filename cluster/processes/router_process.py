@@ -282,8 +282,8 @@ class RouterProcess:
         ControllerAway."""
         config = self.config
         if config.cluster.name:
-            told = f"the servers of {config.cluster.name} read [[models]] of their files"
-            raise ConfigError(f"{told}: change those, then `kvrelay restart`")
+            who = f"the servers of {config.cluster.name} read [[models]] of their files"
+            raise ConfigError(f"{who}: change those, then `kvrelay restart`")
         config.with_model(name, entry)
         restart = self._ask_controller().restart
         if restart.version != channel.own_version():

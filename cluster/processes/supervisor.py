@@ -150,7 +150,7 @@ class Supervisor:
 
     @property
     def serving(self) -> dict[NodeId, Child]:
-        """Routers that take requests."""
+        """The routers that take requests."""
         return {name: self._routers[name] for name in self._serving}
 
     def serve_models(self, config: Config, model: PreparedModel) -> None:
@@ -159,7 +159,7 @@ class Supervisor:
         self._life.use_models(config, all_weights(model.paths))
 
     async def replace_controller(self) -> None:
-        """Raises HandoverError where not all workers are up in time."""
+        """Ends it, and waits for the next. Raises HandoverError: not all workers are up in time."""
         self._are_up.clear()
         await self._end_controller()
         self._is_leaving = False
@@ -314,7 +314,7 @@ class Supervisor:
         self._life.is_good(self._installed)
 
     async def _wait_up(self, up: Awaitable[Any]) -> None:
-        """Raises HandoverError."""
+        """Waits within the time of a start. Raises HandoverError."""
         timeout_s = self._config.cluster.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -405,6 +405,10 @@ class Scheduler:
                         seq.num_computed += len(sampled.more)
                     new = sampled.token, *sampled.more
                     self._drafter.on_verified(seq, new, sampled.num_drafts)
+                    if share.most_drafts:
+                        computed = len(share.draft_tokens) or sampled.num_drafts
+                        before, accepted = seq.drafts, len(sampled.more)
+                        seq.drafts = before[0] + accepted, before[1] + computed - accepted
                     seq.forced = sampled.forced
                     if len(sampled.more) < share.most_drafts:  # it did not fill its block
                         for block in share.block_ids[windows.row(share.start)]:

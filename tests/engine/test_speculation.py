@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.engine.messages import TokenDeltas
 from kvrelay.engine.request import FinishReason
 from kvrelay.engine.step import Sampled, Step, StepDone
 from tests.engine.test_repeats import cached, ends
@@ -88,6 +89,8 @@ def test_drafts_give_the_same_tokens_hashes_and_finish_reasons(
     counters = many.decode.core.counters
     assert counters["draft_tokens"] == drafted
     assert counters["draft_tokens_accepted"] == accepted
+    reported = [d.drafts for m in many.to_router if isinstance(m, TokenDeltas) for d in m.deltas]
+    assert [sum(each) for each in zip(*reported, strict=True)] == [accepted, drafted - accepted]
     assert counters["steps"] < one.decode.core.counters["steps"]
 
 

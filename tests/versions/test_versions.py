@@ -72,6 +72,7 @@ NEW_IN_CHANNELS = {
     "RestartStatus": "by a supervisor",
     "Handover": "by a supervisor to the one that it becomes, after a trial that reads one",
     "ChangeModels": "by a router whose supervisor has said that it is of the same version",
+    "UseModels": "by a supervisor to routers that it has started",
     "ModelsUsed": "by a router that was told to",
     "ControllerListens": "by a controller with a lease, which its supervisor has given it",
 }

@@ -47,6 +47,13 @@ def usage_of_weights(by_choice: Mapping[int, tuple[tuple[int, str], ...]]) -> di
     return found if len(names) == 1 else found | {"weight_versions": changes}
 
 
+def draft_tokens(accepted: int, rejected: int) -> dict[str, int]:
+    """By OpenAI's names; empty where none were computed."""
+    if not accepted + rejected:
+        return {}
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+
 class Choice:
     """One choice, from its tokens to its text. Owned by a `Generation`."""
 
@@ -67,6 +74,7 @@ class Choice:
         self._untold: list[int] = []  # token ids that no piece has had yet
         self._begun = False
         self.num_reasoning_tokens = 0  # where its marks are tokens
+        self.drafts = 0, 0  # accepted and rejected
         tags = whole.reading.tags if whole.reading else THINK
         self._marks = tuple(map(ctx.tokenizer.token_id, tags))
         self._reasons = bool(whole.reading and whole.reading.begun and self._marks[1] is not None)
@@ -117,6 +125,7 @@ class Choice:
         self.num_cached_tokens = output.num_cached_tokens
         self.cached_by_source = output.cached_by_source
         self.weights = output.weights or self.weights
+        self.drafts = output.drafts
         self._untold += output.tokens[: self.num_tokens - num_before]
         piece = Piece(
             self.plan.index,
@@ -255,6 +264,7 @@ class Generation:
         is_approximate = any(choice.plan.scope.is_approximate for choice in self.choices)
         num_output = sum(choice.num_tokens for choice in self.choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+        drafts = draft_tokens(*(sum(c.drafts[i] for c in self.choices) for i in (0, 1)))
         weights = {each.plan.index: each.weights for each in self.choices if each.weights}
         return {
             "prompt_tokens": num_prompt,
@@ -266,7 +276,7 @@ class Generation:
                 "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
                 **({"kv": "approximate"} if is_approximate else {}),
             },
-            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning, **drafts},
             **usage_of_weights(weights),
         }
 

@@ -128,7 +128,9 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {name: details[name] for name in wanted if name in details},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": usage["completion_tokens_details"],
+        "output_tokens_details": {
+            "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
+        },
         "total_tokens": usage["total_tokens"],
     }
 

@@ -37,8 +37,8 @@ class _ModelCalls:
             body = msgspec.json.decode(await read_body(self._ctx, http))
             entry = msgspec.convert(body, ModelEntry)
         except msgspec.ValidationError as error:
-            told = explain_error(str(error), body, ModelEntry) if isinstance(body, dict) else error
-            raise invalid(f"The body is no [[models]]: {told}") from None
+            why = explain_error(str(error), body, ModelEntry) if isinstance(body, dict) else error
+            raise invalid(f"The body is no [[models]]: {why}") from None
         except msgspec.DecodeError as error:
             raise invalid(f"The body is not JSON: {error}") from None
         self._change(entry.name, entry, None)

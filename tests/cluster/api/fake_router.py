@@ -29,6 +29,7 @@ class FakeRouter:
     delay_s: float = 0.0  # between tokens
     per_output: int = 1  # tokens in each Output
     num_cached_tokens: int = 0
+    drafts: tuple[int, int] = (0, 0)
     cached_by_source: dict[str, int] = field(default_factory=dict)
     answer_command: Callable[[SessionCommand], SessionReply | None] = lambda command: None
     refuse: Failed | None = None  # instead of an answer
@@ -101,6 +102,7 @@ class FakeRouter:
                     num_cached_tokens=self.num_cached_tokens,
                     cached_by_source=self.cached_by_source,
                     prompt=self._prompt(submit) if index == 0 else NO_OUTPUTS,
+                    drafts=self.drafts,
                 )
             )
 

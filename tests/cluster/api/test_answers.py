@@ -14,7 +14,7 @@ ASK: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def test_whole_chat_answer(served: Served, tokenizer: Tokenizer) -> None:
-    served.router.num_cached_tokens = 16
+    served.router.num_cached_tokens, served.router.drafts = 16, (7, 2)
     answer = served.openai().chat.completions.create(model=MODEL, messages=ASK, temperature=0)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", ANSWER)
@@ -31,6 +31,9 @@ def test_whole_chat_answer(served: Served, tokenizer: Tokenizer) -> None:
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
     assert answer.usage.prompt_tokens_details.cache_write_tokens == num_prompt - 16
+    made = answer.usage.completion_tokens_details
+    assert made is not None
+    assert (made.accepted_prediction_tokens, made.rejected_prediction_tokens) == (7, 2)
     assert list(submit.tokens) == tokenizer.chat_prompt(ASK).tokens
     assert submit.sampling.temperature == 0
     assert submit.sampling.max_tokens == MAX_MODEL_LEN - num_prompt

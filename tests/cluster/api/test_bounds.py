@@ -236,6 +236,7 @@ def test_the_usage_of_many_prompts_is_counted_once_over() -> None:
             cached_by_source={"device": num_cached},
             num_tokens=2,
             num_reasoning_tokens=1,
+            drafts=(0, 0),
         )
 
     choices = [choice(i // 2, 2 - i % 2) for i in range(16_384)]

@@ -134,14 +134,14 @@ def test_each_token_id_has_its_log_probability(
     path = "/v1/chat/completions" if chat else "/v1/completions"
     asks = {"messages": HELLO["messages"], "logprobs": True} if chat else {"prompt": "Hi"}
     choices = choices_of(served, path, {"logprobs": 1, **body, **asks})
-    told = [each["logprobs"] for each in choices if each["logprobs"]]
+    shown = [each["logprobs"] for each in choices if each["logprobs"]]
     key = "content" if chat else "token_logprobs"
-    num_told = sum(len(each[key]) for each in told)
+    num_shown = sum(len(each[key]) for each in shown)
     ids = [token for each in choices for token in each.get("token_ids", ())]
-    assert num_told == len(ids)
+    assert num_shown == len(ids)
     assert ids == text + ([] if "stop" in fields else end)
     plain = choices_of(served, path, {"logprobs": 1, **body, **asks, "return_token_ids": False})
-    assert sum(len(each["logprobs"][key]) for each in plain if each["logprobs"]) < num_told
+    assert sum(len(each["logprobs"][key]) for each in plain if each["logprobs"]) < num_shown
 
 
 def choices_of(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def test_every_route_is_documented(served: Served) -> None:
     def obey(*_: object) -> Any:
         raise AssertionError("nothing is called here")
 
-    ctx = replace(served.ctx, audit=obey, set_role=obey, order=obey)
+    ctx = replace(served.ctx, audit=obey, set_role=obey, order=obey, change_models=obey)
     routes = create_app(ctx).routes
     answered = {
         (method.lower(), route.path_format)

@@ -105,7 +105,7 @@ def test_a_gated_product_is_that_of_its_halves(width, depth, kind):
 def test_a_result_depends_neither_on_threads_nor_on_other_outputs(kind):
     torch.manual_seed(0)
     weight, x = torch.randn(2100, 700), torch.randn(90, 700)
-    for rows in (1, 2, 3, 9, 90):  # of up to three several panels at once, of so many outputs
+    for rows in (1, 2, 3, 9, 90):  # three take several panels of so many
         results = []
         for threads in (1, 2, 5):
             ops = make_linear(kind, threads)
