@@ -285,6 +285,27 @@ class Config(Section, frozen=True):
         ConfigError."""
         return {each.name: self._of_model(each) for each in self.models} or {"": self}
 
+    def with_model(self, name: str, entry: ModelEntry | None) -> Config:
+        """With one more, or (None) without one. Raises ConfigError."""
+        others = tuple(each for each in self.models if each.name != name)
+        known = ", ".join(each.name for each in self.models)
+        if not self.models:
+            wanted = "start the server with NAME=MODEL, or with [[models]] in a file"
+            raise ConfigError(f"the model that is served has no name of its own: {wanted}")
+        if entry is None and len(others) == len(self.models):
+            raise ConfigError(f"there is no model {name!r}; there are {known}")
+        if entry is not None and len(others) < len(self.models):
+            raise ConfigError(f"there is a model {name!r}; remove it first, or take another name")
+        return self.with_models((*others, entry) if entry else others)
+
+    def with_models(self, models: tuple[ModelEntry, ...]) -> Config:
+        """These in place of the ones that there are. Raises ConfigError."""
+        if not models:
+            raise ConfigError("no model would be left: use `kvrelay drain` to end the server")
+        config = _read_chat_templates(replace(self, models=models), Path(), "models")
+        _check(config)
+        return config
+
     def _of_model(self, entry: ModelEntry) -> Config:
         own: dict[str, Any] = {}
         for name in OWN_SECTIONS:
@@ -437,19 +458,23 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
             who = f"tenant {number} ({entry.name})"
             raise ConfigError(f"{where}: {who} has neither keys nor key_hashes")
     try:
-        _check_names(config)
-        own = config.by_model().values()
+        _check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    for each in own:
+    return config
+
+
+def _check(config: Config) -> None:
+    """Raises ConfigError where settings do not fit each other."""
+    _check_names(config)
+    for each in config.by_model().values():
         if why := _not_with_vllm(each):
-            raise ConfigError(f"{where}: {why}")
+            raise ConfigError(why)
         prefill, decode = each.ranks_of(Role.PREFILL), each.ranks_of(Role.DECODE)
         if each.scaling.enabled and prefill != decode:
             told = f"prefill workers have {prefill} rank(s), decode workers {decode}"
             wanted = "give them one tensor_parallel_size, or set scaling.enabled = false"
-            raise ConfigError(f"{where}: scaling.enabled counts workers, and {told}: {wanted}")
-    return config
+            raise ConfigError(f"scaling.enabled counts workers, and {told}: {wanted}")
 
 
 def _not_with_vllm(config: Config) -> str:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wake, Woken
+from kvrelay.engine.request import Refusal
 from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
-from kvrelay.router.messages import WorkerDown, WorkerUp
+from kvrelay.router.messages import Cancel, Failed, Submit, WorkerDown, WorkerUp
 from kvrelay.router.router import Router
 from kvrelay.router.status import RouterStatus
 
@@ -28,6 +29,21 @@ class ForModel:
     content: Any
 
 
+@dataclass(frozen=True, slots=True)
+class AddModel:
+    """From the process: another model is served from now on."""
+
+    model: str
+    router: Router
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveModel:
+    """From the process: its requests that have not ended are refused."""
+
+    model: str
+
+
 class ModelRouters:
     """A Node. Invariant: `_up` has the latest epoch of each worker that is up, and what comes from
     it reaches the router of its model only."""
@@ -38,6 +54,7 @@ class ModelRouters:
         self.default = next(iter(self.routers))
         self.node_id: NodeId = self.routers[self.default].node_id
         self._up: dict[NodeId, WorkerInfo] = {}
+        self._others: dict[NodeId, RouterUp] = {}
 
     def start(self, now: float) -> list[Effect]:
         return [
@@ -64,7 +81,19 @@ class ModelRouters:
                 return self._tell(now, model, Woken(tag))
             case WorkerUp():
                 return self._on_worker_up(now, message)
+            case AddModel(model, router):
+                self.routers[model] = router
+                effects = _of_model(model, router.start(now))
+                for up in self._others.values():
+                    effects += self._tell(now, model, up)
+                return effects
+            case RemoveModel(model):
+                return self._remove(now, model)
             case RouterUp() | RouterDown() | Unsendable():
+                if isinstance(message, RouterUp):
+                    self._others[message.router] = message
+                elif isinstance(message, RouterDown):
+                    self._others.pop(message.router, None)
                 each = [self._tell(now, model, message) for model in self.routers]
                 return [effect for effects in each for effect in effects]
             case _:
@@ -103,8 +132,25 @@ class ModelRouters:
         self._up[info.worker] = info
         return effects + self._tell(now, info.model, up)
 
+    def _remove(self, now: float, model: str) -> list[Effect]:
+        router = self.routers.pop(model)
+        self.default = next(iter(self.routers))
+        self._up = {worker: info for worker, info in self._up.items() if info.model != model}
+        effects: list[Effect] = []
+        for record in list(router.live.values()):
+            effects.append(_refused(model, record.submit))
+            effects += _of_model(model, router.receive(now, Cancel(record.request_id)))
+        return effects
+
     def _tell(self, now: float, model: str, message: Any) -> list[Effect]:
+        if model not in self.routers:  # it was removed, and this was on its way
+            return [_refused(model, message)] if isinstance(message, Submit) else []
         return _of_model(model, self.routers[model].receive(now, message))
+
+
+def _refused(model: str, submit: Submit) -> Send:
+    why = f"the model {model} is served no more"
+    return Send(submit.reply_to, Failed(submit.request_id, Refusal.NO_WORKERS, why))
 
 
 def _of_model(model: str, effects: list[Effect]) -> list[Effect]:

@@ -51,6 +51,7 @@ from kvrelay.cluster.api.operations import operation_routes
 from kvrelay.cluster.api.responses.routes import response_routes
 from kvrelay.cluster.api.sessions import session_routes
 from kvrelay.cluster.api.utility.adapters import adapter_routes
+from kvrelay.cluster.api.utility.models import changing_routes
 from kvrelay.cluster.api.utility.openapi import document_routes
 from kvrelay.cluster.api.utility.tokens import token_routes
 from kvrelay.cluster.api.utility.weights import weight_routes
@@ -164,6 +165,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *operation_routes(ctx),
         *adapter_routes(ctx),
         *weight_routes(ctx),
+        *changing_routes(ctx),
         *console.routes(),
         *_model_routes(ctx),
     ]

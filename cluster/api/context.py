@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
-from kvrelay.cluster.config import ApiSection
+from kvrelay.cluster.config import ApiSection, ModelEntry
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.logs import LogSection
@@ -102,6 +102,9 @@ class ApiContext:
     set_role: Callable[[str, Role], Role] | None = None
     is_draining: Callable[[], bool] = lambda: False  # no new request is taken
     order: Callable[[Service], None] | None = None  # begins what is asked
+    # Begins to add a model or (None) to remove one, whose requests have so many seconds to end.
+    # Raises ConfigError and ControllerAway.
+    change_models: Callable[[str, ModelEntry | None, float | None], None] | None = None
     # Begins to change the model's weights to those in a folder, under a name, or (no folder) back.
     # May raise ModelError; this and the next, ControllerAway.
     change_weights: (
@@ -156,6 +159,16 @@ class ApiContext:
         other.calls = self.calls.beside(other.model_name, other.explanations)
         other._use_model()
         return other
+
+    def offer(self, names: Collection[str]) -> None:
+        """These models from now on, of those that there are, in this order."""
+        all_of = {each.model_name: each for each in self.all}
+        for each in (each for name, each in all_of.items() if name not in names):
+            each.constraints.close()
+        there = [all_of[name] for name in names if name in all_of]
+        found = {alias: each for each in there for alias in (each.model_name, *each.aliases)}
+        self.models.clear()
+        self.models |= found
 
     def _use_model(self) -> None:
         """Make what follows from the model."""

@@ -74,7 +74,7 @@ def status_table(status: dict[str, Any]) -> Group:
     routers = status.get("routers")
     groups = [(worker, each) for worker in workers for each in worker.get("groups") or ()]
     models = status.get("models")
-    parts = [_models_table(models)] if models else []
+    parts = [models_table(models)] if models else []
     parts += [_routers_table(routers)] if routers else []
     if groups:
         parts.append(_groups_table(groups))
@@ -84,7 +84,7 @@ def status_table(status: dict[str, Any]) -> Group:
     return Group(table, *parts, *_router_lines(status))
 
 
-def _models_table(models: list[dict[str, Any]]) -> Table:
+def models_table(models: list[dict[str, Any]]) -> Table:
     """One row per model: its workers, and what the router has of it."""
     table = Table()
     table.add_column("model")

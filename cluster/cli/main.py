@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import re
 import signal
 import sys
 from functools import cached_property
@@ -21,7 +22,7 @@ from kvrelay.cluster.cli.settings import settings_options
 
 if TYPE_CHECKING:
     from kvrelay.cluster.config import Config
-    from kvrelay.cluster.processes.supervisor import Ready
+    from kvrelay.cluster.processes.ready import Ready
 
 COMMANDS = {
     "backup": ("backup", "backup", "Copy what a server has to find again."),
@@ -32,6 +33,7 @@ COMMANDS = {
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
     "plan": ("plan", "plan", "What a model takes of a machine, and what fits."),
     "role": ("operate", "role", "Prefer a worker for prompts, decoding or both."),
+    "models": ("models", "models", "Which are served; add one, or remove one."),
     "update": ("weights", "update", "Other weights for a model, while it is served."),
     "up": ("hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
     "down": ("hosts", "down", "End what `kvrelay up` has started."),
@@ -105,7 +107,7 @@ def serve(
     from rich.console import Console
 
     from kvrelay.cluster.config import ConfigError
-    from kvrelay.cluster.processes.supervisor import ServeError
+    from kvrelay.cluster.processes.ready import ServeError
     from kvrelay.engine.wire.channel import ChannelError
 
     overrides = _models(models, settings_of(flags, overrides))
@@ -121,7 +123,7 @@ def serve(
 
 def _models(given: tuple[str, ...], overrides: dict[str, Any]) -> dict[str, Any]:
     """With the settings that name the models."""
-    if len(given) < 2:
+    if len(given) < 2 and not re.match(r"[\w.-]{1,64}=", "".join(given)):  # a NAME
         return overrides | ({"model.name": given[0]} if given else {})
     roles = {role: overrides.get(f"cluster.{role}") for role in ("prefill", "decode")}
     numbers = {role: number for role, number in roles.items() if number is not None}

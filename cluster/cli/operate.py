@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -202,6 +203,23 @@ def _replace_all(url: str, operations_key: str, wait_s: float, order: str) -> No
                 raise click.ClickException(f"not over after {wait_s:g} s: see the server's log")
             time.sleep(RESTART_POLL_S)
     console.print("all have been started anew", highlight=False)
+
+
+def follow_order(
+    client: httpx.Client, order: Callable[[], Any], wait_s: float, not_done: str
+) -> None:
+    """Give it, and wait until it is done."""
+    deadline, before = time.monotonic() + wait_s, get_json(client, "/status")
+    order()
+    while True:
+        state = _status(client)
+        if why := _why_stopped(before, state):
+            raise click.ClickException(f"{not_done}: {why}")
+        if _is_later(before, state) and state["restart"].get("state") == "done":
+            return
+        if time.monotonic() >= deadline:
+            raise click.ClickException(f"not over after {wait_s:g} s: see the server's log")
+        time.sleep(RESTART_POLL_S)
 
 
 def _is_later(before: dict[str, Any], state: dict[str, Any]) -> bool:

@@ -75,6 +75,7 @@ async def run_router(parent: Parent) -> int:
         RouterOrder,
         RouterProcess,
         RouterProcessError,
+        UseModels,
     )
 
     order: RouterOrder = await parent.first()
@@ -90,10 +91,14 @@ async def run_router(parent: Parent) -> int:
             process.hangup.set()
         elif isinstance(message, Follow):
             process.follow(message.controller)
+        elif isinstance(message, UseModels):
+            process.use_models(message, parent.send)
 
     try:
         process = RouterProcess(
-            spec, order.listening, lambda service: parent.send(ServiceRequest(service))
+            spec,
+            order.listening,
+            lambda asked: parent.send(ServiceRequest(asked) if isinstance(asked, str) else asked),
         )
         gone = asyncio.create_task(parent.follow(on_message))
         parent.send(await process.start(sock, order.host))

@@ -39,9 +39,10 @@ from kvrelay.cluster.processes.handover import Handover, HandoverError
 from kvrelay.cluster.processes.handover import check as check_program
 from kvrelay.cluster.processes.here import num_cpus, own_host
 from kvrelay.cluster.processes.life import Life, SharedLife, open_life, shared_life
+from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
-from kvrelay.cluster.processes.supervisor import OnProgress, Ready, ServeError, Supervisor
+from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.cluster.state.opening import with_cluster_token, with_url
 from kvrelay.engine.host import in_thread, keep_running
 from kvrelay.engine.model.checkpoint.resolve import license_notice
@@ -106,10 +107,7 @@ async def serve(
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
         model = await _first(preparing, until)
-        if forks is not None and not uses_gpus(config, num_gpus()):
-            first = next(iter(config.by_model().values()))
-            have_kept(forks, KeepWeights(str(model.path), first.model, first.engine))
-        supervisor.use_model(model)
+        supervisor.use_model(model, partial(_keep_first, forks))
         on_ready(await _first(supervisor.ready, until), config)
         if source is not None:
             tasks.append(asyncio.create_task(_forward(source, supervisor)))
@@ -140,6 +138,13 @@ def _start_fork_server(config: Config, life: Life, *, is_fresh: bool) -> socket.
         return start_fork_server(life.record.cluster, env, low_priority=not is_fresh)
     except OSError:
         return None  # the guardian of the first worker tries again
+
+
+def _keep_first(forks: socket.socket | None, config: Config, model: PreparedModel) -> None:
+    """The fork server has the weights of the first model, on processors."""
+    if forks is not None and not uses_gpus(config, num_gpus()):
+        first = next(iter(config.by_model().values()))
+        have_kept(forks, KeepWeights(str(model.path), first.model, first.engine))
 
 
 def settle(config: Config, on_progress: OnProgress) -> Config:

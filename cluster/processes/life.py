@@ -170,6 +170,11 @@ class Life:
             self.record.weights = weights
             self._keep("life", self.record)
 
+    def use_models(self, config: Config, weights: str) -> None:
+        """Others than those of the start."""
+        self.record.settings, self.record.fixed = workers_of(config), fixed_settings(config)
+        self.use_weights(weights)
+
     def earlier(self, running: Installed) -> Installed | None:
         """What to go back to: the last that all processes were up with, if that is not what runs;
         else what was so before that."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import Config, ModelEntry
 from kvrelay.cluster.control.lease import LeaseKey
 from kvrelay.cluster.control.messages import (
     Machine,
@@ -104,6 +104,24 @@ class ServiceRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeModels:
+    """From a router: an operator adds a model or (no entry) removes one, whose requests have
+    `drain_s` to end."""
+
+    name: str
+    entry: ModelEntry | None
+    drain_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsUsed:
+    """From a router: it has done `UseModels` of that number."""
+
+    router: NodeId
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class GaveUp:
     """It cannot do what it is for, and would fail again in the same way; one line."""
 
@@ -147,4 +165,4 @@ channel.register(RouterFailed, RouterLost, RouterStarted, StartRouter, StopRoute
 channel.register(RestartStatus)  # to the controller, which shows it
 channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
 channel.register(Stop, Ending, Reload, RestartWorkers, WorkersRestarted)
-channel.register(Leads, ControllerListens, Follow)
+channel.register(Leads, ControllerListens, Follow, ChangeModels, ModelsUsed)

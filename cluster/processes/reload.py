@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from kvrelay.cluster.api.tenants import Tenants, load_tenants
 from kvrelay.cluster.config import Config, ConfigError, load_config
+from kvrelay.cluster.processes.kept_models import with_changes
 
 POLL_S = 2.0
 
@@ -34,7 +35,7 @@ class Source:
 
     def read(self) -> Config:
         """Reads the file again. Raises ConfigError if it is not right."""
-        return load_config(self.path, self.overrides, self.kept)
+        return with_changes(load_config(self.path, self.overrides, self.kept))
 
     def text(self) -> str | None:
         """What the file has; None: there is none. Raises OSError."""

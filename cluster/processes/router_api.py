@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import structs
 
 from kvrelay.cluster.api.tenants import Access, made_operations_key
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import Config, ModelEntry
 from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.host import NodeHost
@@ -27,7 +27,7 @@ from kvrelay.router.models import ForModel, ModelRouters
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.client import RouterClient
-    from kvrelay.cluster.api.context import ApiSettings
+    from kvrelay.cluster.api.context import ApiContext, ApiSettings
     from kvrelay.cluster.api.server import ServerCertificate
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
     from kvrelay.cluster.prepare import PlannedModel
@@ -60,6 +60,7 @@ class RouterHost(Protocol):
     routers: ModelRouters
     draining: bool
     certificate: ServerCertificate | None  # None: the API is served in clear text
+    context: ApiContext | None
     finish_s: float  # that live requests have when it stops, besides SHUTDOWN_S
 
     def status(self) -> ClusterStatus: ...
@@ -71,6 +72,7 @@ class RouterHost(Protocol):
         self, model: str, path: str | None, name: str, mode: UpdateMode
     ) -> WeightVersion | None: ...
     def pause(self, model: str, mode: PauseMode | None) -> None: ...
+    def change_models(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None: ...
 
 
 def load_of(router: ModelRouters, now: float, state: StoreStatus) -> RouterLoad:
@@ -145,6 +147,7 @@ def _client(served: RouterHost, model: str) -> RouterClient:
         served.host.deliver(to, ForModel(model, message))
 
     client = RouterClient(name, router, deliver)
+    served.host.nodes.pop(name, None)  # a model that was removed had this name
     served.host.add(client)
     return client
 
@@ -172,6 +175,14 @@ async def _of_model(
         "settings": _settings(config),
         "public_prompts": prompts,
     }
+
+
+async def offer_model(
+    served: RouterHost, context: ApiContext, model: str, tokenizer: Tokenizer, access: Access
+) -> None:
+    """To clients, beside those that they have."""
+    other = context.beside(**await _of_model(served, model, tokenizer, access))
+    other.constraints.warm_up()
 
 
 async def serve_api(
@@ -207,6 +218,7 @@ async def serve_api(
         set_role=served.set_role,
         is_draining=lambda: served.draining,
         order=served.order,
+        change_models=served.change_models,
         metrics=metrics,
         tracing=tracing,
         tenants=access.tenants,
@@ -216,10 +228,10 @@ async def serve_api(
         adapters=await asyncio.to_thread(_open_adapters, config),
         log=config.log,
     )
+    context.constraints.warm_up()
     for model, its in further:
-        context.beside(**await _of_model(served, model, its, access))
-    for each in context.all:
-        each.constraints.warm_up()
+        await offer_model(served, context, model, its, access)
+    served.context = context
     await serve_app(
         create_app(context),
         config.api.host,

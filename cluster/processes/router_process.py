@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvrelay.cluster.api.tenants import Access, Tenants
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import Config, ConfigError, ModelEntry
 from kvrelay.cluster.control.audits import AuditService
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
@@ -42,11 +42,12 @@ from kvrelay.cluster.control.process_messages import (
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
+from kvrelay.cluster.processes.orders import ChangeModels, ModelsUsed
 from kvrelay.cluster.processes.reload import Source, follow
-from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
+from kvrelay.cluster.processes.router_api import ServedModel, load_of, offer_model, serve_api
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
 from kvrelay.cluster.scaling.planner import router_config
-from kvrelay.cluster.state.opening import ModelStores, open_state
+from kvrelay.cluster.state.opening import ModelStores, OpenedState, open_state
 from kvrelay.cluster.status import (
     ClusterStatus,
     ClusterView,
@@ -66,12 +67,13 @@ from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
-from kvrelay.router.models import ForModel, ModelRouters
+from kvrelay.router.models import AddModel, ForModel, ModelRouters, RemoveModel
 from kvrelay.router.router import Router
 from kvrelay.worker.messages import CONTROLLER, Adopt, Peer, PeersUpdated, UpdatePeers
 from kvrelay.worker.process import Listening, update_peers
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import ApiContext
     from kvrelay.cluster.api.server import ServerCertificate
 
 log = logging.getLogger("kvrelay.router")
@@ -117,7 +119,19 @@ class RouterOrder:
     sock: int
 
 
-channel.register(RouterOrder)
+@dataclass(frozen=True, slots=True)
+class UseModels:
+    """To a router: serve these models, and offer clients those whose names are in `offered`.
+    Answered by `ModelsUsed` when no request for another one is left, or after `drain_s`."""
+
+    number: int
+    config: Config
+    models: tuple[ServedModel, ...]
+    offered: tuple[str, ...]
+    drain_s: float
+
+
+channel.register(RouterOrder, UseModels)
 
 
 class RouterProcess:
@@ -142,26 +156,10 @@ class RouterProcess:
         if spec.config.tls.is_on:
             self._show(identity_of(spec.config.tls))
         self.configs = spec.config.by_model()
-        self._opened = {
-            name: open_state(
-                self.configs[name], model.served_name, spec.cluster, spec.router, spec.routers, name
-            )
-            for name, model in spec.models.items()
-        }
-        self.routers = ModelRouters(
-            {
-                name: Router(
-                    spec.router,
-                    _router_config(self.configs[name]),
-                    opened.sessions,
-                    opened.records,
-                    state=opened.state,
-                    clock=perf_counter,
-                    controller=CONTROLLER,
-                )
-                for name, opened in self._opened.items()
-            }
-        )
+        self._opened: dict[str, OpenedState] = {}
+        self.routers = ModelRouters({name: self._open(name) for name in spec.models})
+        self.context: ApiContext | None = None  # once there is an API
+        self._offers = asyncio.Lock()
         self._http_port = 0
         self._stop = asyncio.Event()
         self._is_serving = asyncio.Event()
@@ -183,8 +181,8 @@ class RouterProcess:
         spec = self._spec
         self._http_port = sock.getsockname()[1]
         host, port = await self.wire.listen(host)
-        stores = {name: opened.executor for name, opened in self._opened.items()}
-        self.host.add(self.routers, ModelStores(stores))
+        self._stores = ModelStores({name: each.executor for name, each in self._opened.items()})
+        self.host.add(self.routers, self._stores)
         for name, opened in self._opened.items():
             opened.start(partial(self._from_store, name))
         serving = self._loop.create_task(self._serve(sock))
@@ -192,10 +190,7 @@ class RouterProcess:
         self._tasks = [serving]
         self._keep("report", self._report)
         self._keep("watch_state_folder", self._watch_state_folder)
-        for name, config in self.configs.items():
-            if config.scaling.enabled:
-                about = f"report_traffic {name}".rstrip()
-                self._keep(about, partial(self._report_traffic, name))
+        self._keep("report_traffic", self._report_traffic)
         if spec.config.tls.is_on:
             use = partial(follow_certificates, spec.config.tls, self._show)
             self._keep("follow_certificates", use)
@@ -229,6 +224,73 @@ class RouterProcess:
 
     def _keep(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._tasks.append(self._loop.create_task(keep_running(name, run, self._restarted)))
+
+    def _open(self, model: str) -> Router:
+        """With what it shares, and what its sessions were."""
+        spec, config = self._spec, self.configs[model]
+        name = self.served_models[model].served_name
+        opened = open_state(config, name, spec.cluster, spec.router, spec.routers, model)
+        self._opened[model] = opened
+        return Router(
+            spec.router,
+            _router_config(config),
+            opened.sessions,
+            opened.records,
+            state=opened.state,
+            clock=perf_counter,
+            controller=CONTROLLER,
+        )
+
+    def use_models(self, order: UseModels, answer: Callable[[ModelsUsed], None]) -> None:
+        """Take others, as `ModelChanges` says."""
+
+        async def use() -> None:
+            async with self._offers:  # one after the other
+                await self._use_models(order)
+                answer(ModelsUsed(self._spec.router, order.number))
+
+        self._tasks.append(self._loop.create_task(use()))
+
+    async def _use_models(self, order: UseModels) -> None:
+        await self._is_serving.wait()
+        assert self.context is not None
+        models, configs = {each.name: each for each in order.models}, order.config.by_model()
+        for name in models.keys() - self.routers.routers.keys():
+            self.configs[name], self.served_models[name] = configs[name], models[name]
+            router = await asyncio.to_thread(self._open, name)
+            self._stores.stores[name] = self._opened[name].executor
+            self._opened[name].start(partial(self._from_store, name))
+            self.host.deliver(self._spec.router, AddModel(name, router))
+        self.config = order.config
+        for name in order.offered:
+            if name not in self.context.models:
+                loaded = await asyncio.to_thread(_load_tokenizer, models[name].path, configs[name])
+                await offer_model(self, self.context, name, loaded, self._spec.access)
+        gone = [name for name in self.routers.routers if name not in order.offered]
+        self.context.offer(order.offered)
+        deadline = self._loop.time() + order.drain_s
+        while any(self.routers.routers[n].live for n in gone) and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        for name in self.routers.routers.keys() - models.keys():
+            self.host.deliver(self._spec.router, RemoveModel(name))
+            del self._opened[name], self.configs[name], self.served_models[name]
+            if (store := self._stores.stores.pop(name)) is not None:
+                await asyncio.to_thread(store.close)
+
+    def change_models(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
+        """Begin to add or (None) remove a model. Raises ConfigError and ControllerAway."""
+        config = self.config
+        if config.cluster.name:
+            why = f"the servers of {config.cluster.name} read [[models]] of their files"
+            raise ConfigError(f"{why}: change those, then `kvrelay restart`")
+        config.with_model(name, entry)
+        restart = self._ask_controller().restart
+        if restart.version != channel.own_version():
+            raise ConfigError("`kvrelay serve` is of another version: `kvrelay restart` it first")
+        if restart.state not in ("", "done", "stopped"):
+            raise ConfigError(f"a restart or another change is under way ({restart.state}): wait")
+        wait_s = config.cluster.drain_s if drain_s is None else drain_s
+        self._order(ChangeModels(name, entry, wait_s))
 
     def order(self, service: Any) -> None:
         """Begin what an operator asks of the whole server; to drain, this router begins at once."""
@@ -423,14 +485,22 @@ class RouterProcess:
                 log.warning("%s", text)
         self._runs_out = set(found)
 
-    async def _report_traffic(self, model: str) -> None:
-        """To the autoscaler of a model's workers."""
-        scaling, router = self.configs[model].scaling, self.routers.routers[model]
+    async def _report_traffic(self) -> None:
+        """To the autoscaler of each model's workers."""
+        due_at: dict[str, float] = {}
         while True:
-            await asyncio.sleep(scaling.tick_s)
-            if not self.wire.knows(CONTROLLER):
-                continue
             now = self._loop.time()
+            scaled = {n: each.scaling for n, each in self.configs.items() if each.scaling.enabled}
+            for model, scaling in scaled.items():
+                if now >= due_at.setdefault(model, now + scaling.tick_s):
+                    due_at[model] = now + scaling.tick_s
+                    self._report_traffic_of(now, model)
+            next_at = min((due_at[model] for model in scaled), default=now + REPORT_S)
+            await asyncio.sleep(max(0.0, min(REPORT_S, next_at - self._loop.time())))
+
+    def _report_traffic_of(self, now: float, model: str) -> None:
+        router = self.routers.routers.get(model)
+        if router is not None and self.wire.knows(CONTROLLER):
             seen = router_seen(0.0, router.node_id, router.traffic, len(router.live))
             stats = router.worker_stats
             workers = [worker_seen(at_s - now, info, each) for info, at_s, each in stats]

@@ -16,13 +16,10 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import replace as with_fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from msgspec.structs import replace
 
 from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
@@ -39,7 +36,10 @@ from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
 from kvrelay.cluster.processes.here import this_machine
 from kvrelay.cluster.processes.life import Life, SharedLife, all_weights
+from kvrelay.cluster.processes.model_changes import ModelChanges, OnModel
+from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
+from kvrelay.cluster.processes.restarts import Restarts
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
 from kvrelay.cluster.processes.servers import Servers
@@ -58,23 +58,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrelay.serve")
 
-OnProgress = Callable[[str, str, bool], None]  # part, state, whether it is up
-
 RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
 STABLE_S = 60.0  # one that ran for so long is started again at once
-
-
-class ServeError(Exception):
-    """Serving cannot begin, or cannot go on; one line for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """All are up, and the first router takes requests."""
-
-    ports: dict[NodeId, int]  # where each router's API listens
-    lines: tuple[str, ...]  # what the KV cache costs
-    model: PreparedModel
 
 
 class Supervisor:
@@ -111,9 +96,10 @@ class Supervisor:
         # What a restart starts; a rollback has started something else.
         self._command = found.command if found else command
         self._python_path = found.python_path if found else python_path
-        self._restart = RestartStatus(version=own_version())
+        self._restart = Restarts(RestartStatus(version=own_version()), self._to_controller)
         if found is not None:
-            self._restart.number, self._restart.is_rollback = found.number, found.is_rollback
+            status = self._restart.status
+            status.number, status.is_rollback = found.number, found.is_rollback
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -125,8 +111,9 @@ class Supervisor:
         self._routers: dict[NodeId, Child] = {}
         self._epochs: dict[NodeId, int] = {}  # that these have
         self._started: dict[NodeId, RouterStarted] = {}
+        self._changes = ModelChanges(self)
+        self._are_up = asyncio.Event()  # workers, as this controller has said
         self._restarting: asyncio.Future[str] | None = None  # workers, by the controller
-        self._is_restarting = False
         self._is_leaving = False  # to become another program
         self._is_ending = False
         self._failures = 0
@@ -138,23 +125,21 @@ class Supervisor:
         self._router_failures: dict[NodeId, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    @property
-    def cluster(self) -> str:
-        return self._life.record.cluster
-
     async def start(self) -> None:
         """Start the controller. Its workers wait for `use_model`."""
         self._spawn(keep_running("watch", partial(end_silent, self._children), Counter()))
         if self._found is not None:
-            self._is_restarting = True
-            self._restart.state = "controller"
+            self._restart.is_under_way = True
+            self._restart.status.state = "controller"
             await self._resume_routers(self._found.routers)
-            self._spawn(self._finish_restart(self._restart_all()))
+            self._spawn(self._restart.finish(self._restart_all()))
         if self._servers is None:
             await self._start_controller()
 
-    def use_model(self, model: PreparedModel) -> None:
-        self._model = model
+    def use_model(self, model: PreparedModel, forks: OnModel = lambda *_: None) -> None:
+        """`forks`: has the process that forks workers keep weights of the models."""
+        self._model, self._changes.forks = model, forks
+        forks(self._config, model)
         self._life.use_weights(all_weights(model.paths))
         self._to_controller(model)
         if self._servers is not None:  # without a model it could not lead
@@ -162,6 +147,31 @@ class Supervisor:
             self._spawn(self._keep_spare())
             for name in self._sockets:
                 self._spawn(self._start_router(StartRouter(name, 1, 0)))
+
+    @property
+    def serving(self) -> dict[NodeId, Child]:
+        """By name, routers whose API takes requests."""
+        return {name: self._routers[name] for name in self._serving}
+
+    def serve_models(self, config: Config, model: PreparedModel) -> None:
+        """These, by whoever starts from now on."""
+        self._config, self._model = config, model
+        self._life.use_models(config, all_weights(model.paths))
+
+    async def replace_controller(self) -> None:
+        """Raises HandoverError where not all workers are up in time."""
+        self._are_up.clear()
+        await self._end_controller()
+        self._is_leaving = False
+        await self._start_controller()
+        await self._wait_up(self._are_up.wait())
+
+    async def _end_controller(self) -> None:
+        """The next one adopts all; there is nothing to finish."""
+        self._is_leaving = True
+        if self._controller is not None and self._controller.is_alive:
+            self._controller.kill()
+            await self._controller.ended(END_S)
 
     def reload(self) -> None:
         for router in self._routers.values():
@@ -190,7 +200,7 @@ class Supervisor:
         if self._servers is not None:  # workers go on for the others
             await self._servers.close()
         elif not keep_workers:
-            kill_workers(self.cluster)  # where the controller could not, if they are here
+            kill_workers(self._life.record.cluster)  # that the controller could not end
             self._life.end()
         log.info("the server has ended")
         for task in self._tasks:
@@ -198,10 +208,13 @@ class Supervisor:
         if not self.failed.done():
             self.failed.cancel()
 
-    async def restart(self, *, is_rollback: bool = False) -> None:
+    async def restart(
+        self, *, is_rollback: bool = False, change: orders.ChangeModels | None = None
+    ) -> None:
         """Become what the command line starts now, or what was good before; then every worker and
-        every router anew, one after the other. How it goes is in the log and the status."""
-        if self._is_restarting:
+        every router anew, one after the other; or `change` the models. How it goes is in the log
+        and the status."""
+        if self._restart.is_under_way:
             log.warning("a restart is under way already")
             return
         if self._servers is not None and not self._leads:
@@ -214,60 +227,37 @@ class Supervisor:
         if self._model is None:
             log.error("restart stopped: the server is not up yet")
             return
-        self._is_restarting = True
-        self._restart.number += 1
-        self._restart.is_rollback = is_rollback
-        # Where there are several servers, each is started by itself: the others serve meanwhile.
-        doing = self._replace(is_rollback) if self._servers is None else self._restart_all()
-        await self._finish_restart(doing)
-
-    async def _finish_restart(self, doing: Coroutine[Any, Any, None]) -> None:
-        try:
-            await doing
-            self._show("done")
-        except HandoverError as error:
-            self._show("stopped", str(error))
-        except Exception as error:
-            log.exception("restart")
-            self._show("stopped", f"{type(error).__name__}: {error}")
-        finally:
-            self._is_restarting = False
-
-    def _show(self, state: str, why: str = "") -> None:
-        self._restart = replace(self._restart, state=state, why=why)
-        self._to_controller(self._restart)
-        what = "rollback" if self._restart.is_rollback else "restart"
-        if why:
-            log.error("%s stopped: %s", what, why)
-        else:
-            log.info("%s: %s", what, state)
+        self._restart.begin(is_rollback)
+        if change is not None:
+            self._restart.show("models")
+            doing = self._changes.change(self._config, self._model, change)
+        elif self._servers is None:
+            doing = self._replace(is_rollback)
+        else:  # each is started by itself: the others serve meanwhile
+            doing = self._restart_all()
+        await self._restart.finish(doing)
 
     async def _replace(self, is_rollback: bool) -> None:
         """Does not return where all goes well: this process is another program then. Raises
         HandoverError."""
-        self._show("checking")
-        command, python_path, settings = self._command, self._python_path, None
-        if is_rollback:
-            file = None if self._source is None else self._source.path
-            own = Handover(self._life.path, command, python_path, number=self._restart.number)
-            back = handover.go_back(self._life, self._installed, own, file)
-            command, python_path, settings = back.command, back.python_path, back.settings
-        draft = Handover(
+        self._restart.show("checking")
+        draft = starts = Handover(
             life=self._life.path,
             command=self._command,
             python_path=self._python_path,
             sockets={name: sock.fileno() for name, sock in self._sockets.items()},
-            settings=settings,
-            number=self._restart.number,
+            number=self._restart.status.number,
             is_rollback=is_rollback,
         )
+        if is_rollback:
+            file = None if self._source is None else self._source.path
+            starts = handover.go_back(self._life, self._installed, draft, file)
+            draft = with_fields(draft, settings=starts.settings)
+        command, python_path = starts.command, starts.python_path
         log.info("%s, and takes over", await handover.try_out(command, python_path, draft))
         if self._is_ending:
             raise HandoverError("the server ends")
-        self._is_leaving = True
-        if self._controller is not None and self._controller.is_alive:
-            self._controller.kill()  # the next one adopts all; there is nothing to finish
-            await self._controller.ended(END_S)
+        await self._end_controller()
         left = tuple([each async for each in self._left_routers()])
         if self._is_ending:
             await self._resume_routers(left)
@@ -311,14 +301,9 @@ class Supervisor:
         """Workers first: where they do not come up, routers and their clients are as they were.
         Raises HandoverError."""
         start_timeout_s = self._config.cluster.start_timeout_s
-        try:
-            async with asyncio.timeout(start_timeout_s):
-                await asyncio.shield(self.ready)
-        except TimeoutError:
-            text = f"not all workers are up after {start_timeout_s:g} s"
-            raise HandoverError(f"{text}; nothing else was started anew") from None
+        await self._wait_up(asyncio.shield(self.ready))
         await self._restart_workers()
-        self._show("routers")
+        self._restart.show("routers")
         for name in list(self._routers):
             log.info("restarting %s", name)
             try:
@@ -328,9 +313,18 @@ class Supervisor:
                 raise HandoverError(text) from None
         self._life.is_good(self._installed)
 
+    async def _wait_up(self, up: Awaitable[Any]) -> None:
+        """Raises HandoverError."""
+        timeout_s = self._config.cluster.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await up
+        except TimeoutError:
+            raise HandoverError(f"not all workers are up after {timeout_s:g} s") from None
+
     async def _restart_workers(self, *, only_outdated: bool = False) -> None:
         """Asks the controller, and waits. Raises HandoverError."""
-        self._show("workers")
+        self._restart.show("workers")
         self._restarting = self._loop.create_future()
         try:
             self._to_controller(orders.RestartWorkers(only_outdated))
@@ -341,10 +335,14 @@ class Supervisor:
 
     def _replace_outdated(self, num_outdated: int) -> None:
         """Workers that this server has found, and another version or other settings started."""
-        if num_outdated and not self._is_restarting and self._restart.state != "stopped":
-            self._is_restarting = True
+        if (
+            num_outdated
+            and not self._restart.is_under_way
+            and self._restart.status.state != "stopped"
+        ):
+            self._restart.is_under_way = True
             log.warning("%d workers are started anew, one by one", num_outdated)
-            self._spawn(self._finish_restart(self._restart_workers(only_outdated=True)))
+            self._spawn(self._restart.finish(self._restart_workers(only_outdated=True)))
 
     async def _restart_router(self, name: NodeId) -> None:
         old, drain_s = self._routers[name], self._config.cluster.drain_s
@@ -391,7 +389,7 @@ class Supervisor:
             routers=tuple(self._sockets),
             running_routers=() if self._servers else tuple(self._started.values()),
             lease=None if self._servers is None else self._servers.order(),
-            restart=self._restart,
+            restart=self._restart.status,
             here=this_machine(self._config),
         )
         spare, self._spare = self._spare, None
@@ -438,6 +436,7 @@ class Supervisor:
                     self._on_progress(part, state, is_up)
             case orders.AllUp(lines, num_outdated):
                 self._lines = lines
+                self._are_up.set()
                 self._look_ready()
                 self._replace_outdated(num_outdated)
             case orders.ControllerListens(controller):
@@ -537,6 +536,10 @@ class Supervisor:
                 self._serving.add(router)
                 self._router_failures.pop(router, None)
                 self._look_ready()
+            case orders.ModelsUsed(router, number):
+                self._changes.answered(router, number)
+            case orders.ChangeModels():
+                self._spawn(self.restart(change=message))
             case orders.ServiceRequest("drain"):
                 log.info("an operator asks the server to drain and end")
                 self.asked_to_end.set()
@@ -563,12 +566,8 @@ class Supervisor:
         self._router_failures[name] = failures = self._router_failures.get(name, 0) + 1
         pause_s = RESTART.pause_s(failures)
         log.warning("%s is gone: %s; again in %g s", name, why, pause_s)
-
-        async def start() -> None:
-            await asyncio.sleep(pause_s)
-            await self._start_router(StartRouter(name, epoch + 1, 0))
-
-        self._spawn(start())
+        start = StartRouter(name, epoch + 1, 0)
+        self._loop.call_later(pause_s, lambda: self._spawn(self._start_router(start)))
 
     def _stop_router(self, name: NodeId, epoch: int) -> None:
         child, started = self._routers.get(name), self._started.get(name)

@@ -10,7 +10,7 @@ import msgspec
 
 from kvrelay.cluster.config import Config, ConfigError
 from kvrelay.cluster.processes.launch import serve
-from kvrelay.cluster.processes.supervisor import Ready, ServeError
+from kvrelay.cluster.processes.ready import Ready, ServeError
 
 
 async def main() -> None:

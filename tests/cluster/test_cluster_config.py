@@ -253,5 +253,7 @@ def test_several_models_on_the_command_line() -> None:
         ]
     }
     assert list(load_config(None, given).by_model()) == ["a", "chat"]
-    assert _models(("a=b",), options) == options | {"model.name": "a=b"}
+    named = {"name": "a", "checkpoint": "b", "prefill": 0}
+    assert _models(("a=b",), options) == options | {"models": [named]}
+    assert _models(("/a=b",), options) == options | {"model.name": "/a=b"}
     assert _models((), options) == options

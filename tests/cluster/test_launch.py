@@ -11,8 +11,8 @@ from kvrelay.cluster.config import ApiSection, Config, ModelSection
 from kvrelay.cluster.processes import ray_access
 from kvrelay.cluster.processes.launch import serve
 from kvrelay.cluster.processes.ray_access import RayRefused, check_token
+from kvrelay.cluster.processes.ready import ServeError
 from kvrelay.cluster.processes.router_process import _load_tokenizer
-from kvrelay.cluster.processes.supervisor import ServeError
 
 
 def test_a_ray_cluster_that_asks_for_a_token_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,10 @@ from kvrelay.cluster.processes.orders import (
     LeaseOrder,
     ServiceRequest,
 )
+from kvrelay.cluster.processes.ready import ServeError
 from kvrelay.cluster.processes.router_process import RouterOrder
 from kvrelay.cluster.processes.servers import Leadership
-from kvrelay.cluster.processes.supervisor import ServeError, Supervisor
+from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.cluster.state.opening import with_cluster_token
 from kvrelay.worker.messages import Peer
 from tests.cluster.state.stores import Server

@@ -174,11 +174,11 @@ async def test_a_program_that_cannot_take_over_stops_the_restart_in_words(
     await found._start_controller()
     trial_says(monkeypatch, HandoverError("k.toml: engine.num_blocks = -3: expected at least 0"))
     await asyncio.wait_for(found.restart(), 5)
-    assert (found._restart.number, found._restart.state) == (1, "stopped")
+    assert (found._restart.status.number, found._restart.status.state) == (1, "stopped")
     assert "num_blocks = -3" in Child.said[-1].why, "the controller shows it to operators"
     assert found._controller.is_alive
     await asyncio.wait_for(found.restart(), 5)
-    assert found._restart.number == 2, "a restart that was stopped is not under way"
+    assert found._restart.status.number == 2, "a restart that was stopped is not under way"
 
 
 async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
@@ -197,7 +197,7 @@ async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
     await asyncio.wait_for(found.restart(), 5)
     assert not first.is_alive
     assert found._controller.is_alive, "another controller adopts what runs"
-    assert "No such file or directory" in found._restart.why
+    assert "No such file or directory" in found._restart.status.why
 
 
 async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
@@ -207,7 +207,7 @@ async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
     found._model = MODEL
     await found._start_controller()
     await asyncio.wait_for(found.restart(is_rollback=True), 5)
-    assert "nothing to go back to" in found._restart.why
+    assert "nothing to go back to" in found._restart.status.why
     tried: list[Any] = []
 
     async def try_out(*args: Any) -> str:
@@ -233,12 +233,15 @@ async def test_a_controller_that_ends_in_the_middle_of_a_restart_stops_it(superv
     """An order that was lost with a controller was waited for without end."""
     found = supervised()
     await found._start_controller()
-    doing = asyncio.create_task(found._finish_restart(found._restart_workers()))
+    doing = asyncio.create_task(found._restart.finish(found._restart_workers()))
     await asyncio.sleep(0)
     assert Child.said[-1] == RestartWorkers()
     found._on_end(0.0, -9)
     await asyncio.wait_for(doing, 5)
-    assert (found._restart.state, found._restart.why) == ("stopped", "the controller has ended")
+    assert (found._restart.status.state, found._restart.status.why) == (
+        "stopped",
+        "the controller has ended",
+    )
 
 
 async def test_workers_of_other_settings_are_replaced_and_others_are_left(supervised: Any) -> None:
@@ -251,7 +254,7 @@ async def test_workers_of_other_settings_are_replaced_and_others_are_left(superv
     assert RestartWorkers(only_outdated=True) in Child.said
     found._on_controller_message(WorkersRestarted(""))
     async with asyncio.timeout(5):
-        while found._restart.state != "done":
+        while found._restart.status.state != "done":
             await asyncio.sleep(0.01)
 
 

@@ -33,7 +33,7 @@ from kvrelay.router.messages import (
     WorkerDraining,
     WorkerUp,
 )
-from kvrelay.router.models import ForModel, ModelRouters
+from kvrelay.router.models import AddModel, ForModel, ModelRouters, RemoveModel
 from kvrelay.router.router import Router
 from tests.router.script import BLOCK, CLIENT, Outbox, worker_info, worker_stats
 
@@ -349,3 +349,36 @@ def test_an_overload_of_one_moves_no_first_token_of_the_other() -> None:
     alone = first_tokens(rate_of_large=0.1)
     assert max(alone) == pytest.approx(0.1)
     assert first_tokens(rate_of_large=100.0) == pytest.approx(alone)
+
+
+def test_a_model_that_is_added_is_served_as_the_others() -> None:
+    models = Models()
+    models.tell(RouterUp("router-1"))
+    models.tell(AddModel("new", Router("router-0", RouterConfig(), controller="controller")))
+    models.up("decode-new-0")
+    models.take(PromptRouted)
+    models.submit("new", "n")
+    assert models.asked() == {("decode-new-0", "n")}
+    models.token("decode-new-0", "n", finish=FinishReason.LENGTH)
+    assert models.take(Output)[-1].finish is FinishReason.LENGTH
+    assert models.take(PromptRouted, "router-1"), "it knows the routers of before"
+
+
+def test_what_a_removed_model_has_left_is_refused_and_the_other_goes_on() -> None:
+    models = Models()
+    for model, name in (("large", "l"), ("small", "s")):
+        models.submit(model, name)
+    models.sent.clear()
+    models.tell(RemoveModel("large"))
+    (failed,) = models.take(Failed)
+    assert (failed.request_id, failed.reason) == ("l", Refusal.NO_WORKERS)
+    assert [each.request_id for each in models.take(Abort, "decode-large")] == ["l"]
+    models.submit("large", "late")  # its client had begun before
+    assert [each.request_id for each in models.take(Failed)] == ["late"]
+    models.pass_time(5.0)
+    models.token("decode-large", "l")
+    models.token("decode-small", "s", finish=FinishReason.LENGTH)
+    (output,) = models.take(Output)
+    assert output.request_id == "s"
+    assert (list(models.routers.routers), models.routers.default) == (["small"], "small")
+    assert models.routers.check_idle() == []

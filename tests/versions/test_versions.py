@@ -71,6 +71,9 @@ NEW_IN_CHANNELS = {
     "Follow": "by a supervisor",
     "RestartStatus": "by a supervisor",
     "Handover": "by a supervisor to the one that it becomes, after a trial that reads one",
+    "ChangeModels": "by a router whose supervisor has said that it is of the same version",
+    "UseModels": "by a supervisor",
+    "ModelsUsed": "by a router that was told to",
     "ControllerListens": "by a controller with a lease, which its supervisor has given it",
 }
 

@@ -105,6 +105,8 @@ CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
     "POST /drain": ("Take no new request, and end when all are answered", None),
     "POST /restart": ("Replace every process, one after the other", None),
     "POST /rollback": ("Go back to the version and the settings before", None),
+    "POST /models": ("Serve one more model", None),
+    "DELETE /models/{name}": ("Serve a model no more", None),
     "GET /requests": ("Requests that were answered lately", None),
     "GET /requests/{id}/explanation": ("Why it went where it went, in seconds", None),
     "GET /console": ("A page that shows the server live", None),

@@ -110,7 +110,7 @@ def test_every_route_is_documented(served: Served) -> None:
     def obey(*_: object) -> Any:
         raise AssertionError("nothing is called here")
 
-    ctx = replace(served.ctx, audit=obey, set_role=obey, order=obey)
+    ctx = replace(served.ctx, audit=obey, set_role=obey, order=obey, change_models=obey)
     routes = create_app(ctx).routes
     answered = {
         (method.lower(), route.path_format)
