@@ -119,7 +119,7 @@ class EngineCore:
             retention=replace(
                 work.retention or config.retention,
                 is_approximate=work.scope.is_approximate and config.quantizes,
-                is_low=not work.service_class.is_interactive,
+                is_low=work.service_class.is_low,
             ),
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
@@ -321,9 +321,9 @@ class EngineCore:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
         pool, scheduler, lower = self.kv.pool, self.scheduler, self.publisher.lower
         decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
-        low = [s for s in scheduler.running if not s.service_class.is_interactive and s.is_decoding]
+        low = [s for s in scheduler.running if s.is_low and s.is_decoding]
         wanted = [(s, self.kv.windows.max_blocks(len(s.tokens))) for s in scheduler.waiting]
-        low_wanted = sum(count for s, count in wanted if not s.service_class.is_interactive)
+        low_wanted = sum(count for s, count in wanted if s.is_low)
         is_busy = bool(decoding)
         self.counters["preemptions"] = scheduler.num_preemptions
         self.counters["evictions"] = pool.num_evictions

@@ -276,10 +276,8 @@ class StepTiming:
         weights = self.decode_cost.published()
         if not weights:
             return 0, 0
-        pool_tokens, each = (
-            self._config.num_blocks * self._config.block_size,
-            low_tokens / max(1, num_low),
-        )
+        pool_tokens = self._config.num_blocks * self._config.block_size
+        each = low_tokens / max(1, num_low)
 
         def step_s(more: int) -> float:
             used = (num_tokens + more * each) / pool_tokens

@@ -90,6 +90,10 @@ class Sequence:
     next_chain: BlockChain | None = None
 
     @property
+    def is_low(self) -> bool:
+        return self.service_class.is_low
+
+    @property
     def key(self) -> tuple[str, int]:
         return (self.request_id, self.attempt)
 

@@ -27,9 +27,9 @@ class ServiceClass(IntEnum):
         return _PRIORITIES[self]
 
     @property
-    def is_interactive(self) -> bool:
-        """Whether a person or an agent waits for each token."""
-        return self >= ServiceClass.DEFAULT
+    def is_low(self) -> bool:
+        """Whether others go before it at workers too: nobody waits for each token."""
+        return self < ServiceClass.DEFAULT
 
     @classmethod
     def of(cls, priority: int) -> ServiceClass:

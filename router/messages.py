@@ -76,7 +76,7 @@ class Submit:
     @property
     def is_low(self) -> bool:
         """Whether others go before it at workers too."""
-        return not self.service_class.is_interactive
+        return self.service_class.is_low
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
+from kvrelay.engine.waiting import MAX_PASSED
 from kvrelay.router.admission.admission import (
     OUTPUT_UNITS,
     Admission,
@@ -140,11 +141,18 @@ class Requests:
         self.room_changed = self._is_held_back = False
         tried, num_tried = self._tried, 0
         by_tenant = Counter(entry.flow.tenant for entry in tried.values())
+        due: list[QueueEntry] = []  # they are tried again before one more passes them
         while self.dispatcher.has_room(now):
             without = {tenant for tenant, count in by_tenant.items() if count >= MAX_TRIED}
             entry = self.queue.next(tried, without)
             if entry is None:
                 break
+            if due:
+                for passed in due:
+                    del tried[passed.record.request_id]
+                    by_tenant[passed.flow.tenant] -= 1
+                due.clear()
+                continue
             record, began, accepts = entry.record, self._clock(), self.admission.accepts
             is_due = entry.passes.are_over(now, record.deadline - record.submitted_at)
             may_send = is_due or self.admission.may_send(record)
@@ -158,6 +166,8 @@ class Requests:
                 for passed in tried.values():
                     if not passed.is_late:
                         passed.passes.add(now)
+                        if passed.passes.count == MAX_PASSED:
+                            due.append(passed)
             else:
                 tried[record.request_id] = entry
                 by_tenant[entry.flow.tenant] += 1

@@ -248,12 +248,6 @@ class RouterClient:
             stream._fail(failed)
             self._deliver(self.router, Cancel(failed.request_id))
 
-    def fail_all(self, reason: Refusal, detail: str) -> None:
-        """The router cannot be reached any more: every live stream ends with `Failed`."""
-        for stream in self._streams.values():
-            stream._fail(Failed(stream.request_id, reason, detail))
-        self._streams.clear()
-
     def start(self, now: float) -> list[Effect]:
         return []
 

@@ -105,7 +105,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.has_been_up = bool(config.running_routers)
         self._failures = 0  # that removed workers had in a row, since one came up
         self._removed: list[tuple[NodeId, str]] = []
-        # By model: what workers start with in place of its weights, and who is told of that.
+        # By model: what workers start with in place of its weights, and who hears that one did.
         self.weights_for: Callable[[str], WeightVersion | None] = lambda _: None
         self.on_begun: Callable[[DesiredWorker, WeightVersion | None], None] = lambda *_: None
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvrelay.cluster.api.tenants import Access, Tenants
+from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config, ConfigError, ModelEntry
 from kvrelay.cluster.control.audits import AuditService
 from kvrelay.cluster.control.lifecycle import ProcessState
@@ -319,10 +319,6 @@ class RouterProcess:
             )
         finally:
             sock.close()
-
-    def use_tenants(self, tenants: Tenants) -> None:
-        """Take these from now on."""
-        self._spec.access.tenants.update(tenants)
 
     async def drain(self, timeout_s: float) -> int:
         """Take no new request, and wait for those that are there; returns how many are left."""

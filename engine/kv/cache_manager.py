@@ -72,7 +72,7 @@ class KVCacheManager:
         table = self._cached(seq)
         hits = [block for block in table if block != NO_BLOCK]
         self.pool.acquire(hits)
-        low = not seq.service_class.is_interactive
+        low = seq.is_low
         num_computed, windows = self.windows.tokens(len(table)), self.windows
         goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
         end = windows.end(goal, len(seq.tokens))
@@ -129,7 +129,7 @@ class KVCacheManager:
         table = self._tables[seq]
         missing = [i for i in range(covered, min(end, len(table))) if table[i] == NO_BLOCK]
         num_more = max(0, end - len(table))
-        count, low = len(missing) + num_more, not seq.service_class.is_interactive
+        count, low = len(missing) + num_more, seq.is_low
         fresh = self.allocate(count, low=low) if self._is_free(seq, count) else None
         if fresh is None:
             return False
@@ -175,7 +175,7 @@ class KVCacheManager:
         old, needs = self._tables[seq], self.windows.needs(num_computed, len(seq.tokens))
         spare = [block for block in old[seq.num_sealed :] if block != NO_BLOCK]
         count = sum(needs[seq.num_sealed :])
-        low = not seq.service_class.is_interactive
+        low = seq.is_low
         more = self.allocate(max(0, count - len(spare)), low=low)
         if more is None:
             return False
@@ -239,9 +239,9 @@ class KVCacheManager:
         several may evict what others have left as far as the pool lets low classes."""
         if count > self.pool.num_free:
             return False
-        if seq.service_class.is_interactive or self.pool.has_free_low(count):
+        if not seq.is_low or self.pool.has_free_low(count):
             return True
-        return all(o.service_class.is_interactive for o in self._tables if o is not seq)
+        return not any(o.is_low for o in self._tables if o is not seq)
 
     def allocate(self, count: int, *, low: bool = False) -> list[int] | None:
         """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
@@ -354,11 +354,13 @@ class KVCacheManager:
 
     def _pass_lag(self, seq: Sequence) -> None:
         """What was left below for copies that might be late, of a sequence that has ended."""
+        if not self.collect_decoded:
+            return
         rows = seq.num_sealed // self.windows.count
         for group, window in enumerate(self.windows.groups):
-            start = window.start(rows * self.block_size)
-            for row in range(start - 2 * max(COPY_LAG, self._strides[group]), start):
-                if window.size and self.collect_decoded:
+            if window.size:
+                start = window.start(rows * self.block_size)
+                for row in range(start - 2 * max(COPY_LAG, self._strides[group]), start):
                     self._pass(seq, group, row)
 
     def _is_read_at(self, index: int, end: int) -> bool:

@@ -65,7 +65,7 @@ class Adapters:
         self._load_s = 0.0
 
     def held(self, seqs: Sequence[ScheduledSeq]) -> AdaptersHeld | None:
-        """What routers are told after a step of `seqs`; None: none of them has an adapter."""
+        """What is reported to routers after a step of `seqs`; None: none of them has an adapter."""
         if all(seq.adapter is None for seq in seqs):
             return None
         loaded = [(-e.used, digest) for digest, e in self._entries.items() if e.is_loaded]

@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.engine.sequence import SeqState, Sequence
 
+RUNNING = SeqState.RUNNING
+
 
 class Isolation:
     """Owned by the scheduler. Invariant: while it is under way, a step has sequences of one group
@@ -22,20 +24,19 @@ class Isolation:
         self._groups: deque[list[Sequence]] = deque()  # the next one first
         self._step_id = -1  # the step that runs one of them
         self.culprit: tuple[Sequence, str] | None = None  # and how its step failed
+        self.is_checking = False  # a health check is in flight, for which it may lose its blocks
 
     @property
     def is_under_way(self) -> bool:
         """Not for those that have ended meanwhile, or have lost their blocks."""
-        if self.culprit is not None and self.culprit[0].state is not SeqState.RUNNING:
-            self.culprit = None
-        while self._groups and all(s.state is not SeqState.RUNNING for s in self._groups[0]):
-            self._groups.popleft()
-        return bool(self._groups) or self.culprit is not None
+        if self.is_checking or any(seq.state is RUNNING for group in self._groups for seq in group):
+            return True
+        return self.culprit is not None and self.culprit[0].state is RUNNING
 
     def next_group(self) -> list[Sequence]:
         """Those of the next group that still run; empty if there is none."""
         while self._groups:
-            group = [seq for seq in self._groups.popleft() if seq.state is SeqState.RUNNING]
+            group = [seq for seq in self._groups.popleft() if seq.state is RUNNING]
             if group:
                 return group
         return []
@@ -61,6 +62,7 @@ class Isolation:
 
     def on_health_check(self, error: str | None) -> tuple[Sequence, str] | None:
         """The culprit, if the worker is well. If it is not, it is checked again."""
+        self.is_checking = False
         if error is not None:
             return None
         culprit, self.culprit = self.culprit, None

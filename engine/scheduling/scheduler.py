@@ -271,6 +271,7 @@ class Scheduler:
         if isolation.culprit is not None:
             check = self._health_check(isolation.culprit[0])
             if check is not None:
+                isolation.is_checking = True
                 return self._begin(check, [])
             self._judge(None)
         while group := isolation.next_group():

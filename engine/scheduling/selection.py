@@ -106,10 +106,10 @@ def taking_part(running: Seq[Sequence], room: LowClassRoom) -> tuple[list[Sequen
     """Those of `running` that the next step may compute, and how many tokens of prompts if they are
     of low classes; None: of higher ones. Low classes take part beside interactive decodes as far as
     there is room for them, not beside interactive prompts, and always where there are neither."""
-    low = [seq for seq in running if not seq.service_class.is_interactive]
+    low = [seq for seq in running if seq.is_low]
     if not low:
         return list(running), None
-    interactive = [seq for seq in running if seq.service_class.is_interactive]
+    interactive = [seq for seq in running if not seq.is_low]
     if any(not seq.is_decoding for seq in interactive):
         return interactive, None
     low.sort(key=lambda seq: -seq.service_class)
@@ -124,7 +124,7 @@ def waited_s(waiting: Iterable[Sequence], running: Iterable[Sequence], now: floa
     """The longest that an interactive prompt has waited to be computed here."""
     prompts = [seq for seq in waiting if not seq.is_remote]
     prompts += [seq for seq in running if seq.num_missing > 1]
-    prompts = [seq for seq in prompts if seq.service_class.is_interactive]
+    prompts = [seq for seq in prompts if not seq.is_low]
     return max((now - seq.arrived_at for seq in prompts if not seq.is_stream), default=0.0)
 
 

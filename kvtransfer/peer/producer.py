@@ -103,10 +103,6 @@ class Producer:
         self.counters: dict[str, float] = {}
 
     @property
-    def handoffs(self) -> list[Handoff]:
-        return [lease for lease in self.leases.values() if isinstance(lease, Handoff)]
-
-    @property
     def exports(self) -> list[PrefixExport]:
         return [lease for lease in self.leases.values() if isinstance(lease, PrefixExport)]
 

@@ -46,7 +46,7 @@ class ClassInversion:
             if seq.num_preemptions > lost and own > least and "lost" not in seq.phases:
                 text = f"{key} was preempted, {least!r} runs"
                 runtime.violate("class inversion", text)
-            if own.is_interactive:
+            if not own.is_low:
                 self._look_at_waiting(runtime, worker, seq, own)
         if scheduler.in_flight:
             self._look_at_step(runtime, worker)
@@ -77,12 +77,12 @@ class ClassInversion:
         if step.is_health_check or self._last_step.get(worker.node_id) == step.step_id:
             return
         self._last_step[worker.node_id] = step.step_id
-        low = [s for s in seqs if not self._classes[s.request_id].is_interactive]
+        low = [s for s in seqs if self._classes[s.request_id].is_low]
         prompts = [
             s
             for s in scheduler.running
             if s.num_missing > 1
-            and self._classes[s.request_id].is_interactive
+            and not self._classes[s.request_id].is_low
             and worker.core.kv.num_covered(s) > s.num_computed
         ]
         if low and any(s not in seqs for s in prompts):

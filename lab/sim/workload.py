@@ -51,10 +51,6 @@ class Job:
         """What prompt and the longest possible output have."""
         return len(self.prompt) + self.sampling.max_tokens
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self.cancel_after_s is not None or self.cancel_at_output is not None
-
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:

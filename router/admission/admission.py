@@ -326,7 +326,7 @@ class Admission:
             service_s=self._estimates.service_s(
                 call.num_prompt_tokens,
                 call.max_tokens,
-                is_low=not ServiceClass.of(call.priority).is_interactive,
+                is_low=ServiceClass.of(call.priority).is_low,
             ),
             timeout_s=call.timeout_s,
             left_s=call.timeout_s,

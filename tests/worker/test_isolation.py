@@ -174,3 +174,17 @@ def test_nothing_is_tried_again_of_those_that_have_ended() -> None:
         seq.state = SeqState.RUNNING
     isolation.on_failed(2, others, "out of order")
     assert isolation.next_group() == others[:1]
+
+
+def test_a_culprit_that_lost_its_blocks_to_the_health_check_is_judged_all_the_same() -> None:
+    """A pool that is full has no other block for the check, and the check takes a while: what was
+    asked of the worker meanwhile made it forget for whom it is."""
+    seq = sequence([1, 2])
+    seq.state = SeqState.RUNNING
+    isolation = Isolation()
+    isolation.begin(1, [])
+    isolation.on_failed(1, [seq], "out of order")
+    isolation.is_checking, seq.state = True, SeqState.WAITING
+    assert isolation.is_under_way
+    assert isolation.on_health_check(None) == (seq, "out of order")
+    assert not isolation.is_under_way

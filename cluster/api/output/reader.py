@@ -96,13 +96,6 @@ class Reader:
                 return False
             yield
 
-    def any_of(self, *texts: str) -> Read[str | None]:
-        """Read whichever of `texts` comes next; of two that do, the first."""
-        for text in texts:
-            if (yield from self.literal(text)):
-                return text
-        return None
-
     def space(self) -> Read[None]:
         """Read white space."""
         while True:

@@ -252,9 +252,11 @@ class Training:
             loss = self._train_on(self._batch())
             self.step += 1
             self.seconds += perf_counter() - began
-            if not self.num_steps and self.step == TRIAL_STEPS:
-                self.num_steps = max(self.step, int(limit_s * self.step / self.seconds))
-            if self.step % SAVE_STEPS == 0:
+            is_save = self.step % SAVE_STEPS == 0
+            if not self._recipe.num_steps and (is_save or self.step == TRIAL_STEPS):
+                fit = max(self.step, int(limit_s * self.step / self.seconds))
+                self.num_steps = min(self.num_steps or fit, fit)  # others may slow it down
+            if is_save:
                 self._save()
             part = self.step / self.num_steps if self.num_steps else 0.0
             what = f"step {self.step:,} of {self.num_steps or '?'}, loss {loss:.2f}"

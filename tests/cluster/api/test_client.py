@@ -131,10 +131,3 @@ def test_one_signal_can_serve_several_streams(sent: Sent) -> None:
     nothing, output = asyncio.run(scenario())
     assert nothing is None
     assert output.request_id == "b"
-
-
-def test_a_lost_router_fails_every_live_request(sent: Sent) -> None:
-    streams = [sent.submit("a"), sent.submit("b")]
-    sent.client.fail_all(Refusal.NO_WORKERS, "the router is gone")
-    assert [stream.take().reason for stream in streams] == [Refusal.NO_WORKERS] * 2
-    assert sent.client.num_live == 0

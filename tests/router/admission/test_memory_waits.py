@@ -91,6 +91,18 @@ def test_one_that_fits_nowhere_is_passed_and_then_memory_is_held_for_it_at_one_w
     s.assert_idle()
 
 
+def test_no_more_pass_it_where_many_are_sent_at_once(s: Memory) -> None:
+    s.ask("large", LARGE)
+    s.pass_by(MAX_PASSED - 5)
+    for name in ("decode-0", "decode-1"):
+        s.say(name, 0)
+    for i in range(9):
+        s.ask(f"queued {i}", SHORT, "b")
+    before = len(s.goes_out())
+    s.up("decode-2", num_blocks=24)
+    assert list(s.goes_out()).index("large") == 5 - before
+
+
 @pytest.mark.parametrize("end", ["cancelled", "worker dies", "deadline"])
 def test_memory_is_held_no_longer_than_the_one_that_waits_for_it(s: Memory, end: str) -> None:
     def held_by(worker: str) -> int:
