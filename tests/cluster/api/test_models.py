@@ -21,7 +21,7 @@ from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.context import ApiContext, ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.config import TenantEntry
+from kvrelay.cluster.config import ConfigError, ModelEntry, TenantEntry
 from kvrelay.router.messages import SessionCommand, SessionRefusal, SessionReply
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.conftest import tokenizer as tokenizer
@@ -45,7 +45,9 @@ class Two:
 
 def two(tokenizer: Tokenizer, smollm2_dir: Path, **options: Any) -> Iterator[Two]:
     """The default model, and another one with its own template, context, limits and router."""
-    settings = ApiSettings(max_body_bytes=64 * 1024, max_live_requests=2, request_timeout_s=20)
+    settings = options.pop("settings", None) or ApiSettings(
+        max_body_bytes=64 * 1024, max_live_requests=2, request_timeout_s=20
+    )
     answer = [*tokenizer.encode(OTHER_ANSWER), tokenizer.eos_token_ids[0]]
     router = FakeRouter(answer=lambda submit: answer)
     added: list[ApiContext] = []
@@ -249,3 +251,43 @@ def test_metrics_count_each(both: Two) -> None:
         for name in (MODEL, OTHER)
     }
     assert counted == {MODEL: [1.0], OTHER: [2.0]}
+
+
+def test_operators_add_and_remove_models_and_bad_ones_are_said(
+    tokenizer: Tokenizer, smollm2_dir: Path
+) -> None:
+    asked: list[Any] = []
+
+    def change(name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
+        if name == "taken":
+            raise ConfigError("there is a model 'taken'")
+        asked.append((name, entry and entry.checkpoint, drain_s))
+
+    settings = ApiSettings(operations_key="operators-key-1234")
+    key = {"authorization": "Bearer operators-key-1234"}
+    for found in two(tokenizer, smollm2_dir, context={"change_models": change}, settings=settings):
+        url = found.served.url
+
+        def call(
+            method: str, path: str, body: str = "", headers: Any = key, url: str = url
+        ) -> tuple[int, str]:
+            answer = httpx.request(method, url + path, content=body, headers=headers, timeout=30)
+            return answer.status_code, answer.text
+
+        assert call("POST", "/models", '{"name": "n", "checkpoint": "c"}', {})[0] == 401
+        assert call("POST", "/models", '{"name": "n", "checkpoint": "c"}')[0] == 202
+        assert call("DELETE", f"/models/{OTHER}?drain_s=5")[0] == 202
+        assert asked == [("n", "c", None), (OTHER, None, 5)]
+        for method, path, body, status, why in (
+            ("POST", "/models", "{", 400, "not JSON"),
+            ("POST", "/models", "[]", 400, "no [[models]]"),
+            ("POST", "/models", '{"name": "n"}', 400, "checkpoint"),
+            ("POST", "/models", '{"name": "a b", "checkpoint": "c"}', 400, "letters, digits"),
+            ("POST", "/models", '{"name": "taken", "checkpoint": "c"}', 400, "there is a model"),
+            ("DELETE", "/models/none", "", 404, OTHER),
+            ("DELETE", f"/models/{OTHER}?drain_s=-1", "", 400, "from 0 to 86400"),
+        ):
+            answer = call(method, path, body)
+            assert answer[0] == status, answer
+            assert why in answer[1]
+        assert len(asked) == 2
