@@ -92,21 +92,37 @@ def open_drafter(
 
 
 class Tails:
-    """In each block the hidden state, as a drafter reads it, of its last token that is computed."""
+    """In each block the hidden state, as a drafter reads it, of its last token that is computed.
+
+    Rows are copied by NumPy: torch wakes its threads for some of them, which wait for a core that
+    the kernels' own threads have."""
 
     def __init__(self, tails: torch.Tensor, block_size: int) -> None:
-        self.tails, self._size = tails, block_size
+        self.dtype, self._size = tails.dtype, block_size
+        self._bytes = tails.view(torch.uint8).numpy()
 
     def before(self, shares: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor:
         """[S, size]: the states before the first token of each; zeros before all tokens."""
+        return torch.from_numpy(self._before(shares, tables)).view(self.dtype)
+
+    def _before(self, shares: Sequence[ScheduledSeq], tables: Tables) -> np.ndarray:
         at = [
             int(table[(share.start - 1) // self._size]) if share.start else -1
             for share, table in zip(shares, tables, strict=True)
         ]
-        found = self.tails[at]
+        found = self._bytes[at]
         if -1 in at:
             found[[place < 0 for place in at]] = 0
         return found
+
+    def before_each(
+        self, shares: Sequence[ScheduledSeq], tables: Tables, states: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, size]: the state before each of their tokens, which have these."""
+        counts = np.array([len(share.tokens) for share in shares])
+        found = np.roll(states.view(torch.uint8).numpy(), 1, axis=0)
+        found[counts.cumsum() - counts] = self._before(shares, tables)
+        return torch.from_numpy(found).view(self.dtype)
 
     def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, states: torch.Tensor) -> None:
         """states: [N, size], of all their tokens."""
@@ -117,7 +133,7 @@ class Tails:
                 blocks.append(int(table[row]))
                 rows.append(first + min(end, (row + 1) * self._size) - 1 - share.start)
             first += len(share.tokens)
-        self.tails[torch.tensor(blocks, dtype=torch.int64)] = states[rows]
+        self._bytes[blocks] = states.view(torch.uint8).numpy()[rows]
 
 
 def asked(
@@ -234,7 +250,7 @@ class _ByStates(_Stepwise):
             states = outputs[-1]
             if weights.norms_states:
                 states = ops.rms_norm(states.contiguous(), self._model.weights.norm)
-        return states.to(self._tails.tails.dtype)
+        return states.to(self._tails.dtype).contiguous()
 
     def _linear(self, x: torch.Tensor, matrix: Any) -> torch.Tensor:
         return self._model.ops.linear(x.contiguous(), matrix)
@@ -293,10 +309,7 @@ class HeadDrafter(_ByStates):
 
     def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
         tables, states = self._first_tables(tables), self._states(outputs)
-        before = torch.empty_like(states)
-        before[1:] = states[:-1]
-        counts = np.array([len(share.tokens) for share in shares])
-        before[(counts.cumsum() - counts).tolist()] = self._tails.before(shares, tables)
+        before = self._tails.before_each(shares, tables, states)
         if self._whole is not None and len(states) <= MAX_AT_ONCE:
             self._whole.keep(shares, tables, before)
             self._tails.keep(shares, tables, states)

@@ -21,7 +21,6 @@ def compile_cases(folder: Path, *args: str) -> list[str]:
     return run.stdout.splitlines()
 
 
-@pytest.mark.long
 def test_decode_over_fp8_compiles_without_a_gpu(tmp_path):
     decode, merge = compile_cases(tmp_path, "decode fp8", "--sm", "90")
     assert "_decode" in decode
@@ -30,10 +29,8 @@ def test_decode_over_fp8_compiles_without_a_gpu(tmp_path):
     assert "mma 0" not in decode.replace("wgmma 0", "")  # tensor cores, not single products
 
 
-OTHERS = [pytest.param(sm, marks=pytest.mark.long) for sm in ("80", "100", "120")]
-
-
-@pytest.mark.parametrize("sm", ["90", *OTHERS])
+@pytest.mark.long
+@pytest.mark.parametrize("sm", ["80", "90", "100", "120"])
 def test_every_kernel_compiles_within_its_budget(tmp_path, sm):
     """Within its shared memory and registers: what is beyond them is in a thread's memory."""
     assert len(compile_cases(tmp_path, "--sm", sm)) >= 20
