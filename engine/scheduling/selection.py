@@ -387,7 +387,8 @@ class Drafter:
         self._has_drafter = has_drafter
         self._asked_rate = INITIAL_ACCEPTANCE_RATE  # that of the executor's drafter
         self._asked_rates: dict[Sequence, float] = {}
-        self._unasked = 0  # passes since the executor's drafter was asked
+        self._unasked = 0.0  # passes since the executor's drafter was asked
+        self._num_seqs = 1  # the last plan was for so many
 
     def is_worth_it(self, seqs: Seq[Sequence], weights: Seq[float]) -> bool:
         """Whether drafts may pay in a pass over `seqs`, whatever they are."""
@@ -426,23 +427,13 @@ class Drafter:
                 continue
             counts[index] += 1
             tokens, passes = tokens + likelihood, passes + cost
-        if self._has_drafter:
-            self._recover(seqs, sources, counts)
+        self._num_seqs = len(seqs)
         if not any(counts):
             return None
         return [
             Draft([], count) if source.is_asked else Draft(source.tokens[:count])
             for source, count in zip(sources, counts, strict=True)
         ]
-
-    def _recover(self, seqs: Seq[Sequence], sources: Seq[_Source], counts: Seq[int]) -> None:
-        """What is not asked shows no more whether it would be right by now, or what it takes."""
-        is_asked = any(s.is_asked and count for s, count in zip(sources, counts, strict=True))
-        self._unasked = 0 if is_asked else self._unasked + 1
-        for seq, source, count in zip(seqs, sources, counts, strict=True):
-            if not (source.is_asked and count):
-                rate = self._asked_rates.get(seq, self._asked_rate)
-                self._asked_rates[seq] = rate + RECOVERY * (INITIAL_ACCEPTANCE_RATE - rate)
 
     def on_verified(self, seq: Sequence, sampled: Seq[int], num_asked: int = 0) -> None:
         """`sampled` came after the tokens that `seq` had at the last plan. num_asked: draft tokens
@@ -452,8 +443,16 @@ class Drafter:
             accepted = number < len(sampled) - 1
             rate += ACCEPTANCE_WEIGHT * (accepted - rate)
         if num_asked:
-            self._asked_rates[seq] = rate
+            self._unasked = 0.0
             self._asked_rate += ACCEPTANCE_WEIGHT / 4 * (rate - self._asked_rate)
+        else:  # it shows no more whether it would be right by now, or what it takes
+            self._unasked += len(sampled) / self._num_seqs
+            weight = 1.0 - (1.0 - RECOVERY) ** len(sampled)
+            rate += weight * (INITIAL_ACCEPTANCE_RATE - rate)
+            passed = weight / self._num_seqs
+            self._asked_rate += passed * (INITIAL_ACCEPTANCE_RATE - self._asked_rate)
+        if self._has_drafter:
+            self._asked_rates[seq] = rate
         proposer = self._proposers.get(seq)
         if proposer is not None:
             proposer.on_verified(sampled)
