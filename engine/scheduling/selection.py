@@ -484,7 +484,7 @@ class Drafter:
         pass_s = self._pass_s(seqs, weights)
         if pass_s <= 0 or draft_token_s <= 0:
             return DEFAULT_DRAFT_COST
-        trust = (1.0 - RECOVERY) ** self._unasked
+        trust: float = (1.0 - RECOVERY) ** self._unasked
         return DEFAULT_DRAFT_COST + trust * (draft_token_s / pass_s - DEFAULT_DRAFT_COST)
 
     def _pass_s(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
