@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -69,7 +70,7 @@ def add(
         section, key, value = _own(text)
         body[section] = {**body.get(section, {}), key: value}
     with connected(url, operations_key) as client:
-        order = lambda: ask_json(client, "POST", "/models", json=body)  # noqa: E731
+        order = partial(ask_json, client, "POST", "/models", json=body)
         follow_order(client, order, wait_s, f"{name} is not added")
     Console().print(f"{name} is served", highlight=False)
 

@@ -129,8 +129,8 @@ class KVCacheManager:
         table = self._tables[seq]
         missing = [i for i in range(covered, min(end, len(table))) if table[i] == NO_BLOCK]
         num_more = max(0, end - len(table))
-        count, low = len(missing) + num_more, seq.is_low
-        fresh = self.allocate(count, low=low) if self._is_free(seq, count) else None
+        count = len(missing) + num_more
+        fresh = self.allocate(count, low=seq.is_low) if self._is_free(seq, count) else None
         if fresh is None:
             return False
         for index, block in zip(missing, fresh, strict=False):
@@ -175,8 +175,7 @@ class KVCacheManager:
         old, needs = self._tables[seq], self.windows.needs(num_computed, len(seq.tokens))
         spare = [block for block in old[seq.num_sealed :] if block != NO_BLOCK]
         count = sum(needs[seq.num_sealed :])
-        low = seq.is_low
-        more = self.allocate(max(0, count - len(spare)), low=low)
+        more = self.allocate(max(0, count - len(spare)), low=seq.is_low)
         if more is None:
             return False
         spare += more
