@@ -53,7 +53,9 @@ class Rate:
 FORGET = 0.998  # factor on the weight of older samples, with each new one
 LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # prompts have in a step: the fewer, but a whole block
 LONG_WAIT_S = 4.0  # after it steps may be as long as `WorkerConfig.itl_most_s`
-LOW_CLASS_STEP_S = 0.1  # the longest step without interactive requests: one may come meanwhile
+LOW_CLASS_STEP_S = 0.1  # of prompts of low classes in a step without interactive requests
+SHORT_STEP_S = 0.03  # of low classes, where interactive requests come: one waits for its end
+LATELY_S = 10.0  # after an interactive request the next one is expected
 MOST_LENGTHENED = 0.2  # share of a step that low classes may add, where no time is aimed at
 MAX_SLOWDOWN = 8.0
 MOST_SAVED = 0.25  # share of a decode step that leaving decodes out of a pass saves
@@ -265,15 +267,18 @@ class StepTiming:
         return max(least, int(spare_s * self.prefill_tokens_per_s.value))
 
     def low_class_room(
-        self, num_seqs: int, num_tokens: int, num_low: int, low_tokens: int
+        self, num_seqs: int, num_tokens: int, num_low: int, low_tokens: int, quiet_s: float
     ) -> tuple[int, int]:
         """What a step over `num_seqs` interactive decodes has room for: how many of `num_low`
         decodes of low classes, and how many tokens of their prompts. `num_tokens`, `low_tokens`:
-        positions that they read, all together. It takes no longer than `itl_target_s`, or little
-        longer than without them. Nothing, before steps were measured."""
-        if not num_seqs:
-            return num_low, self._tokens_in(LOW_CLASS_STEP_S)
+        positions that they read, all together. quiet_s: without interactive requests until now.
+
+        Beside these it takes no longer than `itl_target_s`, or little longer than without low rows;
+        nothing, before steps were measured. Alone, where interactive requests come, it is short, or
+        little longer than one row takes."""
         weights = self.decode_cost.published()
+        if not num_seqs and (quiet_s > LATELY_S or not weights):
+            return num_low, self._tokens_in(LOW_CLASS_STEP_S)
         if not weights:
             return 0, 0
         pool_tokens = self._config.num_blocks * self._config.block_size
@@ -283,7 +288,13 @@ class StepTiming:
             used = (num_tokens + more * each) / pool_tokens
             return fitted_s(weights, decode_features(num_seqs + more, used))
 
-        most_s = self._config.itl_target_s or (1.0 + MOST_LENGTHENED) * step_s(0)
+        most_s = (1.0 + MOST_LENGTHENED) * step_s(max(0, 1 - num_seqs))
+        if num_seqs:
+            most_s = self._config.itl_target_s or most_s
+        elif num_low:
+            most_s = max(SHORT_STEP_S, most_s)
+        else:
+            return 0, self._tokens_in(SHORT_STEP_S)
         count = bisect_right(range(1, num_low + 1), most_s, key=step_s)
         spare_s = max(0.0, most_s - step_s(count))
         return count, int(spare_s * self.prefill_tokens_per_s.value)

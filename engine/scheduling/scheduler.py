@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import LOW_CLASS_STEP_S, FittedCost
+from kvrelay.engine.cost import LATELY_S, LOW_CLASS_STEP_S, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.engine.scheduling.isolation import Isolation
@@ -76,6 +76,7 @@ class Scheduler:
         self._awaited = -1  # the step whose tokens draft tokens will follow
         self._isolation = Isolation()
         self._paused_at: float | None = None  # when a step began without the decodes that waited
+        self._interactive_at = -inf  # when there was an interactive sequence to compute
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
         self.lacks_room = False  # one that may go on waits for blocks
@@ -215,12 +216,12 @@ class Scheduler:
             return None
         self._draft_token_s = draft_token_s
         if self.in_flight:
-            return self._follow(*self.in_flight[0], row_weights, low_class_room)
+            return self._follow(*self.in_flight[0], row_weights, low_class_room, now)
         self._make_room_for_growth()
         if self._isolation.is_under_way and (apart := self._step_apart()) is not None:
             return apart
         budget = self.config.max_num_batched_tokens
-        running, low_budget = taking_part(self.running, low_class_room)
+        running, low_budget = self._taking_part(low_class_room, now)
         decodes = [seq for seq in running if seq.is_decoding][:budget]
         num_prompts = len(running) - len(decodes)
         has_both = 0 < len(decodes) < len(running)
@@ -247,18 +248,25 @@ class Scheduler:
         step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
         if len(chosen) == len(decodes) == len(running):
             drafts = self._drafts(decodes, row_weights)
+            is_short = decodes[0].is_low and now - self._interactive_at <= LATELY_S
             if drafts is not None:
                 for share, draft in zip(step.seqs, drafts, strict=True):
                     share.draft_tokens, share.num_drafts = draft
             elif self.config.steps_ahead:
-                step.may_be_followed = may_be_followed(decodes)
-            else:
+                step.may_be_followed = not is_short and may_be_followed(decodes)
+            elif not is_short:
                 step.repeats = repeats(decodes, self.config)
                 if low_budget is not None and decode_s > 0:
                     step.repeats = max(1, min(step.repeats, int(LOW_CLASS_STEP_S / decode_s)))
         step.low_priority = not decodes and not any(seq.reserve_growth for seq, _ in chosen)
         self._note_pause(now, is_apart)
         return self._begin(step, [seq for seq, _ in chosen])
+
+    def _taking_part(self, room: LowClassRoom, now: float) -> tuple[list[Sequence], int | None]:
+        running, low_budget = taking_part(self.running, room, now - self._interactive_at)
+        if running and not running[0].is_low:
+            self._interactive_at = now
+        return running, low_budget
 
     def _note_pause(self, now: float, is_apart: bool) -> None:
         if not is_apart:
@@ -331,12 +339,13 @@ class Scheduler:
         in_step: list[Sequence],
         row_weights: tuple[float, ...],
         low_class_room: LowClassRoom,
+        now: float,
     ) -> Step | None:
         """The step after `step`, which is in flight, before its tokens are known. None if they have
         to be, if there is no block to be had without preempting, and if one is to be preempted."""
         if step.step_id == self._awaited or self._is_to_preempt:
             return None
-        running, _ = taking_part(self.running, low_class_room)
+        running, _ = self._taking_part(low_class_room, now)
         found = followers(step, in_step, running, self.config)
         if not found:
             return None

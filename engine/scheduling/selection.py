@@ -94,18 +94,21 @@ def _admissible(
             ahead.append((key, seq.num_missing))
 
 
-LowClassRoom = Callable[[int, int, int, int], tuple[int, int]]
+LowClassRoom = Callable[[int, int, int, int, float], tuple[int, int]]
 """`StepTiming.low_class_room`."""
 
 
-def room_for_all(*_: int) -> tuple[int, int]:
+def room_for_all(*_: float) -> tuple[int, int]:
     return 1 << 30, 1 << 30
 
 
-def taking_part(running: Seq[Sequence], room: LowClassRoom) -> tuple[list[Sequence], int | None]:
+def taking_part(
+    running: Seq[Sequence], room: LowClassRoom, quiet_s: float
+) -> tuple[list[Sequence], int | None]:
     """Those of `running` that the next step may compute, and how many tokens of prompts if they are
     of low classes; None: of higher ones. Low classes take part beside interactive decodes as far as
-    there is room for them, not beside interactive prompts, and always where there are neither."""
+    there is room for them, not beside interactive prompts, and always where there are neither.
+    quiet_s: since the last interactive one."""
     low = [seq for seq in running if seq.is_low]
     if not low:
         return list(running), None
@@ -115,7 +118,7 @@ def taking_part(running: Seq[Sequence], room: LowClassRoom) -> tuple[list[Sequen
     low.sort(key=lambda seq: -seq.service_class)
     decodes = [seq for seq in low if seq.is_decoding]
     num_tokens, low_tokens = (sum(s.num_computed for s in each) for each in (interactive, decodes))
-    count, budget = room(len(interactive), num_tokens, len(decodes), low_tokens)
+    count, budget = room(len(interactive), num_tokens, len(decodes), low_tokens, quiet_s)
     prompts = [seq for seq in low if not seq.is_decoding] if budget else []
     return interactive + decodes[:count] + prompts, budget
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 from zlib import crc32
 
@@ -26,11 +27,13 @@ class Steps(World):
 
     def __init__(self, **limits: Any) -> None:
         self.steps: list[dict[str, int]] = []
+        self.may_be_followed: list[bool] = []
         super().__init__(**limits)
 
     def perform(self, node: str, effects: list[Any]) -> None:
         for effect in effects:
             if node == "decode" and isinstance(effect, Execute):
+                self.may_be_followed.append(effect.step.may_be_followed)
                 shares = effect.step.seqs
                 self.steps.append({s.request_id.split("#")[0]: len(s.tokens) for s in shares})
         super().perform(node, effects)
@@ -141,17 +144,41 @@ def test_rows_of_low_classes_join_as_far_as_the_measured_step_allows(
     target_ms: float, num_rows: int
 ) -> None:
     room = timing(target_ms).low_class_room
-    count, num_tokens = room(1, 0, 32, 0)
+    count, num_tokens = room(1, 0, 32, 0, 0.0)
     assert (count, 0 <= num_tokens <= 2) == (num_rows, True)
-    assert room(1, 0, 4, 0)[0] == min(4, num_rows)
-    count, num_tokens = room(0, 0, 32, 0)
-    assert (count, num_tokens) == (32, 100), "what is computed in 0.1 s"
+    assert room(1, 0, 4, 0, 0.0)[0] == min(4, num_rows)
+
+
+def test_low_classes_alone_have_short_steps_where_interactive_requests_come() -> None:
+    room = timing(0).low_class_room
+    assert room(0, 0, 32, 0, inf) == (32, 100), "of prompts what is computed in 0.1 s"
+    count, num_tokens = room(0, 0, 32, 0, 1.0)
+    assert (count, num_tokens <= 2) == (10, True), "30 ms are 10 rows"
+    count, num_tokens = room(0, 0, 2, 0, 1.0)
+    assert (count, 14 <= num_tokens <= 16) == (2, True), "and what is left is for prompts"
+    assert room(0, 0, 0, 0, 1.0) == (0, 64), "no pass is for less"
+
+
+def test_a_step_of_low_classes_is_followed_by_one_ahead_unless_interactive_ones_come() -> None:
+    world = Steps(num_blocks=64, steps_ahead=1)
+    world.ask("low", 8, 100, BATCH)
+    world.until_in_step("low")
+    world.step()
+    assert world.may_be_followed[-1]
+    world.ask("chat", 8, 4, DEFAULT)
+    world.until_in_step("chat")
+    while ("chat", 0) in world.decode.core.seqs:
+        world.step()
+    for _ in range(5):
+        world.step()
+    assert list(world.steps[-1]) == ["low"]
+    assert not world.may_be_followed[-1]
 
 
 def test_before_steps_are_measured_nothing_joins_interactive_rows() -> None:
     room = StepTiming(worker_config(num_blocks=64, block_size=4)).low_class_room
-    assert room(1, 10, 5, 50) == (0, 0)
-    assert room(0, 0, 5, 50)[0] == 5
+    assert room(1, 10, 5, 50, 0.0) == (0, 0)
+    assert room(0, 0, 5, 50, 0.0)[0] == 5
 
 
 def test_of_low_classes_flex_joins_before_batch_and_prompts_last() -> None:
@@ -160,10 +187,10 @@ def test_of_low_classes_flex_joins_before_batch_and_prompts_last() -> None:
 
     batch, flex, chat = row("batch", BATCH), row("flex", FLEX), row("chat", DEFAULT)
     prompt, low = row("prompt", DEFAULT, 8), row("low", FLEX, 8)
-    assert taking_part([batch, flex, chat], lambda *_: (1, 0)) == ([chat, flex], 0)
-    assert taking_part([batch, low, chat], lambda *_: (1, 5)) == ([chat, batch, low], 5)
-    assert taking_part([batch, prompt, chat], lambda *_: (1, 5)) == ([prompt, chat], None)
-    assert taking_part([prompt, chat], lambda *_: (0, 0)) == ([prompt, chat], None)
+    assert taking_part([batch, flex, chat], lambda *_: (1, 0), 0.0) == ([chat, flex], 0)
+    assert taking_part([batch, low, chat], lambda *_: (1, 5), 0.0) == ([chat, batch, low], 5)
+    assert taking_part([batch, prompt, chat], lambda *_: (1, 5), 0.0) == ([prompt, chat], None)
+    assert taking_part([prompt, chat], lambda *_: (0, 0), 0.0) == ([prompt, chat], None)
 
 
 def cached(world: World, prompt: list[int]) -> int:

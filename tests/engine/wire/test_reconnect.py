@@ -205,6 +205,7 @@ async def test_a_message_that_is_none_is_not_sent_again_for_ever(a: Peer, b: Pee
     assert b.lost == [("a", 1)]
 
 
+@pytest.mark.parametrize("limits", [replace(ROOMY, give_up_s=0.5)])
 async def test_a_peer_of_another_version_is_named_with_both_versions(
     a: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
