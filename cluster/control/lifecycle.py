@@ -27,6 +27,9 @@ Incarnation = tuple[NodeId, int]
 """A worker or router, and its epoch."""
 
 
+MAX_DOUBLED = 2  # how often the time of a start is doubled
+
+
 class ProcessState(StrEnum):
     DOWN = "down"  # there is no place for it, or it was never started
     ADOPTING = "adopting"  # it runs, perhaps, and has not answered this controller yet
@@ -163,7 +166,7 @@ class ProcessSet(ABC, Generic[P]):
         if process.state is ProcessState.BACKOFF:
             return self.start(process)
         if process.state is ProcessState.STARTING:
-            reason = f"did not start within {self.config.start_timeout_s:g} s"
+            reason = f"did not start within {self.start_s(process):g} s"
             return self.failed(now, process, reason, permanent=False)
         if process.state is ProcessState.ADOPTING:
             reason = "did not answer the controller that came after its own"
@@ -175,7 +178,12 @@ class ProcessSet(ABC, Generic[P]):
         """Its next epoch starts; the effect that bounds how long it may take."""
         process.on(ProcessEvent.START)
         process.epoch += 1
-        return self.wake(self.config.start_timeout_s, process)
+        return self.wake(self.start_s(process), process)
+
+    def start_s(self, process: P) -> float:
+        """How long its start may take: longer after each failure, since a start that is ended
+        begins anew, and on a machine that is busy none would come to its end."""
+        return float(self.config.start_timeout_s * 2 ** min(process.failures, MAX_DOUBLED))
 
     def failed(self, now: float, process: P, reason: str, permanent: bool) -> list[Effect]:
         """It did not start. `permanent`: it would fail again in the same way."""
