@@ -9,7 +9,8 @@ Life: the one that `kvrelay serve` starts listens before it imports, so who asks
 one of a guardian imports at low priority first, and workers start without it meanwhile. It lives
 while somebody holds a connection to it (guardians, and `kvrelay serve` once a worker has come of
 it) and for `LINGER_S` after, and ends with its cluster. It has no CUDA context and, when it forks,
-no thread. Weights of small models on a CPU it packs once for all: workers share these pages.
+no thread. Weights of small models on a CPU it packs once for all: workers share these pages. Of
+several models it has those that were wanted last.
 
 A worker may be forked only from what it would have started as. So the socket's name is a digest of
 the installed files, the interpreter, the environment, and the kernel's namespaces; after an upgrade
@@ -52,7 +53,7 @@ UNUSED_S = 300.0  # that it lives for its starter alone: no guardian may be its 
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
 MAX_CONNECTIONS = 256  # one for each worker of the machine, and a few
 MAX_ORDER_BYTES = 1 << 20
-MAX_KEPT_BYTES = 1 << 30  # larger checkpoints take too long: 1 GiB is 2 s of work
+MAX_KEPT_BYTES = 1 << 30  # of all checkpoints: a larger one takes too long, 1 GiB is 2 s of work
 FORKED, FAILED = b"+", b"-"
 TITLE_ROOM = "-" * 256  # in its command line: a worker's is written over it
 
@@ -97,8 +98,16 @@ class KeepWeights(msgspec.Struct, frozen=True):
         must not wait for long."""
         if self.engine.tensor_parallel_size > 1 or self.model.device.startswith("cuda"):
             return False
-        sizes = (file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
-        return sum(sizes) <= MAX_KEPT_BYTES
+        return self.num_bytes <= MAX_KEPT_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors"))
+
+    @property
+    def name(self) -> str:
+        """One for each model of a server: other weights of the same model take their place."""
+        return msgspec.json.encode(self.model).decode()
 
 
 def fork_key(cluster: str, environment: Mapping[str, str]) -> str:

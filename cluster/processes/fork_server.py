@@ -31,6 +31,7 @@ from kvrelay.worker.fork_server import (
     FORKED,
     LINGER_S,
     MAX_CONNECTIONS,
+    MAX_KEPT_BYTES,
     MAX_ORDER_BYTES,
     REQUEST_S,
     UNUSED_S,
@@ -95,7 +96,7 @@ class ForkServer:
         """`calls`: what takes long, such as loading weights."""
         self._starter, self._calls = starter, calls
         self._server = socket.socket(socket.AF_UNIX)  # does not listen yet
-        self._wanted: KeepWeights | None = None
+        self._wanted: dict[str, KeepWeights] = {}  # by name, the last one last
         self._is_used = False
         self._connections = {starter}
         self._waiting = selectors.DefaultSelector()
@@ -163,15 +164,20 @@ class ForkServer:
     def _keep(self, wanted: KeepWeights) -> None:
         """Weights that cannot be loaded are of no interest: workers say why."""
         from kvrelay.engine.model.errors import ModelError
+        from kvrelay.engine.model.kept_weights import drop
 
-        if wanted != self._wanted:
-            self._wanted = wanted
-            with contextlib.suppress(ModelError, OSError, MemoryError):
-                self._calls(lambda: load(wanted))
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread():
-                    thread.join(REQUEST_S)  # what makes the runner's pool real
-            freeze()
+        known = self._wanted.pop(wanted.name, None)
+        self._wanted[wanted.name] = wanted
+        if wanted == known:
+            return
+        with contextlib.suppress(ModelError, OSError, MemoryError):
+            while sum(each.num_bytes for each in self._wanted.values()) > MAX_KEPT_BYTES:
+                drop(self._wanted.pop(next(iter(self._wanted))).name)
+            self._calls(lambda: load(wanted))
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(REQUEST_S)  # what makes the runner's pool real
+        freeze()
 
     def _fork(self, order: ForkOrder, files: list[int]) -> bool:
         """Whether there is a process now. It is no child of this one, and outlives it."""
@@ -202,7 +208,7 @@ def load(wanted: KeepWeights) -> None:
 
     model = replace(wanted.model, device="cpu")
     engine = replace(wanted.engine.sized(gpu=False), num_blocks=1, threads=1)
-    ModelRunner(Path(wanted.path), model, engine, keeps_weights=True)
+    ModelRunner(Path(wanted.path), model, engine, keep_as=wanted.name)
 
 
 def freeze() -> None:

@@ -1,9 +1,8 @@
 """Weights that a process has loaded for those that are forked from it: packed once, in memory that
 all of them share, in huge pages.
 
-`keep_weights` loads a checkpoint as its workers will; a `ModelRunner` of a forked process takes
-what it finds here if it would have loaded the same. Nothing writes to weights, so nothing is
-copied.
+A `ModelRunner` of such a process takes what it finds here if it would have loaded the same. Nothing
+writes to weights, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -29,15 +28,18 @@ class WeightsIdentity:
         return cls(versions_of(files_of(path)), config, dtype, quantization)
 
 
-_kept: tuple[WeightsIdentity, Weights] | None = None
+_kept: dict[str, tuple[WeightsIdentity, Weights]] = {}
 
 
-def keep(identity: WeightsIdentity, weights: Weights) -> None:
-    """In place of what was kept before."""
-    global _kept
-    _kept = identity, weights
+def keep(name: str, identity: WeightsIdentity, weights: Weights) -> None:
+    """In place of what was kept under that name before."""
+    _kept[name] = identity, weights
+
+
+def drop(name: str) -> None:
+    _kept.pop(name, None)
 
 
 def kept(identity: WeightsIdentity) -> Weights | None:
     """Returns None unless just these are kept."""
-    return _kept[1] if _kept is not None and _kept[0] == identity else None
+    return next((weights for known, weights in _kept.values() if known == identity), None)

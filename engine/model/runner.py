@@ -91,14 +91,15 @@ class ModelRunner:
         kv_pool: torch.Tensor | None = None,
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
-        keeps_weights: bool = False,
+        keep_as: str = "",
         version: WeightVersion | None = None,
     ) -> None:
         """engine: sized (`EngineSection.sized`), with `num_blocks`; 0: on a GPU, as many as
         `gpu_memory_utilization` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
-        keeps_weights: for processes that are forked from this one (`kept_weights`).
+        keep_as: a name for the weights, for processes that are forked from this one
+        (`kept_weights`); "": they are its own.
         version: of the weights, in place of those in `model_dir`.
         Raises ModelError."""
         self.notices: list[str] = []
@@ -108,7 +109,7 @@ class ModelRunner:
         if engine.threads:
             torch.set_num_threads(engine.threads)
         self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
-        self._keeps_weights = keeps_weights
+        self._keep_as = keep_as
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
@@ -275,8 +276,8 @@ class ModelRunner:
             return load_weights(path, self.config, ops, progress)
         identity = WeightsIdentity.of(path, self.config, self.dtype, self._quantization)
         weights = kept(identity) or load_weights(path, self.config, ops, progress)
-        if self._keeps_weights:
-            keep(identity, weights)
+        if self._keep_as:
+            keep(self._keep_as, identity, weights)
         return weights
 
     def _limits_of(self, engine: EngineSection) -> Limits:

@@ -24,11 +24,11 @@ def model_runner(
     kv_pool: Any = None,
     member: Any = None,
     progress: Callable[[str], None] = lambda _: None,
-    keeps_weights: bool = False,
+    keep_as: str = "",
     **settings: Any,
 ) -> ModelRunner:
     of = {"kv_pool": kv_pool, "member": member, "progress": progress}
-    return ModelRunner(path, *sections(settings), keeps_weights=keeps_weights, **of)
+    return ModelRunner(path, *sections(settings), keep_as=keep_as, **of)
 
 
 def parallel_runner(

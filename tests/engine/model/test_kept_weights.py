@@ -21,7 +21,7 @@ PROMPT, BLOCKS = tokens_of(40, seed=1), [5, 3, 1, 7]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_weights, "_kept", None)
+    monkeypatch.setattr(kept_weights, "_kept", {})
 
 
 def head_of(runner: ModelRunner) -> int:
@@ -35,7 +35,7 @@ def test_a_runner_takes_what_it_would_have_loaded(tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path)
     alone = model_runner(tmp_path, **OPTIONS)
     expected = generate(alone, PROMPT, BLOCKS, 8, temperature=0.0)
-    keeper = model_runner(tmp_path, **(OPTIONS | {"num_blocks": 1}), keeps_weights=True)
+    keeper = model_runner(tmp_path, **(OPTIONS | {"num_blocks": 1}), keep_as="a")
     taker = model_runner(tmp_path, **OPTIONS)
     assert head_of(taker) == head_of(keeper) != head_of(alone)
     assert generate(taker, PROMPT, BLOCKS, 8, temperature=0.0) == expected
@@ -44,14 +44,27 @@ def test_a_runner_takes_what_it_would_have_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("differs", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
 def test_other_weights_are_loaded(tmp_path: Path, differs: dict[str, Any]) -> None:
     make_checkpoint("qwen2", tmp_path)
-    keeper = model_runner(tmp_path, **OPTIONS, keeps_weights=True)
+    keeper = model_runner(tmp_path, **OPTIONS, keep_as="a")
     assert head_of(model_runner(tmp_path, **(OPTIONS | differs))) != head_of(keeper)
+
+
+def test_each_of_several_models_is_kept_until_it_is_dropped(tmp_path: Path) -> None:
+    for name in ("qwen2", "llama"):
+        make_checkpoint(name, tmp_path / name)
+    keepers = {
+        name: model_runner(tmp_path / name, **OPTIONS, keep_as=name) for name in ("qwen2", "llama")
+    }
+    for name, keeper in keepers.items():
+        assert head_of(model_runner(tmp_path / name, **OPTIONS)) == head_of(keeper)
+    kept_weights.drop("qwen2")
+    heads = {name: head_of(model_runner(tmp_path / name, **OPTIONS)) for name in keepers}
+    assert [heads[name] == head_of(keepers[name]) for name in keepers] == [False, True]
 
 
 def test_a_checkpoint_that_was_replaced_is_loaded(tmp_path: Path) -> None:
     """By one of the same size, with the same time of its last change."""
     make_checkpoint("qwen2", tmp_path)
-    keeper = model_runner(tmp_path, **OPTIONS, keeps_weights=True)
+    keeper = model_runner(tmp_path, **OPTIONS, keep_as="a")
     (file,) = tmp_path.glob("*.safetensors")
     before = file.stat()
     data = file.read_bytes()
