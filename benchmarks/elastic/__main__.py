@@ -18,6 +18,7 @@ copy of it in host memory, and the host tier, come on top.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import click
+import httpx
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -45,6 +47,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 
 KV_GIB = 2.0  # each server's, however many workers it has
+SHARED_MEMORY, SETTLE_S = Path("/dev/shm"), 60.0
 LOADS = ("agents", "chat", "mixed", "swing", "kill", "flip", "all")
 ONE, TWO, THREE, FOUR, PEER = "one pool", "1 + 1", "1 + 2", "2 + 2", "vLLM"
 
@@ -85,11 +88,29 @@ def compared(
     found: dict[str, list[Figures]] = {name: [] for name in servers}
     for i in range(rounds):
         for name in list(servers) if i % 2 == 0 else list(servers)[::-1]:
+            before = {*SHARED_MEMORY.iterdir()}
             with console.status(f"round {i + 1}, {name}"), servers[name]() as server:
                 for words in ("Hello", "Hello " * 500):  # what only the first prompts pay for
                     time_one(server.url, words)
                 found[name].append(measure(server.url, i))
+                if isinstance(server, Served):
+                    console.print(f"{name}: {audit(server.url)}")
+            if left := {*SHARED_MEMORY.iterdir()} - before:
+                console.print(f"{name}: left in shared memory: {', '.join(map(str, left))}")
     return found
+
+
+def audit(url: str) -> str:
+    """What a server has left once it is idle, and its tiers have written what they write."""
+    began = time.monotonic()
+    while True:
+        report = httpx.get(f"{url}/audit", timeout=60).json()
+        took_s = time.monotonic() - began
+        if report["clean"] and not report["live"]:
+            return f"the audit is clean {took_s:.0f} s after the load"
+        if took_s > SETTLE_S:
+            return f"left {took_s:.0f} s after the load: {report['left'] + report['wrong']}"
+        time.sleep(1.0)
 
 
 def table(title: str, found: Mapping[str, Sequence[Figures]]) -> Table:

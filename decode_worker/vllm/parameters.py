@@ -20,8 +20,6 @@ def unsupported(sampling: SamplingParams) -> str:
         return "a budget for reasoning"
     if sampling.bad_words:
         return "bad_words"
-    if sampling.logprob_token_ids:
-        return "logprob_token_ids"
     if sampling.grammar and not structure(sampling.grammar):
         return "a grammar of several parts, as tool calls beside reasoning need"
     return ""
@@ -79,6 +77,8 @@ def options(sampling: SamplingParams, num_output_tokens: int, *, sent: bool) -> 
         found["logit_bias"] = {token: max(-BIAS, min(BIAS, value)) for token, value in bias}
     if sampling.allowed_token_ids:
         found["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.logprob_token_ids:
+        found |= {"logprob_token_ids": list(sampling.logprob_token_ids), "logprobs": None}
     if sampling.grammar:
         found["structured_outputs"] = structure(sampling.grammar)
     return found

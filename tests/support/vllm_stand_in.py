@@ -264,8 +264,9 @@ class LLMEngine:
         if finish:
             self._end(request.key)
         known = None
-        if params.logprobs is not None:
-            best = {each: SimpleNamespace(logprob=-1.0 - each, rank=each + 1) for each in range(2)}
+        if params.logprobs is not None or params.logprob_token_ids:
+            told = params.logprob_token_ids or range(2)
+            best = {each: SimpleNamespace(logprob=-1.0 - each, rank=each + 1) for each in told}
             known = [best | {token: SimpleNamespace(logprob=-9.0, rank=token + 3)}]
         output = SimpleNamespace(
             token_ids=[token], logprobs=known, finish_reason=finish, stop_reason=None
@@ -315,6 +316,7 @@ class KVEventsConfig(SimpleNamespace): ...
 class SamplingParams(SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         defaults = {"seed": None, "stop_token_ids": None, "min_tokens": 0, "logprobs": None}
+        defaults["logprob_token_ids"] = None
         super().__init__(**{**defaults, **given})
 
 

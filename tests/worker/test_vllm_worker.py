@@ -125,6 +125,10 @@ def test_requests_are_answered_with_what_vllm_generates(cluster: LocalCluster) -
     assert stopped.tokens[-1] == stops[0]
     [known] = cluster.generate(PROMPTS[:1], replace(GREEDY, logprobs=1))
     assert [len(each.top) for each in known.logprobs] == [1] * 60
+    chosen = replace(GREEDY, logprobs=0, logprob_token_ids=(301, 300))  # never the next one
+    [known] = cluster.generate(PROMPTS[:1], chosen)
+    tops = [[token for token, _ in each.top] for each in known.logprobs]
+    assert tops == [[token, 300, 301] for token in known.tokens]
     assert_clean(cluster)
 
 
