@@ -36,9 +36,9 @@ def structure(grammar: str) -> dict[str, Any]:
         return {}
     if len(grammars) != 1:
         return {}
-    if "json_schema" in grammars[0]:
+    if grammars[0].get("json_schema") is not None:
         return {"json": json.dumps(grammars[0]["json_schema"])}
-    lark = grammars[0].get("lark_grammar", "")
+    lark = grammars[0].get("lark_grammar")
     return {"grammar": lark} if lark else {}
 
 

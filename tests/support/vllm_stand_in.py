@@ -88,6 +88,10 @@ def next_token(tokens: list[int], drawn: str = "") -> int:
     return blake2b(f"{tokens} {drawn}".encode(), digest_size=1).digest()[0]
 
 
+class VLLMValidationError(Exception):
+    """No ValueError, as vLLM's is none."""
+
+
 @dataclass
 class LLMEngine:
     vllm_config: Any
@@ -138,7 +142,7 @@ class LLMEngine:
     def add_request(self, key: str, prompt: dict[str, Any], params: Any) -> None:
         tokens = list(prompt["prompt_token_ids"])
         if max(tokens) >= VOCAB:
-            raise ValueError(f"Token id {max(tokens)} is out of vocabulary")
+            raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
         self.requests[key] = _Request(key, tokens, params, prompt.get("cache_salt", ""))
 
     def abort_request(self, keys: list[str]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.build import build, check_blocks
@@ -491,6 +492,7 @@ def test_a_block_after_an_unknown_one_has_no_name() -> None:
     [
         ("start: /a/", {"grammar": "start: /a/"}),
         ('{"grammars": [{"lark_grammar": "start: /a/"}]}', {"grammar": "start: /a/"}),
+        (grammar_of("regex", "a+", {}), {"grammar": "start: /a+/"}),
         ('{"grammars": [{"json_schema": {"type": "null"}}]}', {"json": '{"type": "null"}'}),
         ('{"grammars": [{"lark_grammar": "start: @a"}, {"name": "a"}]}', {}),
         ("{", {}),
