@@ -110,6 +110,8 @@ def prepare_model(
     here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
     here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
     here += beside
+    if on_gpu:
+        host_bytes += sum(plan.copied_bytes for plan in here)
     check_memory([] if on_gpu else here, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
         path=path,

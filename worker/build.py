@@ -208,14 +208,16 @@ def with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
     host_bytes = spec.share_of(spec.tiers.set_host_gib)
     if spec.tiers.host_gib == "auto":  # each of its machines gives as much as this one
         gpus = spec.num_ranks_here * gpu_bytes() if on_gpu else 0
-        free_bytes = available_bytes - (0 if on_gpu else plan.needed_bytes // num_machines)
+        needed_bytes = plan.host_needed_bytes(on_gpu=on_gpu)
+        free_bytes = available_bytes - needed_bytes // num_machines
         here = auto_host_bytes(plan, spec.num_sharing, free_bytes, gpus)
         here = max(here, kept_bytes) if here else 0  # as much as before it died
         host_bytes = here * num_machines
     disk_bytes, packed_bytes = map(spec.share_of, (spec.tiers.disk_gib, spec.tiers.packed_gib))
     plan = plan_tiers(plan, host_bytes, disk_bytes, spec.tiers.disk_codec, packed_bytes)
     if num_machines == 1:  # else this one has a part
-        check_memory([] if on_gpu else [plan], available_bytes, plan.host_bytes)
+        host_bytes = plan.host_bytes + (plan.copied_bytes if on_gpu else 0)
+        check_memory([] if on_gpu else [plan], available_bytes, host_bytes)
     return plan
 
 

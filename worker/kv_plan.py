@@ -48,6 +48,7 @@ class KVPlan:
     num_ranks: int = 1  # processes of a worker
     num_copies: int = 1  # that these hold of each block together
     group_windows: tuple[Window, ...] = ()  # where there are several groups: of each
+    is_copied: bool = False  # another engine's: it is in host memory a second time
 
     @property
     def windows(self) -> Windows:
@@ -84,8 +85,16 @@ class KVPlan:
         return self.num_blocks * self.bytes_per_block
 
     @property
+    def copied_bytes(self) -> int:
+        return self.kv_bytes if self.is_copied else 0
+
+    @property
     def needed_bytes(self) -> int:
-        return self.kv_bytes + self.weights_bytes + self.spare_bytes
+        return self.kv_bytes + self.copied_bytes + self.weights_bytes + self.spare_bytes
+
+    def host_needed_bytes(self, *, on_gpu: bool) -> int:
+        """What the worker needs of the machine's memory, beside its host tier."""
+        return self.copied_bytes if on_gpu else self.needed_bytes
 
 
 def model_config(path: Path, engine: EngineSection) -> ModelConfig:
@@ -129,7 +138,15 @@ def plan_kv(
         num_ranks=ranks,
         num_copies=copies,
         group_windows=groups,
+        is_copied=copies_kv(engine, spec),
     )
+
+
+def copies_kv(engine: EngineSection, spec: KVSpec) -> bool:
+    """Whether KV of vLLM is copied to the worker's memory. Ranks are other processes, and a state
+    is not in blocks of tokens."""
+    is_alone = engine.tensor_parallel_size == 1
+    return engine.runs == "vllm" and is_alone and not spec.num_state_groups
 
 
 def fit_gpu(
@@ -216,6 +233,7 @@ def check_memory(plans: Sequence[KVPlan], available_bytes: int, host_bytes: int 
         whose = "each" if count == len(plans) else f"{count} of them"
         parts.append(
             f"{whose} {plan.weights_bytes / GIB:.2f} weights + {plan.kv_bytes / GIB:.2f} KV"
+            f"{f' + {plan.copied_bytes / GIB:.2f} its copy' if plan.is_copied else ''}"
             f" + {plan.spare_bytes / GIB:.2f} spare"
         )
     host = f" + {host_bytes / GIB:.2f} for the host tier" if host_bytes else ""

@@ -1,9 +1,11 @@
 """Two pools beside one pool of the same hardware, and beside a peer, under untuned load.
 
-`python -m benchmarks.elastic [LOAD] [--vllm-python PYTHON] [--json FILE]`
+`python -m benchmarks.elastic [LOAD] [--vllm-python PYTHON] [--engine vllm] [--json FILE]`
 
 Each server is started alone with its default settings (one pool gets the KV memory of both), takes
 the load of a round and is stopped, so that idle servers take no cores. Rounds go there and back.
+With `--engine vllm` the workers of ours compute with vLLM too, in as much KV memory together; the
+copy of it in host memory, and the host tier, come on top.
 
 * agents: conversations at once, each with a context of its own and turns with time to think
 * chat: short prompts at a rate, open loop
@@ -16,6 +18,7 @@ the load of a round and is stopped, so that idle servers take no cores. Rounds g
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import click
+import httpx
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -32,19 +36,39 @@ from benchmarks.elastic.load import TURNS, Figures, agents, chat, mixed, swing
 from benchmarks.report import json_option, make_console, write_json
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
-from benchmarks.serving.vllm_served import VllmServed, VllmSetup, check_python
+from benchmarks.serving.vllm_served import (
+    BLOCK_SIZE,
+    START_TIMEOUT_S,
+    VllmServed,
+    VllmSetup,
+    check_python,
+)
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 
 KV_GIB = 2.0  # each server's, however many workers it has
+SHARED_MEMORY, SETTLE_S = Path("/dev/shm"), 60.0
 LOADS = ("agents", "chat", "mixed", "swing", "kill", "flip", "all")
-ONE, TWO, FOUR, PEER = "one pool", "1 + 1", "2 + 2", "vLLM"
+ONE, TWO, THREE, FOUR, PEER = "one pool", "1 + 1", "1 + 2", "2 + 2", "vLLM"
 
 
-def ours(prefill: int, decode: int) -> Callable[[], AbstractContextManager[Any]]:
+def ours(
+    prefill: int, decode: int, vllm: Mapping[str, Any]
+) -> Callable[[], AbstractContextManager[Any]]:
     """Default settings; the memory for KV is divided among the workers."""
-    settings = {"engine.kv_cache_gib": KV_GIB / (prefill + decode)}
+    settings = {"engine.kv_cache_gib": KV_GIB / (prefill + decode), **vllm}
     return lambda: Served(settings, "--prefill", str(prefill), "--decode", str(decode))
+
+
+def by_vllm(python: Path) -> dict[str, Any]:
+    """Settings with which workers compute with vLLM, as `peer` does."""
+    return {
+        "engine.runs": "vllm",
+        "engine.python": str(python),
+        "engine.block_size": BLOCK_SIZE,
+        "model.dtype": "bfloat16",
+        "cluster.start_timeout_s": START_TIMEOUT_S,
+    }
 
 
 def peer(python: Path) -> Callable[[], AbstractContextManager[Any]]:
@@ -64,11 +88,29 @@ def compared(
     found: dict[str, list[Figures]] = {name: [] for name in servers}
     for i in range(rounds):
         for name in list(servers) if i % 2 == 0 else list(servers)[::-1]:
+            before = {*SHARED_MEMORY.iterdir()}
             with console.status(f"round {i + 1}, {name}"), servers[name]() as server:
                 for words in ("Hello", "Hello " * 500):  # what only the first prompts pay for
                     time_one(server.url, words)
                 found[name].append(measure(server.url, i))
+                if isinstance(server, Served):
+                    console.print(f"{name}: {audit(server.url)}")
+            if left := {*SHARED_MEMORY.iterdir()} - before:
+                console.print(f"{name}: left in shared memory: {', '.join(map(str, left))}")
     return found
+
+
+def audit(url: str) -> str:
+    """What a server has left once it is idle, and its tiers have written what they write."""
+    began = time.monotonic()
+    while True:
+        report = httpx.get(f"{url}/audit", timeout=60).json()
+        took_s = time.monotonic() - began
+        if report["clean"] and not report["live"]:
+            return f"the audit is clean {took_s:.0f} s after the load"
+        if took_s > SETTLE_S:
+            return f"left {took_s:.0f} s after the load: {report['left'] + report['wrong']}"
+        time.sleep(1.0)
 
 
 def table(title: str, found: Mapping[str, Sequence[Figures]]) -> Table:
@@ -86,17 +128,26 @@ def table(title: str, found: Mapping[str, Sequence[Figures]]) -> Table:
 @click.option("--seconds", type=float, default=40.0, show_default=True, help="Of chat and mixed.")
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--vllm-python", type=click.Path(path_type=Path), help="Of the peer; see peer.py.")
+@click.option(
+    "--engine", type=click.Choice(["kvrelay", "vllm"]), default="kvrelay", show_default=True,
+    help="Of our workers.",
+)  # fmt: skip
 @click.option("--servers", default=f"{ONE},{TWO},{FOUR}", show_default=True)
 @json_option()
 def main(
     what: str, num_agents: Sequence[int], seconds: float, rounds: int, vllm_python: Path | None,
-    servers: str, json_path: Path | None,
+    engine: str, servers: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Ours in one pool, 1 + 1 and 2 + 2, and a peer, in turns."""
-    known = {ONE: ours(0, 1), TWO: ours(1, 1), FOUR: ours(2, 2)}
+    python = check_python(vllm_python) if vllm_python or engine == "vllm" else None
+    vllm = by_vllm(python) if python is not None and engine == "vllm" else {}
+    known = {
+        name: ours(*roles, vllm)
+        for name, roles in {ONE: (0, 1), TWO: (1, 1), THREE: (1, 2), FOUR: (2, 2)}.items()
+    }
     chosen = {name: known[name] for name in servers.split(",")}
-    if vllm_python is not None:
-        chosen[PEER] = peer(check_python(vllm_python))
+    if python is not None:
+        chosen[PEER] = peer(python)
     console = make_console()
     results: dict[str, Any] = {}
 
@@ -126,7 +177,8 @@ def main(
         run("kill -9", lambda url, i: asyncio.run(kills(url, i)))
     if what in ("flip", "all"):
         run("roles change", lambda url, i: asyncio.run(flips(url, i)))
-    write_json(json_path, {"kv_gib": KV_GIB, "rounds": rounds, "results": results})
+    about = {"kv_gib": KV_GIB, "rounds": rounds, "engine": engine}
+    write_json(json_path, about | {"results": results})
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class Served(OwnedServer):
         """`env`: variables to set beside those of this process. `prefix`: of the command, to run
         it elsewhere. `with_ray`: it is not ready before its Ray, whose start takes cores."""
         self._with_ray = with_ray
+        self._start_s = float(settings.get("cluster.start_timeout_s", 0.0))  # type: ignore[arg-type]
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "kvrelay.toml"
         path.write_text(toml_text(settings))
@@ -119,7 +120,7 @@ class Served(OwnedServer):
             self._folder.cleanup()
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
+        deadline = time.monotonic() + max(READY_TIMEOUT_S, self._start_s)
         while time.monotonic() < deadline and self.process.poll() is None:
             for line in list(self.lines):
                 if found := re.search(r"Ready: .* at (\S+)/v1", line):

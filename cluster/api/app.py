@@ -33,6 +33,7 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.explain import explanation_routes
 from kvrelay.cluster.api.incoming import caller
+from kvrelay.cluster.api.openai.chats import ChatsFormat, ChatsRequest, plan_chats
 from kvrelay.cluster.api.openai.embeddings import (
     EmbeddingFormat,
     EmbeddingRequest,
@@ -135,6 +136,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
     chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
+    chats = GenerateEndpoint(ctx, "chat", partial(parse, ChatsRequest), plan_chats, ChatsFormat)
     read_completion = partial(parse, CompletionRequest)
     completions = GenerateEndpoint(
         ctx, "completions", read_completion, plan_completion, CompletionFormat
@@ -150,6 +152,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     )
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/chat/completions/batch", chats, methods=["POST"]),
         *StoredChats(ctx).routes(),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),

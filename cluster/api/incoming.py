@@ -222,7 +222,8 @@ def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> Non
     wrong = [t for t in (min(tokens), max(tokens)) if not 0 <= t < size] if tokens else []
     if wrong:
         raise invalid(
-            f"'{param}': {reprlib.repr(wrong[0])} is not a token id, they are 0 to {size - 1}",
+            f"'{param}': {reprlib.repr(wrong[0])} is not a token id, they are 0 to {size - 1}:"
+            " out of vocabulary",
             param=param,
         )
 

@@ -93,7 +93,6 @@ _CANNOT = {
 CHAT = Fields(
     refused={
         **_CANNOT,
-        "add_special_tokens": Refused("the chat template adds what is needed"),
         "audio": Refused("audio is not supported"),
         "chat_template": Refused(_NO_TEMPLATE),
         "documents": Refused("documents are not supported; put them into a message"),

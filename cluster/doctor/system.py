@@ -80,14 +80,16 @@ def check_left_memory(left: Iterable[tuple[Path, int]]) -> Finding:
 
 
 def check_memory(available: int, config: Config, root: Path) -> Finding:
-    """`available`: bytes. All workers are taken to be here; on GPUs, KV is in their memory."""
+    """`available`: bytes. All workers are taken to be here; on GPUs, KV is in their memory. That of
+    vLLM is in the machine's once more."""
     check = "memory"
     workers, on_gpus = config.most_workers, bool(_gpus(root))
-    kv_gib = sum(
-        own.most_workers * own.engine.sized(gpu=False).kv_cache_gib
-        for own in config.by_model().values()
-        if own.model.device == "cpu" or not on_gpus
-    )
+    kv_gib = 0.0
+    for own in config.by_model().values():
+        is_here = own.model.device == "cpu" or not on_gpus
+        is_copied = own.engine.runs == "vllm" and own.engine.tensor_parallel_size == 1
+        size = own.engine.sized(gpu=not is_here).kv_cache_gib
+        kv_gib += own.most_workers * size * (is_here + is_copied)
     need = int((kv_gib + config.tiers.memory_gib) * GIB)
     if available >= need:
         return ok(check, f"{available / GIB:.1f} GiB free; KV takes {need / GIB:.1f} GiB at most")

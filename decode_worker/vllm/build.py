@@ -57,10 +57,8 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
     engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
     check_blocks(engine, on_gpu=spec.on_gpu)
     os.environ.update(environment(engine, on_gpu=spec.on_gpu))
-    # Ranks are other processes, and a state is not in blocks of tokens.
-    copies = engine.tensor_parallel_size == 1 and not plan.spec.num_state_groups
     try:
-        vllm = VllmEngine(spec.worker, arguments(spec, engine, path), copies=copies)
+        vllm = VllmEngine(spec.worker, arguments(spec, engine, path), copies=plan.is_copied)
     except ImportError as error:
         raise BuildError(f"engine.python = '{engine.python}' has no vLLM: {error}") from error
     except (TypeError, ValueError) as error:
@@ -91,8 +89,8 @@ def _built(
         plan, spec=copied or plan.spec, num_blocks=num_blocks, window=whole, group_windows=()
     )
     digest = model_digest(path, str(model.dtype))
-    if copied is not None:
-        plan = with_tiers(plan, spec)
+    if copied is not None:  # its weights are there; memory for its KV comes into use as it fills
+        plan = with_tiers(replace(plan, weights_bytes=0), spec)
     longest = min(model.max_model_len, num_blocks * cache.block_size)
     config = worker_config(spec, plan, longest, digest)
     config = structs.replace(config, serves_adapters=False, num_packed_blocks=0)

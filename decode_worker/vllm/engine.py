@@ -178,7 +178,7 @@ class VllmEngine:
         self.copies.begin(effect)
         try:
             self._engine.add_request(effect.key, _prompt(effect), _sampling(effect.options))
-        except ValueError as error:  # also what vLLM raises for parameters
+        except Exception as error:  # what it refuses has classes of vLLM's own; it goes on
             self.copies.end(effect.key)
             self._deliver(NotBegun(effect.key, first_line(error)))
 

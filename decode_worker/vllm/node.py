@@ -35,7 +35,13 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.messages import WorkRequest
 from kvrelay.engine.node import Effect, Exit, Note, Send
-from kvrelay.engine.request import FinishReason, PromptOutputs, Refusal, TokenLogprobs
+from kvrelay.engine.request import (
+    FinishReason,
+    PromptOutputs,
+    Refusal,
+    SamplingParams,
+    TokenLogprobs,
+)
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import WorkerStats
 from kvrelay.engine.weights import NO_VERSION, UpdateWeights, WeightsUpdated
@@ -211,7 +217,7 @@ class VllmWorker(Worker):
                 continue
             if not seq.reserve_growth and depends_on_output(seq.sampling):
                 break  # who decodes it samples this token
-            top = None if about is None else _best(about, seq.sampling.logprobs or 0)
+            top = None if about is None else _told(about, seq.sampling)
             seq.append(token, top)
             finish = seq.finish_reason(self.config.max_model_len)
             if finish is not None:
@@ -326,6 +332,14 @@ class VllmWorker(Worker):
 def _name(seq: Sequence) -> str:
     """The key that vLLM knows it by."""
     return f"{seq.request_id}/{seq.attempt}"
+
+
+def _told(known: TokenLogprobs, sampling: SamplingParams) -> TokenLogprobs:
+    """Chosen tokens come as from our engine: the best first, before them a token that is none."""
+    ids = sampling.logprob_token_ids
+    if not ids:
+        return _best(known, sampling.logprobs or 0)
+    return replace(known, top=tuple(sorted(known.top, key=lambda each: (each[0] in ids, -each[1]))))
 
 
 def _best(known: TokenLogprobs, count: int) -> TokenLogprobs:

@@ -20,8 +20,6 @@ def unsupported(sampling: SamplingParams) -> str:
         return "a budget for reasoning"
     if sampling.bad_words:
         return "bad_words"
-    if sampling.logprob_token_ids:
-        return "logprob_token_ids"
     if sampling.grammar and not structure(sampling.grammar):
         return "a grammar of several parts, as tool calls beside reasoning need"
     return ""
@@ -38,9 +36,9 @@ def structure(grammar: str) -> dict[str, Any]:
         return {}
     if len(grammars) != 1:
         return {}
-    if "json_schema" in grammars[0]:
+    if grammars[0].get("json_schema") is not None:
         return {"json": json.dumps(grammars[0]["json_schema"])}
-    lark = grammars[0].get("lark_grammar", "")
+    lark = grammars[0].get("lark_grammar")
     return {"grammar": lark} if lark else {}
 
 
@@ -79,6 +77,8 @@ def options(sampling: SamplingParams, num_output_tokens: int, *, sent: bool) -> 
         found["logit_bias"] = {token: max(-BIAS, min(BIAS, value)) for token, value in bias}
     if sampling.allowed_token_ids:
         found["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.logprob_token_ids:
+        found |= {"logprob_token_ids": list(sampling.logprob_token_ids), "logprobs": None}
     if sampling.grammar:
         found["structured_outputs"] = structure(sampling.grammar)
     return found

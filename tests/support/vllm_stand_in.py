@@ -88,6 +88,10 @@ def next_token(tokens: list[int], drawn: str = "") -> int:
     return blake2b(f"{tokens} {drawn}".encode(), digest_size=1).digest()[0]
 
 
+class VLLMValidationError(Exception):
+    """No ValueError, as vLLM's is none."""
+
+
 @dataclass
 class LLMEngine:
     vllm_config: Any
@@ -138,7 +142,7 @@ class LLMEngine:
     def add_request(self, key: str, prompt: dict[str, Any], params: Any) -> None:
         tokens = list(prompt["prompt_token_ids"])
         if max(tokens) >= VOCAB:
-            raise ValueError(f"Token id {max(tokens)} is out of vocabulary")
+            raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
         self.requests[key] = _Request(key, tokens, params, prompt.get("cache_salt", ""))
 
     def abort_request(self, keys: list[str]) -> None:
@@ -264,8 +268,9 @@ class LLMEngine:
         if finish:
             self._end(request.key)
         known = None
-        if params.logprobs is not None:
-            best = {each: SimpleNamespace(logprob=-1.0 - each, rank=each + 1) for each in range(2)}
+        if params.logprobs is not None or params.logprob_token_ids:
+            told = params.logprob_token_ids or range(2)
+            best = {each: SimpleNamespace(logprob=-1.0 - each, rank=each + 1) for each in told}
             known = [best | {token: SimpleNamespace(logprob=-9.0, rank=token + 3)}]
         output = SimpleNamespace(
             token_ids=[token], logprobs=known, finish_reason=finish, stop_reason=None
@@ -315,6 +320,7 @@ class KVEventsConfig(SimpleNamespace): ...
 class SamplingParams(SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         defaults = {"seed": None, "stop_token_ids": None, "min_tokens": 0, "logprobs": None}
+        defaults["logprob_token_ids"] = None
         super().__init__(**{**defaults, **given})
 
 

@@ -86,6 +86,18 @@ def test_workers_of_two_sizes_need_what_each_of_them_needs() -> None:
         check_memory([one, three, one], needed - 1)
 
 
+def test_memory_for_the_copy_of_another_engines_kv_is_counted() -> None:
+    engine = EngineSection(runs="vllm", python="python", kv_cache_gib=1.0, block_size=32)
+    plan = plan_kv(MODEL, engine, "float32")
+    assert plan.needed_bytes == 2 * plan.kv_bytes + plan.weights_bytes + SPARE_BYTES
+    assert plan.host_needed_bytes(on_gpu=True) == plan.kv_bytes
+    check_memory([plan], plan.needed_bytes)
+    with pytest.raises(BuildError, match=r"\+ 1.00 KV \+ 1.00 its copy \+ "):
+        check_memory([plan], plan.needed_bytes - 1)
+    ranks = plan_kv(MODEL, structs.replace(engine, tensor_parallel_size=3), "float32")
+    assert ranks.copied_bytes == 0
+
+
 def test_weights_in_eight_bits_leave_room_for_what_they_save() -> None:
     engine = EngineSection(num_blocks=8)
     wide, int8 = plan_kv(MODEL, engine, "float32"), plan_kv(MODEL, engine, "float32", "int8")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.build import build, check_blocks
@@ -125,6 +126,10 @@ def test_requests_are_answered_with_what_vllm_generates(cluster: LocalCluster) -
     assert stopped.tokens[-1] == stops[0]
     [known] = cluster.generate(PROMPTS[:1], replace(GREEDY, logprobs=1))
     assert [len(each.top) for each in known.logprobs] == [1] * 60
+    chosen = replace(GREEDY, logprobs=0, logprob_token_ids=(301, 300))  # never the next one
+    [known] = cluster.generate(PROMPTS[:1], chosen)
+    tops = [[token for token, _ in each.top] for each in known.logprobs]
+    assert tops == [[token, 300, 301] for token in known.tokens]
     assert_clean(cluster)
 
 
@@ -487,6 +492,7 @@ def test_a_block_after_an_unknown_one_has_no_name() -> None:
     [
         ("start: /a/", {"grammar": "start: /a/"}),
         ('{"grammars": [{"lark_grammar": "start: /a/"}]}', {"grammar": "start: /a/"}),
+        (grammar_of("regex", "a+", {}), {"grammar": "start: /a+/"}),
         ('{"grammars": [{"json_schema": {"type": "null"}}]}', {"json": '{"type": "null"}'}),
         ('{"grammars": [{"lark_grammar": "start: @a"}, {"name": "a"}]}', {}),
         ("{", {}),

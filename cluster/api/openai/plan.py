@@ -40,7 +40,7 @@ from kvrelay.cluster.api.openai.schema import (
 from kvrelay.cluster.api.output.dialect import Reading
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.cluster.api.text.chat_template import TemplateOptions
-from kvrelay.cluster.api.text.detokenizer import Detokenizer
+from kvrelay.cluster.api.text.detokenizer import Decoder, Detokenizer
 from kvrelay.cluster.api.text.tokenizer import (
     MANY_CHARS,
     ChatPrompt,
@@ -172,6 +172,11 @@ async def chat_prompt(
 ) -> ChatPrompt:
     """keep: as of `Tokenizer.encode_bounded`. Raises `ApiError`."""
     _check(ctx, request)
+    if request.add_special_tokens and ctx.tokenizer.encode("", is_prompt=False):
+        raise invalid(
+            "'add_special_tokens': the chat template adds what is needed",
+            param="add_special_tokens",
+        )
     messages = [message.for_template() for message in request.messages]
     given = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
@@ -212,6 +217,8 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
     grammar = await constrain(ctx, request)
     prompts: list[ChoicePlan] = []
     for prompt in request.prompt:
+        # Who sends token ids means the special ones among them, as in vLLM.
+        decoder = ctx.tokenizer if isinstance(prompt, str) else ctx.tokenizer.showing(None)
         special, wanted = request.add_special_tokens, request.max_tokens
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
         keep = keep_of(ctx, request, wanted)
@@ -227,11 +234,11 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
         text = ""
         offsets: tuple[int, ...] = ()
         if echoes:
-            text, offsets = await ctx.in_thread(len(tokens), texts_of, ctx.tokenizer, tokens)
+            text, offsets = await ctx.in_thread(len(tokens), texts_of, decoder, tokens)
         elif request.echo:
             text = prompt
             if not isinstance(prompt, str):
-                text = await ctx.in_thread(len(tokens), ctx.tokenizer.decode, tokens)
+                text = await ctx.in_thread(len(tokens), decoder.decode, tokens)
         most = min(max(1, wanted), room)
         sampling = _sampling(ctx.tokenizer, request, most, request.logprobs, grammar)
         if offsets:
@@ -300,9 +307,9 @@ async def _between(ctx: ApiContext, tokens: Sequence[int], suffix: str) -> list[
         raise invalid(f"'suffix': {error}", param="suffix") from None
 
 
-def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+def texts_of(decoder: Decoder, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """Text of `tokens`, and where in it the text of each begins."""
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(decoder)
     texts: list[str] = []
     offsets: list[int] = []
     for token in tokens:

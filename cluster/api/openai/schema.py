@@ -407,6 +407,7 @@ class ChatRequest(GenerationRequest):
     include_reasoning: Annotated[bool, or_default(True)] = True
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_options_of)] | None = None
     add_generation_prompt: Annotated[bool, or_default(True)] = True
+    add_special_tokens: Flag = False  # vLLM's: those of a text, before what the template makes
     # Tokens of reasoning; the second name is vLLM's, where -1 is no bound.
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None

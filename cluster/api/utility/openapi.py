@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 from kvrelay.cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from kvrelay.cluster.api.batches.routes import BatchRequest
 from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.openai.chats import ChatsRequest
 from kvrelay.cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from kvrelay.cluster.api.openai.schema import (
     ChatRequest,
@@ -37,6 +38,7 @@ _PLACE = {"in": "path", "required": True, "schema": {"type": "string"}}
 # Method and path of a route -> what it does, and the model of its body.
 CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
     "POST /v1/chat/completions": ("Answer a conversation", ChatRequest),
+    "POST /v1/chat/completions/batch": ("Answer several conversations", ChatsRequest),
     "GET /v1/chat/completions": ("Completions that are kept", None),
     "GET /v1/chat/completions/{id}": ("One of them", None),
     "POST /v1/chat/completions/{id}": ("Change its metadata", MetadataRequest),

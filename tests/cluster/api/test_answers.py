@@ -237,6 +237,17 @@ def test_echo_puts_the_prompt_first(
     assert text == "Say it." + ANSWER
 
 
+def test_echo_of_token_ids_has_the_special_ones(served: Served, tokenizer: Tokenizer) -> None:
+    prompt = [0, *tokenizer.encode("Say it."), 0]
+    shown = tokenizer.decode(prompt, skip_special_tokens=False)
+    assert len(shown) > len("Say it.")
+    for logprobs in (None, 0):
+        answer = served.openai().completions.create(
+            model=MODEL, prompt=prompt, echo=True, logprobs=logprobs, max_tokens=1
+        )
+        assert answer.choices[0].text.startswith(shown)
+
+
 def test_every_sampling_parameter_reaches_the_router(served: Served, tokenizer: Tokenizer) -> None:
     extra = {
         "top_k": 5,

@@ -281,7 +281,9 @@ def test_what_is_no_token_id_is_named_and_goes_nowhere(served: Served, token: in
         change = {"stop_token_ids": [5, token]} if param == "stop_token_ids" else {}
         error = error_of(served.post(body | change, path), 400)
         assert error["param"] == param
-        assert f"{token} is not a token id, they are 0 to 49151" in error["message"]
+        assert (
+            f"{token} is not a token id, they are 0 to 49151: out of vocabulary" in error["message"]
+        )
     biased = {"model": MODEL, "messages": ASK, "logit_bias": {str(token): 1}}
     error = error_of(served.post(biased), 400)
     assert (error["param"], str(token) in error["message"]) == ("logit_bias", True)

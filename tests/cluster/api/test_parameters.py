@@ -300,6 +300,14 @@ def test_special_tokens_may_be_left_out(
         for flag, expected in ((None, (5, 6, 7)), (True, (5, 6, 7)), (False, (6, 7))):
             assert served.post(body | {"add_special_tokens": flag}, path).status_code == 200
             assert served.router.submits[-1].tokens == expected
+    error = error_of(served.post(ASK_FOR | {"add_special_tokens": True}), 400)
+    assert error["param"] == "add_special_tokens"
+
+
+def test_a_chat_may_ask_for_special_tokens_where_there_are_none(served: Served) -> None:
+    asked = [served.post(ASK_FOR | {"add_special_tokens": flag}) for flag in (None, False, True)]
+    assert {each.status_code for each in asked} == {200}
+    assert len({each.tokens for each in served.router.submits}) == 1
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,8 @@ def test_little_memory_is_found(rdma: Path, tmp_path: Path) -> None:
     config = settings(engine={"kv_cache_gib": 3.0}, cluster={"prefill": 2, "decode": 2})
     is_fault(system.check_memory(8 * GIB, config, tmp_path / "no devices"), "12.0", "kv_cache_gib")
     is_well(system.check_memory(8 * GIB, config, rdma))
+    vllm = settings(engine={"kv_cache_gib": 3.0, "runs": "vllm", "python": "python"})
+    is_fault(system.check_memory(8 * GIB, vllm, tmp_path / "no devices"), "12.0", "kv_cache_gib")
 
 
 def test_workers_of_another_layout_are_found() -> None:
