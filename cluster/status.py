@@ -144,7 +144,15 @@ class ModelStatus(Struct, kw_only=True):
     num_queued: int = 0
     cache_hit_rate: float = 0.0
     output_tokens: int = 0  # since the router's start
+    prompt_tokens: int = 0
+    cached_tokens_by_source: dict[str, int] = field(default_factory=dict)
     scaling: ScalingStatus | None = None
+
+
+def scaling_by_model(status: ClusterStatus) -> dict[str, ScalingStatus]:
+    """What the autoscaler of each model says, where there is one."""
+    found = {each.model: each.scaling for each in status.models} or {status.model: status.scaling}
+    return {model: each for model, each in found.items() if each is not None}
 
 
 def model_status(name: str, aliases: tuple[str, ...], router: RouterStatus) -> ModelStatus:
@@ -157,6 +165,8 @@ def model_status(name: str, aliases: tuple[str, ...], router: RouterStatus) -> M
         num_queued=router.num_queued,
         cache_hit_rate=router.cache_hit_rate,
         output_tokens=router.totals.output_tokens,
+        prompt_tokens=router.totals.prompt_tokens,
+        cached_tokens_by_source=router.totals.cached_tokens_by_source,
     )
 
 
@@ -167,7 +177,8 @@ class ClusterStatus(RouterStatus, kw_only=True):
     models: list[ModelStatus] = field(default_factory=list)  # where there are several
     routers: list[RouterProcessStatus] = field(default_factory=list)
     controller: ControllerStatus = field(default_factory=lambda: ControllerStatus(known=False))
-    scaling: ScalingStatus | None = None  # None: no autoscaler, or nothing was said of it yet
+    # None: no autoscaler, or nothing was said of it yet; or `models` have it
+    scaling: ScalingStatus | None = None
     state: StoreStatus = field(default_factory=StoreStatus)
     wire: dict[str, float] = field(default_factory=dict)  # frames of this process, by their fate
     sessions: dict[str, int] = field(default_factory=dict)  # by state
@@ -197,7 +208,8 @@ def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:
     own.workers = [w for w in own.workers if w.worker in wanted or w.state != "down"]
     mine = {router.router: router for router in own.routers}
     own.routers = [_router(mine.get(seen.router), seen) for seen in view.routers]
-    own.scaling, own.restart, own.weights = view.scaling, view.restart, view.weights
+    own.scaling = None if own.models else view.scaling
+    own.restart, own.weights = view.restart, view.weights
     for model in own.models:
         model.scaling = view.scaling_by_model.get(model.model)
     own.restarted_tasks = own.restarted_tasks | view.restarted_tasks

@@ -226,7 +226,7 @@ async def _on_api_error(ctx: ApiContext, request: Request, error: Exception) -> 
     """Answers errors of every route but those that generate, which count how their calls end."""
     assert isinstance(error, ApiError)
     request.state.outcome = error.outcome
-    ctx.metrics.requests.labels(_endpoint_of(request.url.path), error.outcome).inc()
+    ctx.metrics.of("").requests.labels(_endpoint_of(request.url.path), error.outcome).inc()
     return _error_response(request.url.path, error)
 
 

@@ -189,14 +189,12 @@ class Calls:
 
     def beside(self, model: str, explanations: Explanations) -> Calls:
         """Calls of another model, which are found here too."""
-        other = Calls(model, explanations, self._metrics, self._trace)
+        other = Calls(model, explanations, self._metrics.of(model), self._trace)
         other._kept = self._kept
         return other
 
     def ended(self, call: Call) -> ServedCall | None:
         """`call` has sent its last byte. One that has submitted nothing has no phases: None."""
-        metrics, elapsed_s = self._metrics, call.ended_at - call.arrived_at
-        metrics.ended(call.endpoint, self._model, call.outcome, elapsed_s)
         if call.result is None or call.submitted_at is None:
             return None
         served = self._served(call, call.result)
@@ -206,8 +204,8 @@ class Calls:
             if stream.first_at is not None:
                 ended_at = call.ended_at if stream.ended_at is None else stream.ended_at
                 first_s, rest_s = stream.first_at - call.arrived_at, ended_at - stream.first_at
-                metrics.served(
-                    call.endpoint, self._model, call.outcome, first_s, rest_s, stream.num_tokens
+                self._metrics.served(
+                    call.endpoint, call.outcome, first_s, rest_s, stream.num_tokens
                 )
         if self._trace is not None:
             self._trace(served, call.headers, time.time_ns())

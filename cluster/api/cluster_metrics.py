@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.cluster.api.utility.version import VERSION
-from kvrelay.cluster.status import ClusterStatus
+from kvrelay.cluster.status import ClusterStatus, scaling_by_model
 from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.engine.stats import RECOMPUTED
 from kvrelay.router.messages import SessionState
@@ -327,7 +327,20 @@ _STATE_COUNTERS = {
 
 
 def _of_scaling(name: str) -> Callable[[ClusterStatus], Samples]:
-    return _one(lambda status: getattr(status.scaling, name, None))
+    return lambda status: [
+        ((model,), float(getattr(each, name)))
+        for model, each in scaling_by_model(status).items()
+        if getattr(each, name) is not None
+    ]
+
+
+def _counts_of_scaling(name: str, known: Iterable[str] = ()) -> Callable[[ClusterStatus], Samples]:
+    def samples(status: ClusterStatus) -> Samples:
+        for model, each in scaling_by_model(status).items():
+            for key, count in sorted(from_zero(known, getattr(each, name)).items()):
+                yield (model, key), count
+
+    return samples
 
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
@@ -429,8 +442,11 @@ FAMILIES = (
         "kvrelay_worker_up",
         GAUGE,
         "1 if requests can be given to the worker.",
-        (*_WORKER, "state"),
-        lambda s: [((w.worker, w.role, w.state), float(w.state == "up")) for w in s.workers],
+        (*_WORKER, "model", "state"),
+        lambda s: [
+            ((w.worker, w.role, w.model or s.model, w.state), float(w.state == "up"))
+            for w in s.workers
+        ],
     ),
     *(
         Family(f"kvrelay_worker_{name}", GAUGE, text, _WORKER, _each_worker(key))
@@ -506,26 +522,22 @@ FAMILIES = (
     ),
     *map(_total, sorted(Totals.__struct_fields__)),
     *(
-        Family(f"kvrelay_scaling_{name}", GAUGE, text, (), _of_scaling(key))
+        Family(f"kvrelay_scaling_{name}", GAUGE, text, ("model",), _of_scaling(key))
         for key, (name, text) in _SCALING_GAUGES.items()
     ),
     Family(
         "kvrelay_scaling_ticks",
         COUNTER,
         "Decisions by reason, also those not to act.",
-        ("reason",),
-        _by_key(lambda status: status.scaling.ticks if status.scaling else {}),
+        ("model", "reason"),
+        _counts_of_scaling("ticks"),
     ),
     Family(
         "kvrelay_scaling_actions",
         COUNTER,
         "What the autoscaler has done to workers.",
-        ("action",),
-        _by_key(
-            lambda status: (
-                from_zero(SCALING_ACTIONS, status.scaling.actions) if status.scaling else {}
-            )
-        ),
+        ("model", "action"),
+        _counts_of_scaling("actions", SCALING_ACTIONS),
     ),
     *(
         Family(f"kvrelay_state_{key}", GAUGE, text, (), _one(attrgetter(f"state.{key}")))

@@ -157,6 +157,7 @@ class ApiContext:
         for name, value in own.items():
             setattr(other, name, value)
         other.calls = self.calls.beside(other.model_name, other.explanations)
+        other.metrics = self.metrics.of(other.model_name)
         other._use_model()
         return other
 

@@ -64,6 +64,7 @@ def summary_json(call: ServedCall) -> dict[str, Any]:
     return {
         "id": call.request_id,
         "endpoint": call.endpoint,
+        "model": call.model,
         "outcome": call.outcome,
         "num_choices": len(call.choices),
         "usage": call.usage,
@@ -80,7 +81,6 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
     return summary_json(call) | {
         "object": "explanation",
         "request": choice.request_id,
-        "model": call.model,
         "session": None if explanation is None else explanation.session,
         "service_tier": None if explanation is None else explanation.service_tier,
         "ttft_s": choice.ttft_s,

@@ -5,14 +5,15 @@ names are shown: `kvrelay_`; `vllm:`, for what was written for vLLM (autoscalers
 endpoint picker of the Gateway API inference extension); and `gen_ai_`, the names, buckets and
 attributes of OpenTelemetry's convention for model servers, in the form that Prometheus knows them
 in. `vllm:` names hold no counts of their own. There, a server is one router with all
-workers behind it, so each value is that of all of them together.
+workers of a model behind it, so each value is that of all of these together.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension (docs/proposals/003)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import Metric
@@ -39,7 +40,13 @@ _OPERATIONS = {
     **dict.fromkeys(("embeddings", "score", "rerank"), "embeddings"),
 }
 
-# Foreign name -> our metric, an attribute of `ApiMetrics`
+# Attributes of `ApiMetrics` that each model has
+OWN = (
+    *("requests", "live_requests", "prompt_tokens", "cached_tokens", "output_tokens"),
+    *("ttft_s", "itl_s", "e2e_s", "phase_s", "prediction_ratio"),
+)
+OF_ALL = ("requests", "e2e_s")  # calls whose model is not known have these
+# Foreign name -> our metric, one of these
 FOREIGN = {
     "vllm:time_to_first_token_seconds": "ttft_s",
     "vllm:inter_token_latency_seconds": "itl_s",
@@ -59,54 +66,21 @@ def operation_of(endpoint: str) -> str:
 
 
 class ApiMetrics:
-    """What the API counts about the requests it serves. Owned by the API of one process."""
+    """What the API counts about the requests of one model. Owned by the API of one process, which
+    has one for each model, and one named "" for calls that were over before their model was known.
+
+    Invariant: `all` is one for all of them, by model."""
 
     def __init__(self, registry: CollectorRegistry, model: str = "") -> None:
         """`model`: as clients call it."""
         self.registry = registry
-        self.requests = Counter(
-            "kvrelay_requests",
-            "HTTP requests that ended, by outcome: stop, length, cancelled or an error code.",
-            ["endpoint", "outcome"],
-            registry=registry,
-        )
-        self.live_requests = Gauge(
-            "kvrelay_live_requests", "HTTP requests being served.", registry=registry
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._counter(
-            "cached_prompt_tokens", "Tokens of prompts whose KV was cached."
-        )
-        self.output_tokens = self._counter("output_tokens", "Tokens generated.")
-        self.ttft_s = self._histogram(
-            "ttft_seconds", "From the end of the request's body to its first token.", _LATENCY_S
-        )
-        self.itl_s = self._histogram(
-            "itl_seconds", "Time between tokens of one choice, after the first.", _ITL_S
-        )
-        self.e2e_s = self._histogram(
-            "e2e_seconds", "From the arrival of a request to its last byte.", _LATENCY_S
-        )
-        self.phase_s = Histogram(
-            "kvrelay_phase_seconds",
-            "Where a request's time went, from its arrival to its last byte, by phase.",
-            ["phase"],
-            buckets=_PHASE_S,
-            registry=registry,
-        )
+        self.all: dict[str, ApiMetrics] = {}
         self.spans = Counter(
             "kvrelay_spans",
             "Spans by what became of them: sent to the collector, failed, or dropped before.",
             ["outcome"],
             registry=registry,
         )
-        self.prediction_ratio = Histogram(
-            "kvrelay_router_ttft_prediction_ratio",
-            "Predicted time from the router's decision to the first token, over the real one.",
-            buckets=_RATIOS,
-            registry=registry,
-        )
-
         self._gen_ai_duration_s = self._gen_ai(
             "request_duration_seconds",
             "From the arrival of a request to its last byte; error_type is empty without an error.",
@@ -125,32 +99,76 @@ class ApiMetrics:
         )
         for outcome in SPAN_OUTCOMES:
             self.spans.labels(outcome)
-        ForeignNames(self, model)
+        self._begin(model)
+        self.of("")
+        registry.register(ByModel(self.all))
         ProcessCollector(registry=registry)
 
-    def ended(self, endpoint: str, model: str, outcome: str, elapsed_s: float) -> None:
+    def of(self, model: str) -> ApiMetrics:
+        """Those of another model, or of this one."""
+        if model not in self.all:
+            copy(self)._begin(model)
+        return self.all[model]
+
+    def _begin(self, model: str) -> None:
+        """Count what `ByModel` shows, from 0."""
+        self._model = model
+        self.all[model] = self
+        self.requests = Counter(
+            "kvrelay_requests",
+            "HTTP requests that ended, by outcome: stop, length, cancelled or an error code.",
+            ["endpoint", "outcome"],
+            registry=None,
+        )
+        self.live_requests = Gauge(
+            "kvrelay_live_requests", "HTTP requests being served.", registry=None
+        )
+        self.prompt_tokens = _counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = _counter(
+            "cached_prompt_tokens", "Tokens of prompts whose KV was cached."
+        )
+        self.output_tokens = _counter("output_tokens", "Tokens generated.")
+        self.ttft_s = _histogram(
+            "ttft_seconds", "From the end of the request's body to its first token.", _LATENCY_S
+        )
+        self.itl_s = _histogram(
+            "itl_seconds", "Time between tokens of one choice, after the first.", _ITL_S
+        )
+        self.e2e_s = _histogram(
+            "e2e_seconds", "From the arrival of a request to its last byte.", _LATENCY_S
+        )
+        self.phase_s = Histogram(
+            "kvrelay_phase_seconds",
+            "Where a request's time went, from its arrival to its last byte, by phase.",
+            ["phase"],
+            buckets=_PHASE_S,
+            registry=None,
+        )
+        self.prediction_ratio = _histogram(
+            "router_ttft_prediction_ratio",
+            "Predicted time from the router's decision to the first token, over the real one.",
+            _RATIOS,
+        )
+
+    def ended(self, endpoint: str, outcome: str, elapsed_s: float) -> None:
         """A call is over, whether it was served or not. `outcome`: as in `kvrelay_requests`."""
+        self.requests.labels(endpoint, outcome).inc()
+        self.e2e_s.observe(elapsed_s)
         error = "" if outcome in (*_SUCCESS, _CANCELLED) else outcome
-        labels = operation_of(endpoint), PROVIDER, model, error
+        labels = operation_of(endpoint), PROVIDER, self._model, error
         self._gen_ai_duration_s.labels(*labels).observe(elapsed_s)
 
     def served(
-        self, endpoint: str, model: str, outcome: str, ttft_s: float, rest_s: float, num_tokens: int
+        self, endpoint: str, outcome: str, ttft_s: float, rest_s: float, num_tokens: int
     ) -> None:
         """One choice of a call is over. `rest_s`: from its first token to its last; `num_tokens`:
         of its output. Times to and between tokens are those of requests that succeeded."""
         if outcome not in _SUCCESS:
             return
-        labels = operation_of(endpoint), PROVIDER, model
+        labels = operation_of(endpoint), PROVIDER, self._model
         self._gen_ai_first_s.labels(*labels).observe(ttft_s)
         if num_tokens > 1:
             self._gen_ai_next_s.labels(*labels).observe(rest_s / (num_tokens - 1))
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"kvrelay_{name}", text, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"kvrelay_{name}", text, buckets=buckets, registry=self.registry)
 
     def _gen_ai(
         self, name: str, text: str, buckets: tuple[float, ...], more: Iterable[str] = ()
@@ -159,37 +177,63 @@ class ApiMetrics:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
 
-class ForeignNames(Collector):
-    """What the API counts, by the names that others read. Made when it is scraped."""
+def _counter(name: str, text: str) -> Counter:
+    return Counter(f"kvrelay_{name}", text, registry=None)
 
-    def __init__(self, metrics: ApiMetrics, model: str) -> None:
-        self._model = model
-        self._sources = {name: getattr(metrics, ours) for name, ours in FOREIGN.items()}
-        metrics.registry.register(self)
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"kvrelay_{name}", text, buckets=buckets, registry=None)
+
+
+class ByModel(Collector):
+    """What the API counts, with the model as a label, by our names and by those that others read.
+    Made when it is scraped."""
+
+    def __init__(self, all_of: Mapping[str, ApiMetrics]) -> None:
+        self._all = all_of
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for name, source in self._sources.items():
-            for metric in source.collect():
-                made = Metric(name, metric.documentation, metric.type)
-                for sample in self._samples(metric):
-                    suffix = sample.name.removeprefix(metric.name)
-                    labels = {"model_name": self._model, **sample.labels}
-                    made.samples.append(Sample(f"{name}{suffix}", labels, sample.value))
-                yield made
+        served = {model: each for model, each in self._all.items() if model} or self._all
+        for name in OWN:
+            all_of = self._all if name in OF_ALL else served
+            yield self._merged(name, "", "model", lambda metric: metric.samples, all_of)
+        for foreign, name in FOREIGN.items():
+            yield self._merged(name, foreign, "model_name", _foreign, served)
 
-    def _samples(self, metric: Metric) -> Iterable[Sample]:
-        """Returns those without labels as they are, and requests that were served by how."""
-        if metric.name != "kvrelay_requests":
-            return metric.samples
-        sums = dict.fromkeys(_SUCCESS, 0.0)
-        for sample in metric.samples:
-            outcome = sample.labels["outcome"]
-            if outcome in sums and sample.name.endswith("_total"):
-                sums[outcome] += sample.value
-        return [
-            Sample(f"{metric.name}_total", {"finished_reason": outcome}, count)
-            for outcome, count in sums.items()
-        ]
+    def _merged(
+        self,
+        name: str,
+        foreign: str,
+        label: str,
+        samples: Callable[[Metric], Iterable[Sample]],
+        all_of: Mapping[str, ApiMetrics],
+    ) -> Metric:
+        """The metric `name` of all models, called `foreign` if that is given."""
+        made: Metric | None = None
+        for model, each in all_of.items():
+            (metric,) = getattr(each, name).collect()
+            made = made or Metric(foreign or metric.name, metric.documentation, metric.type)
+            for sample in samples(metric):
+                suffix = sample.name.removeprefix(metric.name)
+                labels = {label: model, **sample.labels}
+                made.samples.append(Sample(f"{made.name}{suffix}", labels, sample.value))
+        assert made is not None
+        return made
+
+
+def _foreign(metric: Metric) -> Iterable[Sample]:
+    """Returns samples as they are, but requests that were served by how."""
+    if metric.name != "kvrelay_requests":
+        return metric.samples
+    sums = dict.fromkeys(_SUCCESS, 0.0)
+    for sample in metric.samples:
+        outcome = sample.labels["outcome"]
+        if outcome in sums and sample.name.endswith("_total"):
+            sums[outcome] += sample.value
+    return [
+        Sample(f"{metric.name}_total", {"finished_reason": outcome}, count)
+        for outcome, count in sums.items()
+    ]

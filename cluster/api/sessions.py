@@ -50,7 +50,7 @@ def _counted(
     ctx: ApiContext, call: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def counted(http: Request) -> Response:
-        requests = ctx.metrics.requests
+        requests = ctx.metrics.of("").requests
         try:
             response = await call(http)  # its refusals are counted where they are answered
         except ClientDisconnect:  # the client is gone

@@ -190,10 +190,12 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
     """What the router serves, and what has become of what it served."""
     totals = status.get("totals", {})
     ended = ", ".join(f"{count} {reason}" for reason, count in totals.get("requests", {}).items())
-    scaling = status.get("scaling")
     return [
         *_version_lines(status),
-        *([scaling["why"]] if scaling else []),
+        *(
+            f"{model}: {scaling['why']}" if model else scaling["why"]
+            for model, scaling in scalings_of(status).items()
+        ),
         *_restart_lines(status.get("restart", {})),
         f"{status.get('num_live', 0)} live, {status.get('num_queued', 0)} queued",
         f"ended: {ended or 'none'}",
@@ -206,6 +208,12 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
             for link in status.get("bad_links", ())
         ),
     ]
+
+
+def scalings_of(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the autoscaler of each of several models says; of one, by no name."""
+    found = {each["model"]: each["scaling"] for each in status.get("models") or ()}
+    return {name: each for name, each in (found or {"": status.get("scaling")}).items() if each}
 
 
 def _version_lines(status: dict[str, Any]) -> list[str]:

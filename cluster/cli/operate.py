@@ -33,6 +33,7 @@ from kvrelay.cluster.cli.client import (
     json_option,
     operations_key_option,
     print_answer,
+    scalings_of,
     url_option,
 )
 from kvrelay.engine.kv.tier import LOWER_TIERS
@@ -282,15 +283,21 @@ def scaling(url: str, operations_key: str, as_json: bool, log_file: Path | None)
         _check(Console(highlight=False), log_file)
         return
     with connected(url, operations_key) as client:
-        state = get_json(client, "/status").get("scaling")
-    print_answer(state, scaling_view, as_json)
+        found = scalings_of(get_json(client, "/status"))
+    shown = found.get("") if found.keys() <= {""} else found
+    print_answer(shown, lambda _: scaling_view(found), as_json)
 
 
-def scaling_view(state: dict[str, Any] | None) -> Group | str:
-    """What it says now, and a row per decision that said something new, the last at the end."""
-    if state is None:
+def scaling_view(found: dict[str, dict[str, Any]]) -> Group | str:
+    """`found`: by model; "" where there is one."""
+    if not found:
         return "no autoscaler runs: scaling.enabled is false (or there is no controller)"
-    table = Table(title="autoscaler", title_justify="left")
+    return Group(*(_scaling_of(f"autoscaler of {m}".removesuffix(" of "), found[m]) for m in found))
+
+
+def _scaling_of(title: str, state: dict[str, Any]) -> Group:
+    """What it says now, and a row per decision that said something new, the last at the end."""
+    table = Table(title=title, title_justify="left")
     for name in ("at", "why", "workers", "of them decode", "done"):
         table.add_column(name, no_wrap=name != "done")
     for each in state["decisions"]:

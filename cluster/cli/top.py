@@ -157,7 +157,8 @@ def head(snapshot: Snapshot) -> Iterator[Text]:
     load = parts["load"]
     workers = snapshot.workers
     num_up = sum(worker["state"] == "up" for worker in workers)
-    line = Text(f"{parts['model'] or 'KVRelay'}", style="bold")
+    names = ", ".join(each["model"] for each in parts["models"]) or parts["model"]
+    line = Text(names or "KVRelay", style="bold")
     line.append(f"  {parts['router']['router'] or ''}  ", style="dim")
     line.append(f"{num_up} of {len(workers)} workers up", "" if num_up == len(workers) else "red")
     roles = [f"{_of_role(workers, role)} {role}" for role in _ROLES if _of_role(workers, role)]
@@ -181,7 +182,8 @@ def head(snapshot: Snapshot) -> Iterator[Text]:
 def workers_table(workers: Sequence[Row], sort: str = "name", width: int = WIDE) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     marked = {"name": "worker", "kv": "KV held"}.get(sort, sort)
-    for name in ("worker", "role", "state", "KV held"):
+    several = len({row["model"] for row in workers}) > 1 and width >= MEDIUM
+    for name in ("worker", *(["model"] if several else []), "role", "state", "KV held"):
         table.add_column(_titled(name, marked), no_wrap=True)
     figures = {name: cell for name, (least, cell) in _FIGURES.items() if width >= least}
     for name in figures:
@@ -190,6 +192,7 @@ def workers_table(workers: Sequence[Row], sort: str = "name", width: int = WIDE)
         state, role = str(row["state"]), str(row["role"])
         table.add_row(
             Text(str(row["worker"])),
+            *([Text(str(row["model"]))] if several else []),
             Text(role, _ROLE_STYLES.get(role, "")),
             Text(state, _STATE_STYLES.get(state, "")),
             _bar(_share(row)),

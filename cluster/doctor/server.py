@@ -34,7 +34,10 @@ def check_workers(status: Mapping[str, Any]) -> Finding:
             + (f" ({each['last_error']})" if each.get("last_error") else "")
             for each in down
         )
-        page = "no-workers" if len(down) == len(workers) else "worker-down"
+        left = {each.get("model") for each in workers if each not in down}
+        without = {each.get("model") for each in down} - left
+        text += "".join(f"; {model} has no other" for model in sorted(filter(None, without)))
+        page = "no-workers" if without else "worker-down"
         return fail(check, text, f"docs/runbooks/{page}.md")
     often = [each for each in workers if each.get("restarts", 0) >= MANY_RESTARTS]
     if often:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
-    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -35,8 +34,16 @@ from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
 from kvrelay.lab.replay.readers import TraceError, read_trace
-from kvrelay.lab.replay.report import Slo, Summary, comparison_table, result_table, summary
-from kvrelay.lab.replay.trace import PRESETS, Trace, multiplied, preset
+from kvrelay.lab.replay.report import (
+    Slo,
+    Summary,
+    comparison_table,
+    models_table,
+    per_model,
+    result_table,
+    summary,
+)
+from kvrelay.lab.replay.trace import PRESETS, Trace, by_model, multiplied, preset
 from kvrelay.lab.timing.profile import load_timing
 from kvrelay.lab.timing.timing import Timing, TimingError, overheads_of
 from kvrelay.router.config import POLICIES
@@ -227,7 +234,9 @@ _FILE = click.Path(path_type=Path)
 
 
 @click.command("replay", epilog=_kinds())
-@click.argument("traffic", metavar="TRACE|synthetic:NAME")
+@click.argument("traffic", metavar="TRACE|synthetic:NAME", required=False)
+@click.option("--model", "models", multiple=True, metavar="NAME=TRACE", help="Traffic of a model.")
+@click.option("--own", multiple=True, metavar="NAME.OPTION=VALUE", help="For that model alone.")
 @click.option("--prefill", type=_NONE_OR_MORE, default=1, show_default=True, help="Workers.")
 @click.option("--decode", type=_COUNT, default=1, show_default=True, help="Workers.")
 @click.option("--blocks", type=_COUNT, default=400, show_default=True, help="Of each worker.")
@@ -269,7 +278,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--config", "config_path", type=_FILE, help="TOML, of which [router] counts.")
 @set_option
 def replay_command(
-    traffic: str, json_path: Path | None, plot_path: Path | None, **options: Any
+    traffic: str | None, json_path: Path | None, plot_path: Path | None, **options: Any
 ) -> None:
     """Replay traffic against a cluster that is not there.
 
@@ -278,7 +287,13 @@ def replay_command(
     transfers are replaced, by how long they would take.
     """
     console = Console(stderr=True)
-    configs = _configs(options)
+    loaded = load_models(traffic, options)
+    own = own_options(options, loaded)
+    configs = {model: _configs(own[model], model) for model in loaded}
+    num_faults = sum(len(each.faults) for each, *_ in configs.values())
+    if num_faults < len(parse_faults(options["faults"])):
+        known = ", ".join(f"decode-{model}-0" for model in loaded)
+        raise BadInputError(f"--faults {options['faults']!r}: workers are called {known}")
     for path in (json_path, plot_path):
         _check_writable(path)
     if plot_path is not None:
@@ -286,32 +301,93 @@ def replay_command(
             require_extra("plot", "matplotlib")
         except ConfigError as error:
             raise BadInputError(str(error)) from error
-    trace = multiplied(load_traffic(traffic, options), options["copies"])
-    for note in trace.notes:
+    traces = {model: multiplied(trace, options["copies"]) for model, trace in loaded.items()}
+    for note in dict.fromkeys(note for trace in traces.values() for note in trace.notes):
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
     if options["autoscale"]:
+        if len(traces) > 1:
+            names = ", ".join(traces)
+            raise BadInputError(f"--autoscale replays one model, and there are {names}")
+        ((model, trace),) = traces.items()
         try:
-            run_autoscale(console, trace, configs[0], options, json_path, plot_path)
+            run_autoscale(console, trace, configs[model][0], own[model], json_path, plot_path)
         except ConfigError as error:
             raise BadInputError(str(error)) from error
         return
-    results = _replay_all(console, trace, configs)
-    slo = Slo(options["ttft_slo_ms"], options["itl_slo_ms"])
-    found = [summary(result, slo) for result in results]
+    slos = {name: Slo(each["ttft_slo_ms"], each["itl_slo_ms"]) for name, each in own.items()}
+    results = {
+        model: _replay_all(console, traces[model], configs[model], model) for model in traces
+    }
+    found = {m: [summary(each, slos[m], m) for each in results[m]] for m in results}
     if str(json_path) != "-":
-        Console().print(result_table(found[0]) if len(found) == 1 else comparison_table(found))
+        for each in found.values():
+            Console().print(result_table(each[0]) if len(each) == 1 else comparison_table(each))
+        if len(found) > 1:
+            first = {model: each[0] for model, each in results.items()}
+            Console().print(models_table(per_model(first, slos)))
     try:
         if json_path is not None:
-            _write_json(json_path, trace, configs[0], found)
+            _write_json(json_path, traces, configs, found)
         if plot_path is not None:
             from kvrelay.lab.replay.plot import save_plot
 
-            save_plot(results, plot_path, slo)
+            shown = [
+                replace(each, policy=f"{model} {each.policy}".strip())
+                for model, its in results.items()
+                for each in its
+            ]
+            save_plot(shown, plot_path, next(iter(slos.values())))
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 
 
-def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
+OWN = (
+    *("prefill", "decode", "blocks", "block-size", "timing", "host-gib", "host-blocks"),
+    *("disk-gib", "disk-blocks", "policy", "max-seqs", "max-batched-tokens", "timeout-s"),
+    *("ttft-slo-ms", "itl-slo-ms"),
+)
+
+
+def own_options(options: dict[str, Any], models: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Options of each model. Raises BadInputError."""
+    found = {model: dict(options) for model in models}
+    params = {param.opts[0].removeprefix("--"): param for param in replay_command.params}
+    for text in options["own"]:
+        name, _, value = text.partition("=")
+        model, _, key = name.rpartition(".")
+        if model not in found or key not in OWN:
+            raise BadInputError(
+                f"--own {text!r}: write NAME.OPTION=VALUE, with a model of the traffic"
+                f" ({', '.join(filter(None, models)) or 'it names none'}) and one of"
+                f" {', '.join(OWN)}"
+            )
+        param = params[key]
+        try:
+            found[model][str(param.name)] = param.type.convert(value, param, None)
+        except click.BadParameter as error:
+            raise BadInputError(f"--own {text!r}: {error.message}") from error
+    return found
+
+
+def load_models(traffic: str | None, options: dict[str, Any]) -> dict[str, Trace]:
+    """By model; "" where the traffic names none. Raises BadInputError."""
+    found = {} if traffic is None else by_model(load_traffic(traffic, options))
+    for text in options["models"]:
+        name, _, its = text.partition("=")
+        if not name or not its or name in found:
+            why = "that model has traffic already" if name in found else "write NAME=TRACE"
+            raise BadInputError(f"--model {text!r}: {why}")
+        found[name] = load_traffic(its, options)
+        if any(request.model for request in found[name].requests):
+            raise BadInputError(f"--model {text!r}: {its} says itself which model each is for")
+    if not found:
+        raise BadInputError("no traffic: name a trace, or --model NAME=TRACE for each model")
+    if len(found) > 1 and "" in found:
+        raise BadInputError("some requests name no model: all do, or none does")
+    return found
+
+
+def _configs(options: dict[str, Any], model: str) -> list[ReplayConfig]:
     """One for each policy. Raises BadInputError."""
     try:
         timing = load_timing(options["timing_name"])
@@ -336,7 +412,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
             num_disk_blocks=_tier_blocks("disk", options, timing),
             speedup=options["speedup"],
             seed=options["seed"],
-            faults=parse_faults(options["faults"]),
+            faults=_faults_of(model, parse_faults(options["faults"])),
             timeout_s=options["timeout_s"],
             stats_interval_s=stats_interval_s,
         )
@@ -388,6 +464,19 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
+def _faults_of(model: str, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """Those of its workers, which are called decode-MODEL-3 where traffic names models."""
+    if not model:
+        return faults
+    own = []
+    for fault in faults:
+        role, _, rest = fault.worker.partition("-")
+        name, _, number = rest.rpartition("-")
+        if name == model:
+            own.append(replace(fault, worker=f"{role}-{number}"))
+    return tuple(own)
+
+
 def load_traffic(traffic: str, options: dict[str, Any]) -> Trace:
     """Read or made. Raises BadInputError."""
     requests, rate, limit = options["requests"], options["rate"], options["limit"]
@@ -418,51 +507,44 @@ def _check_writable(path: Path | None) -> None:
 
 
 def _replay_all(
-    console: Console, trace: Trace, configs: Sequence[ReplayConfig]
+    console: Console, trace: Trace, configs: Sequence[ReplayConfig], model: str
 ) -> list[ReplayResult]:
     from kvrelay.lab.replay.replay import replay
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    results = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        for config in configs:
-            task = progress.add_task(config.policy, total=1.0, status="")
-            begun_at = time.monotonic()
-
-            def tell(
-                share: float, virtual_s: float, task: TaskID = task, begun_at: float = begun_at
-            ) -> None:
-                speed = virtual_s / max(time.monotonic() - begun_at, 1e-3)
-                status = f"{virtual_s:,.0f} s, {speed:,.0f} x real time"
-                progress.update(task, completed=share, status=status)
-
-            results.append(replay(trace, config, tell))
-    return results
+    with _progress(console) as progress:
+        return [
+            replay(trace, config, _teller(progress, f"{model} {config.policy}".strip()))
+            for config in configs
+        ]
 
 
-def _write_json(path: Path, trace: Trace, config: ReplayConfig, found: list[Summary]) -> None:
-    """Settings, and what came of them under each policy."""
+def _settings(config: ReplayConfig) -> dict[str, Any]:
     names = [
         each.name for each in fields(config) if each.name not in ("timing", "router", "faults")
     ]
-    settings = {
+    return {
         "timing": config.timing.name,
         "links": asdict(config.timing.links),
         **{name: getattr(config, name) for name in names},
         "router": {k: v for k, v in structs.asdict(config.router).items() if k != "policy"},
         "faults": [asdict(fault) for fault in config.faults],
     }
+
+
+def _write_json(
+    path: Path,
+    traces: dict[str, Trace],
+    configs: dict[str, list[ReplayConfig]],
+    found: dict[str, list[Summary]],
+) -> None:
+    """Settings, and what came of them under each policy. All by model; of several, the settings
+    too."""
+    settings = {model: _settings(first) for model, (first, *_) in configs.items()}
     everything = {
-        "trace": trace.name,
-        "notes": trace.notes,
-        "settings": settings,
-        "results": found,
+        "trace": ", ".join(dict.fromkeys(trace.name for trace in traces.values())),
+        "notes": [*dict.fromkeys(note for trace in traces.values() for note in trace.notes)],
+        "settings": settings if len(settings) > 1 else next(iter(settings.values())),
+        "results": [each for its in found.values() for each in its],
     }
     text = json.dumps(everything, indent=2) + "\n"
     if str(path) == "-":

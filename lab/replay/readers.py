@@ -134,6 +134,7 @@ def _mooncake(text: str) -> TraceRequest:
         session=None if line.get("session_id") is None else str(_name(line, "session_id")),
         tenant=_name(line, "tenant"),
         priority=_count(line, "priority", -MAX_PRIORITY, MAX_PRIORITY) if "priority" in line else 0,
+        model=_name(line, "model"),
     )
     wanted = math.ceil(request.input_length / BLOCK_TOKENS)
     if request.block_ids and len(request.block_ids) != wanted:

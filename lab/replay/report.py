@@ -49,13 +49,14 @@ def is_complete(sample: Sample) -> bool:
     return sample.refused is None and sample.ttft_s is not None and sample.e2e_s is not None
 
 
-def summary(result: ReplayResult, slo: Slo = Slo()) -> Summary:
-    """What a replay has shown, ready for JSON. A figure of nothing is None."""
+def summary(result: ReplayResult, slo: Slo = Slo(), model: str = "") -> Summary:
+    """What a replay has shown, ready for JSON. A figure of nothing is None. `model`: of several."""
     samples = result.samples
     done = [sample for sample in samples if is_complete(sample)]
     refused = [sample for sample in samples if sample.refused is not None]
     return {
         "trace": result.trace,
+        "model": model,
         "policy": result.policy,
         "timing": result.timing,
         "speedup": result.speedup,
@@ -280,6 +281,21 @@ def scaled_table(found: Sequence[ScaledResult], slo: Slo, scaling: ScalingConfig
     return Group(title, table, Text(note))
 
 
+def per_model(results: Mapping[str, ReplayResult], slos: Mapping[str, Slo]) -> dict[str, Summary]:
+    """What each of several models was asked, and what came of it. Both: by model."""
+    samples = [sample for each in results.values() for sample in each.samples]
+    all_output = sum(sample.num_output for sample in samples)
+    return {
+        name: _share(each.samples, slos[name], len(samples), all_output)
+        for name, each in results.items()
+    }
+
+
+def models_table(groups: Mapping[str, Summary]) -> Group:
+    """Shows what `per_model` has found."""
+    return Group("", _groups_table("model", groups))
+
+
 MAX_GROUPS = 10  # tenants, priorities, retries and reasons shown; JSON has all
 _TIMES = (
     ("ttft_ms", "TTFT"),
@@ -335,7 +351,8 @@ def comparison_table(found: Sequence[Summary]) -> Group:
 def _title(found: Summary, what: str) -> Text:
     speedup = "" if found["speedup"] == 1 else f", {found['speedup']:g} times as fast"
     return Text(
-        f"{found['trace']}: {found['requests']:,} requests{speedup}; {what}; {found['timing']}",
+        f"{': '.join(filter(None, (found['model'], found['trace'])))}:"
+        f" {found['requests']:,} requests{speedup}; {what}; {found['timing']}",
         style="bold",
     )
 

@@ -33,6 +33,7 @@ class TraceRequest:
     session: str | None = None
     tenant: str = ""
     priority: int = 0
+    model: str = ""  # by its name; "": there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,14 @@ class Trace:
     def duration_s(self) -> float:
         """From the start of the trace to its last arrival."""
         return self.requests[-1].at_s if self.requests else 0.0
+
+
+def by_model(trace: Trace) -> dict[str, Trace]:
+    """What each model is asked, at the same times: models share no worker, queue or KV."""
+    requests: dict[str, list[TraceRequest]] = {}
+    for request in trace.requests:
+        requests.setdefault(request.model, []).append(request)
+    return {name: replace(trace, requests=tuple(its)) for name, its in sorted(requests.items())}
 
 
 MAX_SPREAD_S = 1.0  # copies of one request come within this

@@ -54,7 +54,7 @@ class World:
     def counts(self, url: str) -> dict[str, float]:
         """Requests that its router has answered, by endpoint; none that failed."""
         found: dict[str, float] = {}
-        pattern = r'^kvrelay_requests_total{endpoint="(\w+)",outcome="(\w+)"} (\S+)'
+        pattern = r'^kvrelay_requests_total{endpoint="(\w+)",model="[^"]*",outcome="(\w+)"} (\S+)'
         for endpoint, outcome, count in re.findall(pattern, self.get("/metrics", url).text, re.M):
             assert outcome in ("stop", "length", "tool_calls"), (endpoint, outcome)
             found[endpoint] = found.get(endpoint, 0) + float(count)

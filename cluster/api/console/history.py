@@ -7,9 +7,10 @@ grown by within the last WINDOW_S becomes one point, which is kept for KEPT_S.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, pairwise
 
 from prometheus_client import Counter, Histogram
 
@@ -18,6 +19,8 @@ from kvrelay.cluster.api.metrics import ApiMetrics
 PERIOD_S = 1.0
 WINDOW_S = 10.0  # that percentiles and rates are of
 KEPT_S = 900.0
+MOST_READINGS = int(WINDOW_S / PERIOD_S)
+ALL = ""  # models together, and calls of none
 QUANTILES = (0.5, 0.9, 0.99)
 
 # What a point consists of. Times are seconds, rates are per second; None: nothing ended in the
@@ -45,49 +48,71 @@ class _Reading:
     live: float
 
 
+@dataclass(slots=True)
+class _Series:
+    readings: deque[_Reading] = field(default_factory=partial(deque, maxlen=1 + MOST_READINGS))
+    points: deque[Point] = field(default_factory=partial(deque, maxlen=int(KEPT_S / PERIOD_S)))
+
+
 class History:
-    """Owned by the console. Invariant: at most KEPT_S / PERIOD_S points, the oldest first;
-    `num_points` counts those that were dropped too."""
+    """Owned by the console. Invariant: at most KEPT_S / PERIOD_S points of all models together and
+    of each of several, the oldest first; `num_points` counts those that were dropped too."""
 
     def __init__(self, metrics: ApiMetrics) -> None:
         self._metrics = metrics
-        self._bounds = {each: _bounds(each) for each in (metrics.ttft_s, metrics.itl_s)}
-        self._readings: deque[_Reading] = deque(maxlen=int(WINDOW_S / PERIOD_S) + 1)
-        self._points: deque[Point] = deque(maxlen=int(KEPT_S / PERIOD_S))
+        self._bounds = _bounds(metrics.ttft_s), _bounds(metrics.itl_s)
+        self._series = {ALL: _Series()}
         self.num_points = 0
 
-    def sample(self, at: float) -> None:
-        """Add the point of now. at: seconds since 1970."""
-        metrics = self._metrics
-        counters = (metrics.prompt_tokens, metrics.cached_tokens, metrics.output_tokens)
-        now = _Reading(
-            at,
-            _counts(metrics.ttft_s),
-            _counts(metrics.itl_s),
-            (*map(_total, counters), _total(metrics.requests)),
-            metrics.live_requests.collect()[0].samples[0].value,  # type: ignore[index]
-        )
-        self._readings.append(now)
-        self._points.append(self._point(self._readings[0], now))
+    def sample(self, at: float, models: Collection[str] = ()) -> None:
+        """Add the points of now. at: seconds since 1970; models: those that are served."""
+        found = {model: _reading(at, each) for model, each in self._metrics.all.items()}
+        shown = {name: found[name] for name in models if name in found and len(models) > 1}
+        self._series = {name: self._series.get(name) or _Series() for name in (ALL, *shown)}
+        for name, now in {**shown, ALL: _sum(at, found.values())}.items():
+            series = self._series[name]
+            series.readings.append(now)
+            series.points.append(self._point(series.readings[0], now))
         self.num_points += 1
 
-    def since(self, number: int) -> list[Point]:
-        """The points after the first `number`, as far as they are kept."""
-        num_new = min(self.num_points - number, len(self._points))
-        return [self._points[i] for i in range(len(self._points) - num_new, len(self._points))]
+    def since(self, number: int) -> dict[str, list[Point]]:
+        """The points after the first `number`, as far as they are kept, by model."""
+        return {
+            name: list(
+                islice(each.points, max(0, len(each.points) - self.num_points + number), None)
+            )
+            for name, each in self._series.items()
+        }
 
     def _point(self, then: _Reading, now: _Reading) -> Point:
         point: Point = [round(now.at, 1)]
-        for histogram, old, new in (
-            (self._metrics.ttft_s, then.ttft, now.ttft),
-            (self._metrics.itl_s, then.itl, now.itl),
-        ):
+        both = (then.ttft, now.ttft), (then.itl, now.itl)
+        for bounds, (old, new) in zip(self._bounds, both, strict=True):
             grown = [b - a for a, b in zip(old, new, strict=True)]
-            point += [quantile(self._bounds[histogram], grown, q) for q in QUANTILES]
+            point += [quantile(bounds, grown, q) for q in QUANTILES]
         elapsed_s = now.at - then.at
         for a, b in zip(then.counts, now.counts, strict=True):
             point.append(round((b - a) / elapsed_s, 3) if elapsed_s > 0 else 0.0)
         return [*point, now.live]
+
+
+def _reading(at: float, metrics: ApiMetrics) -> _Reading:
+    counters = (metrics.prompt_tokens, metrics.cached_tokens, metrics.output_tokens)
+    return _Reading(
+        at,
+        _counts(metrics.ttft_s),
+        _counts(metrics.itl_s),
+        (*map(_total, counters), _total(metrics.requests)),
+        metrics.live_requests.collect()[0].samples[0].value,  # type: ignore[index]
+    )
+
+
+def _sum(at: float, readings: Iterable[_Reading]) -> _Reading:
+    each = [(r.ttft, r.itl, r.counts, (r.live,)) for r in readings]
+    ttft, itl, counts, (live,) = (
+        tuple(map(sum, zip(*same, strict=True))) for same in zip(*each, strict=True)
+    )
+    return _Reading(at, ttft, itl, counts, live)
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> float | None:

@@ -24,12 +24,20 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.cluster.api.console.history import KEPT_S, PERIOD_S, POINT_FIELDS, WINDOW_S, History
+from kvrelay.cluster.api.console.history import (
+    ALL,
+    KEPT_S,
+    PERIOD_S,
+    POINT_FIELDS,
+    WINDOW_S,
+    History,
+)
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, overloaded
 from kvrelay.cluster.api.incoming import check_operator, is_cross_site
@@ -42,6 +50,7 @@ GONE_TICKS = 60  # for so long it is known that a worker is gone; who has seen l
 
 WORKER_FIELDS = (
     "worker",
+    "model",
     "role",
     "state",
     "epoch",
@@ -85,9 +94,12 @@ class Feed:
     """Owned by the console. Invariant: `_parts` and `_workers` are what the last tick saw."""
 
     def __init__(
-        self, status: Callable[[], ClusterStatus], history: History, server: dict[str, Any]
+        self,
+        status: Callable[[], ClusterStatus],
+        history: History,
+        server: Callable[[], dict[str, Any]],
     ) -> None:
-        """`status`: as in `ApiContext`. `server`: what never changes, as JSON's types."""
+        """`status`: as in `ApiContext`. `server`: what seldom changes, as JSON's types."""
         self._status = status
         self._history = history
         self._server = server
@@ -101,8 +113,12 @@ class Feed:
         status = self._status()
         self.tick_number += 1
         parts = {
-            "server": self._server,
+            "server": self._server(),
             "model": status.model,
+            "models": [
+                {key: _plain(value) for key, value in structs.asdict(each).items()}
+                for each in status.models
+            ],
             "router": {"router": status.router, "policy": status.policy},
             "load": {key: _plain(getattr(status, key)) for key in _LOAD},
             "totals": {key: getattr(status.totals, key) for key in _TOTALS},
@@ -130,7 +146,9 @@ class Feed:
         if is_full:
             fields.append(b'"worker_fields":' + _encode(WORKER_FIELDS))
             fields.append(b'"point_fields":' + _encode(POINT_FIELDS))
-        fields.append(b'"points":' + _encode(self._history.since(num_points)))
+        points = self._history.since(num_points)
+        fields.append(b'"points":' + _encode(points.pop(ALL)))
+        fields.append(b'"points_by_model":' + _encode(points))
         return b"{" + b",".join(fields) + b"}"
 
     def _put(self, where: dict[str, tuple[int, bytes]], name: str, value: Any) -> None:
@@ -237,25 +255,26 @@ class Console:
     and the cluster's status as long as someone listens."""
 
     def __init__(self, ctx: ApiContext) -> None:
-        server = {
-            "version": VERSION,
-            "models": [*ctx.models],
-            "max_model_len": ctx.max_model_len,
-            "can_set_role": ctx.set_role is not None,
-            "key_required": ctx.tenants.key_required,
-            "period_s": PERIOD_S,
-            "window_s": WINDOW_S,
-            "kept_s": KEPT_S,
-        }
         self._ctx = ctx
         self.history = History(ctx.metrics)
         # `ctx.status` is looked up each time: whoever serves may set another.
-        self.feed = Feed(lambda: ctx.status(), self.history, server)
+        self.feed = Feed(lambda: ctx.status(), self.history, self._server)
         self.listeners = ConcurrencyLimiter(MAX_LISTENERS)
         self._ticked = asyncio.Event()
         self._seen_at = 0.0  # when the status was read last
         self._logged_at = -_PROBLEM_S
         self._task: asyncio.Task[None] | None = None
+
+    def _server(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "models": [*self._ctx.models],
+            "can_set_role": self._ctx.set_role is not None,
+            "key_required": self._ctx.tenants.key_required,
+            "period_s": PERIOD_S,
+            "window_s": WINDOW_S,
+            "kept_s": KEPT_S,
+        }
 
     def routes(self) -> list[Route]:
         return [
@@ -286,7 +305,7 @@ class Console:
     async def _run(self) -> None:
         while True:
             try:
-                self.history.sample(time.time())
+                self.history.sample(time.time(), [each.model_name for each in self._ctx.all])
                 if self.listeners.num_taken:
                     self.see()
             except Exception:  # in the status: listeners see that nothing changes

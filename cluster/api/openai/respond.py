@@ -88,7 +88,6 @@ class GenerateEndpoint(Generic[Request]):
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self._ctx.metrics
         clock = asyncio.get_running_loop().time
         http = HttpRequest(scope, receive)
         call = Call(scope["state"]["request_id"], self._name, clock(), http.headers)
@@ -111,26 +110,25 @@ class GenerateEndpoint(Generic[Request]):
             pass
         finally:
             call.ended_at = clock()
-            metrics.requests.labels(self._name, call.outcome).inc()
-            metrics.e2e_s.observe(call.ended_at - call.arrived_at)
+            elapsed_s = call.ended_at - call.arrived_at
+            self._ctx.metrics.of(call.model).ended(self._name, call.outcome, elapsed_s)
             ctx = self._ctx.models.get(call.model, self._ctx)
             served = ctx.calls.ended(call)
             if access.is_on:
                 prompt = call.result.prompt if call.result else ()
-                elapsed_s = call.ended_at - call.arrived_at
                 ctx.access.write(scope, status, elapsed_s, call.outcome, served, prompt)
 
     @contextlib.contextmanager
     def _admitted(self, ctx: ApiContext) -> Iterator[None]:
         """A place among those that are served: not before the body has come, which takes as long as
         a client likes."""
-        gauge, models = ctx.metrics.live_requests, ctx.all
+        gauge, live = ctx.metrics.live_requests, ctx.live
         try:
-            with self._refuse_when_full(), ctx.live.take():
-                gauge.set(sum(each.live.num_taken for each in models))
+            with self._refuse_when_full(), live.take():
+                gauge.set(live.num_taken)
                 yield
         finally:
-            gauge.set(sum(each.live.num_taken for each in models))
+            gauge.set(live.num_taken)
 
     @contextlib.contextmanager
     def _refuse_when_full(self) -> Iterator[None]:
@@ -219,13 +217,10 @@ class GenerateEndpoint(Generic[Request]):
                 return await _whole(generation, format, send, headers)
         finally:
             call.result = generation.result()
-            self._count(call.result.usage)
-
-    def _count(self, usage: dict[str, Any]) -> None:
-        metrics = self._ctx.metrics
-        metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
-        metrics.output_tokens.inc(usage["completion_tokens"])
+            usage, metrics = call.result.usage, ctx.metrics
+            metrics.prompt_tokens.inc(usage["prompt_tokens"])
+            metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+            metrics.output_tokens.inc(usage["completion_tokens"])
 
 
 def _not_read(body: bytes) -> NoReturn:

@@ -184,7 +184,7 @@ def serve(
         status=lambda: cluster_status(STATUS),
         healthy=lambda: (health[0], health[1]),
         audit=audit,
-        metrics=ApiMetrics(registry),
+        metrics=ApiMetrics(registry, MODEL),
         explanations=router.explanations,
         settings=settings,
         **(context or {}),

@@ -161,9 +161,9 @@ def test_metrics_count_seconds_by_phase(routed: Served) -> None:
     explanation(routed, routed.post(BODY).headers["x-request-id"])
     after = samples(routed)
     for phase in ("tokenise", "queue", "route", "prefill", "decode", "stream"):
-        key = ("kvrelay_phase_seconds_count", (("phase", phase),))
+        key = ("kvrelay_phase_seconds_count", (("model", MODEL), ("phase", phase)))
         assert after[key] == before.get(key, 0) + 1, phase
-    ratio = ("kvrelay_router_ttft_prediction_ratio_count", ())
+    ratio = ("kvrelay_router_ttft_prediction_ratio_count", (("model", MODEL),))
     assert after[ratio] == before[ratio] + 1
 
 

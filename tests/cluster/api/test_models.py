@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 from websockets.sync.client import connect
 
 from kvrelay.cluster.api.client import RouterClient
@@ -123,6 +124,39 @@ def test_each_endpoint_knows_them_all(both: Two, path: str, body: dict[str, Any]
         assert len(others.submits) == before
         if "compact" not in path:
             assert answer.json()["model"] == (MODEL if name == MODEL else OTHER)
+    wait_until(lambda: not both.other.num_live)
+
+
+def test_metrics_are_of_the_model_that_was_called(both: Two) -> None:
+    def found() -> dict[tuple[str, str], float]:
+        text = both.served.http.get("/metrics").text
+        names = {
+            "kvrelay_ttft_seconds_count": "model",
+            "kvrelay_output_tokens_total": "model",
+            "vllm:time_to_first_token_seconds_count": "model_name",
+            "gen_ai_server_time_to_first_token_seconds_count": "gen_ai_request_model",
+        }
+        return {
+            (each.name, each.labels[names[each.name]]): each.value
+            for family in text_string_to_metric_families(text)
+            for each in family.samples
+            if each.name in names
+        }
+
+    for number, name in enumerate((MODEL, ALIAS, OTHER)):
+        both.served.post(
+            {"model": name, "prompt": "a", "max_tokens": 3 + number}, "/v1/completions"
+        )
+    both.served.wait_idle()
+    counts = found()
+    for metric in ("kvrelay", "vllm:time", "gen_ai"):
+        of = {model: n for (name, model), n in counts.items() if name.startswith(metric)}
+        assert {MODEL, OTHER} == of.keys(), metric
+    assert counts["vllm:time_to_first_token_seconds_count", MODEL] == 1
+    assert counts["vllm:time_to_first_token_seconds_count", OTHER] == 2
+    assert counts["kvrelay_ttft_seconds_count", OTHER] == 2
+    assert counts["kvrelay_output_tokens_total", MODEL] == 3
+    assert counts["kvrelay_output_tokens_total", OTHER] == 4 + 5
     wait_until(lambda: not both.other.num_live)
 
 

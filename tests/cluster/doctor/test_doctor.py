@@ -205,6 +205,9 @@ def test_a_server_is_asked_for_its_workers_and_clock() -> None:
     is_fault(server.check_workers({"workers": [down]}), "is backoff", "no-workers.md")
     found = server.check_workers({"workers": [down, WORKERS[1]]})
     is_fault(found, "prefill-0 is backoff (no memory)", "worker-down.md")
+    each = [down | {"model": "chat"}, WORKERS[1] | {"model": "small"}]
+    found = server.check_workers({"workers": each})
+    is_fault(found, "(no memory); chat has no other", "no-workers.md")
     often = {"workers": [WORKERS[0] | {"restarts": 9}]}
     is_fault(server.check_workers(often), "9 restarts", "worker-restarts.md", Verdict.WARN)
     draining = {"workers": [WORKERS[0] | {"state": "draining"}, WORKERS[1]]}

@@ -41,9 +41,10 @@ def view(world: ControlledWorld) -> dict[str, Any]:
 
 def test_the_table_says_what_was_done_and_why(world: ControlledWorld) -> None:
     console = Console(width=120, record=True)
-    console.print(scaling_view(view(world)))
+    console.print(scaling_view({"chat": view(world), "small": view(world)}))
     text = console.export_text()
-    assert "autoscaler" in text
+    assert "autoscaler of chat" in text
+    assert "autoscaler of small" in text
     assert "now: not scaling" in text
     assert "from 0 to 8 workers may be" in text
 
@@ -52,21 +53,29 @@ def test_status_has_a_line_on_it(world: ControlledWorld) -> None:
     console = Console(width=120, record=True)
     console.print(status_table({"scaling": view(world)}))
     assert "not scaling: " in console.export_text()
+    row = {"aliases": [], "num_up": 0, "num_live": 0, "num_queued": 0, "cache_hit_rate": 0.0}
+    rows = [row | {"model": each, "output_tokens": 0, "scaling": view(world)} for each in "ab"]
+    console.print(status_table({"models": rows}))
+    text = console.export_text()
+    assert "a: not scaling: " in text
+    assert "b: not scaling: " in text
 
 
 def test_metrics_have_every_reason_from_the_start(world: ControlledWorld) -> None:
     registry = CollectorRegistry()
-    ClusterCollector(registry, lambda: cluster_status({"scaling": view(world)}))
+    rows = [{"model": "small"}, {"model": "chat", "scaling": view(world)}]
+    ClusterCollector(registry, lambda: cluster_status({"model": "small", "models": rows}))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvrelay_scaling_{name}", {"model": "chat"} | labels)
+
     for reason in Reason:
-        found = registry.get_sample_value("kvrelay_scaling_ticks_total", {"reason": str(reason)})
-        assert found is not None
-    ticks = registry.get_sample_value("kvrelay_scaling_ticks_total", {"reason": "stale"})
-    assert ticks is not None
-    assert ticks > 1
+        assert value("ticks_total", reason=str(reason)) is not None
+    assert (value("ticks_total", reason="stale") or 0) > 1
     for action in ("start", "drain", "flip"):  # the tests' orders are not the planner's
-        name = "kvrelay_scaling_actions_total"
-        assert registry.get_sample_value(name, {"action": action}) == 0
-    assert registry.get_sample_value("kvrelay_scaling_max_workers") == SCALING.max_workers
+        assert value("actions_total", action=action) == 0
+    assert value("max_workers") == SCALING.max_workers
+    assert value("max_workers", model="small") is None
 
 
 def test_without_an_autoscaler_there_are_no_metrics_of_it() -> None:

@@ -86,6 +86,40 @@ def test_several_policies_are_compared_in_one_table(fake: FakeReplay, trace_path
     assert tuple(config.policy for _, config in fake.asked) == (*POLICIES, ORACLE)
 
 
+def test_models_are_replayed_each_with_its_own_cluster(fake: FakeReplay, tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 600, "output_length": 5, "hash_ids": [], "model": m}
+        for n, m in enumerate(("small", "chat", "chat"))
+    ]
+    path, json_path = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    third = f"third={tmp_path / 'third.jsonl'}"
+    (tmp_path / "third.jsonl").write_text(LINE)
+    options: tuple[Any, ...] = ("--prefill", 2, "--own", "chat.decode=4", "--own", "chat.blocks=9")
+    faults = "kill decode-chat-3 at 1 for 2; kill prefill-third-0 at 3 for 4"
+    done = simulate(path, "--model", third, *options, "--json", json_path, "--faults", faults)
+    assert done.exit_code == 0, done.output
+    found = {}
+    for trace, config in fake.asked:
+        times = [request.at_s for request in trace.requests]
+        shape = config.num_prefill, config.num_decode, config.num_blocks
+        found[trace.requests[0].model or trace.name] = times, shape, config.faults
+    assert found == {
+        "chat": ([1.0, 2.0], (2, 4, 9), (Fault("decode-3", 1, 2),)),
+        "small": ([0.0], (2, 1, 400), ()),
+        "third": ([0.0], (2, 1, 400), (Fault("prefill-0", 3, 4),)),
+    }
+    made = json.loads(json_path.read_text())
+    assert [each["model"] for each in made["results"]] == ["chat", "small", "third"]
+    assert made["settings"]["chat"]["num_decode"] == 4
+    table = done.stdout[done.stdout.rindex("model") :].splitlines()
+    assert [line.split()[:2] for line in table if line.strip()][2:] == [
+        ["chat", "2"],
+        ["small", "1"],
+        ["third", "1"],
+    ]
+
+
 def test_faults_and_the_router_come_from_the_user(
     fake: FakeReplay, trace_path: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +172,21 @@ def test_json_to_stdout_is_json_alone(fake: FakeReplay, tmp_path: Path) -> None:
         (["TRACE", "--rate", "3"], "--requests and --rate are for synthetic:NAME"),
         (["TRACE", "--policy", "best"], "policy 'best' is unknown; there are prefix,"),
         (["TRACE", "--timing", "abacus"], "abacus"),
+        ([], "no traffic: name a trace, or --model NAME=TRACE"),
+        (["--model", "a"], "--model 'a': write NAME=TRACE"),
+        (["--model", "a=TRACE", "--model", "a=TRACE"], "that model has traffic already"),
+        (["TRACE", "--model", "a=TRACE"], "some requests name no model: all do, or none"),
+        (["TRACE", "--own", "a.decode=2"], "a model of the traffic (it names none) and one of"),
+        (["--model", "a=TRACE", "--own", "a.json=2"], "--own 'a.json=2': write NAME.OPTION"),
+        (["--model", "a=TRACE", "--own", "a.decode=x"], "a.decode=x': 'x' is not a valid integer"),
+        (
+            ["--model", "a=TRACE", "--faults", "kill decode-0 at 1 for 1"],
+            "workers are called decode-a-0",
+        ),
+        (
+            ["--model", "a=TRACE", "--model", "b=TRACE", "--autoscale"],
+            "--autoscale replays one model, and there are a, b",
+        ),
         (["TRACE", "--faults", "stop decode-0"], "fault 'stop decode-0': write kill decode-3 at"),
         (["TRACE", "--faults", "kill decode-1 at 1 for 1"], "there is no worker 'decode-1'"),
         (["TRACE", "--host-gib", "0.01"], "holds no block; one has 0.0625 GiB"),
@@ -150,7 +199,7 @@ def test_json_to_stdout_is_json_alone(fake: FakeReplay, tmp_path: Path) -> None:
 def test_bad_input_is_one_line_and_nothing_is_simulated(
     fake: FakeReplay, trace_path: Path, arguments: list[str], words: str
 ) -> None:
-    done = simulate(*(str(trace_path) if each == "TRACE" else each for each in arguments))
+    done = simulate(*(each.replace("TRACE", str(trace_path)) for each in arguments))
     assert done.exit_code == 2, done.output
     assert words in done.stderr
     assert done.stderr.count("\n") == 1

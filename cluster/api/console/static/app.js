@@ -79,10 +79,24 @@ function onChange() {
     else if (VIEWS[name].live) view.update();
     refreshDrawer();
     setText(at("model"), store.parts.model ?? "");
-    at("model").hidden = !store.parts.model;
+    at("model").hidden = !store.parts.model || store.hasSeveral;
+    offerModels();
     setText(at("version"), `${store.parts.router.router ?? "KVRelay"} · ${store.parts.server.version}`);
-    setText(at("nav").querySelector("[data-view=workers] .count"), String(store.workers.size));
+    setText(at("nav").querySelector("[data-view=workers] .count"),
+      String(store.shown.workers.length));
   });
+}
+
+function offerModels() {
+  const select = at("models");
+  const names = store.parts.models.map((each) => each.model);
+  if (select.dataset.names !== names.join("\n")) {
+    select.dataset.names = names.join("\n");
+    select.replaceChildren(...["", ...names].map((name) =>
+      h("option", { value: name, text: name || `All ${names.length} models` })));
+  }
+  select.value = store.model;
+  select.hidden = !store.hasSeveral;
 }
 
 function onLink() {
@@ -156,6 +170,11 @@ function setUpNav() {
 setUpNav();
 setUpTheme();
 setUpKeys();
+at("models").addEventListener("change", () => {
+  store.model = at("models").value;
+  route();
+  onChange();
+});
 store.addEventListener("change", onChange);
 store.addEventListener("link", onLink);
 route();

@@ -126,7 +126,7 @@ function body(turns) {
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
   const messages = turns.map(({ role, content }) => ({ role, content }));
   const asked = {
-    model: settings.model || store.parts.server?.models[0],
+    model: settings.model || store.model || store.parts.server?.models[0],
     messages: [...system, ...messages], stream: true, stream_options: { include_usage: true },
   };
   if (settings.max_tokens) asked.max_tokens = Number(settings.max_tokens);
@@ -174,7 +174,7 @@ function settingsPart() {
       },
     },
   }, (store.parts.server?.models ?? []).map((name) =>
-    h("option", { value: name, selected: name === settings.model, text: name })));
+    h("option", { value: name, selected: name === (settings.model || store.model), text: name })));
   const note = store.parts.server?.key_required && !getKey("tenant")
     ? h("p", { class: "notice", text: "This server has tenants: give an API key." }) : null;
   return h("details", { class: "panel settings", open: window.innerWidth > 1100 },

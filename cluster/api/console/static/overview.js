@@ -85,7 +85,7 @@ export function overview() {
 const names = new Intl.Collator("en", { numeric: true });
 
 function sorted() {
-  return [...store.workers.values()].sort((a, b) => names.compare(a.worker, b.worker));
+  return [...store.shown.workers].sort((a, b) => names.compare(a.worker, b.worker));
 }
 
 function fill(where, ...content) {
@@ -112,10 +112,9 @@ function tile(title, value) {
 }
 
 function updateTiles(tiles) {
-  const workers = [...store.workers.values()];
+  const { load, totals, workers } = store.shown;
   const up = workers.filter((worker) => worker.state === "up").length;
   const point = store.points.at(-1) ?? {};
-  const { load, totals } = store.parts;
   const away = workers.length - up;
   tiles.get("workers").set(`${up}`, away ? `of ${workers.length}, ${away} not up` : "all of them",
     away ? "bad" : "");
@@ -163,7 +162,7 @@ function tierBars(found) {
     h("span", { text: name }),
     h("span", { class: "num" }, h("b", { text: count(number) }), h("span", { class: "muted", text })),
     bar(parts, `${name}: ${count(number)}${text}`));
-  const sources = Object.entries(store.parts.totals.cached_tokens_by_source ?? {});
+  const sources = Object.entries(store.shown.totals.cached_tokens_by_source ?? {});
   const hits = sources.reduce((total, [, tokens]) => total + tokens, 0);
   const shown = [
     line("Device, held", used, [[used / most, "device"]],

@@ -4,6 +4,7 @@ import { getJson } from "./api.js";
 import { count, empty, h, icon, seconds } from "./dom.js";
 import { explanation } from "./explain.js";
 import { poll } from "./poll.js";
+import { store } from "./store.js";
 import { virtualTable } from "./table.js";
 
 const LIMIT = 200;
@@ -12,6 +13,10 @@ const GOOD = ["stop", "length", "tool_calls"];
 const number = (key, title, value, text, more = {}) => ({
   key, title, num: true, width: "minmax(50px, 0.6fr)", value, cell: (r) => text(value(r)), ...more,
 });
+const MODEL = {
+  key: "model", title: "Model", width: "minmax(80px, 1fr)", wide: 640, value: (r) => r.model,
+  cell: (r) => r.model, same: (r) => r.model,
+};
 const COLUMNS = [
   {
     key: "at", title: "Request", width: "minmax(104px, 1.4fr)", value: (r) => r.at,
@@ -29,6 +34,7 @@ const COLUMNS = [
       text: r.outcome,
     }),
   },
+  MODEL,
   number("in", "In", (r) => r.usage.prompt_tokens ?? 0, count, { wide: 480 }),
   number("out", "Out", (r) => r.usage.completion_tokens ?? 0, count, { wide: 480 }),
   number("ttft", "TTFT", (r) => r.ttft_s, seconds, { width: "minmax(64px, 0.7fr)" }),
@@ -38,7 +44,8 @@ const COLUMNS = [
 export function requests(id) {
   const problem = h("p", { class: "notice bad", role: "alert", hidden: true });
   const detail = h("section", { class: "panel detail", "aria-label": "Explanation" });
-  const table = virtualTable("Requests", COLUMNS, (r) => r.id, (r) => {
+  const columns = COLUMNS.filter((column) => column !== MODEL || store.hasSeveral);
+  const table = virtualTable("Requests", columns, (r) => r.id, (r) => {
     location.hash = `#/requests/${encodeURIComponent(r.id)}`;
   });
   const none = empty("requests", "No requests yet",
@@ -65,7 +72,8 @@ export function requests(id) {
   const known = new Map(); // by id: rows that did not change stay the same objects
   const asking = poll(element, async (signal) => {
     const answer = await getJson("tenant", `requests?limit=${LIMIT}`, { signal });
-    const rows = answer.data.map((row, at) => {
+    const data = answer.data.filter((row) => !store.model || row.model === store.model);
+    const rows = data.map((row, at) => {
       const old = known.get(row.id);
       if (old) old.at = at;
       else known.set(row.id, { ...row, at });

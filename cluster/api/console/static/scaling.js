@@ -9,10 +9,13 @@ export function scaling() {
   let shown;
 
   function update() {
-    const state = JSON.stringify(store.parts.scaling ?? null);
+    const state = JSON.stringify(store.shown.scaling);
     if (state === shown) return;
     shown = state;
-    body.replaceChildren(...parts(store.parts.scaling));
+    const all = Object.entries(store.shown.scaling);
+    const some = all.filter(([, each]) => each);
+    body.replaceChildren(...(some.length ? some : all.slice(0, 1)).flatMap(([model, each]) =>
+      [model && each ? h("h2", { text: model }) : null, ...parts(each)].filter(Boolean)));
   }
   return { element, update };
 }

@@ -3,6 +3,7 @@
 import { call, getJson } from "./api.js";
 import { bar, count, empty, h, legend, plural, seconds, setText, toast } from "./dom.js";
 import { poll } from "./poll.js";
+import { store } from "./store.js";
 
 const PAGE = 50;
 const TIERS = ["device", "host", "disk"];
@@ -43,7 +44,8 @@ export function sessions() {
   });
 
   const asking = poll(element, async (signal) => {
-    const path = `v1/sessions?limit=${PAGE}&after=${encodeURIComponent(pages.at(-1))}`;
+    const path = `v1/sessions?limit=${PAGE}&after=${encodeURIComponent(pages.at(-1))}`
+      + store.query("&");
     const answer = await getJson("tenant", path, { signal });
     last = answer.data.at(-1)?.id ?? "";
     more = answer.has_more;
@@ -58,7 +60,9 @@ export function sessions() {
   function draw(data) {
     table.hidden = !data.length;
     none.hidden = data.length > 0;
-    setText(found, data.length ? `${plural(data.length, "session")}${more ? ", and more" : ""}` : "");
+    const whose = store.hasSeveral ? ` of ${store.model || store.parts.models[0].model}` : "";
+    setText(found, (data.length ? `${plural(data.length, "session")}${more ? ", and more" : ""}` : "")
+      + whose);
     previous.hidden = pages.length < 2;
     next.hidden = !more;
     const state = JSON.stringify(data.map((each) => ({
@@ -74,7 +78,7 @@ export function sessions() {
   async function act(session, op, button) {
     button.disabled = true;
     try {
-      const path = `v1/sessions/${encodeURIComponent(session.id)}/${op}`;
+      const path = `v1/sessions/${encodeURIComponent(session.id)}/${op}${store.query("?")}`;
       const answer = await (await call("tenant", "POST", path)).json();
       const done = Object.entries(answer.blocks_done ?? {});
       const where = done.map(([worker, blocks]) => `${plural(blocks, "block")} on ${worker}`);

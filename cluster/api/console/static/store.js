@@ -4,8 +4,11 @@ import { call, CallError, events } from "./api.js";
 
 const SILENT_MS = 6000; // an event comes every second
 
-/** Owned by the page. `workers`: by name, each an object of the server's fields; `points`: objects
- * with their time `at`, the oldest first; `link`: connecting, live, stale or locked. */
+const ALL = ""; // models
+
+/** Owned by the page. `workers`: by name, each an object of the server's fields; `series`: by model,
+ * objects with their time `at`, the oldest first; `link`: connecting, live, stale or locked;
+ * `model`: that is shown, where there are several. */
 class Store extends EventTarget {
   constructor() {
     super();
@@ -13,9 +16,37 @@ class Store extends EventTarget {
     this.problem = "";
     this.parts = {};
     this.workers = new Map();
-    this.points = [];
+    this.series = { [ALL]: [] };
+    this.model = ALL;
     this.fields = { worker: [], point: [] };
     this.stop = null;
+  }
+
+  /** What is known of the model that is shown, or of all. */
+  get shown() {
+    const { load, totals, scaling, models = [] } = this.parts;
+    const row = models.find((each) => each.model === this.model);
+    const workers = [...this.workers.values()];
+    return row
+      ? { load: row, totals: row, workers: workers.filter((w) => w.model === this.model),
+        scaling: { [this.model]: row.scaling } }
+      : { load, totals, workers,
+        scaling: models.length
+          ? Object.fromEntries(models.map((each) => [each.model, each.scaling]))
+          : { [ALL]: scaling } };
+  }
+
+  get points() {
+    return this.series[this.model] ?? [];
+  }
+
+  get hasSeveral() {
+    return (this.parts.models ?? []).length > 0;
+  }
+
+  /** As part of a query, for calls that are of one model. */
+  query(sign) {
+    return this.model ? `${sign}model=${encodeURIComponent(this.model)}` : "";
   }
 
   get hasData() {
@@ -74,7 +105,7 @@ class Store extends EventTarget {
     if (news.full) {
       this.parts = {};
       this.workers = new Map();
-      this.points = [];
+      this.series = {};
       this.fields = { worker: news.worker_fields, point: news.point_fields };
     }
     Object.assign(this.parts, news.parts);
@@ -82,9 +113,13 @@ class Store extends EventTarget {
     for (const [name, row] of Object.entries(news.workers)) {
       this.workers.set(name, named(this.fields.worker, row));
     }
-    for (const point of news.points) this.points.push(named(this.fields.point, point));
+    if (!this.parts.models.some((each) => each.model === this.model)) this.model = ALL;
     const most = this.parts.server.kept_s / this.parts.server.period_s;
-    if (this.points.length > most) this.points.splice(0, this.points.length - most);
+    const added = { [ALL]: news.points, ...news.points_by_model };
+    this.series = Object.fromEntries(Object.entries(added).map(([model, points]) => {
+      const made = points.map((point) => named(this.fields.point, point));
+      return [model, [...(this.series[model] ?? []), ...made].slice(-most)];
+    }));
     this.tell("live", "");
   }
 
@@ -105,10 +140,10 @@ function named(fields, row) {
 
 export const store = new Store();
 
-/** The workers of each role that has any, and what they are together. */
+/** The workers that are shown of each role that has any, and what they are together. */
 export function pools() {
   const found = new Map();
-  for (const worker of store.workers.values()) {
+  for (const worker of store.shown.workers) {
     let pool = found.get(worker.role);
     if (!pool) {
       pool = { role: worker.role, workers: 0, up: 0, steps: [] };

@@ -51,7 +51,8 @@ export function refreshDrawer() {
     bar([[number / most, tone]], `${name}: ${number} blocks`));
   figures.replaceChildren(
     h("div", { class: "chips" }, stateChip(worker.state), roleText(worker.role),
-      h("span", { class: "muted", text: `epoch ${worker.epoch ?? "–"}` })),
+      h("span", { class: "muted", text: `epoch ${worker.epoch ?? "–"}` }),
+      worker.model ? h("span", { class: "muted", text: worker.model }) : null),
     h("div", {},
       h("h3", { text: "KV blocks" }),
       line("Device, held by requests", worker.num_used_blocks ?? 0, "device", true),

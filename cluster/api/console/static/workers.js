@@ -11,6 +11,10 @@ const number = (key, title, wide, more = {}) => ({
   value: (worker) => worker[key] ?? 0, cell: (worker) => count(worker[key]), ...more,
 });
 
+const MODEL = {
+  key: "model", title: "Model", width: "minmax(80px, 1fr)", wide: 640, value: (w) => w.model,
+  cell: (w) => w.model, same: (w) => w.model,
+};
 const COLUMNS = [
   {
     key: "worker", title: "Worker", width: "minmax(130px, 1.5fr)", value: (w) => w.worker,
@@ -24,6 +28,7 @@ const COLUMNS = [
     key: "role", title: "Role", width: "minmax(62px, 0.6fr)", wide: 480, value: (w) => w.role,
     cell: (w) => roleText(w.role), same: (w) => w.role,
   },
+  MODEL,
   number("epoch", "Epoch", 1120),
   {
     key: "kv", title: "KV held", high: true, width: "minmax(140px, 1.5fr)",
@@ -48,7 +53,8 @@ let state = "";
 
 export function workers() {
   const found = h("span", { class: "muted", role: "status" });
-  const table = virtualTable("Workers", COLUMNS, (w) => w.worker, (w) => openWorker(w.worker));
+  const columns = COLUMNS.filter((column) => column !== MODEL || store.hasSeveral);
+  const table = virtualTable("Workers", columns, (w) => w.worker, (w) => openWorker(w.worker));
   const search = h("input", {
     type: "search", placeholder: "Find a worker", "aria-label": "Find a worker", value: text,
     on: {
@@ -81,7 +87,7 @@ export function workers() {
     h("section", { class: "panel grow-panel" }, table.element));
 
   function update() {
-    const all = [...store.workers.values()];
+    const all = store.shown.workers;
     const shown = all.filter((w) => (!role || w.role === role) && (!state || w.state === state)
       && (!text || w.worker.toLowerCase().includes(text)));
     setText(found, shown.length === all.length ? plural(all.length, "worker")

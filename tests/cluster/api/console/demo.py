@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from kvrelay.router.messages import (
     SessionReply,
     SessionState,
 )
-from tests.cluster.api.conftest import MODEL, Served, cluster_status, serve
+from tests.cluster.api.conftest import MODEL, SCALING, Served, cluster_status, serve
 from tests.cluster.api.routed import RealRouter
 
 ANSWER = (
@@ -53,6 +53,7 @@ class Fleet:
         self._draw = random.Random(seed)
         self.workers = [self._worker(i, num_workers) for i in range(num_workers)]
         self.scaling: dict[str, Any] | None = None
+        self.models: list[str] = []
         self.num_calls = 0
         self.output_tokens = 4_812_000
 
@@ -92,8 +93,28 @@ class Fleet:
             },
             "routers": [],
             "workers": [dict(worker) for worker in self.workers],
+            "models": [self._model(name) for name in self.models],
         }
         return cluster_status(status | {"scaling": self.scaling})
+
+    def serve_models(self, *names: str) -> None:
+        """From now on; workers take turns in having them."""
+        self.models = [*names]
+        for index, worker in enumerate(self.workers):
+            worker["model"] = names[index % len(names)] if names else None
+
+    def _model(self, name: str) -> dict[str, Any]:
+        its = [worker for worker in self.workers if worker["model"] == name]
+        return {
+            "model": name,
+            "num_up": sum(worker["state"] == "up" for worker in its),
+            "num_live": sum(worker["num_running"] for worker in its),
+            "num_queued": self.models.index(name),
+            "cache_hit_rate": 0.5,
+            "prompt_tokens": 1000,
+            "cached_tokens_by_source": {"device": 500},
+            "scaling": SCALING if self.models.index(name) else None,
+        }
 
     def _worker(self, index: int, num_workers: int) -> dict[str, Any]:
         draw = self._draw
@@ -244,9 +265,9 @@ def demo(tokenizer: Tokenizer, num_workers: int, **context: Any) -> Iterator[tup
         traffic, sample = Traffic(console._ctx.metrics), console.history.sample
         fill_history(console.history, traffic)
 
-        def go_on(at: float) -> None:
+        def go_on(at: float, models: Collection[str] = ()) -> None:
             traffic.go_on()
-            sample(at)
+            sample(at, models)
 
         console.history.sample = go_on  # type: ignore[method-assign]
         console._ctx.status = fleet.status

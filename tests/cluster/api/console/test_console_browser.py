@@ -62,6 +62,40 @@ def test_the_overview_shows_the_cluster_and_goes_on(
     wait_until(lambda: page.inner_text(".tile:nth-child(2)") != figures)
 
 
+def test_one_of_several_models_is_shown_alone(
+    open_page: Open, cluster: tuple[Served, Fleet]
+) -> None:
+    served, fleet = cluster
+    fleet.serve_models("chat", "small")
+    try:
+        page = open_page(f"{served.url}/console#/overview")
+        page.wait_for_selector(LIVE)
+        page.wait_for_selector("#models option:text-is('All 2 models')", state="attached")
+        assert not page.locator("#model").is_visible()
+        assert re.match(r"Workers up\s+46\s+of 48", page.inner_text(".tile >> nth=0"))
+        page.select_option("#models", "small")
+        assert re.match(r"Workers up\s+23\s+of 24", page.inner_text(".tile >> nth=0"))
+        assert re.search(r"Live requests\s+\d+\s+1 queued", page.inner_text(".tile >> nth=1"))
+        assert re.match(
+            r"Cache hit rate\s+50 %\s+of 1,?0?0?0?k? ", page.inner_text(".tile >> nth=5")
+        )
+        page.click("nav a[data-view=workers]")
+        page.wait_for_selector(".vt-row")
+        assert page.inner_text(".head [role=status]") == "24 workers"
+        assert page.inner_text("nav a[data-view=workers] .count") == "24"
+        page.click("nav a[data-view=scaling]")
+        page.wait_for_selector("h2:text-is('small')")
+        page.select_option("#models", "chat")
+        page.wait_for_selector(".empty")
+        page.click("nav a[data-view=chat]")
+        fleet.serve_models()
+        page.wait_for_selector("#model", state="visible")
+        assert not page.locator("#models").is_visible()
+        assert page.inner_text("nav a[data-view=workers] .count") == "48"
+    finally:
+        fleet.serve_models()
+
+
 def test_a_worker_is_found_and_its_role_set_by_keyboard(
     open_page: Open, cluster: tuple[Served, Fleet]
 ) -> None:
@@ -221,6 +255,7 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(open_page: Open, tokenizer: T
         other = page.context.new_page()  # another tab has to ask again
         other.goto(f"{served.url}/console")
         other.wait_for_selector("#key-dialog[open]")
+        page.context.close()  # it listens, and the server is about to end
 
 
 def test_it_reconnects_when_the_server_is_back(open_page: Open, tokenizer: Tokenizer) -> None:

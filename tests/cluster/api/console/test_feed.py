@@ -26,7 +26,7 @@ class Cluster:
     def __init__(self) -> None:
         self.value: dict[str, Any] = {"model": "tiny", "num_live": 0, "workers": []}
         self.history = History(ApiMetrics(CollectorRegistry()))
-        self.feed = Feed(lambda: cluster_status(self.value), self.history, {"version": "1"})
+        self.feed = Feed(lambda: cluster_status(self.value), self.history, lambda: {"version": "1"})
 
     def set(self, *workers: dict[str, Any], **more: Any) -> None:
         self.value = self.value | more | {"workers": list(workers)}
@@ -159,13 +159,14 @@ def test_points_are_told_once(cluster: Cluster) -> None:
     cluster.history.sample(2.0)
     assert [point[0] for point in cluster.news(1, 1)["points"]] == [2.0]
     assert cluster.news(1, 2)["points"] == []
+    assert cluster.news(1, 2)["points_by_model"] == {}
 
 
 def test_a_tick_of_1000_workers_does_not_hold_up_tokens() -> None:
     """It runs on the loop that streams them."""
     fleet = Fleet(1000)
     statuses = [fleet.status() for _ in range(6)]
-    feed = Feed(lambda: statuses[-1], History(ApiMetrics(CollectorRegistry())), {})
+    feed = Feed(lambda: statuses[-1], History(ApiMetrics(CollectorRegistry())), dict)
     feed.tick()
     took = []
     for status in statuses:

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster.api.console.history import (
+    ALL,
     KEPT_S,
     PERIOD_S,
     POINT_FIELDS,
@@ -25,8 +26,8 @@ def metrics() -> ApiMetrics:
     return ApiMetrics(CollectorRegistry())
 
 
-def last(history: History) -> dict[str, float | None]:
-    return dict(zip(POINT_FIELDS, history.since(history.num_points - 1)[0], strict=True))
+def last(history: History, model: str = ALL) -> dict[str, float | None]:
+    return dict(zip(POINT_FIELDS, history.since(history.num_points - 1)[model][0], strict=True))
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:
@@ -81,7 +82,35 @@ def test_points_are_dropped_after_their_time(metrics: ApiMetrics) -> None:
     for second in range(most + 5):
         history.sample(float(second))
     assert history.num_points == most + 5
-    assert [point[0] for point in history.since(most + 2)] == [most + 2.0, most + 3.0, most + 4.0]
-    assert len(history.since(0)) == most
-    assert history.since(0)[0][0] == 5.0
-    assert history.since(most + 5) == []
+
+    def times(number: int, model: str = ALL) -> list[float | None]:
+        return [point[0] for point in history.since(number)[model]]
+
+    assert times(most + 2) == [most + 2.0, most + 3.0, most + 4.0]
+    assert (len(times(0)), times(0)[0]) == (most, 5.0)
+    assert times(most + 5) == []
+    metrics.of("a"), metrics.of("b")
+    for second in range(2):  # points of a model that came later
+        history.sample(float(most + 5 + second), ["a", "b"])
+    assert times(0, "b") == times(most + 5, "b") == [most + 5.0, most + 6.0]
+    assert times(most + 6, "b") == [most + 6.0]
+    history.sample(0.0, ["a"])
+    assert [*history.since(0)] == [ALL], "one that is alone is all"
+
+
+def test_each_model_has_points_of_its_own(metrics: ApiMetrics) -> None:
+    history = History(metrics)
+    for at in (0.0, 1.0):
+        history.sample(at, ["a", "b"])
+        for name, ttft_s in (("a", 0.02), ("b", 20.0)):
+            metrics.of(name).ttft_s.observe(ttft_s)
+            metrics.of(name).output_tokens.inc(10)
+        metrics.of("b").live_requests.set(3)
+    history.sample(2.0, ["a", "b"])
+    fast, slow, both = (last(history, name) for name in ("a", "b", ALL))
+    assert (fast["ttft_p99"] or 9) < 0.1
+    assert (slow["ttft_p50"] or 0) > 9
+    assert (both["ttft_p50"] or 9) < 0.1
+    assert (both["ttft_p99"] or 0) > 9
+    assert (fast["output_tokens"], both["output_tokens"]) == (10.0, 20.0)
+    assert (fast["live"], slow["live"], both["live"]) == (0.0, 3.0, 3.0)

@@ -85,23 +85,23 @@ def test_an_answer_is_counted_by_every_name(served: Served) -> None:
         key = (name, tuple(sorted(labels.items())))
         return after[key] - before.get(key, 0)
 
-    def gen_ai(name: str, operation: str, **more: str) -> float:
-        labels = {"gen_ai_operation_name": operation, "gen_ai_request_model": MODEL}
+    def gen_ai(name: str, operation: str, model: str = MODEL, **more: str) -> float:
+        labels = {"gen_ai_operation_name": operation, "gen_ai_request_model": model}
         return grown(f"gen_ai_server_{name}", gen_ai_provider_name="kvrelay", **labels, **more)
 
-    model = {"model_name": ""}
+    model = {"model_name": MODEL}
     assert grown("vllm:request_success_total", finished_reason="stop", **model) == 1
     assert grown("vllm:request_success_total", finished_reason="length", **model) == 1
     assert grown("vllm:generation_tokens_total", **model) == tokens + 1
     assert grown("vllm:time_to_first_token_seconds_count", **model) == 2
-    assert grown("vllm:e2e_request_latency_seconds_count", **model) == 3
-    assert grown("vllm:e2e_request_latency_seconds_bucket", le="+Inf", **model) == 3
+    assert grown("vllm:e2e_request_latency_seconds_count", **model) == 2
+    assert grown("vllm:e2e_request_latency_seconds_bucket", le="+Inf", **model) == 2
     assert gen_ai("time_to_first_token_seconds_count", "chat") == 1
     assert gen_ai("time_per_output_token_seconds_count", "chat") == 1
     assert gen_ai("time_to_first_token_seconds_count", "text_completion") == 1
     duration = "request_duration_seconds_count"
     assert gen_ai(duration, "chat", error_type="") == 1
-    assert gen_ai(duration, "chat", error_type="model_not_found") == 1
+    assert gen_ai(duration, "chat", "", error_type="model_not_found") == 1
 
 
 def test_counters_of_what_goes_wrong_begin_at_zero_where_a_worker_counts() -> None:
