@@ -62,7 +62,8 @@ class EngineSection(Section, frozen=True):
     # n-gram draft tokens per sequence and step, at most; 0: none
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
     # what proposes draft tokens beside n-grams: the folder of a head (EAGLE-1, EAGLE-3, Medusa, or
-    # one that was trained here), or a smaller model of the same vocabulary; "": nothing
+    # one that was trained here), or a smaller model of the same vocabulary; "mtp": the model's own
+    # layer for it; "": nothing
     drafter: str = ""
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
     max_waiting: Positive = 256  # requests at a worker, beside max_num_seqs, before it refuses

@@ -217,19 +217,28 @@ class EngineCore:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_scheduled", step.num_tokens * repeats)
-        num_accepted = 0
+        drafts = {"draft": (0, 0), "drafter": (0, 0)}  # tokens and accepted ones: all, and its own
         for share, each in zip(step.seqs, done.sampled, strict=True):
             if each is None or not share.most_drafts:
                 continue
-            accepted = len(each.more)
-            num_accepted += accepted
-            self.count("draft_tokens", len(share.draft_tokens) or each.num_drafts)
-            self.count("draft_tokens_accepted", accepted)
-            if share.num_drafts:
-                self.count("drafter_tokens", each.num_drafts)
-                self.count("drafter_tokens_accepted", accepted)
-        if done.elapsed_s > 0 and not done.waiting:
-            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted, done.draft_s)
+            proposed = len(share.draft_tokens) or each.num_drafts
+            for source in ("draft", "drafter") if share.num_drafts else ("draft",):
+                before, accepted = drafts[source]
+                drafts[source] = before + proposed, accepted + len(each.more)
+        is_timed = done.elapsed_s > 0 and not done.waiting
+        for source, (proposed, accepted) in drafts.items():
+            if not proposed:
+                continue
+            self.count(f"{source}_tokens", proposed)
+            self.count(f"{source}_tokens_accepted", accepted)
+            if is_timed:
+                rows = proposed / drafts["draft"][0]
+                spent, gained = self.timing.draft_seconds(step, done, rows, accepted)
+                self.count(f"{source}_seconds_spent", spent)
+                self.count(f"{source}_seconds_gained", gained)
+        if is_timed:
+            accepted = drafts["draft"][1]
+            self.timing.on_step(step, done.elapsed_s, repeats, accepted, done.draft_s)
 
     def give_up(self, why: str) -> list[Effect]:
         """This worker cannot go on: the routers try its requests elsewhere, and need not wait until

@@ -10,7 +10,7 @@ from operator import mul
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.stats import Role
-from kvrelay.engine.step import ScheduledSeq, Step
+from kvrelay.engine.step import ScheduledSeq, Step, StepDone
 
 RATE_WEIGHT = 0.2  # what a new measurement counts in a moving average
 
@@ -207,6 +207,21 @@ class StepTiming:
         if known := self.prompt_cost.published():
             self._prompt_slowdown.add(elapsed_s, fitted_s(known, features))
         self.prompt_cost.add(features, elapsed_s)
+
+    def draft_seconds(
+        self, step: Step, done: StepDone, rows: float, num_accepted: int
+    ) -> tuple[float, float]:
+        """What draft tokens of a source took in a step: to draft them, and their part `rows` of
+        what the rows of all drafts added to the pass; and what the tokens that were accepted would
+        have taken without. Zeros before passes were measured."""
+        pool_tokens = self._config.num_blocks * self._config.block_size
+        used = sum(share.start for share in step.seqs) / pool_tokens
+        weights, count = self.row_cost.published(), len(step.seqs)
+        if not weights:
+            return 0.0, 0.0
+        plain_s = fitted_s(weights, row_features(count, used, 0.0))
+        added_s = max(0.0, done.elapsed_s - done.draft_s - plain_s)
+        return done.draft_s + rows * added_s, num_accepted / count * plain_s
 
     def _compare(self, step: Step, features: Sequence[float], elapsed_s: float) -> None:
         """What a pass of both has saved. `features`: of its prompts."""

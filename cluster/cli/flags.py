@@ -84,7 +84,7 @@ OWN = {
     ),
     "dtype": Flag("model.dtype", "auto, float32 or bfloat16.", values={"float": "float32"}),
     "drafter": Flag(
-        "engine.drafter", "A head's folder, or a smaller model: it drafts tokens.", read=folder
+        "engine.drafter", "A head's folder, a smaller model, or mtp: it drafts tokens.", read=folder
     ),
 }
 _IN_CHECKPOINT = dict.fromkeys(

@@ -224,6 +224,7 @@ class ModelConfig:
     # tokens has neither behind it.
     single_blocks: bool = False
     weight_scales: tuple[tuple[str, float], ...] = ()  # matrices are multiplied as they are loaded
+    num_mtp_layers: int = 0  # behind the last one, in the checkpoint: they draft tokens
 
     def kind(self, layer: int) -> str:
         """Returns ATTENTION, the kind of a recurrent layer, or MLP or EXPERTS."""
@@ -428,6 +429,7 @@ class ModelConfig:
         """
         shape = _digested(self)
         del shape["bos_token_id"], shape["eos_token_ids"]
+        shape.pop("num_mtp_layers", None)
         length = max_model_len or self.max_position_embeddings
         shape["long"] = [rope.scaling.is_long(length) for rope in self.ropes if rope.scaling]
         if quantization != "none":

@@ -49,14 +49,18 @@ class Decoder:
         """Returns those of `batch.sample_rows` after the last norm, [R, hidden_size], valid until
         the next call."""
         ops, weights = self._ops, self._weights
-        ops.begin(batch)
-        self._adapted = batch.adapted
-        self._growth = self._growth_of(batch)
         hidden = ops.embed(weights.table, batch.tokens)  # [N, hidden_size]
         if self._config.embed_scale != 1.0:
             # Rounded as the residual stream is: models in bfloat16 were trained with that.
             hidden *= torch.tensor(self._config.embed_scale, dtype=hidden.dtype).item()
         self._inputs = self._inputs_of(hidden, batch)
+        return self.passed(hidden, batch)
+
+    def passed(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As `hidden_states`, of rows [N, hidden_size] in place of tokens; they are overwritten."""
+        ops, weights = self._ops, self._weights
+        ops.begin(batch)
+        self._adapted, self._growth = batch.adapted, self._growth_of(batch)
         if self._captures:
             hidden = self._pass_all(hidden, batch)
             return ops.rms_norm(hidden.index_select(0, batch.sample_rows), weights.norm)

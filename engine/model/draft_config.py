@@ -8,7 +8,8 @@ from pathlib import Path
 from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
 from kvrelay.engine.model.config import ModelConfig, weights_bytes
 
-OWN, EAGLE, EAGLE3, MEDUSA, MODEL = "own", "eagle", "eagle3", "medusa", "model"  # kinds
+OWN, EAGLE, EAGLE3, MEDUSA = "own", "eagle", "eagle3", "medusa"  # kinds
+MODEL, MTP = "model", "mtp"
 ALIGNMENT = 64  # bytes
 
 
@@ -47,6 +48,7 @@ class DraftConfig:
         return replace(spec, draft_bytes=size, drafter=self.digest)
 
     def memory_bytes(self, dtype: str) -> int:
-        if self.kind == MODEL and self.layers is not None:
-            return weights_bytes(self.layers, dtype)
-        return self.file_bytes
+        if self.layers is None or self.kind not in (MODEL, MTP):
+            return self.file_bytes
+        fc = 2 * self.layers.hidden_size**2 * DTYPE_BYTES[dtype] if self.kind == MTP else 0
+        return weights_bytes(self.layers, dtype) + fc

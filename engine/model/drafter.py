@@ -26,7 +26,7 @@ from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.draft import CpuDraft
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.draft_config import MEDUSA, MODEL, DraftConfig
+from kvrelay.engine.model.draft_config import MEDUSA, MODEL, MTP, DraftConfig
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.sampling.sampler import Draw
 from kvrelay.engine.model.weights import Weights
@@ -88,7 +88,8 @@ def open_drafter(
     kept = Tails(tails, spec.block_size)
     if config.kind == MEDUSA:
         return MedusaDrafter(config, weights_of, kept, model, draw)
-    return HeadDrafter(config, weights_of, made, kept, model, draw)
+    made_of = MtpDrafter if config.kind == MTP else HeadDrafter
+    return made_of(config, weights_of, made, kept, model, draw)
 
 
 class Tails:
@@ -312,13 +313,15 @@ class HeadDrafter(_ByStates):
         before = self._tails.before_each(shares, tables, states)
         if self._whole is not None and len(states) <= MAX_AT_ONCE:
             self._whole.keep(shares, tables, before)
-            self._tails.keep(shares, tables, states)
-            return
-        batch = self._batch(shares, tables)
-        self._ops.begin(batch)
-        _, x = self._inputs(batch.tokens, before.to(self._dtype))
-        self._ops.rope_write(self._ops.linear(x, self._weights.qkv), 0, None, None)
+        else:
+            shares = [asked(each, each.tokens, each.start, sample=False) for each in shares]
+            self._write(self._batch(shares, tables), before.to(self._dtype))
         self._tails.keep(shares, tables, states)
+
+    def _write(self, batch: Batch, before: torch.Tensor) -> None:
+        self._ops.begin(batch)
+        _, x = self._inputs(batch.tokens, before)
+        self._ops.rope_write(self._ops.linear(x, self._weights.qkv), 0, None, None)
 
     def _pass(self, batch: Batch, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert states is not None
@@ -355,6 +358,27 @@ class HeadDrafter(_ByStates):
         if weights.input_norm is None:
             return hidden, hidden
         return hidden, ops.rms_norm(hidden, weights.input_norm)
+
+
+class MtpDrafter(HeadDrafter):
+    """Has the layer that the model was trained with to predict a token further ahead, of its own
+    layers' kind (DeepSeek-AI 2024). It also drafts what comes behind that, from its own output."""
+
+    def __init__(self, config: DraftConfig, weights: DraftWeights, ops: Ops, *more: Any) -> None:
+        super().__init__(config, weights, ops, *more)
+        assert config.layers is not None
+        assert weights.layer is not None
+        assert weights.norm is not None
+        own = replace(self._model.weights, layers=(weights.layer,), norm=weights.norm)
+        self._decoder = Decoder(config.layers, own, ops)
+
+    def _write(self, batch: Batch, before: torch.Tensor) -> None:
+        self._decoder.passed(self._inputs(batch.tokens, before)[0], batch)
+
+    def _pass(self, batch: Batch, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert states is not None
+        passed = self._decoder.passed(self._inputs(batch.tokens, states)[0], batch).clone()
+        return passed, self._logits(passed, None)
 
 
 class MedusaDrafter(_ByStates):

@@ -20,7 +20,7 @@ from kvrelay.engine.cost import (
 )
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
-from kvrelay.engine.step import ScheduledSeq, Step
+from kvrelay.engine.step import ScheduledSeq, Step, StepDone
 from tests.engine.configs import worker_config
 
 BUDGET = 8192
@@ -211,6 +211,21 @@ def test_of_a_mixed_step_the_prompts_cost_what_the_decodes_alone_would_not() -> 
         timing.on_step(Step(0, [share(100, 1), share(0, 100)]), 0.12, 1)
     assert timing.prefill_tokens_per_s.value == pytest.approx(1000)
     assert timing.decode_step_s.value == pytest.approx(0.02)
+
+
+def test_drafts_are_said_to_take_their_time_and_rows_and_to_gain_passes() -> None:
+    timing = timing_of()
+    for number in range(200):  # 10 ms a pass, 1 ms a row
+        seqs = [share(100, 1) for _ in range(1 + number % 4)]
+        timing.on_step(Step(number, seqs), 0.010 + 0.001 * len(seqs), 1)
+    step = Step(0, [share(100, 1), share(100, 1)])  # a pass of 12 ms, and 5 rows of drafts
+    done = StepDone(0, [], elapsed_s=0.012 + 0.005 + 0.002, draft_s=0.002)
+    spent, gained = timing.draft_seconds(step, done, 1.0, 3)
+    assert spent == pytest.approx(0.002 + 0.005, rel=0.02)
+    assert gained == pytest.approx(3 / 2 * 0.012, rel=0.02)
+    spent, _ = timing.draft_seconds(step, done, 0.4, 1)
+    assert spent == pytest.approx(0.002 + 0.002, rel=0.02)
+    assert timing_of().draft_seconds(step, done, 1.0, 3) == (0.0, 0.0)
 
 
 def asked(decodes_cost_s: float, count: int = 640, role: Role = Role.PREFILL) -> int:

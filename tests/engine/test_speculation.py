@@ -89,6 +89,8 @@ def test_drafts_give_the_same_tokens_hashes_and_finish_reasons(
     counters = many.decode.core.counters
     assert counters["draft_tokens"] == drafted
     assert counters["draft_tokens_accepted"] == accepted
+    assert 0 < counters["draft_seconds_spent"] < counters["draft_seconds_gained"]
+    assert "drafter_tokens" not in counters
     reported = [d.drafts for m in many.to_router if isinstance(m, TokenDeltas) for d in m.deltas]
     assert [sum(each) for each in zip(*reported, strict=True)] == [accepted, drafted - accepted]
     assert counters["steps"] < one.decode.core.counters["steps"]

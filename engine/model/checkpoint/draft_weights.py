@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.model.checkpoint.load import Checkpoint
+from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
 from kvrelay.engine.model.checkpoint.names import table_and_head
 from kvrelay.engine.model.config import ModelConfig
-from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, OWN, DraftConfig
+from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MTP, OWN, DraftConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.weights import LayerWeights
 
 PREFIXES = {OWN: "layer.", EAGLE: "layers.0.", EAGLE3: "midlayer."}
 
@@ -38,10 +39,13 @@ class DraftWeights:
     gate_up: Any = None
     down: Any = None
     norm: torch.Tensor | None = None  # before the head
+    layer: LayerWeights | None = None  # in place of the parts above: of the model's own kind
 
 
 def load_head(config: DraftConfig, path: Path, model: ModelConfig, ops: Ops) -> DraftWeights:
     """path: of the model's checkpoint. Raises ModelError."""
+    if config.kind == MTP:
+        return _mtp(config, model, Checkpoint(path), ops)
     checkpoint = Checkpoint(config.path)
     if config.kind == MEDUSA:
         return _medusa(config, model, checkpoint, ops)
@@ -63,6 +67,27 @@ def _medusa(
         weight = checkpoint.get(f"{head}.{count}.weight", model.vocab_size, width)
         heads.append(ops.matrix(weight, None, "draft_logits"))
     return DraftWeights(tuple(heads), blocks=tuple(blocks), norms_states=True)
+
+
+def _mtp(config: DraftConfig, model: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> DraftWeights:
+    """Reads the layer that the model's checkpoint has for it."""
+    assert config.layers is not None
+    root, _, _ = table_and_head(checkpoint, model)
+    prefix, width = f"{root}layers.{model.num_layers}.", model.hidden_size
+
+    def norm(name: str) -> torch.Tensor:
+        return ops.vector(checkpoint.get(f"{prefix}{name}.weight", width))
+
+    fc = checkpoint.get(f"{prefix}eh_proj.weight", width, 2 * width)
+    return DraftWeights(
+        heads=(None,),
+        norms_states=True,
+        fc=ops.matrix(fc, None, "draft_fc"),
+        embed_norm=norm("enorm"),
+        state_norm=norm("hnorm"),
+        norm=norm("shared_head.norm"),
+        layer=Layer(checkpoint, config.layers, ops, prefix, 0, {}).load(),
+    )
 
 
 def _eagle(

@@ -3,7 +3,8 @@ states, or a smaller model of the same vocabulary.
 
 Heads are read as they are published, told apart by the names of their tensors: EAGLE-1 (`fc`,
 `layers.0`), EAGLE-3 (`midlayer`), Medusa (`0.0.linear`), and those that `kvrelay draft train`
-writes (`layer`). Torch is not imported here.
+writes (`layer`). What the model's own checkpoint has is asked for by name. Torch is not imported
+here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvrelay.engine.cache_dir import file_digest
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.fields import count, number, read_json
 from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig, Rope
-from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MODEL, OWN, DraftConfig
+from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MODEL, MTP, OWN, DraftConfig
 from kvrelay.engine.model.errors import ModelError
 
 MARKS = {  # a tensor that only this kind has
@@ -32,7 +33,11 @@ MARKS = {  # a tensor that only this kind has
 
 
 def read_drafter(path: Path, model: ModelConfig) -> DraftConfig:
-    """The drafter in the folder `path`. Raises ModelError where it is none, or none for `model`."""
+    """The drafter in the folder `path`, or MTP. Raises ModelError where it is none, or none for
+    `model`."""
+    if path == Path(MTP) and not path.is_dir():
+        _check_model(path, model)
+        return _mtp(path, model)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError(
@@ -46,13 +51,7 @@ def read_drafter(path: Path, model: ModelConfig) -> DraftConfig:
             f"engine.drafter {path}: its tensors are of no drafter that is known: it has none of"
             f" {', '.join(MARKS)}"
         )
-    if kind != MEDUSA and model.kv_groups()[0][0]:
-        raise ModelError(
-            f"engine.drafter {path}: all layers of this model have a window, behind which no block"
-            " stays for a drafter to read"
-        )
-    if model.recurrent is not None:
-        raise ModelError(f"engine.drafter {path}: models with recurrent layers have no drafter yet")
+    _check_model(path, model, reads_blocks=kind != MEDUSA)
     digest = blake2b(digest_size=16, person=b"kvrelay-drafter")
     for file in (*files, path / "config.json"):
         digest.update(file.name.encode() + b"\0" + file_digest(file) if file.is_file() else b"")
@@ -163,6 +162,38 @@ def _model(path: Path, kind: str, model: ModelConfig, shapes: Shapes) -> DraftCo
     if longest < model.max_position_embeddings:  # it drafts worse beyond, and no token is wrong
         own = replace(own, max_position_embeddings=model.max_position_embeddings)
     return DraftConfig(kind, path, own)
+
+
+def _mtp(path: Path, model: ModelConfig) -> DraftConfig:
+    if not model.num_mtp_layers:
+        raise ModelError(
+            f"engine.drafter {path}: the model has no layer that drafts: its config.json states no"
+            " num_nextn_predict_layers"
+        )
+    experts = model.experts and replace(model.experts, first_layer=0, step=1)
+    layers = replace(
+        model,
+        architecture="drafter",
+        num_layers=1,
+        vocab_size=0,  # tables are the model's
+        tie_word_embeddings=False,
+        windows=(),
+        layer_ropes=(),
+        experts=experts,
+        attention_chunk=ALL_BUT_FIRST,
+    )
+    # Its weights are the model's, which every block's hash names.
+    return DraftConfig(MTP, path, layers, (model.num_layers - 1,), model.hidden_size, digest=MTP)
+
+
+def _check_model(path: Path, model: ModelConfig, *, reads_blocks: bool = True) -> None:
+    if reads_blocks and model.kv_groups()[0][0]:
+        raise ModelError(
+            f"engine.drafter {path}: all layers of this model have a window, behind which no block"
+            " stays for a drafter to read"
+        )
+    if model.recurrent is not None:
+        raise ModelError(f"engine.drafter {path}: models with recurrent layers have no drafter yet")
 
 
 def _check_width(path: Path, hidden: int, model: ModelConfig) -> None:

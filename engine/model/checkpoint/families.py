@@ -92,7 +92,6 @@ def base(raw: Raw, **changes: Any) -> ModelConfig:
     head_dim = changes.pop("head_dim", 0) or count(raw, "head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2:
         raise ModelError(f"{heads} heads over {kv_heads} KV heads of {head_dim} is not supported")
-    ropes = changes.pop("ropes", ()) or (read_rope(raw, head_dim),)
     fields: dict[str, Any] = {
         "architecture": "",
         "num_layers": count(raw, "num_hidden_layers"),
@@ -103,7 +102,7 @@ def base(raw: Raw, **changes: Any) -> ModelConfig:
         "intermediate_size": count(raw, "intermediate_size"),
         "vocab_size": count(raw, "vocab_size"),
         "rms_norm_eps": number(raw, "rms_norm_eps", 1e-6),
-        "ropes": ropes,
+        "ropes": changes.pop("ropes", ()) or (read_rope(raw, head_dim),),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "attention_bias": False,
         "output_bias": False,
@@ -112,6 +111,7 @@ def base(raw: Raw, **changes: Any) -> ModelConfig:
         "bos_token_id": None,
         "eos_token_ids": (),
         "activation": ACTIVATIONS[act],
+        "num_mtp_layers": raw.get("num_nextn_predict_layers") or 0,
     }
     return ModelConfig(**(fields | changes))
 

@@ -320,7 +320,8 @@ def load_weights(
     last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
     layers = []
     for index in range(config.num_layers):
-        layers.append(Layer(checkpoint, config, ops, root, index, MODULE_NAMES[last]).load())
+        prefix = f"{root}layers.{index}."
+        layers.append(Layer(checkpoint, config, ops, prefix, index, MODULE_NAMES[last]).load())
         if index % 8 == 7:
             progress(f"loading weights: layer {index + 1} of {config.num_layers}")
     norm = checkpoint.get(f"{root}{last}.weight", config.hidden_size)
@@ -345,7 +346,7 @@ class Layer:
         checkpoint: Checkpoint,
         config: ModelConfig,
         ops: Ops,
-        root: str,
+        prefix: str,
         index: int,
         names: Mapping[str, str],
     ) -> None:
@@ -354,7 +355,7 @@ class Layer:
         self._ops = ops
         self._index = index
         self._names, self._scales = names, dict(config.weight_scales)
-        self._prefix = f"{root}layers.{index}."
+        self._prefix = prefix
 
     def load(self) -> LayerWeights:
         c, experts, mlp = self._config, None, None
