@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -34,10 +34,13 @@ from kvrelay.cluster.api.batches.rows import (
     row_id,
     unsent,
 )
-from kvrelay.cluster.api.batches.store import KEEP_S, Backlog, BatchStore, Record, Result
+from kvrelay.cluster.api.batches.store import KEEP_S, Backlog, Record, Result
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.logs import REQUEST
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import AnyBatchStore
 
 POLL_S = 1.0
 LEASE_S = 20.0
@@ -104,7 +107,7 @@ class Runner:
         self._logged_at = float("-inf")
 
     @property
-    def store(self) -> BatchStore:
+    def store(self) -> AnyBatchStore:
         return self.ctx.batches
 
     def start(self) -> None:
@@ -155,13 +158,13 @@ class Runner:
         for name in [name for name, (_, task) in self._runs.items() if task.done()]:
             del self._runs[name]
         if self._runs:
-            renew = partial(self.store.renew, self.owner, now + LEASE_S, list(self._runs))
+            renew = partial(self.store.renew, self.owner, now, LEASE_S, list(self._runs))
             mine = await asyncio.to_thread(renew)
             for name, (run, _) in self._runs.items():
                 run.look(mine.get(name), now)
         while len(self._runs) < MAX_RUNNING and not self.ctx.is_draining():
             busy = {run.tenant_name for run, _ in self._runs.values()}
-            claim = partial(self.store.claim, self.owner, now, now + LEASE_S, busy)
+            claim = partial(self.store.claim, self.owner, now, LEASE_S, busy)
             found = await asyncio.to_thread(claim)
             if found is None:
                 break
@@ -198,7 +201,7 @@ class BatchRun:
         self.is_due = False
         self._is_lost = False  # another process runs it now
         self._runner, self._store = runner, runner.store
-        self._path = self._store.path(record["input_file_id"])
+        self._path = Path()  # where the input is
 
     def look(self, record: Record | None, now: float) -> None:
         """record: as it is in the store; None: it is not ours any more."""
@@ -216,11 +219,13 @@ class BatchRun:
     async def run(self) -> None:
         REQUEST.set(self.name)
         try:
+            fetched = self._store.fetched
+            self._path = await asyncio.to_thread(fetched, self.record["input_file_id"])
             if await self._validated():
                 await self._run_rows()
         except FileNotFoundError:
             self._fail("file_not_found", "The input file is not there any more")
-        except Exception:  # a bug; whoever claims the batch tries again
+        except Exception:  # the store is away, or a bug; whoever claims the batch tries again
             _log.exception("batch %s stops here", self.name)
             return
         try:
