@@ -202,6 +202,10 @@ class BatchRun:
         self._is_lost = False  # another process runs it now
         self._runner, self._store = runner, runner.store
         self._path = Path()  # where the input is
+        # Workers drop what has the name of a request that they know: who takes rows over, or sends
+        # one again, adds to it.
+        is_new = record["status"] == "validating"
+        self._suffix = "" if is_new else f".{runner.owner}"
 
     def look(self, record: Record | None, now: float) -> None:
         """record: as it is in the store; None: it is not ours any more."""
@@ -329,13 +333,14 @@ class BatchRun:
         """Returns None where it was stopped."""
         row, runner, num_tries = read_row(line), self._runner, 0
         request_id = row_id(self.name, row.custom_id)
+        sent_as = request_id + self._suffix
         while not self.stop.is_set():
             tenant = self._tenant
             if tenant is None:
                 message = "The API key of this batch is not one of this server's any more"
                 return unsent(number, row, self.name, "tenant_unknown", message)
             endpoint = runner.endpoints[row.url]
-            answer = await ask(endpoint, row, request_id, tenant, self.stop)
+            answer = await ask(endpoint, row, request_id, sent_as, tenant, self.stop)
             if answer.status == 0:
                 return None
             waits = has_no_room(answer)
@@ -345,6 +350,7 @@ class BatchRun:
                 return result_of(number, row, request_id, answer, self.record["in_progress_at"])
             if waits:
                 runner.window.refused()
+            sent_as = f"{request_id}.{secrets.token_hex(4)}"
             given = answer.headers.get("retry-after", "")
             await self._pause(float(given) if given.isdigit() else RETRY_S)
         return None

@@ -118,7 +118,7 @@ class SharedBatchStore(Folder):
     """As `BatchStore`, of which no bytes are only here. Owned by the API."""
 
     def __init__(self, folder: Path | None, redis: Redis, prefix: str, max_bytes: int) -> None:
-        """folder: None if no copies are to be kept. max_bytes: of Redis' memory, for parts and results together."""
+        """folder: None if no copies are to be kept. max_bytes: of all parts and results."""
         super().__init__(folder, FOLDER)
         self._prefix, self._max_bytes = prefix, max_bytes
         self._redis: Any = redis

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -37,6 +38,7 @@ class Endpoint:
     def __init__(self, most: int = 1 << 30) -> None:
         self.bodies: list[Any] = []
         self.tenants: list[Tenant] = []
+        self.names: list[str] = []
         self.most = most
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -47,6 +49,7 @@ class Endpoint:
             return
         self.bodies.append(asked)
         self.tenants.append(scope["state"]["tenant"])
+        self.names.append(scope["state"]["request_id"])
         answer = {"id": scope["state"]["request_id"], "created": time.time_ns(), "asked": asked}
         body = json.dumps(answer | {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -145,10 +148,13 @@ def test_each_row_has_one_answer_whoever_is_killed(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         store._connection.execute("UPDATE batches SET lease_until = 0")
         store._connection.commit()
-    sent = Endpoint()
+    sent, first = Endpoint(), Endpoint()
     run_all(store, sent)
-    run_all(undisturbed, Endpoint())
+    run_all(undisturbed, first)
     assert len(sent.bodies) == 35
+    # None has a name that a worker may know from who was killed, which was as these.
+    assert not set(sent.names) & set(first.names)
+    assert {name.split(".")[0] for name in sent.names} < set(first.names)
     found, expected = results(store, "output"), results(undisturbed, "output")
     assert [each["custom_id"] for each in found] == [f"r{i}" for i in range(60)]
     for each in (*found, *expected):  # the second at which they began
@@ -157,28 +163,63 @@ def test_each_row_has_one_answer_whoever_is_killed(tmp_path: Path) -> None:
     assert list(store.path("x").parent.glob(".*")) == []
 
 
-def test_a_batch_expires_and_keeps_what_it_has(tmp_path: Path) -> None:
+class Slow(Endpoint):
+    """Answers one request for each turn that there is."""
+
+    def __init__(self, turns: asyncio.Queue[None]) -> None:
+        super().__init__()
+        self.turns, self.num_begun = turns, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_begun += 1
+        asked = await receive()
+        gone, turn = asyncio.ensure_future(receive()), asyncio.ensure_future(self.turns.get())
+        await asyncio.wait({gone, turn}, return_when=asyncio.FIRST_COMPLETED)
+        if turn.done():
+            await super().__call__(scope, AsyncMock(return_value=asked), send)
+        gone.cancel()
+        turn.cancel()
+
+
+def test_a_batch_that_needs_thrice_its_window_keeps_what_it_has_when_that_ends(
+    tmp_path: Path,
+) -> None:
+    """30 rows could run in it, one after the other, and there are 90."""
     now = [1000.0]
 
     async def run() -> None:
-        add_batch(store, 10, now[0])
-        runner = make_runner(store, Endpoint(3), lambda: now[0])
-        await until(lambda: len(store.rows_done("batch_a")) == 3, runner.tick)
-        now[0] += 86_399
+        turns: asyncio.Queue[None] = asyncio.Queue()
+        add_batch(store, 90, now[0])
+        endpoint = Slow(turns)
+        runner = make_runner(store, endpoint, lambda: now[0])
+        await until(lambda: status(store) == "in_progress", runner.tick)
+        for number in range(1, 30):
+            now[0] += 86_400 / 30
+            turns.put_nowait(None)
+            await until(lambda n=number: len(store.rows_done("batch_a")) == n, runner.tick)
+        now[0] += 86_400 / 30 - 1
         await runner.tick()
         assert status(store) == "in_progress"
         now[0] += 1
         await until(lambda: status(store) == "expired", runner.tick)
-        assert len(results(store, "output")) == 3
-        errors = results(store, "error")
-        assert [each["error"]["code"] for each in errors] == ["batch_expired"] * 7
+        num_begun = endpoint.num_begun
+        for _ in range(90):
+            turns.put_nowait(None)
+            await runner.tick()
+        assert (len(endpoint.bodies), endpoint.num_begun) == (29, num_begun)
+        output, errors = results(store, "output"), results(store, "error")
+        assert {each["error"]["code"] for each in errors} == {"batch_expired"}
+        names = [each["custom_id"] for each in (*output, *errors)]
+        assert (len(output), sorted(names)) == (29, sorted(f"r{i}" for i in range(90)))
+        counts = {"total": 90, "completed": 29, "failed": 61}
+        assert store.batch("", "batch_a")["request_counts"] == counts
         now[0] += KEEP_S + 86_400
         await runner.tick()
         assert (store.batches(""), store.files("")) == ([], [])
         assert list(store.path("x").parent.iterdir()) == []
         await runner.close()
 
-    store = BatchStore(tmp_path)
+    store: Any = BatchStore(tmp_path)
     asyncio.run(run())
 
 
