@@ -40,10 +40,13 @@ from kvrelay.router.explain import Explanations
 from kvrelay.router.messages import Failed
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.api.batches.shared import SharedBatchStore
     from kvrelay.cluster.api.constraints.grammar import Constraints
     from kvrelay.cluster.api.openai.logprobs import TokenNames
     from kvrelay.cluster.api.output.dialect import Dialect
     from kvrelay.engine.adapters import Adapter
+
+    AnyBatchStore = BatchStore | SharedBatchStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,7 +130,7 @@ class ApiContext:
     token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
-    batches: BatchStore = field(default_factory=BatchStore)
+    batches: AnyBatchStore = field(default_factory=BatchStore)
     models: dict[str, ApiContext] = field(init=False, repr=False)
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate

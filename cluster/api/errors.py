@@ -191,6 +191,17 @@ def controller_away() -> ApiError:
     )
 
 
+def store_away() -> ApiError:
+    """503: what several servers share does not answer."""
+    return ApiError(
+        503,
+        "The store that the servers share does not answer: try again in some seconds",
+        type="service_unavailable_error",
+        code="store_away",
+        retry_after_s=2.0,
+    )
+
+
 def refused(failed: Failed) -> ApiError:
     """What the router said, in HTTP's words. What went wrong inside is logged: clients are told
     what they can do."""

@@ -96,11 +96,20 @@ def _open_responses(config: Config) -> Any:
 
 
 def _open_batches(config: Config) -> Any:
+    """One of several servers shares them with the others."""
     from kvrelay.cluster.api.batches.store import BatchStore
 
-    if config.sessions.durable:
+    folder = config.sessions.state_path if config.sessions.durable else None
+    if name := config.cluster.name:
+        from kvrelay.cluster.api.batches.shared import SharedBatchStore  # both need redis
+        from kvrelay.cluster.state.redis import connect
+
+        state, prefix = config.state, f"{config.state.key_prefix}:cluster:{name}:"
+        redis = connect(state.url, state.timeout_s)
+        return SharedBatchStore(folder, redis, prefix, state.max_batch_bytes)
+    if folder is not None:
         try:
-            return BatchStore(config.sessions.state_path)
+            return BatchStore(folder)
         except (OSError, sqlite3.Error) as error:
             _log.warning("batches will be forgotten when the server stops: %s", error)
     return BatchStore()

@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from redis import Redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from kvrelay.cluster.control.lease import LOOKS, Change, Lease, LeaseKey, LeaseRecord
 from kvrelay.cluster.control.messages import Checkpoint
 from kvrelay.cluster.processes.life import Deadline, now_s
-from kvrelay.cluster.state.redis import shown_url
+from kvrelay.cluster.state.redis import connect, shown_url
 from kvrelay.worker.messages import Peer
 
 log = logging.getLogger("kvrelay.lease")
@@ -43,15 +40,6 @@ return 1
 """
 
 
-def _connect(key: LeaseKey) -> Redis:
-    return Redis.from_url(
-        key.url,
-        socket_timeout=key.timeout_s,
-        socket_connect_timeout=key.timeout_s,
-        retry=Retry(NoBackoff(), 0),
-    )
-
-
 class NotLeader(Exception):
     """A later term has begun: nothing was written."""
 
@@ -62,7 +50,7 @@ class KeptInRedis:
 
     def __init__(self, key: LeaseKey, term: int) -> None:
         self._key, self._term = key.key, term
-        self._redis = _connect(key)
+        self._redis = connect(key.url, key.timeout_s)
 
     def read(self) -> Checkpoint | None:
         data: Any = self._redis.hget(self._key, "kept")
@@ -108,7 +96,7 @@ class LeaseKeeper:
         self._lease = lease
         self._deadline = deadline
         self._tell = tell
-        self._redis = _connect(key)
+        self._redis = connect(key.url, key.timeout_s)
         self._changed = threading.Condition()
         self._look_now = False
         self._closing = False

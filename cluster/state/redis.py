@@ -80,6 +80,16 @@ def shown_url(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
+def connect(url: str, timeout_s: float) -> Redis:
+    """timeout_s: for each command, which is not tried again."""
+    return Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
 class RedisState:
     """The executor of a router. Owns the thread, and by it the connection.
 
@@ -89,12 +99,7 @@ class RedisState:
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
         self._shown = shown_url(options.url)
-        self._redis = Redis.from_url(
-            options.url,
-            socket_timeout=options.timeout_s,
-            socket_connect_timeout=options.timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._redis = connect(options.url, options.timeout_s)
         holder = f"{options.router}/{secrets.token_hex(4)}"
         self._index = IndexKeys(options.prefix, options.run, holder)
         self._session_keys = SessionKeys(options.prefix, options.router)

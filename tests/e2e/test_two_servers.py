@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -13,16 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
 from benchmarks.serving.served import Served
 from tests.cluster.state.stores import Server
-from tests.e2e.serving import MODEL, Status, status, wait_for, wait_until, worker_of
+from tests.e2e.serving import (
+    MODEL,
+    Status,
+    begin_batch,
+    status,
+    texts_of_batch,
+    wait_for,
+    wait_until,
+    worker_of,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(600)]
 TAKEOVER_S = 10.0  # a lease, and a look
 FROZEN_S = 8.0  # after another one has taken over
+NUM_ROWS = 120  # that a batch has
 WORKERS = ("prefill-0", "decode-0")
 
 
@@ -42,13 +54,14 @@ def servers(store: Server, tmp_path: Path) -> Iterator[list[Served]]:
         "cluster.token": "secret-of-the-tests",
         "state.url": store.url,
         "engine.num_blocks": 256,
-        "sessions.state_dir": str(tmp_path / "state"),
         "cluster.orphan_s": 60,
         "cluster.drain_s": 5,
     }
     with contextlib.ExitStack() as stack:
-        both = [stack.enter_context(Served(settings))]
-        both.append(stack.enter_context(Served(settings)))
+        both = [
+            stack.enter_context(Served(settings | {"sessions.state_dir": str(tmp_path / name)}))
+            for name in ("first", "second")  # as on two machines
+        ]
         for server in both:
             wait_for(server.url, lambda state: len(state["routers"]) == 2, 30, "no two routers")
         yield both
@@ -162,6 +175,33 @@ def test_another_server_leads_when_the_leader_is_killed_and_streams_go_on(
         "the new leader does not replace a worker",
     )
     assert told(follower.url) in streams.texts
+
+
+def test_a_batch_is_seen_by_both_and_finished_by_the_other_when_one_is_killed(
+    servers: list[Served],
+) -> None:
+    clients = [openai.OpenAI(base_url=f"{each.url}/v1", api_key="none") for each in servers]
+    body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    body |= {"model": MODEL, "max_tokens": 40, "ignore_eos": True}
+    answer = httpx.post(f"{servers[0].url}/v1/chat/completions", json=body, timeout=60).json()
+    name = begin_batch(clients[0], [body] * NUM_ROWS)
+
+    def rows_of(served: Served) -> int:
+        text = httpx.get(f"{served.url}/metrics").text
+        found = re.search(r'kvrelay_batch_rows_total{outcome="completed"} (\d+)', text)
+        return int(found[1]) if found else 0
+
+    wait_until(lambda: max(map(rows_of, servers)) >= NUM_ROWS // 4)
+    which = rows_of(servers[0]) == 0
+    signal_all(family(servers[which]), signal.SIGKILL)
+    left, client = servers[not which], clients[not which]
+    assert client.batches.retrieve(name).status == "in_progress"
+    wait_until(lambda: client.batches.retrieve(name).status == "completed", 120)
+    texts = texts_of_batch(client, name)
+    assert sorted(texts) == sorted(f"r{i}" for i in range(NUM_ROWS))
+    assert set(texts.values()) == {answer["choices"][0]["message"]["content"]}
+    print(f"{NUM_ROWS - rows_of(left)} rows by server {which + 1}, the others by the one left")
+    assert 0 < rows_of(left) < NUM_ROWS
 
 
 def test_a_leader_that_was_frozen_steps_down_and_its_routers_serve_on(

@@ -235,9 +235,11 @@ class MessageBatches:
         _, found = await self._find(http)
         if found["status"] not in _ENDS:
             raise invalid("The batch has not ended: there are no results yet")
-        paths = self._paths(found)
-        if not all(path.exists() for path in paths):
-            raise ApiError(404, "The results have been deleted")
+        names = (found[f"{kind}_file_id"] for kind in ("output", "error"))
+        try:
+            paths = [await on_disk(self._ctx.batches.fetched, name) for name in names if name]
+        except FileNotFoundError:
+            raise ApiError(404, "The results have been deleted") from None
 
         async def lines() -> AsyncIterator[bytes]:
             for path in paths:
@@ -246,10 +248,6 @@ class MessageBatches:
                         yield _result(json.loads(line))
 
         return StreamingResponse(lines(), media_type="application/x-jsonl")
-
-    def _paths(self, record: Record) -> list[Path]:
-        names = (record[f"{kind}_file_id"] for kind in ("output", "error"))
-        return [self._ctx.batches.path(name) for name in names if name]
 
     def _shown(self, record: Record, http: Request) -> Record:
         has_ended, counts = record["status"] in _ENDS, record["request_counts"]

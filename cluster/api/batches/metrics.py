@@ -8,7 +8,7 @@ from kvrelay.cluster.api.batches.store import Backlog
 
 OUTCOMES = ("completed", "failed")
 _GAUGES = {
-    "batches": "Batches that have not ended, of all routers of this machine.",
+    "batches": "Batches that have not ended, of all routers that share them.",
     "batches_due": "Those whose window is near, for the rows that wait.",
     "batch_rows_waiting": "Requests of batches that have no answer yet.",
     "batch_oldest_seconds": "Age of the oldest batch that has not ended.",

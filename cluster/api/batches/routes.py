@@ -131,9 +131,10 @@ class BatchCalls:
 
     async def _content(self, http: Request) -> Response:
         _, record = await self._find_file(http)
-        path = self._ctx.batches.path(record["id"])
-        if not path.exists():
-            raise _no_file(record["id"])
+        try:
+            path = await on_disk(self._ctx.batches.fetched, record["id"])
+        except FileNotFoundError:
+            raise _no_file(record["id"]) from None
         return FileResponse(path, media_type="application/jsonl", filename=record["filename"])
 
     async def _delete(self, http: Request) -> Response:

@@ -164,9 +164,10 @@ def row_id(batch: str, custom_id: str) -> str:
 
 
 async def ask(
-    endpoint: ASGIApp, row: Row, request_id: str, tenant: Tenant, stop: asyncio.Event
+    endpoint: ASGIApp, row: Row, request_id: str, sent_as: str, tenant: Tenant, stop: asyncio.Event
 ) -> Answer:
-    """Sends the row to its endpoint, and returns what that says."""
+    """Sends the row to its endpoint, and returns what that says. sent_as: the request's name on the
+    way, which begins with `request_id`, and is that in the answer."""
     body = dict(row.body)
     if row.url not in _WITHOUT_SEED and body.get("seed") is None:
         body["seed"] = int(request_id[:16], 16) >> 1
@@ -188,10 +189,10 @@ async def ask(
             parts.append(message.get("body", b""))
 
     try:
-        await endpoint(_scope(row.url, request_id, tenant), receive, send)
+        await endpoint(_scope(row.url, sent_as, tenant), receive, send)
     except ApiError as error:
         return Answer(error.status, error.headers, msgspec.json.encode(error.body))
-    return Answer(status, headers, b"".join(parts))
+    return Answer(status, headers, b"".join(parts).replace(sent_as.encode(), request_id.encode()))
 
 
 def _scope(path: str, request_id: str, tenant: Tenant) -> dict[str, Any]:

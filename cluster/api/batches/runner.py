@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -34,10 +34,13 @@ from kvrelay.cluster.api.batches.rows import (
     row_id,
     unsent,
 )
-from kvrelay.cluster.api.batches.store import KEEP_S, Backlog, BatchStore, Record, Result
+from kvrelay.cluster.api.batches.store import KEEP_S, Backlog, Record, Result
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.logs import REQUEST
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import AnyBatchStore
 
 POLL_S = 1.0
 LEASE_S = 20.0
@@ -104,7 +107,7 @@ class Runner:
         self._logged_at = float("-inf")
 
     @property
-    def store(self) -> BatchStore:
+    def store(self) -> AnyBatchStore:
         return self.ctx.batches
 
     def start(self) -> None:
@@ -155,13 +158,13 @@ class Runner:
         for name in [name for name, (_, task) in self._runs.items() if task.done()]:
             del self._runs[name]
         if self._runs:
-            renew = partial(self.store.renew, self.owner, now + LEASE_S, list(self._runs))
+            renew = partial(self.store.renew, self.owner, now, LEASE_S, list(self._runs))
             mine = await asyncio.to_thread(renew)
             for name, (run, _) in self._runs.items():
                 run.look(mine.get(name), now)
         while len(self._runs) < MAX_RUNNING and not self.ctx.is_draining():
             busy = {run.tenant_name for run, _ in self._runs.values()}
-            claim = partial(self.store.claim, self.owner, now, now + LEASE_S, busy)
+            claim = partial(self.store.claim, self.owner, now, LEASE_S, busy)
             found = await asyncio.to_thread(claim)
             if found is None:
                 break
@@ -198,7 +201,11 @@ class BatchRun:
         self.is_due = False
         self._is_lost = False  # another process runs it now
         self._runner, self._store = runner, runner.store
-        self._path = self._store.path(record["input_file_id"])
+        self._path = Path()  # where the input is
+        # Workers drop what has the name of a request that they know: who takes rows over, or sends
+        # one again, adds to it.
+        is_new = record["status"] == "validating"
+        self._suffix = "" if is_new else f".{runner.owner}"
 
     def look(self, record: Record | None, now: float) -> None:
         """record: as it is in the store; None: it is not ours any more."""
@@ -216,11 +223,13 @@ class BatchRun:
     async def run(self) -> None:
         REQUEST.set(self.name)
         try:
+            fetched = self._store.fetched
+            self._path = await asyncio.to_thread(fetched, self.record["input_file_id"])
             if await self._validated():
                 await self._run_rows()
         except FileNotFoundError:
             self._fail("file_not_found", "The input file is not there any more")
-        except Exception:  # a bug; whoever claims the batch tries again
+        except Exception:  # the store is away, or a bug; whoever claims the batch tries again
             _log.exception("batch %s stops here", self.name)
             return
         try:
@@ -324,13 +333,14 @@ class BatchRun:
         """Returns None where it was stopped."""
         row, runner, num_tries = read_row(line), self._runner, 0
         request_id = row_id(self.name, row.custom_id)
+        sent_as = request_id + self._suffix
         while not self.stop.is_set():
             tenant = self._tenant
             if tenant is None:
                 message = "The API key of this batch is not one of this server's any more"
                 return unsent(number, row, self.name, "tenant_unknown", message)
             endpoint = runner.endpoints[row.url]
-            answer = await ask(endpoint, row, request_id, tenant, self.stop)
+            answer = await ask(endpoint, row, request_id, sent_as, tenant, self.stop)
             if answer.status == 0:
                 return None
             waits = has_no_room(answer)
@@ -340,6 +350,7 @@ class BatchRun:
                 return result_of(number, row, request_id, answer, self.record["in_progress_at"])
             if waits:
                 runner.window.refused()
+            sent_as = f"{request_id}.{secrets.token_hex(4)}"
             given = answer.headers.get("retry-after", "")
             await self._pause(float(given) if given.isdigit() else RETRY_S)
         return None

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,7 +33,7 @@ KEEP_S = 30 * 86_400.0  # files, and batches that have ended
 DRAFT_KEEP_S = 86_400.0  # what a process that was killed was writing
 MAX_FILES = 1000  # a tenant's
 MAX_BATCHES = 1000  # a tenant's that have not ended
-_PAGE = 8  # results that are in memory at once
+PAGE = 8  # results that are in memory at once
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files (tenant TEXT, id TEXT PRIMARY KEY, expires_at REAL,"
@@ -43,11 +43,16 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS results (batch TEXT, row INTEGER, is_error INTEGER, line BLOB,"
     " input INTEGER, cached INTEGER, output INTEGER, reasoning INTEGER, PRIMARY KEY (batch, row))",
 )
+SUMS = ("count", "failed", "input", "cached", "output", "reasoning")  # over a batch's results
 Record = dict[str, Any]
 
 
 class Full(Exception):
     """A tenant has all that it may have; the text says of what."""
+
+
+class StoreAway(OSError):
+    """What several servers share does not answer now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,12 @@ class Result:
     line: bytes
     tokens: tuple[int, int, int, int] = (0, 0, 0, 0)  # input, cached of them, output, reasoning
 
+    @property
+    def is_unsent(self) -> bool:
+        """Whether its batch ended before it could be sent."""
+        error = json.loads(self.line)["error"] if self.is_error else None
+        return bool(error and error["code"].startswith("batch_"))
+
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
@@ -69,18 +80,70 @@ class Backlog:
     ends_at: tuple[float, ...]  # their windows
 
 
-class BatchStore:
-    """Owned by the API. May be called from any thread."""
+class Folder:
+    """Where files are written before they are kept, and read. Several processes may share it."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None, name: str) -> None:
         """folder: the state directory; None: all is forgotten when the server stops."""
-        self._lock = threading.Lock()
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="kvrelay-files-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._folder = folder / FOLDER
+        self._state_dir, self._folder = folder, folder / name
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = folder / FILE
+
+    def path(self, name: str) -> Path:
+        return self._folder / name
+
+    def draft(self, tenant: str = "") -> Path:
+        """Where a file is written before it is one. tenant: whose upload it is."""
+        return self._folder / f".{_mark(tenant)}{secrets.token_hex(16)}"
+
+    def _check(self, tenant: str, count: int, size: int, max_bytes: int) -> None:
+        """count, size: of the tenant's files. Raises Full."""
+        if count >= MAX_FILES:
+            raise Full(f"{count} files, which is the limit: delete some")
+        uploads = 0
+        for draft in self._folder.glob(f".{_mark(tenant)}*"):
+            with suppress(FileNotFoundError):  # it has just been given up
+                uploads += draft.stat().st_size
+        if size + uploads > max_bytes:
+            raise Full(
+                f"files of {size} bytes and uploads of {uploads}, and may have {max_bytes}: "
+                "delete some"
+            )
+
+    def _written(self, parts: Iterable[bytes]) -> Path | None:
+        """A draft of them. None: there is none."""
+        draft, has_any = self.draft(), False
+        try:
+            with open(draft, "xb", opener=private_file) as file:
+                for part in parts:
+                    has_any = True
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        if not has_any:
+            draft.unlink()
+            return None
+        return draft
+
+    def _sweep_drafts(self) -> None:
+        for draft in self._folder.glob(".*"):
+            if draft.stat().st_mtime < time.time() - DRAFT_KEEP_S:
+                draft.unlink(missing_ok=True)
+
+
+class BatchStore(Folder):
+    """Owned by the API. May be called from any thread."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: None if nothing is to be kept."""
+        super().__init__(folder, FOLDER)
+        self._lock = threading.Lock()
+        path = self._state_dir / FILE
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._connection = open_database(str(path), VERSION, *_TABLES)
 
@@ -97,13 +160,6 @@ class BatchStore:
 
     # Files.
 
-    def path(self, name: str) -> Path:
-        return self._folder / name
-
-    def draft(self, tenant: str = "") -> Path:
-        """Where a file is written before it is one. tenant: whose upload it is."""
-        return self._folder / f".{_mark(tenant)}{secrets.token_hex(16)}"
-
     def check_room(self, tenant: str, max_bytes: int) -> None:
         """max_bytes: of all files of the tenant and its uploads. Raises Full."""
         with self._lock:
@@ -112,17 +168,7 @@ class BatchStore:
     def _check_room(self, connection: sqlite3.Connection, tenant: str, max_bytes: int) -> None:
         query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?"
         count, size = connection.execute(query, (tenant,)).fetchone()
-        if count >= MAX_FILES:
-            raise Full(f"{count} files, which is the limit: delete some")
-        uploads = 0
-        for draft in self._folder.glob(f".{_mark(tenant)}*"):
-            with suppress(FileNotFoundError):  # it has just been given up
-                uploads += draft.stat().st_size
-        if size + uploads > max_bytes:
-            raise Full(
-                f"files of {size} bytes and uploads of {uploads}, and may have {max_bytes}: "
-                "delete some"
-            )
+        self._check(tenant, count, size, max_bytes)
 
     def add_file(self, tenant: str, record: Record, draft: Path, max_bytes: int) -> None:
         """Keeps an upload, which is the draft. Raises Full as `check_room`."""
@@ -136,6 +182,12 @@ class BatchStore:
         os.replace(draft, self.path(record["id"]))
         values = tenant, record["id"], record["expires_at"], record["bytes"], json.dumps(record)
         connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", values)
+
+    def fetched(self, name: str) -> Path:
+        """Where its bytes are. Raises FileNotFoundError."""
+        path = self.path(name)
+        path.stat()
+        return path
 
     def files(self, tenant: str) -> list[Record]:
         """Returns the tenant's, the oldest first."""
@@ -219,7 +271,7 @@ class BatchStore:
         return True
 
     def claim(
-        self, owner: str, now: float, until: float, busy: Collection[str]
+        self, owner: str, now: float, lease_s: float, busy: Collection[str]
     ) -> tuple[str, Record] | None:
         """The oldest batch that nobody runs, and whose it is: now it is `owner`'s. busy: tenants
         whose batches wait."""
@@ -231,15 +283,17 @@ class BatchStore:
             for tenant, name, record in connection.execute(query, (now,)):
                 if tenant not in busy:
                     query = "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?"
-                    connection.execute(query, (owner, until, name))
+                    connection.execute(query, (owner, now + lease_s, name))
                     return tenant, json.loads(record)
         return None
 
-    def renew(self, owner: str, until: float, names: Collection[str]) -> dict[str, Record]:
+    def renew(
+        self, owner: str, now: float, lease_s: float, names: Collection[str]
+    ) -> dict[str, Record]:
         """names: of batches that run. Returns all that are still the owner's."""
         with self._change() as connection:
             query = "UPDATE batches SET lease_until = ? WHERE owner = ? AND id = ? AND NOT is_over"
-            connection.executemany(query, [(until, owner, name) for name in names])
+            connection.executemany(query, [(now + lease_s, owner, name) for name in names])
             query = "SELECT id, record FROM batches WHERE owner = ? AND NOT is_over"
             found = connection.execute(query, (owner,)).fetchall()
         return {name: json.loads(record) for name, record in found}
@@ -275,25 +329,18 @@ class BatchStore:
 
     def write_results(self, batch: str, is_error: bool) -> Path | None:
         """A draft with a line for each, in the order of the input. None: there is none."""
-        draft, row, has_any = self.draft(), 0, False
         query = (
             "SELECT row, line FROM results WHERE batch = ? AND is_error = ? AND row > ?"
-            f" ORDER BY row LIMIT {_PAGE}"
+            f" ORDER BY row LIMIT {PAGE}"
         )
-        try:
-            with open(draft, "xb", opener=private_file) as file:
-                while page := self._read(query, batch, is_error, row):
-                    file.writelines(line + b"\n" for _, line in page)
-                    row, has_any = page[-1][0], True
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        if not has_any:
-            draft.unlink()
-            return None
-        return draft
+
+        def lines() -> Iterator[bytes]:
+            row = 0
+            while page := self._read(query, batch, is_error, row):
+                yield from (line + b"\n" for _, line in page)
+                row = page[-1][0]
+
+        return self._written(lines())
 
     def finish(
         self, owner: str, tenant: str, record: Record, files: Mapping[Path, Record]
@@ -321,19 +368,7 @@ class BatchStore:
             "SELECT COUNT(*), SUM(is_error), SUM(input), SUM(cached), SUM(output), SUM(reasoning)"
             " FROM results WHERE batch = ?"
         )
-        found = connection.execute(query, (record["id"],)).fetchone()
-        if not found[0]:
-            return record
-        count, failed, asked, cached, made, reasoning = found
-        counts = record["request_counts"] | {"completed": count - failed, "failed": failed}
-        usage = {
-            "input_tokens": asked,
-            "input_tokens_details": {"cached_tokens": cached},
-            "output_tokens": made,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
-            "total_tokens": asked + made,
-        }
-        return record | {"request_counts": counts, "usage": usage}
+        return with_counts(record, *connection.execute(query, (record["id"],)).fetchone())
 
     def sweep(self, now: float) -> None:
         """Deletes what has been kept long enough; no file that a batch is to read."""
@@ -347,13 +382,28 @@ class BatchStore:
             connection.execute("DELETE FROM batches WHERE is_over AND keep_until < ?", (now,))
         for name in gone:
             self.path(name).unlink(missing_ok=True)
-        for draft in self._folder.glob(".*"):
-            if draft.stat().st_mtime < time.time() - DRAFT_KEEP_S:
-                draft.unlink(missing_ok=True)
+        self._sweep_drafts()
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+
+def with_counts(
+    record: Record, count: int, failed: int, asked: int, cached: int, made: int, reasoning: int
+) -> Record:
+    """With the sums of its results, while they are there."""
+    if not count:
+        return record
+    counts = record["request_counts"] | {"completed": count - failed, "failed": failed}
+    usage = {
+        "input_tokens": asked,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": asked + made,
+    }
+    return record | {"request_counts": counts, "usage": usage}
 
 
 def private_file(path: str, flags: int) -> int:

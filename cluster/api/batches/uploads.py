@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from kvrelay.cluster.api.batches.store import BatchStore, Full, Record, private_file
+from kvrelay.cluster.api.batches.store import Full, Record, StoreAway, private_file
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded
+from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded, store_away
 from kvrelay.cluster.api.incoming import too_large
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import AnyBatchStore
 
 WINDOW_S = 86_400  # OpenAI's and Anthropic's only one
 MAX_UPLOADS = 8  # at once
@@ -25,12 +29,13 @@ MAX_UPLOAD_S = 3600.0
 _WRITTEN_AT_ONCE = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+_log = logging.getLogger("kvrelay.api")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def on_disk(call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
-    """Calls what may block in a thread. Raises ApiError (507)."""
+    """Calls what may block in a thread. Raises ApiError (503, 507)."""
     with _disk():
         return await asyncio.to_thread(call, *args, **kw)
 
@@ -70,7 +75,7 @@ def batch_record(prefix: str, endpoint: str, input_file: str, now: int) -> Recor
     }
 
 
-def cancel(store: BatchStore, name: str, now: int) -> None:
+def cancel(store: AnyBatchStore, name: str, now: int) -> None:
     """Unless the batch is about to end."""
 
     def cancelling(record: Record) -> Record:
@@ -161,6 +166,9 @@ def _disk() -> Iterator[None]:
     """Raises ApiError (507) where the disk is full."""
     try:
         yield
+    except StoreAway as error:
+        _log.warning("%s", error)
+        raise store_away() from None
     except OSError as error:
         if error.errno not in _FULL:
             raise

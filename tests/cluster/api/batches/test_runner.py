@@ -9,12 +9,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster.api.batches import runner as module
 from kvrelay.cluster.api.batches.due import NEAR_S, Pace, is_due
 from kvrelay.cluster.api.batches.rows import ENDPOINTS
-from kvrelay.cluster.api.batches.runner import COUNT_S, LEASE_S, Runner, Window
-from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore, Result
+from kvrelay.cluster.api.batches.runner import COUNT_S, Runner, Window
+from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.tenants import Tenant, Tenants
@@ -38,6 +38,7 @@ class Endpoint:
     def __init__(self, most: int = 1 << 30) -> None:
         self.bodies: list[Any] = []
         self.tenants: list[Tenant] = []
+        self.names: list[str] = []
         self.most = most
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -48,13 +49,14 @@ class Endpoint:
             return
         self.bodies.append(asked)
         self.tenants.append(scope["state"]["tenant"])
+        self.names.append(scope["state"]["request_id"])
         answer = {"id": scope["state"]["request_id"], "created": time.time_ns(), "asked": asked}
         body = json.dumps(answer | {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body.encode()})
 
 
-def make_runner(store: BatchStore, endpoint: Any, clock: Callable[[], float] = time.time) -> Runner:
+def make_runner(store: Any, endpoint: Any, clock: Callable[[], float] = time.time) -> Runner:
     ctx: Any = SimpleNamespace(
         settings=ApiSettings(),
         batches=store,
@@ -68,7 +70,9 @@ def make_runner(store: BatchStore, endpoint: Any, clock: Callable[[], float] = t
     return Runner(ctx, {CHAT: endpoint}, clock)
 
 
-def add_batch(store: BatchStore, count: int, now: float = 0.0, name: str = "batch_a") -> None:
+def add_batch(
+    store: Any, count: int, now: float = 0.0, name: str = "batch_a", tenant: str = ""
+) -> None:
     draft = store.draft()
     rows = (
         {"custom_id": f"r{i}", "method": "POST", "url": CHAT, "body": {"i": i}}
@@ -76,11 +80,11 @@ def add_batch(store: BatchStore, count: int, now: float = 0.0, name: str = "batc
     )
     draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = {"id": f"file-{name}", "bytes": 1, "expires_at": now + KEEP_S, "purpose": "batch"}
-    store.add_file("", file, draft, 1 << 30)
+    store.add_file(tenant, file, draft, 1 << 30)
     record = {"id": name, "input_file_id": file["id"], "endpoint": CHAT, "status": "validating"}
     record |= {"errors": None, "created_at": now, "expires_at": now + 86_400}
     record |= {"finalizing_at": None, "request_counts": {"total": 0, "completed": 0, "failed": 0}}
-    store.add_batch("", record)
+    store.add_batch(tenant, record)
 
 
 async def until(condition: Callable[[], Any], tick: Callable[[], Any] | None = None) -> None:
@@ -92,20 +96,22 @@ async def until(condition: Callable[[], Any], tick: Callable[[], Any] | None = N
         await asyncio.sleep(0.01)
 
 
-def status(store: BatchStore, name: str = "batch_a") -> str:
+def status(store: Any, name: str = "batch_a") -> str:
     found = store.batch("", name)
     assert found is not None
     return str(found["status"])
 
 
-def results(store: BatchStore, kind: str) -> list[Any]:
+def results(store: Any, kind: str) -> list[Any]:
     record = store.batch("", "batch_a")
     assert record is not None
     name = record.get(f"{kind}_file_id")
-    return [json.loads(line) for line in store.path(name).read_bytes().splitlines()] if name else []
+    return (
+        [json.loads(line) for line in store.fetched(name).read_bytes().splitlines()] if name else []
+    )
 
 
-def run_all(store: BatchStore, endpoint: Any) -> None:
+def run_all(store: Any, endpoint: Any) -> None:
     async def run() -> None:
         runner = make_runner(store, endpoint)
         await until(lambda: status(store) in ("completed", "expired"), runner.tick)
@@ -142,10 +148,13 @@ def test_each_row_has_one_answer_whoever_is_killed(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         store._connection.execute("UPDATE batches SET lease_until = 0")
         store._connection.commit()
-    sent = Endpoint()
+    sent, first = Endpoint(), Endpoint()
     run_all(store, sent)
-    run_all(undisturbed, Endpoint())
+    run_all(undisturbed, first)
     assert len(sent.bodies) == 35
+    # None has a name that a worker may know from who was killed, which was as these.
+    assert not set(sent.names) & set(first.names)
+    assert {name.split(".")[0] for name in sent.names} < set(first.names)
     found, expected = results(store, "output"), results(undisturbed, "output")
     assert [each["custom_id"] for each in found] == [f"r{i}" for i in range(60)]
     for each in (*found, *expected):  # the second at which they began
@@ -154,50 +163,63 @@ def test_each_row_has_one_answer_whoever_is_killed(tmp_path: Path) -> None:
     assert list(store.path("x").parent.glob(".*")) == []
 
 
-def test_another_process_takes_a_batch_over_when_its_lease_ends(tmp_path: Path) -> None:
+class Slow(Endpoint):
+    """Answers one request for each turn that there is."""
+
+    def __init__(self, turns: asyncio.Queue[None]) -> None:
+        super().__init__()
+        self.turns, self.num_begun = turns, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_begun += 1
+        asked = await receive()
+        gone, turn = asyncio.ensure_future(receive()), asyncio.ensure_future(self.turns.get())
+        await asyncio.wait({gone, turn}, return_when=asyncio.FIRST_COMPLETED)
+        if turn.done():
+            await super().__call__(scope, AsyncMock(return_value=asked), send)
+        gone.cancel()
+        turn.cancel()
+
+
+def test_a_batch_that_needs_thrice_its_window_keeps_what_it_has_when_that_ends(
+    tmp_path: Path,
+) -> None:
+    """30 rows could run in it, one after the other, and there are 90."""
     now = [1000.0]
 
     async def run() -> None:
-        add_batch(store, 10, now[0])
-        first = make_runner(store, Endpoint(3), lambda: now[0])
-        second = make_runner(store, Endpoint(), lambda: now[0])
-        await until(lambda: len(store.rows_done("batch_a")) == 3, first.tick)
-        await second.tick()
-        assert not second._runs
-        now[0] += LEASE_S + 1
-        await until(lambda: status(store) == "completed", second.tick)
-        await first.tick()  # it sees that the batch is not its own, and ends its rows
-        await until(lambda: all(task.done() for _, task in first._runs.values()))
-        assert len(results(store, "output")) == 10
-        await first.close()
-        await second.close()
-
-    store = BatchStore(tmp_path)
-    asyncio.run(run())
-
-
-def test_a_batch_expires_and_keeps_what_it_has(tmp_path: Path) -> None:
-    now = [1000.0]
-
-    async def run() -> None:
-        add_batch(store, 10, now[0])
-        runner = make_runner(store, Endpoint(3), lambda: now[0])
-        await until(lambda: len(store.rows_done("batch_a")) == 3, runner.tick)
-        now[0] += 86_399
+        turns: asyncio.Queue[None] = asyncio.Queue()
+        add_batch(store, 90, now[0])
+        endpoint = Slow(turns)
+        runner = make_runner(store, endpoint, lambda: now[0])
+        await until(lambda: status(store) == "in_progress", runner.tick)
+        for number in range(1, 30):
+            now[0] += 86_400 / 30
+            turns.put_nowait(None)
+            await until(lambda n=number: len(store.rows_done("batch_a")) == n, runner.tick)
+        now[0] += 86_400 / 30 - 1
         await runner.tick()
         assert status(store) == "in_progress"
         now[0] += 1
         await until(lambda: status(store) == "expired", runner.tick)
-        assert len(results(store, "output")) == 3
-        errors = results(store, "error")
-        assert [each["error"]["code"] for each in errors] == ["batch_expired"] * 7
+        num_begun = endpoint.num_begun
+        for _ in range(90):
+            turns.put_nowait(None)
+            await runner.tick()
+        assert (len(endpoint.bodies), endpoint.num_begun) == (29, num_begun)
+        output, errors = results(store, "output"), results(store, "error")
+        assert {each["error"]["code"] for each in errors} == {"batch_expired"}
+        names = [each["custom_id"] for each in (*output, *errors)]
+        assert (len(output), sorted(names)) == (29, sorted(f"r{i}" for i in range(90)))
+        counts = {"total": 90, "completed": 29, "failed": 61}
+        assert store.batch("", "batch_a")["request_counts"] == counts
         now[0] += KEEP_S + 86_400
         await runner.tick()
         assert (store.batches(""), store.files("")) == ([], [])
         assert list(store.path("x").parent.iterdir()) == []
         await runner.close()
 
-    store = BatchStore(tmp_path)
+    store: Any = BatchStore(tmp_path)
     asyncio.run(run())
 
 
@@ -226,23 +248,6 @@ def test_a_full_disk_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(endpoint.bodies) == 3
     assert next(failures, None) is None
     assert [each["custom_id"] for each in results(store, "output")] == ["r0", "r1", "r2"]
-
-
-def test_the_first_result_of_a_row_counts_and_none_after_the_end(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path)
-    add_batch(store, 1, time.time())
-    store.put_results("batch_a", [Result(1, False, b"one")])
-    store.put_results("batch_a", [Result(1, True, b"two")])
-    draft = store.write_results("batch_a", False)
-    assert draft is not None
-    assert draft.read_bytes() == b"one\n"
-    record = store.batch("", "batch_a")
-    assert record is not None
-    assert store.finish("another", "", record, {}) is None
-    assert store.claim("me", 1.0, 2.0, ()) is not None
-    assert store.finish("me", "", record, {}) is not None
-    store.put_results("batch_a", [Result(2, False, b"late")])
-    assert store.rows_done("batch_a") == set()
 
 
 def test_rows_give_way(tmp_path: Path) -> None:
@@ -320,23 +325,3 @@ def test_many_rows_are_due_before_few() -> None:
         pace.add(10, 10.0)
         pace.add(0, 10.0)
     assert pace.needed_s(1) == pytest.approx(2, rel=0.02)
-
-
-def test_each_batch_has_one_owner_whoever_asks_at_once(tmp_path: Path) -> None:
-    stores = [BatchStore(tmp_path) for _ in range(3)]
-    for i in range(20):
-        add_batch(stores[0], 1, time.time(), f"batch_{i}")
-    found: list[str] = []
-
-    def claim(store: BatchStore, owner: str) -> None:
-        while (claimed := store.claim(owner, 1.0, 2.0, ())) is not None:
-            found.append(claimed[1]["id"])
-
-    threads = [
-        threading.Thread(target=claim, args=(store, str(i))) for i, store in enumerate(stores)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(found) == sorted(f"batch_{i}" for i in range(20))
