@@ -53,8 +53,8 @@ class Rate:
 FORGET = 0.998  # factor on the weight of older samples, with each new one
 LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # prompts have in a step: the fewer, but a whole block
 LONG_WAIT_S = 4.0  # after it steps may be as long as `WorkerConfig.itl_most_s`
-LOW_CLASS_STEP_S = 0.1  # of prompts of low classes in a step without interactive requests
-SHORT_STEP_S = 0.03  # of low classes, where interactive requests come: one waits for its end
+LOW_CLASS_STEP_S = 0.1  # that prompts of low classes have in a step where nobody else is
+SHORT_STEP_S = 0.03  # a step where nobody else is now, but may come: who does waits for its end
 LATELY_S = 10.0  # after an interactive request the next one is expected
 MOST_LENGTHENED = 0.2  # share of a step that low classes may add, where no time is aimed at
 MAX_SLOWDOWN = 8.0

@@ -202,13 +202,12 @@ class Scheduler:
         low_class_room: LowClassRoom = room_for_all,
         draft_token_s: float = 0.0,
     ) -> Step | None:
-        """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
-        these, at most `prompt_budget` tokens if there are decodes that they would delay, which is
-        given how long a prompt has waited. `cost` is the measured cost of prompts; beside decodes,
-        what they add to `decode_s`, the time of a step of decodes alone. row_weights and
-        draft_token_s: as of `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet.
-        `computes_apart`, `low_class_room`: as of `StepTiming`. While a step is in flight, only one
-        that follows it."""
+        """The next step; None: there is nothing to do, or a step is in flight that none follows.
+        Decodes go first, then prompts: at most `prompt_budget` tokens where they would delay
+        decodes, by how long a prompt has waited. `cost` is the measured cost of prompts; beside
+        decodes, what they add to `decode_s`, the time of a step of decodes alone. token_s: of a
+        prompt, all in all; 0: not measured yet. row_weights and draft_token_s: as of
+        `Drafter.plan`; `computes_apart`, `low_class_room`: as of `StepTiming`."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         under_way = self._isolation.is_under_way
