@@ -18,6 +18,7 @@ copy of it in host memory, and the host tier, come on top.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -53,16 +54,17 @@ ONE, TWO, THREE, FOUR, PEER = "one pool", "1 + 1", "1 + 2", "2 + 2", "vLLM"
 
 
 def ours(
-    prefill: int, decode: int, vllm: Mapping[str, Any]
+    prefill: int, decode: int, more: Mapping[str, Any]
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Default settings; the memory for KV is divided among the workers."""
-    settings = {"engine.kv_cache_gib": KV_GIB / (prefill + decode), **vllm}
+    settings = {"engine.kv_cache_gib": KV_GIB / (prefill + decode), **more}
     return lambda: Served(settings, "--prefill", str(prefill), "--decode", str(decode))
 
 
-def by_vllm(python: Path) -> dict[str, Any]:
+def by_vllm(python: Path, *, eager: bool) -> dict[str, Any]:
     """Settings with which workers compute with vLLM, as `peer` does."""
     return {
+        "engine.arguments": {"enforce_eager": eager},
         "engine.runs": "vllm",
         "engine.python": str(python),
         "engine.block_size": BLOCK_SIZE,
@@ -71,11 +73,12 @@ def by_vllm(python: Path) -> dict[str, Any]:
     }
 
 
-def peer(python: Path) -> Callable[[], AbstractContextManager[Any]]:
+def peer(python: Path, *, eager: bool) -> Callable[[], AbstractContextManager[Any]]:
     """Starts it with as much KV memory, in bfloat16, on both cores."""
     path = resolve_model(MODEL, progress=lambda _: None)
     per_token = read_config(path).kv_spec(16, "bfloat16").bytes_per_token
-    setup = VllmSetup(python, path, MODEL, int(KV_GIB * 2**30) // per_token, 8192, "bfloat16")
+    kv_tokens = int(KV_GIB * 2**30) // per_token
+    setup = VllmSetup(python, path, MODEL, kv_tokens, 8192, "bfloat16", eager=eager)
     return lambda: VllmServed(setup)
 
 
@@ -132,22 +135,27 @@ def table(title: str, found: Mapping[str, Sequence[Figures]]) -> Table:
     "--engine", type=click.Choice(["kvrelay", "vllm"]), default="kvrelay", show_default=True,
     help="Of our workers.",
 )  # fmt: skip
+@click.option("--eager", is_flag=True, help="vLLM compiles nothing, with which it starts sooner.")
+@click.option("--set", "more", multiple=True, help="A setting of ours: NAME=VALUE, in JSON.")
 @click.option("--servers", default=f"{ONE},{TWO},{FOUR}", show_default=True)
 @json_option()
 def main(
     what: str, num_agents: Sequence[int], seconds: float, rounds: int, vllm_python: Path | None,
-    engine: str, servers: str, json_path: Path | None,
+    engine: str, eager: bool, more: Sequence[str], servers: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Ours in one pool, 1 + 1 and 2 + 2, and a peer, in turns."""
     python = check_python(vllm_python) if vllm_python or engine == "vllm" else None
-    vllm = by_vllm(python) if python is not None and engine == "vllm" else {}
+    settings = by_vllm(python, eager=eager) if python is not None and engine == "vllm" else {}
+    settings |= {
+        name: json.loads(value) for name, _, value in (each.partition("=") for each in more)
+    }
     known = {
-        name: ours(*roles, vllm)
+        name: ours(*roles, settings)
         for name, roles in {ONE: (0, 1), TWO: (1, 1), THREE: (1, 2), FOUR: (2, 2)}.items()
     }
     chosen = {name: known[name] for name in servers.split(",")}
     if python is not None:
-        chosen[PEER] = peer(python)
+        chosen[PEER] = peer(python, eager=eager)
     console = make_console()
     results: dict[str, Any] = {}
 
@@ -177,7 +185,7 @@ def main(
         run("kill -9", lambda url, i: asyncio.run(kills(url, i)))
     if what in ("flip", "all"):
         run("roles change", lambda url, i: asyncio.run(flips(url, i)))
-    about = {"kv_gib": KV_GIB, "rounds": rounds, "engine": engine}
+    about = {"kv_gib": KV_GIB, "rounds": rounds, "engine": engine, "eager": eager, "set": more}
     write_json(json_path, about | {"results": results})
 
 

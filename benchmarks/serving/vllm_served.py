@@ -45,6 +45,7 @@ class VllmSetup:
     dtype: str = "float32"
     threads: int = 2
     max_num_batched_tokens: int = 0  # 0: its own choice, 2,048
+    eager: bool = False  # it compiles nothing
 
     @property
     def num_blocks(self) -> int:
@@ -67,6 +68,7 @@ class VllmSetup:
             options["max-num-batched-tokens"] = self.max_num_batched_tokens
         for name, value in options.items():
             command += [f"--{name}", str(value)]
+        command += ["--enforce-eager"] * self.eager
         return [*command, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
 
     def environment(self) -> dict[str, str]:
@@ -143,7 +145,11 @@ def check_python(python: Path | None) -> Path:
     """The interpreter that has vLLM. Raises ValueError, with how to install it."""
     if python is None or not python.exists():
         raise ValueError(INSTALL)
-    places = python.parent.parent.glob("lib/python3*/site-packages/vllm/version.py")
-    if not list(places):
+    found = subprocess.run(
+        [python, "-c", "import importlib.util as u; print(bool(u.find_spec('vllm')))"],
+        capture_output=True,
+        text=True,
+    )
+    if found.stdout.strip() != "True":
         raise ValueError(f"{python} has no vLLM.\n{INSTALL}")
     return python

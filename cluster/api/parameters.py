@@ -96,7 +96,6 @@ CHAT = Fields(
         "audio": Refused("audio is not supported"),
         "chat_template": Refused(_NO_TEMPLATE),
         "documents": Refused("documents are not supported; put them into a message"),
-        "echo": Refused("a chat's answer does not repeat its prompt; /v1/completions has it"),
         "function_call": Refused("function calls are not supported; use 'tool_choice'"),
         "functions": Refused("function calls are not supported; use 'tools'"),
         "return_prompt_text": Refused("the prompt's text is not told; /tokenize tells its tokens"),

@@ -217,7 +217,7 @@ class VllmWorker(Worker):
                 continue
             if not seq.reserve_growth and depends_on_output(seq.sampling):
                 break  # who decodes it samples this token
-            top = None if about is None else _told(about, seq.sampling)
+            top = None if about is None else _reported(about, seq.sampling)
             seq.append(token, top)
             finish = seq.finish_reason(self.config.max_model_len)
             if finish is not None:
@@ -334,7 +334,7 @@ def _name(seq: Sequence) -> str:
     return f"{seq.request_id}/{seq.attempt}"
 
 
-def _told(known: TokenLogprobs, sampling: SamplingParams) -> TokenLogprobs:
+def _reported(known: TokenLogprobs, sampling: SamplingParams) -> TokenLogprobs:
     """Chosen tokens come as from our engine: the best first, before them a token that is none."""
     ids = sampling.logprob_token_ids
     if not ids:

@@ -134,8 +134,10 @@ async def plan_chat(
     sampling = replace(
         sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
     )
+    last = request.messages[-1]
     choice = ChoicePlan(
         *(0, 0, tuple(tokens), sampling),
+        text=last.content if request.echo and last.role == "assistant" else "",
         prompt_logprobs=request.prompt_logprobs,
         continues=request.continue_final_message,
     )

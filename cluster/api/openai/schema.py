@@ -413,6 +413,7 @@ class ChatRequest(GenerationRequest):
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     prediction: Annotated[str, BeforeValidator(_prediction_of)] = ""
     continue_final_message: Flag = False  # vLLM's: the answer goes on where that ends
+    echo: Flag = False  # vLLM's: a last message of the assistant begins the answer
     modalities: list[str] | None = None
     store: Flag = False  # keep the completion, to be asked for again
 

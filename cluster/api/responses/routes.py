@@ -161,7 +161,9 @@ class Responses:
             await running.cancel()
             record = await self.record(http)
         elif not record["response"].get("background"):
-            raise invalid(f"The response '{response_id}' does not run in the background")
+            raise invalid(
+                f"'{response_id}': Cannot cancel a synchronous response."
+            )  # OpenAI's words
         return JSONResponse(record["response"])
 
     async def record(self, http: Request) -> dict[str, Any]:
@@ -171,7 +173,9 @@ class Responses:
     async def _start(self, call: ResponseCall, scope: Scope) -> Response:
         """Returns what the client is answered. Raises `ApiError`."""
         if not call.request.is_kept:
-            raise invalid("'background': a response in the background is stored", "background")
+            raise invalid(
+                "'background': background can only be used when `store` is true", "background"
+            )
         mine = [each for each in self._background.values() if each.tenant == call.tenant.name]
         if len(mine) >= MAX_BACKGROUND:
             raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
@@ -190,7 +194,9 @@ class Responses:
             running.task.cancel()
             raise
         running.is_kept.set()
-        return event_stream(running.events(0)) if running.is_streamed else JSONResponse(response)
+        if running.is_streamed:
+            return event_stream(running.events(0))
+        return JSONResponse(response | {"status": "queued"})  # OpenAI's, of what was just accepted
 
 
 class Compaction:

@@ -248,6 +248,19 @@ def test_echo_of_token_ids_has_the_special_ones(served: Served, tokenizer: Token
         assert answer.choices[0].text.startswith(shown)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_a_chat_is_what_the_assistant_had_said(served: Served, stream: bool) -> None:
+    said = [*ASK, {"role": "assistant", "content": "It is"}]
+    for messages, begin in ((ASK, ""), (said, "It is")):
+        asked: Any = {"messages": messages, "extra_body": {"echo": True}, "model": MODEL}
+        if stream:
+            chunks = served.openai().chat.completions.create(**asked, stream=True)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        else:
+            text = served.openai().chat.completions.create(**asked).choices[0].message.content
+        assert text == begin + ANSWER
+
+
 def test_every_sampling_parameter_reaches_the_router(served: Served, tokenizer: Tokenizer) -> None:
     extra = {
         "top_k": 5,
