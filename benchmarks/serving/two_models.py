@@ -38,22 +38,21 @@ from benchmarks.serving.load import Caller, Load, Offer
 from benchmarks.serving.served import Served
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.lab.bench.load import Client, LoadSpec, make_arrivals, make_prompts, percentile
+from kvrelay.lab.bench.load import (
+    Client,
+    LoadSpec,
+    make_arrivals,
+    make_prompts,
+    percentile,
+    run_load,
+)
 
 FIRST, SECOND = "first", "second"
 NUM_PROMPTS, MIXED_LEN, AT_ONCE = 25, 8, 16
 INPUT_LEN, OUTPUT_LEN = 60, 16
-OVERLOAD = 3.0
+OVERLOAD, SETTLE_S = 3.0, 8.0
 KINDS = "alone", "beside an overload", "beside matrix products"
 PROMPTS = [f"In the year {1700 + i} a keeper of a lighthouse saw" for i in range(NUM_PROMPTS)]
-
-
-def second_checkpoint() -> str:
-    try:
-        resolve_model("gemma3-270m", progress=lambda _: None)
-    except ModelError:
-        return "smollm2-135m"
-    return "gemma3-270m"
 
 
 def settings(folder: str, checkpoint: str, workers: int) -> dict[str, Any]:
@@ -115,21 +114,12 @@ async def turn(url: str, rate: float, seconds: float, seed: int) -> list[dict[st
         return list(await asyncio.gather(*calls))
 
 
-def capacity(url: str, seconds: float) -> float:
+def capacity(url: str) -> float:
     """Requests/s of the second model that it serves with many at once."""
-
-    async def measure() -> float:
-        spec = LoadSpec(url, SECOND, 4096, input_len=INPUT_LEN, output_len=OUTPUT_LEN, seed=9)
-        async with http_client(url) as http:
-            done: list[Any] = []
-            running = Client(spec, http, done.append).closed_loop(make_prompts(spec), 32)
-            task = asyncio.create_task(running)
-            await asyncio.sleep(seconds)
-            num, _ = sum(each.error is None for each in done), task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        return num / seconds
-
-    return asyncio.run(measure())
+    spec = LoadSpec(url, SECOND, 160, None, 32, INPUT_LEN, OUTPUT_LEN, seed=9)
+    timings, elapsed_s = asyncio.run(run_load(spec))
+    assert not any(timing.error for timing in timings), Counter(each.error for each in timings)
+    return len(timings) / elapsed_s
 
 
 def overload(url: str, rate: float, seconds: float, core: int | None, report: Any) -> None:
@@ -162,19 +152,15 @@ def _pin(pids: list[int], *cores: int | None) -> None:
 def beside(kind: str, url: str, rate: float, seconds: float, core: int | None) -> Iterator[Counter]:
     """While it is open, what belongs to a turn of this kind runs. Yields answers by status, which
     are there at the end."""
-    found: Counter[str] = Counter()
-    spawn = multiprocessing.get_context("spawn")
+    found, spawn = Counter[str](), multiprocessing.get_context("spawn")
     report: Any = spawn.Queue()
-    args = (url, OVERLOAD * rate, seconds + 4.0, core, report)
-    others = {KINDS[1]: (overload, args), KINDS[2]: (products, (core,))}
-    if kind not in others:
-        yield found
-        return
-    target, given = others[kind]
+    args = (url, OVERLOAD * rate, seconds + SETTLE_S, core, report)
+    others: dict[str, Any] = {KINDS[1]: (overload, args), KINDS[2]: (products, (core,))}
+    target, given = others.get(kind, (time.sleep, (0.0,)))
     process = spawn.Process(target=target, args=given)
     process.start()
     try:
-        time.sleep(8.0)  # it imports, and its queue fills
+        time.sleep(SETTLE_S)  # it imports, its queue fills, and what was before has gone
         yield found
         found.update(report.get(timeout=300) if target is overload else {})
     finally:
@@ -200,7 +186,11 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Measure a server of one's own."""
-    console, checkpoint = make_console(), second_checkpoint()
+    console, checkpoint = make_console(), "gemma3-270m"
+    try:
+        resolve_model(checkpoint, progress=lambda _: None)
+    except ModelError:
+        checkpoint = "smollm2-135m"
     cores = sorted(os.sched_getaffinity(0))
     core = cores[-1] if pin and len(cores) > 1 else None
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
@@ -218,7 +208,7 @@ def main(
         _pin(workers_of[SECOND], core)
         _pin(others, *(cores[:-1] if core is not None else [None]))
         wrong, alike = asyncio.run(mixed(url, num_mixed))
-        most = capacity(url, min(20.0, seconds))
+        most = capacity(url)
         answers: Counter[str] = Counter()
         for number in range(rounds):
             for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
