@@ -116,7 +116,9 @@ async def turn(url: str, rate: float, seconds: float, seed: int) -> list[dict[st
 
 def capacity(url: str) -> float:
     """Requests/s of the second model that it serves with many at once."""
-    spec = LoadSpec(url, SECOND, 160, None, 32, INPUT_LEN, OUTPUT_LEN, seed=9)
+    spec = LoadSpec(
+        url, SECOND, 160, None, 32, INPUT_LEN, OUTPUT_LEN, endpoint="completions", seed=9
+    )  # a base model takes no chats
     timings, elapsed_s = asyncio.run(run_load(spec))
     assert not any(timing.error for timing in timings), Counter(each.error for each in timings)
     return len(timings) / elapsed_s
