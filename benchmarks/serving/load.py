@@ -65,13 +65,15 @@ class Answer:
 class Load:
     """Sends loads to one server, one after the other. Owns its connections while one runs."""
 
-    def __init__(self, url: str, input_len: int, output_len: int, seed: int = 0) -> None:
+    def __init__(
+        self, url: str, input_len: int, output_len: int, seed: int = 0, model: str = MODEL
+    ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
         self._host, self._port = parts.hostname, parts.port
-        self._output_len = output_len
-        spec = LoadSpec(url, MODEL, NUM_PROMPTS, input_len=input_len, seed=seed)
+        self._output_len, self._model = output_len, model
+        spec = LoadSpec(url, model, NUM_PROMPTS, input_len=input_len, seed=seed)
         self._prompts = make_prompts(spec)
         self._rng = Random(seed)
         self._num_sent = 0
@@ -188,7 +190,7 @@ class Load:
         prompt = self._prompts[self._num_sent % NUM_PROMPTS]
         body = json.dumps(
             {
-                "model": MODEL,
+                "model": self._model,
                 "prompt": f"{self._num_sent} {prompt}",
                 "max_tokens": self._output_len,
                 "ignore_eos": True,

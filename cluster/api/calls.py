@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,8 +211,9 @@ class Calls:
             self._trace(served, call.headers, time.time_ns())
         self.prompts.add(call.request_id, served.tenant, call.ended_at, call.result.prompt)
         self._kept[call.request_id] = served
-        if len(self._kept) > MAX_CALLS:
-            self._kept.popitem(last=False)
+        if len(self._kept) > MAX_CALLS:  # of the model with most: it pushes out no other's
+            ((most, _),) = Counter(kept.model for kept in self._kept.values()).most_common(1)
+            del self._kept[next(name for name, kept in self._kept.items() if kept.model == most)]
         return served
 
     def find(self, name: str, tenant: str) -> tuple[ServedCall, ServedChoice] | None:

@@ -345,10 +345,8 @@ def _counts_of_scaling(name: str, known: Iterable[str] = ()) -> Callable[[Cluste
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 _MODEL_FAMILIES = {
-    "num_up": ("workers_up", GAUGE, "Workers that the router may use, by the model they serve."),
-    "num_live": ("live_requests", GAUGE, "Requests of the router, by model."),
-    "num_queued": ("queued_requests", GAUGE, "Those among them that wait for a worker."),
-    "output_tokens": ("output_tokens", COUNTER, "Tokens that were sent to clients, by model."),
+    "num_up": ("workers_up", "Workers that the router may use, by the model they serve."),
+    "num_queued": ("queued_requests", "Requests that wait for a worker, by model."),
 }
 _GROUP_FAMILIES = {
     "num_used": ("group_used_blocks", GAUGE, "KV blocks held by requests, by kind of group."),
@@ -364,8 +362,8 @@ FAMILIES = (
         lambda status: [((VERSION, status.model), 1.0)],
     ),
     *(
-        Family(f"kvrelay_model_{name}", kind, text, ("model",), _of_models(key))
-        for key, (name, kind, text) in _MODEL_FAMILIES.items()
+        Family(f"kvrelay_model_{name}", GAUGE, text, ("model",), _of_models(key))
+        for key, (name, text) in _MODEL_FAMILIES.items()
     ),
     Family(
         "kvrelay_clock_seconds",

@@ -147,9 +147,6 @@ class ApiContext:
             self.settings.max_session_commands, "session commands are waiting"
         )
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
-        self._pool = ThreadPoolExecutor(self.settings.tokenizer_threads, "tokenizer")
-        self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
-        self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
         self.models = {}
         self._use_model()
 
@@ -177,6 +174,9 @@ class ApiContext:
     def _use_model(self) -> None:
         """Make what follows from the model."""
         self.models |= dict.fromkeys((self.model_name, *self.aliases), self)
+        self._pool = ThreadPoolExecutor(self.settings.tokenizer_threads, "tokenizer")
+        self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
+        self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
         self.access = AccessLog(self.log, self.tokenizer.decode)
         self.live = self._limiter(self.settings.max_live_requests, "requests are being served")
         from kvrelay.cluster.api.constraints.grammar import Constraints
@@ -238,7 +238,7 @@ class ApiContext:
     async def in_thread(self, size: int, call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
         """Run what would block the event loop. `size`, in characters or bytes, says how much work
         it is: what is large has threads of its own, where tenants take turns, so that it holds up
-        only its like. Raises ApiError (429)."""
+        only its like, of this model. Raises ApiError (429)."""
         run = asyncio.get_running_loop().run_in_executor
         if size <= _LARGE:
             return await run(self._pool, lambda: call(*args, **kw))
@@ -254,5 +254,6 @@ class ApiContext:
             each.constraints.close()
         self.responses.close()
         self.batches.close()
-        for pool in (self._pool, self._pool_of_large):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for each in (self, *self.all):  # it may be of a model that was removed
+            for pool in (each._pool, each._pool_of_large):
+                pool.shutdown(wait=False, cancel_futures=True)

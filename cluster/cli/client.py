@@ -52,7 +52,8 @@ def status_table(status: dict[str, Any]) -> Group:
     tiers = [key for key in _TIER_COLUMNS if any(worker.get(key) for worker in workers)]
     names = ["blocks used", "cached", *(_TIER_COLUMNS[key] for key in tiers)]
     has_ranks = any(worker.get(_SIZE, 1) > 1 for worker in workers)
-    has_versions = len({worker.get("weights") for worker in workers}) > 1
+    versions = {(worker.get("model"), worker.get("weights")) for worker in workers}
+    has_versions = len(versions) > len({model for model, _ in versions})
     if has_versions:
         table.add_column("weights")
     if has_ranks:

@@ -15,6 +15,7 @@ from time import perf_counter
 
 from kvrelay.engine.adapters import Adapter, AdapterError, AdaptersHeld
 from kvrelay.engine.model.batch import LoadedAdapter
+from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.step import ScheduledSeq
 
 IDLE_WAIT_S = 0.05  # for one that is loaded, where a step has nothing else to do
@@ -24,6 +25,8 @@ MAX_PUBLISHED = 256  # the last that were used
 SMOOTHING = 0.3  # share that the last time counts, in the mean of load times
 RETRY_S = 10.0  # after a failure: the files may be there now
 
+ALONE = Shard(0, 1)
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,16 +34,19 @@ logger = logging.getLogger(__name__)
 class _Entry:
     future: Future[LoadedAdapter]
     since: float
-    expected: int  # bytes, before it is loaded
+    nbytes: float  # before it is loaded: expected
     used: int = 0  # the last step that had it
+    # As `_look` has seen it:
+    is_loaded: bool = False
+    has_failed: bool = False
 
-    @property
-    def is_loaded(self) -> bool:
-        return self.future.done() and self.future.exception() is None
-
-    @property
-    def nbytes(self) -> int:
-        return self.future.result().nbytes if self.is_loaded else self.expected
+    def state(self) -> tuple[bool, bool, float]:
+        """Whether it is loaded here, or has failed here, and its bytes."""
+        if not self.future.done():
+            return False, False, 0.0
+        if self.future.exception() is not None:
+            return False, True, 0.0
+        return True, False, self.future.result().nbytes
 
 
 class Adapters:
@@ -53,9 +59,13 @@ class Adapters:
         load: Callable[[Adapter], LoadedAdapter],
         max_bytes: int,
         clock: Callable[[], float] = perf_counter,
+        total: Callable[[list[float]], list[float]] = list,
+        shard: Shard = ALONE,
     ) -> None:
-        """load: may raise AdapterError; it runs beside steps."""
+        """load: may raise AdapterError; it runs beside steps. total: adds up over the ranks, which
+        call `choose` with the same sequences."""
         self._load_one, self._max_bytes, self._clock = load, max_bytes, clock
+        self._total, self._shard = total, shard
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._entries: dict[bytes, _Entry] = {}
         self._waits: dict[bytes, float] = {}  # since when, of those that find no room
@@ -106,7 +116,7 @@ class Adapters:
         """Has those loaded that are not there, as far as there is room, and drops what exceeds it.
         Returns which sequences cannot go on, and why."""
         failed: dict[int, str] = {}
-        now = self._clock()
+        now = self._look()
         for adapter in wanted:
             if adapter.digest in self._entries:
                 self._entries[adapter.digest].used = self._step
@@ -130,13 +140,13 @@ class Adapters:
             return why
         entry = self._entries.get(adapter.digest)
         if entry is None:
-            expected = max((each.nbytes for each in self._entries.values()), default=0)
+            expected = max((each.nbytes for each in self._entries.values()), default=0.0)
             if self._has_room(adapter.digest, expected, now):
                 self.num_loads += 1
                 future = self._thread.submit(self._load, adapter)
                 self._entries[adapter.digest] = _Entry(future, now, expected, self._step)
             return ""
-        why = self._fault(adapter, entry.future) if entry.future.done() else ""
+        why = self._fault(adapter, entry)
         if why:
             del self._entries[adapter.digest]
             while len(self._failed) >= MAX_FAILED:
@@ -144,26 +154,42 @@ class Adapters:
             self._failed[adapter.digest] = (now + RETRY_S, why)
         return why
 
-    def _fault(self, adapter: Adapter, future: Future[LoadedAdapter]) -> str:
-        error = future.exception()
-        if error is None:
-            size = future.result().nbytes
-            if size <= self._max_bytes:
-                return ""
+    def _look(self) -> float:
+        """Has what all ranks have in the entries, and returns the clock of the first one: so all of
+        them choose alike."""
+        numbers = [0.0 if self._shard.rank else self._clock()]
+        for entry in self._entries.values():
+            numbers += entry.state()
+        now, *counts = self._total(numbers)
+        size, each = self._shard.size, iter(counts)
+        for entry in self._entries.values():
+            num_loaded, num_failed, num_bytes = next(each), next(each), next(each)
+            entry.is_loaded, entry.has_failed = num_loaded == size, num_failed > 0
+            if entry.is_loaded:
+                entry.nbytes = num_bytes / size
+        return now
+
+    def _fault(self, adapter: Adapter, entry: _Entry) -> str:
+        if entry.is_loaded and entry.nbytes > self._max_bytes:
             return (
-                f"adapter {adapter.source} takes {size} bytes, engine.adapter_bytes allows"
-                f" {self._max_bytes}"
+                f"adapter {adapter.source} takes {entry.nbytes:.0f} bytes, engine.adapter_bytes"
+                f" allows {self._max_bytes}"
             )
+        if not entry.has_failed:
+            return ""
+        error = entry.future.exception() if entry.future.done() else None
+        if error is None:
+            return f"adapter {adapter.source} cannot be loaded by another rank of this worker"
         if isinstance(error, AdapterError):
             return str(error)
         logger.error("adapter %s cannot be loaded", adapter.source, exc_info=error)
         text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         return f"adapter {adapter.source} cannot be loaded: {text}"
 
-    def _excess(self, more: int) -> int:
+    def _excess(self, more: float) -> float:
         return sum(entry.nbytes for entry in self._entries.values()) + more - self._max_bytes
 
-    def _has_room(self, digest: bytes, size: int, now: float) -> bool:
+    def _has_room(self, digest: bytes, size: float, now: float) -> bool:
         """Whether it may be loaded now. Those that this step does not have make room; where all are
         in use, the one that came first does so, once it has had its turn."""
         while self._entries and self._excess(size) > 0:

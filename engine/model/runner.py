@@ -218,7 +218,12 @@ class ModelRunner:
             self._decoder.capture(self._drafter.captured)
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
         load = partial(self._load_adapter, self._model_dir, ops, weights)
-        self.adapters = Adapters(load, self._engine.adapter_bytes)
+        most, member = self._engine.adapter_bytes, self._member
+        self.adapters = (
+            Adapters(load, most)
+            if member is None
+            else Adapters(load, most, total=member.total, shard=member.group.shard)
+        )
 
     def load_version(self, version: WeightVersion) -> None:
         """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
@@ -259,11 +264,8 @@ class ModelRunner:
         self, model_dir: Path, ops: Ops, weights: Weights, adapter: Adapter
     ) -> LoadedAdapter:
         """Runs beside steps. Raises AdapterError."""
-        if self._member is not None or self._steps is not None:
-            raise AdapterError(
-                f"{adapter.source}: adapters are computed by workers of one process on a CPU, not"
-                " on a GPU or with engine.tensor_parallel_size above 1"
-            )
+        if self.device.type != "cpu":
+            raise AdapterError(f"{adapter.source}: adapters are computed on CPUs, not on a GPU")
         try:
             with torch.inference_mode():
                 return load_adapter(adapter, model_dir, self.config, ops, weights)
@@ -328,7 +330,7 @@ class ModelRunner:
             seqs = [*step.seqs]
             for index in (*ungrammatical, *waiting):
                 seqs[index] = replace(seqs[index], sampling=GREEDY)
-            step, left_out = replace(step, seqs=seqs), {*unchecked, *unadapted}
+            step, left_out = replace(step, seqs=seqs), {*unchecked, *unadapted, *away}
         kept = by_adapter(step.seqs, (i for i in range(num_seqs) if i not in left_out))
         if kept != [*range(num_seqs)]:
             checked = (index for index in range(num_seqs) if index not in unchecked)

@@ -74,12 +74,12 @@ def load_adapter(
         if not mine:
             continue
         part: Any = _Part(adapter.source, checkpoint, mine, f"{root}layers.{index}.")
-        recorder: Any = _Recorder()
+        recorder: Any = getattr(ops, "recording", lambda alone: alone)(_Recorder())
         names = MODULE_NAMES[last]
         found = _AdapterLayer(part, config, recorder, root, index, names).load()
         _check_all_asked(adapter.source, index, mine)
         for matrix, rows in _pairs(base, found):
-            low_rank = _low_rank(rows, mine, ops, memory)
+            low_rank = _low_rank(matrix, rows, mine, ops, memory)
             if low_rank is not None:
                 pairs.append((matrix, low_rank))
     if modules:
@@ -195,6 +195,7 @@ class _Recorder:
 
 def _pairs(base: Any, found: Any) -> Iterator[tuple[Any, _Rows]]:
     """Matrices of a layer, and what was recorded in their places."""
+    found = getattr(found, "inner", found)  # a rank's
     if isinstance(found, _Rows):
         yield base, found
     elif is_dataclass(found):
@@ -202,7 +203,7 @@ def _pairs(base: Any, found: Any) -> Iterator[tuple[Any, _Rows]]:
             yield from _pairs(getattr(base, each.name), getattr(found, each.name))
 
 
-def _low_rank(rows: _Rows, modules: list[_Module], ops: Ops, memory: HugePages) -> Any:
+def _low_rank(matrix: Any, rows: _Rows, modules: list[_Module], ops: Ops, memory: HugePages) -> Any:
     """Has the ranks that change this matrix; None: there are none."""
     used = rows.up.any(0)
     parts = [m for m in modules if used[m.first : m.first + len(m.down)].any()]
@@ -210,4 +211,8 @@ def _low_rank(rows: _Rows, modules: list[_Module], ops: Ops, memory: HugePages) 
         return None
     down = torch.cat([m.down for m in parts])
     up = torch.cat([rows.up[:, m.first : m.first + len(m.down)] for m in parts], dim=1)
-    return ops.low_rank(down, up.contiguous(), memory, is_gated=rows.is_gated)
+    up = up.contiguous()
+    if getattr(matrix, "is_sum", False):
+        rank_ops: Any = ops
+        return rank_ops.summed_low_rank(down, up, memory)
+    return ops.low_rank(down, up, memory, is_gated=rows.is_gated)

@@ -178,6 +178,12 @@ class Member:
         ops: Any = ParallelOps(inner, self.group, model)
         return ops
 
+    def total(self, numbers: list[float]) -> list[float]:
+        """Adds each of them up over the ranks."""
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        self.group.sum(tensor)
+        return tensor.tolist()
+
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
@@ -201,6 +207,17 @@ class _Matrix:
     inner: Any  # as the rank's own operations made it
     is_sum: bool = False  # the result is the sum over all ranks
     is_gathered: bool = False  # the result is that of all ranks, side by side, on rank 0
+
+
+@dataclass(frozen=True, slots=True)
+class _SummedLowRank:
+    """An adapter's, of a matrix whose results ranks add up."""
+
+    inner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.inner.nbytes)
 
 
 class ParallelOps:
@@ -236,6 +253,25 @@ class ParallelOps:
             weight = self._rows(weight, role)
             bias = None if bias is None else self._rows(bias, role)
         return _Matrix(inner.matrix(weight, bias, role))
+
+    def recording(self, recorder: Any) -> ParallelOps:
+        """Operations that give `recorder` the rank's rows of what an adapter has for a matrix; all
+        of them where the matrix is cut by columns, as `down` is then (`summed_low_rank`)."""
+        return _Recording(recorder, self._group, self._model)
+
+    def summed_low_rank(self, down: torch.Tensor, up: torch.Tensor, memory: Any) -> Any:
+        """As `low_rank`, for a matrix that is cut by columns."""
+        own = down[:, self._shard.part(down.shape[1])].contiguous()
+        return _SummedLowRank(self._inner.low_rank(own, up, memory, is_gated=False))
+
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: Any) -> None:
+        if not isinstance(low_rank, _SummedLowRank):
+            self._inner.add_low_rank(out, x, low_rank)
+            return
+        own = torch.zeros_like(out)
+        self._inner.add_low_rank(own, x, low_rank.inner)
+        self._group.sum(own)
+        out += own
 
     def _rows(self, whole: torch.Tensor, role: str) -> torch.Tensor:
         """Takes the rank's rows from each of the projections that are stacked in `whole`."""
@@ -353,6 +389,13 @@ class ParallelOps:
         self._inner.add_experts(own, x, layer, routed)
         self._group.sum(own)
         hidden += own
+
+
+class _Recording(ParallelOps):
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> _Matrix:
+        if role in SUMMED:
+            return _Matrix(self._inner.matrix(weight, bias, role), is_sum=True)
+        return super().matrix(weight, bias, role)
 
 
 SUMMED = ("out", "down", "shared_down")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,43 @@ def test_metrics_are_of_the_model_that_was_called(both: Two) -> None:
     assert counts["kvrelay_ttft_seconds_count", OTHER] == 2
     assert counts["kvrelay_output_tokens_total", MODEL] == 3
     assert counts["kvrelay_output_tokens_total", OTHER] == 4 + 5
+    wait_until(lambda: not both.other.num_live)
+
+
+def test_a_model_that_tokenises_much_holds_up_no_other(both: Two) -> None:
+    """All threads of one are taken, by prompts and by long ones."""
+    begun, ended = threading.Semaphore(0), threading.Event()
+    encode = both.ctx.tokenizer.encode
+
+    def slow(*args: Any, **options: Any) -> Any:
+        begun.release()
+        assert ended.wait(60)
+        return encode(*args, **options)
+
+    both.ctx.tokenizer.encode = slow  # type: ignore[method-assign]
+    num = both.ctx.settings.tokenizer_threads
+
+    def ask(model: str) -> int:
+        body = {"model": model, "prompt": "It is", "max_tokens": 1}
+        return both.served.post(body, "/v1/completions").status_code
+
+    with ThreadPoolExecutor(num) as pool:
+        waiting = [pool.submit(ask, OTHER) for _ in range(num)]
+        for _ in range(num):
+            assert begun.acquire(timeout=60)
+        assert ask(MODEL) == 200
+        ended.set()
+        assert [each.result() for each in waiting] == [200] * num
+    wait_until(lambda: not both.other.num_live)
+
+
+def test_calls_of_a_busy_model_push_out_none_of_another(both: Two, monkeypatch: Any) -> None:
+    monkeypatch.setattr("kvrelay.cluster.api.calls.MAX_CALLS", 4)
+    for name in (MODEL, *[OTHER] * 6, MODEL):
+        assert both.served.post({"model": name, "prompt": "a"}, "/v1/completions").is_success
+    both.served.wait_idle()
+    rows = both.served.http.get("/requests").json()["data"]
+    assert [row["model"] for row in rows] == [MODEL, OTHER, OTHER, MODEL]
     wait_until(lambda: not both.other.num_live)
 
 

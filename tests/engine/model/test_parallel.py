@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrelay.engine.adapters import Adapter, AdapterError, read_adapter
 from kvrelay.engine.kv.spec import KVHeads
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import Experts
@@ -20,6 +21,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
 from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
+from tests.support.adapters import linear_modules, write_adapter
 
 OPTIONS = {"num_blocks": 48, "dtype": "float32", "device": "cpu", "threads": 1}
 EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB)
@@ -30,6 +32,15 @@ CHOSEN = (
     *("llama", "linear", "qwen2", "gemma3", "mixtral", "qwen3-moe", "deepseek2", "deepseek3"),
     *("minimax-m2", "mistral4"),
     *("falcon-h1-norm", "kimi-linear", "lfm2-bias", "qwen3-next"),
+)
+
+
+ADAPTED = (
+    *("llama", "qwen3.5"),
+    *(
+        pytest.param(family, marks=pytest.mark.long)
+        for family in ("qwen2", "gemma3", "phi3", "deepseek3", "falcon-h1-norm", "mixtral")
+    ),
 )
 
 
@@ -100,6 +111,66 @@ def compare_units(alone: ModelRunner, ranks: Ranks) -> None:
         expected = whole[:, own.start : own.stop]
         assert expected.abs().amax((1, 2)).count_nonzero() > alone.kv_spec.num_groups
         torch.testing.assert_close(got[:, : len(own)], expected, rtol=1e-4, atol=1e-4)
+
+
+def compare_adapted(path: Path, ranks: Ranks, folders: list[Path]) -> None:
+    """Prompts with two adapters and without, in the same steps."""
+    alone = model_runner(path, **OPTIONS)
+    adapters = [None, *(Adapter(read_adapter(folder).digest, str(folder)) for folder in folders)]
+    groups = alone.kv_spec.num_groups
+    tables = [[b + 12 * g for b in blocks for g in range(groups)] for blocks in ([5, 3], [2], [7])]
+
+    def run(execute: Callable, start: int, end: int) -> torch.Tensor:
+        seqs = [
+            scheduled(LONG[start:end], start, table, sampling=EVERY_LOGPROB, adapter=adapter)
+            for table, adapter in zip(tables, adapters, strict=True)
+        ]
+        rows: list[torch.Tensor | None] = [None] * len(seqs)
+        while any(row is None for row in rows):  # an adapter that is not there yet comes again
+            done = execute(Step(0, seqs))
+            assert not done.unadapted
+            for index, sampled in enumerate(done.sampled):
+                if sampled is not None and rows[index] is None:
+                    row = rows[index] = torch.empty(VOCAB)
+                    for token, value in sampled.logprobs.top:
+                        row[token] = value
+        return torch.stack([row for row in rows if row is not None])
+
+    for start, end in ((0, 11), (11, 12), (12, 13)):
+        expected = run(alone.execute, start, end)
+        assert (expected[1:] - expected[0]).abs().amax(1).min() > 0.1, "they change something"
+        torch.testing.assert_close(run(ranks.execute, start, end), expected, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_two_ranks_compute_adapters_as_one_process_does(family, checkpoint_of, tmp_path):
+    path = checkpoint_of(family)
+    modules = linear_modules(path)
+    folders = [
+        write_adapter(tmp_path / f"{rank}", path, seed=rank, rank=rank, modules=modules)
+        for rank in (3, 16)
+    ]
+    ranks = Ranks(path, 2, tmp_path / "meeting")
+    compare_adapted(path, ranks, folders)
+    sizes = [each.adapters._entries for each in ranks.runners]
+    assert len({tuple(e.nbytes for e in entries.values()) for entries in sizes}) == 1
+
+
+def test_an_adapter_that_one_rank_cannot_load_is_refused_by_all(checkpoint_of, tmp_path):
+    path = checkpoint_of("llama")
+    folder = write_adapter(tmp_path / "a", path)
+    adapter = Adapter(read_adapter(folder).digest, str(folder))
+    ranks = Ranks(path, 2, tmp_path / "meeting")
+
+    def broken(*_: object) -> None:
+        raise AdapterError("no such folder here")
+
+    ranks.runners[1].adapters._load_one = broken
+    seqs = [scheduled(SHORT, 0, [1], adapter=adapter), scheduled(SHORT, 0, [2])]
+    while not (done := ranks.execute(Step(0, seqs))).unadapted:
+        assert 0 in done.waiting
+    assert "another rank of this worker" in done.unadapted[0]
+    assert done.sampled[1] is not None
 
 
 @pytest.mark.parametrize("family", CHOSEN)

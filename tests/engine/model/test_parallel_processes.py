@@ -8,12 +8,14 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from kvrelay.engine.adapters import Adapter, read_adapter
 from kvrelay.engine.model.parallel.runner import RanksLost
 from kvrelay.engine.request import Pooling, SamplingParams
 from kvrelay.engine.step import Step, StepDone
 from tests.engine.model.runners import model_runner, parallel_runner
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
+from tests.support.adapters import write_adapter
 
 OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "threads": 2}
 DEADLINE_S = 30.0  # far below the timeout of a collective
@@ -30,7 +32,7 @@ def children() -> list[psutil.Process]:
 
 
 def settled(runner, step: Step) -> StepDone:
-    """Its step, as soon as no grammar compiles any more."""
+    """Its step, as soon as no grammar compiles and no adapter is loaded any more."""
     while (done := runner.execute(step)).waiting:
         pass
     return done
@@ -52,6 +54,14 @@ def test_the_life_of_a_worker_with_two_ranks(tmp_path):
     done, expected = (each.execute(Step(2, [bad, good])) for each in (runner, alone))
     assert list(done.invalid) == [0]
     assert done.sampled == expected.sampled == [None, expected.sampled[1]]
+
+    folder = write_adapter(tmp_path / "adapter", tmp_path)
+    adapter = Adapter(read_adapter(folder).digest, str(folder))
+    adapted = [scheduled(PROMPT, 0, BLOCKS, adapter=adapter), scheduled(PROMPT[:9], 0, [9])]
+    done, expected = (settled(each, Step(2, adapted)) for each in (runner, alone))
+    assert done.sampled == expected.sampled
+    assert done.sampled[0] is not None
+    assert done.adapters.digests == (adapter.digest,)
 
     asked = SamplingParams(temperature=0.0, prompt_logprobs=2, pooling=Pooling.MEAN)
     reads = scheduled(PROMPT, 0, BLOCKS, sampling=asked, outputs_from=0)

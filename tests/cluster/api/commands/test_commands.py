@@ -183,6 +183,18 @@ def test_status_shows_versions_where_they_differ() -> None:
     assert shown("unknown", "0.1.0") == ["kvrelay 0.1.0: router-0", "kvrelay unknown: decode-0"]
 
 
+def test_status_shows_weights_where_workers_of_a_model_have_several() -> None:
+    def shown(*pairs: tuple[str, str]) -> str:
+        console = Console(width=140, record=True, file=StringIO())
+        one = STATUS["workers"][0]
+        workers = [one | {"model": model, "weights": weights} for model, weights in pairs]
+        console.print(status_table(STATUS | {"workers": workers}))
+        return console.export_text()
+
+    assert "weights" not in shown(("chat", "v1"), ("chat", "v1"), ("small", "w1"))
+    assert "weights" in shown(("chat", "v1"), ("chat", "v2"), ("small", "w1"))
+
+
 def test_status_shows_ranks_where_a_worker_has_several() -> None:
     def shown(*sizes: int) -> str:
         console = Console(width=140, record=True, file=StringIO())
