@@ -72,11 +72,13 @@ class Rollout:
         self._knows_pause.clear()
 
     def answered(self, now: float, answer: WeightsUpdated) -> list[Effect]:
-        key = answer.worker, answer.epoch
-        if self._asked is None or self._asked.worker != key or answer.wanted != self.wanted.digest:
+        key, asked = (answer.worker, answer.epoch), self._asked
+        is_asked = asked is not None and asked.worker == key
+        if is_asked or key in self._has:  # also what it was asked for by an earlier order
+            self._has[key] = answer.version.digest
+        if not is_asked or answer.wanted != self.wanted.digest:
             return []
         self._asked = None
-        self._has[key] = answer.version.digest
         self._pause_s.append(answer.pause_s)
         return self._failed(now, f"{answer.worker}: {answer.why}") if answer.why else []
 

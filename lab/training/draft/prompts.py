@@ -17,100 +17,56 @@ from kvrelay.lab.training.corpus import sentences
 
 HELD_OUT_EVERY = 12  # word of each list, and prompt of a user's own
 PASSAGE_SENTENCES = (3, 9)
-_ROLES = (
-    "baker, fisherman, young wizard, detective, old clockmaker, gardener, pilot, shy dragon,"
-    " nurse, violin player, robot, farmer, librarian, sailor, thief, teacher, princess,"
-    " blacksmith, painter, lost dog, postman, astronaut, beekeeper, cook, carpenter, ghost,"
-    " student, taxi driver, miner, mountain guide, doctor, fox, shepherd, tailor, king, dancer,"
-    " watchman, inventor, twin, judge"
-)
-_THINGS = (
-    "broken bridge, secret letter, map, lost key, long winter, stolen painting, new neighbour,"
-    " river, birthday party, forgotten village, race, magic mirror, cat, strange sound at night,"
-    " old tree, train journey, missing child, flood, treasure chest, friendship, locked door,"
-    " first snow, war, talking bird, garden, market, red balloon, hidden cave, wedding, promise,"
-    " island, mistake, broken clock, desert, photograph, ship, music box, dark forest,"
-    " competition, journey home"
-)
-_PLACES = (
-    "Germany, Japan, Brazil, Canada, Egypt, India, Italy, Kenya, Mexico, Norway, Peru, Poland,"
-    " Spain, Sweden, Turkey, Vietnam, Australia, Austria, Chile, China, Cuba, Denmark, Finland,"
-    " Greece, Hungary, Iceland, Ireland, Morocco, Nepal, New Zealand, Portugal, South Korea,"
-    " Thailand, the Netherlands, Argentina, Belgium, Colombia, Indonesia, Switzerland, the United"
-    " Kingdom"
-)
-_TOPICS = (
-    "photosynthesis, gravity, inflation, the water cycle, black holes, vaccines, democracy, DNA,"
-    " machine learning, plate tectonics, the French Revolution, the Roman Empire, electricity,"
-    " magnets, climate change, the stock market, evolution, the human heart, sleep, memory, the"
-    " internet, encryption, databases, operating systems, nuclear energy, solar panels, the"
-    " Renaissance, jazz, chess, poetry, philosophy, supply and demand, the immune system,"
-    " volcanoes, glaciers, the Moon, the Silk Road, the printing press, steam engines, rainbows,"
-    " bacteria, fermentation, recycling, the solar system, atoms, probability, prime numbers,"
-    " triangles, algorithms, language, ethics"
-)
-_SKILLS = (
-    "bake bread, learn a language, write a letter, plan a trip, save money, grow tomatoes, sleep"
-    " well, prepare for an interview, run five kilometres, cook rice, paint a wall, change a"
-    " tyre, make tea, give a speech, study for an exam, clean a kitchen, choose a laptop, meet"
-    " new friends, meditate, take good photographs, write a report, train a puppy, fix a leaking"
-    " tap, manage time, draw a face, read more books, stay healthy, start a small business, play"
-    " the guitar, build a bookshelf"
-)
-_SETS = (
-    "fruits, vegetables, sports, musical instruments, cities in Europe, planets, inventions,"
-    " rivers, famous scientists, hobbies, board games, tools, kinds of weather, jobs, healthy"
-    " breakfasts, trees, flowers, ways to save energy, programming languages, kitchen utensils,"
-    " birds, books, materials, holidays, vehicles, desserts, school subjects, insects, languages,"
-    " ways to relax"
-)
-_PROGRAMS = (
-    "reverses a string, counts the words of a file, finds the largest number of a list, sorts a"
-    " list, tells whether a number is prime, removes duplicates from a list, converts Celsius to"
-    " Fahrenheit, merges two dictionaries, reads a CSV file, computes a factorial, finds the"
-    " vowels of a word, flattens a nested list, checks a password, draws a random card, adds two"
-    " matrices, parses a date, counts the letters of a text, tells whether a word is a"
-    " palindrome, splits a bill, rolls two dice"
-)
 WORDS = {
-    name: words.split(", ")
-    for name, words in {
-        "role": _ROLES,
-        "thing": _THINGS,
-        "place": _PLACES,
-        "topic": _TOPICS,
-        "skill": _SKILLS,
-        "set": _SETS,
-        "program": _PROGRAMS,
+    kind: words.split(", ")
+    for kind, words in {
+        "role": "baker, young wizard, detective, gardener, pilot, shy dragon, robot, farmer,"
+        " librarian, sailor, thief, blacksmith, painter, lost dog, postman, beekeeper, cook,"
+        " ghost, student, nurse, taxi driver, doctor, king, tailor",
+        "thing": "broken bridge, secret letter, lost key, long winter, new neighbour, river, cat,"
+        " old tree, train journey, flood, friendship, locked door, garden, red balloon, wedding,"
+        " promise, island, mistake, ship, dark forest, market, magic mirror, war, competition",
+        "place": "Germany, Japan, Brazil, Canada, Egypt, India, Kenya, Mexico, Norway, Peru,"
+        " Spain, Turkey, Vietnam, Australia, Chile, Poland, China, Greece, Iceland, Morocco,"
+        " Nepal, Portugal, Thailand, Cuba",
+        "topic": "photosynthesis, gravity, inflation, the water cycle, black holes, vaccines, DNA,"
+        " machine learning, the Roman Empire, electricity, climate change, evolution, the human"
+        " heart, memory, encryption, databases, solar panels, jazz, chess, the immune system,"
+        " volcanoes, the printing press, ethics, probability",
+        "skill": "bake bread, learn a language, plan a trip, save money, grow tomatoes, sleep"
+        " well, cook rice, paint a wall, change a tyre, give a speech, choose a laptop, meet new"
+        " friends, write a report, train a puppy, fix a leaking tap, manage time, draw a face,"
+        " stay healthy, start a small business, play the guitar, prepare for an interview,"
+        " meditate, run five kilometres, build a bookshelf",
+        "set": "fruits, sports, musical instruments, inventions, rivers, famous scientists,"
+        " hobbies, tools, jobs, healthy breakfasts, trees, birds, ways to save energy, kitchen"
+        " utensils, books, holidays, vehicles, desserts, school subjects, insects, languages,"
+        " materials, planets, ways to relax",
+        "program": "reverses a string, counts the words of a file, sorts a list, converts Celsius"
+        " to Fahrenheit, merges two dictionaries, reads a CSV file, computes a factorial, flattens"
+        " a nested list, checks a password, draws a random card, adds two matrices, rolls two dice",
     }.items()
 }
 FORMS = (
     "Write a short story about a {role} and a {thing}.",
     "Tell me a story in which a {role} finds a {thing}.",
-    "Write a story for children about a {role} who has a {thing}.",
     "Write a poem about a {role} and a {thing}.",
-    "What is the capital of {place}, and what is it known for?",
-    "What is {place} famous for?",
-    "Why do people like to visit {place}?",
-    "What is {topic}, and why does it matter?",
-    "Explain {topic} in simple words.",
-    "How does {topic} affect our lives?",
-    "What should a beginner know about {topic}?",
-    "How do I {skill}?",
-    "Give me some tips to {skill}.",
-    "I would like to {skill}. Where do I begin?",
-    "List ten {set} with one sentence about each.",
-    "Name some {set} and say what is special about them.",
     "Write a letter to a {role} about a {thing}.",
-    "Write an email to a {role} who wants to {skill}.",
-    "Write a Python function that {program}.",
-    "Write a program that {program}, and explain it.",
+    "What is the capital of {place}, and what is it known for?",
+    "What should a {role} who comes to {place} see there?",
+    "What is {topic}, and why does it matter?",
+    "Explain {topic} to a {role}.",
+    "How does {topic} affect life in {place}?",
+    "Give me some tips to {skill}.",
+    "How does a {role} {skill}? Where do I begin?",
+    "List ten {set} with one sentence about each.",
+    "Name some {set} of {place} and say what is special about them.",
+    "Write a Python function that {program}, and explain it to a {role}.",
 )
 FORMS_OF_PASSAGES = (
     "Sum up this text:\n\n{passage}",
     "Quote the important sentences of this text:\n\n{passage}",
     "Explain this text to a beginner:\n\n{passage}",
-    "What is this text about?\n\n{passage}",
 )
 PASSAGE_EVERY = 8  # prompts
 

@@ -130,6 +130,22 @@ def test_where_one_fails_those_that_had_changed_go_back(num_done: int) -> None:
     assert script.view.state == "updating"
 
 
+def test_what_a_worker_has_done_for_an_earlier_order_is_known() -> None:
+    script = Rollouts()
+    script.order()
+    script.answer()
+    script.answer(why="too little memory")
+    script.say(Woken("weights "), at=10.0)  # decode-0 is to go back
+    script.order(NEWER)
+    script.say(Woken("weights "), at=12.0)
+    script.answer(why="base is being loaded", old=NEW)
+    script.say(WeightsUpdated("decode-0", 1, BASE, BASE.digest, BASE.digest, ""))
+    del script.asked[:]
+    script.order(NEW)
+    script.say(Woken("weights "), at=20.0)
+    assert [(worker, update.version) for worker, update in script.asked] == [("decode-0", NEW)]
+
+
 def test_a_worker_that_does_not_answer_is_asked_again_and_then_given_up() -> None:
     script = Rollouts()
     script.order()
