@@ -44,6 +44,7 @@ FOREIGN = {
     "vllm:time_to_first_token_seconds": "ttft_s",
     "vllm:inter_token_latency_seconds": "itl_s",
     "vllm:e2e_request_latency_seconds": "e2e_s",
+    "vllm:request_queue_time_seconds": "queue_s",
     "vllm:prompt_tokens": "prompt_tokens",
     "vllm:generation_tokens": "output_tokens",
     "vllm:prefix_cache_queries": "prompt_tokens",
@@ -86,6 +87,9 @@ class ApiMetrics:
         )
         self.e2e_s = self._histogram(
             "e2e_seconds", "From the arrival of a request to its last byte.", _LATENCY_S
+        )
+        self.queue_s = self._histogram(
+            "queue_seconds", "Waiting for room, at the router and at workers.", _PHASE_S
         )
         self.phase_s = Histogram(
             "kvrelay_phase_seconds",

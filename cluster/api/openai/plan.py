@@ -40,7 +40,7 @@ from kvrelay.cluster.api.openai.schema import (
 from kvrelay.cluster.api.output.dialect import Reading
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.cluster.api.text.chat_template import TemplateOptions
-from kvrelay.cluster.api.text.detokenizer import Detokenizer
+from kvrelay.cluster.api.text.detokenizer import Decoder, Detokenizer
 from kvrelay.cluster.api.text.tokenizer import (
     MANY_CHARS,
     ChatPrompt,
@@ -227,11 +227,16 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
         text = ""
         offsets: tuple[int, ...] = ()
         if echoes:
-            text, offsets = await ctx.in_thread(len(tokens), texts_of, ctx.tokenizer, tokens)
+            whole_text = ctx.tokenizer.showing(None)
+            text, offsets = await ctx.in_thread(len(tokens), texts_of, whole_text, tokens)
+            if isinstance(prompt, str) and text.endswith(prompt):  # a first token was added
+                num_added, text = len(text) - len(prompt), prompt
+                offsets = tuple(max(0, offset - num_added) for offset in offsets)
         elif request.echo:
             text = prompt
             if not isinstance(prompt, str):
-                text = await ctx.in_thread(len(tokens), ctx.tokenizer.decode, tokens)
+                decode = partial(ctx.tokenizer.decode, skip_special_tokens=False)
+                text = await ctx.in_thread(len(tokens), decode, tokens)
         most = min(max(1, wanted), room)
         sampling = _sampling(ctx.tokenizer, request, most, request.logprobs, grammar)
         if offsets:
@@ -300,7 +305,7 @@ async def _between(ctx: ApiContext, tokens: Sequence[int], suffix: str) -> list[
         raise invalid(f"'suffix': {error}", param="suffix") from None
 
 
-def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+def texts_of(tokenizer: Decoder, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """Text of `tokens`, and where in it the text of each begins."""
     detokenizer = Detokenizer(tokenizer)
     texts: list[str] = []

@@ -237,6 +237,23 @@ def test_echo_puts_the_prompt_first(
     assert text == "Say it." + ANSWER
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_echo_shows_special_tokens_of_the_prompt(
+    served: Served, tokenizer: Tokenizer, as_tokens: bool, logprobs: int | None
+) -> None:
+    text = "<|im_start|>user Say it.<|im_end|>"
+    prompt: Any = tokenizer.encode(text) if as_tokens else text
+    answer = served.openai().completions.create(
+        model=MODEL, prompt=prompt, echo=True, logprobs=logprobs
+    )
+    (choice,) = answer.choices
+    assert choice.text == text + ANSWER
+    if choice.logprobs is not None:
+        assert choice.logprobs.text_offset is not None
+        assert choice.logprobs.text_offset[:2] == [0, len("<|im_start|>")]
+
+
 def test_every_sampling_parameter_reaches_the_router(served: Served, tokenizer: Tokenizer) -> None:
     extra = {
         "top_k": 5,
