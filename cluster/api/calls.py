@@ -263,6 +263,7 @@ class Calls:
             sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds
         for name, seconds in sums.items():
             self._metrics.phase_s.labels(name).observe(seconds)
+        self._metrics.queue_s.observe(sums.get("queue", 0.0) + sums.get("worker_queue", 0.0))
         prediction = None if choice.explanation is None else choice.explanation.prediction
         if prediction is not None:
             self._metrics.prediction_ratio.observe(prediction.predicted_s / prediction.real_s)

@@ -43,7 +43,8 @@ _OPERATIONS = {
 # Attributes of `ApiMetrics` that each model has
 OWN = (
     *("requests", "live_requests", "prompt_tokens", "cached_tokens", "output_tokens"),
-    *("ttft_s", "itl_s", "e2e_s", "phase_s", "prediction_ratio"),
+    *("ttft_s", "itl_s", "e2e_s", "queue_s", "phase_s"),
+    "prediction_ratio",
 )
 OF_ALL = ("requests", "e2e_s")  # calls whose model is not known have these
 # Foreign name -> our metric, one of these
@@ -51,6 +52,7 @@ FOREIGN = {
     "vllm:time_to_first_token_seconds": "ttft_s",
     "vllm:inter_token_latency_seconds": "itl_s",
     "vllm:e2e_request_latency_seconds": "e2e_s",
+    "vllm:request_queue_time_seconds": "queue_s",
     "vllm:prompt_tokens": "prompt_tokens",
     "vllm:generation_tokens": "output_tokens",
     "vllm:prefix_cache_queries": "prompt_tokens",
@@ -136,6 +138,9 @@ class ApiMetrics:
         )
         self.e2e_s = _histogram(
             "e2e_seconds", "From the arrival of a request to its last byte.", _LATENCY_S
+        )
+        self.queue_s = _histogram(
+            "queue_seconds", "Waiting for room, at the router and at workers.", _PHASE_S
         )
         self.phase_s = Histogram(
             "kvrelay_phase_seconds",

@@ -211,9 +211,8 @@ class TierPool:
         self.num_blocks = len(self._owners)
 
     def forget_slots(self, slots: range, why: str) -> None:
-        """Forget the entries that have these slots."""
-        for slot in slots:
-            entry = self._owners[slot]
+        """Forget the entries that have these slots, as far as the pool has grown to them."""
+        for entry in self._owners[slots.start : slots.stop]:
             if entry is not None:
                 self.forget(entry, why)
 

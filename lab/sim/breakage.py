@@ -20,6 +20,7 @@ them.
 - `again`: a step that failed is run again from where it began, though it may have changed states.
 - `left`: a stream waits without end for the KV that its dead worker has left.
 - `versions`: a worker names its blocks as before when it has other weights.
+- `pairs`: a worker says nothing of its new weights, and takes requests that mean others.
 - `classes`: a worker takes all requests for such of the default class.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
@@ -85,6 +86,7 @@ class Break(StrEnum):
     AGAIN = "again"
     APART = "apart"
     VERSIONS = "versions"
+    PAIRS = "pairs"
 
 
 class TrustingConnector(Connector):
@@ -207,6 +209,9 @@ def break_worker(worker: Worker, broken: Break) -> None:
             core.weights = version
 
         core.use_weights = use_weights  # type: ignore[method-assign]
+    if broken is Break.PAIRS:
+        worker.core.is_for_others = lambda work: False  # type: ignore[method-assign]
+        worker.weights.announce = lambda to: Note("info", "unsaid", to)  # type: ignore
     if broken is Break.WATCH:
         worker.core.watch = _BlindWatch(worker.config)
     if broken is Break.OUTPUTS:

@@ -60,9 +60,8 @@ class ClassInversion:
         rivals = [s for s in others if s is not seq and self._classes[s.request_id] >= own]
         lower = [s for s in scheduler.running if self._classes[s.request_id] < own]
         num_free = core.kv.pool.num_free + sum(len(s.block_ids) for s in lower if s.num_hits == 0)
-        gets_next_weights = seq.arrived_at > scheduler.admits_until
-        is_late = runtime.now < seq.not_before or seq.awaits_producer or gets_next_weights
-        is_late = is_late or bool(scheduler.remote)
+        waits = seq.arrived_at > scheduler.admits_until  # while others end with their weights
+        is_late = waits or runtime.now < seq.not_before or seq.awaits_producer or scheduler.remote
         if rivals or not lower or is_late or num_free < windows.max_blocks(len(seq.tokens)) + 1:
             self._since.pop(key, None)
             return

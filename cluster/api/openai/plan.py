@@ -219,8 +219,7 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
     grammar = await constrain(ctx, request)
     prompts: list[ChoicePlan] = []
     for prompt in request.prompt:
-        # Who sends token ids means the special ones among them, as in vLLM.
-        decoder = ctx.tokenizer if isinstance(prompt, str) else ctx.tokenizer.showing(None)
+        decoder = ctx.tokenizer.showing(None)  # of an echo: with special tokens, as in vLLM
         special, wanted = request.add_special_tokens, request.max_tokens
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
         keep = keep_of(ctx, request, wanted)
@@ -237,6 +236,9 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
         offsets: tuple[int, ...] = ()
         if echoes:
             text, offsets = await ctx.in_thread(len(tokens), texts_of, decoder, tokens)
+            if isinstance(prompt, str) and text.endswith(prompt):  # a first token was added
+                num_added, text = len(text) - len(prompt), prompt
+                offsets = tuple(max(0, offset - num_added) for offset in offsets)
         elif request.echo:
             text = prompt
             if not isinstance(prompt, str):

@@ -237,15 +237,21 @@ def test_echo_puts_the_prompt_first(
     assert text == "Say it." + ANSWER
 
 
-def test_echo_of_token_ids_has_the_special_ones(served: Served, tokenizer: Tokenizer) -> None:
-    prompt = [0, *tokenizer.encode("Say it."), 0]
-    shown = tokenizer.decode(prompt, skip_special_tokens=False)
-    assert len(shown) > len("Say it.")
-    for logprobs in (None, 0):
-        answer = served.openai().completions.create(
-            model=MODEL, prompt=prompt, echo=True, logprobs=logprobs, max_tokens=1
-        )
-        assert answer.choices[0].text.startswith(shown)
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_echo_shows_special_tokens_of_the_prompt(
+    served: Served, tokenizer: Tokenizer, as_tokens: bool, logprobs: int | None
+) -> None:
+    text = "<|im_start|>user Say it.<|im_end|>"
+    prompt: Any = tokenizer.encode(text) if as_tokens else text
+    answer = served.openai().completions.create(
+        model=MODEL, prompt=prompt, echo=True, logprobs=logprobs
+    )
+    (choice,) = answer.choices
+    assert choice.text == text + ANSWER
+    if choice.logprobs is not None:
+        assert choice.logprobs.text_offset is not None
+        assert choice.logprobs.text_offset[:2] == [0, len("<|im_start|>")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
