@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -44,9 +42,7 @@ class FakeReplay:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeReplay:
     replay = FakeReplay()
-    module = ModuleType("kvrelay.lab.replay.replay")
-    module.replay = replay  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("kvrelay.lab.replay.replay.replay", replay)
     return replay
 
 
