@@ -91,14 +91,14 @@ def compared(
     found: dict[str, list[Figures]] = {name: [] for name in servers}
     for i in range(rounds):
         for name in list(servers) if i % 2 == 0 else list(servers)[::-1]:
-            before = {*SHARED_MEMORY.iterdir()}
+            before = {*SHARED_MEMORY.rglob("*")}
             with console.status(f"round {i + 1}, {name}"), servers[name]() as server:
                 for words in ("Hello", "Hello " * 500):  # what only the first prompts pay for
                     time_one(server.url, words)
                 found[name].append(measure(server.url, i))
                 if isinstance(server, Served):
                     console.print(f"{name}: {audit(server.url)}")
-            if left := {*SHARED_MEMORY.iterdir()} - before:
+            if left := {*SHARED_MEMORY.rglob("*")} - before:
                 console.print(f"{name}: left in shared memory: {', '.join(map(str, left))}")
     return found
 
