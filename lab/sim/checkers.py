@@ -133,7 +133,9 @@ class Starvation:
             (worker.node_id, *seq.key): seq
             for worker in workers
             for seq in worker.core.scheduler.waiting
-            if seq.num_preemptions and any(self._has_room(runtime, w, seq) for w in workers)
+            if seq.num_preemptions
+            and seq.request_id not in runtime.poison  # which no worker takes for long
+            and any(self._has_room(runtime, w, seq) for w in workers)
         }
         self._since = {key: self._since.get(key, runtime.now) for key in starving}
         for key, since in self._since.items():
