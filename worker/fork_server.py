@@ -53,7 +53,7 @@ UNUSED_S = 300.0  # that it lives for its starter alone: no guardian may be its 
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
 MAX_CONNECTIONS = 256  # one for each worker of the machine, and a few
 MAX_ORDER_BYTES = 1 << 20
-MAX_KEPT_BYTES = 1 << 30  # of all checkpoints: a larger one takes too long, 1 GiB is 2 s of work
+MAX_KEPT_BYTES = 1 << 30  # all checkpoints together: 1 GiB is 2 s of work
 FORKED, FAILED = b"+", b"-"
 TITLE_ROOM = "-" * 256  # in its command line: a worker's is written over it
 

@@ -211,7 +211,7 @@ class Calls:
             self._trace(served, call.headers, time.time_ns())
         self.prompts.add(call.request_id, served.tenant, call.ended_at, call.result.prompt)
         self._kept[call.request_id] = served
-        if len(self._kept) > MAX_CALLS:  # of the model with most: it pushes out no other's
+        if len(self._kept) > MAX_CALLS:  # the model with most loses one: it pushes out no other's
             ((most, _),) = Counter(kept.model for kept in self._kept.values()).most_common(1)
             del self._kept[next(name for name, kept in self._kept.items() if kept.model == most)]
         return served

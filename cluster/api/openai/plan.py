@@ -219,7 +219,7 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
     grammar = await constrain(ctx, request)
     prompts: list[ChoicePlan] = []
     for prompt in request.prompt:
-        decoder = ctx.tokenizer.showing(None)  # of an echo: with special tokens, as in vLLM
+        decoder = ctx.tokenizer.showing(None)  # an echo shows special tokens, as in vLLM
         special, wanted = request.add_special_tokens, request.max_tokens
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
         keep = keep_of(ctx, request, wanted)

@@ -73,10 +73,11 @@ def load_adapter(
         mine = modules.pop(index, [])
         if not mine:
             continue
-        part: Any = _Part(adapter.source, checkpoint, mine, f"{root}layers.{index}.")
+        prefix = f"{root}layers.{index}."
+        part: Any = _Part(adapter.source, checkpoint, mine, prefix)
         recorder: Any = getattr(ops, "recording", lambda alone: alone)(_Recorder())
         names = MODULE_NAMES[last]
-        found = _AdapterLayer(part, config, recorder, root, index, names).load()
+        found = _AdapterLayer(part, config, recorder, prefix, index, names).load()
         _check_all_asked(adapter.source, index, mine)
         for matrix, rows in _pairs(base, found):
             low_rank = _low_rank(matrix, rows, mine, ops, memory)

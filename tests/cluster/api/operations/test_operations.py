@@ -56,7 +56,7 @@ def test_metrics_count_requests_tokens_and_latencies(served: Served, tokenizer: 
         return after[key] - before.get(key, 0)
 
     mine = {"model": MODEL}
-    outcomes = {"stop": MODEL, "model_not_found": ""}  # of no model
+    outcomes = {"stop": MODEL, "model_not_found": ""}
     for outcome, model in outcomes.items():
         ended = {"endpoint": "chat", "outcome": outcome, "model": model}
         assert grown("kvrelay_requests_total", **ended) == 1
