@@ -52,7 +52,7 @@ class ChatsRequest(ChatRequest):
 
 
 async def plan_chats(ctx: ApiContext, request: ChatsRequest, tenant: Tenant) -> Plan:
-    """Each of its chats is one choice or more of one answer. Raises `ApiError`."""
+    """Each of its chats is one choice of one answer. Raises `ApiError`."""
     plans = []
     for messages in request.conversations:
         one = request.model_copy(update={"messages": messages})
