@@ -21,7 +21,7 @@ SOONER = {  # seeds that show it, where the first ones do not; later changes may
     Break.LEFT: (4,),
     Break.CLASSES: (3,),
     Break.APART: (7,),
-    Break.RESCUE: (34,),
+    Break.RESCUE: (41,),
     Break.WAIT: (41,),
     Break.SUSPECT: (6,),
     Break.TURNS: (2,),
