@@ -218,8 +218,8 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
     _check(ctx, request)
     grammar = await constrain(ctx, request)
     prompts: list[ChoicePlan] = []
+    decoder = ctx.tokenizer.showing(None) if request.echo else ctx.tokenizer  # as in vLLM
     for prompt in request.prompt:
-        decoder = ctx.tokenizer.showing(None)  # an echo shows special tokens, as in vLLM
         special, wanted = request.add_special_tokens, request.max_tokens
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
         keep = keep_of(ctx, request, wanted)
