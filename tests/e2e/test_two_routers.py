@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served
+from tests.cluster.state.conftest import running as running
 from tests.cluster.state.stores import Server
 from tests.e2e.serving import MODEL, is_idle, status, urls_of, wait_for
 
@@ -21,17 +22,9 @@ pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def served(store: Server) -> Iterator[Served]:
+def served(running: Server) -> Iterator[Served]:
     settings = {"cluster.routers": 2, "cluster.prefill": 0, "engine.num_blocks": 256}
-    settings |= {"state.url": store.url}
+    settings |= {"state.url": running.url}
     with Served(settings) as served:
         yield served
 
@@ -122,14 +115,14 @@ def cut_off(url: str) -> None:
 
 
 def test_without_the_store_both_go_on_and_it_is_told_everything_when_it_is_back(
-    served: Served, store: Server
+    served: Served, running: Server
 ) -> None:
     first, second = urls_of(served)
-    store.kill()
+    running.kill()
     wait_for(first, lambda state: not state["state"]["up"], 10, "it was not missed")
     for url in (first, second):
         ask(url, "The capital of France is", prompt_cache_key=f"of {url}")
-    store.start()
+    running.start()
     for url in (first, second):
         wait_for(url, lambda state: state["state"]["up"], 10, "it was not used again")
         wait_for(url, lambda state: state["sessions"] == {"idle": 3}, 10, "sessions are missing")

@@ -149,16 +149,19 @@ def test_a_prefix_hit_goes_on_as_if_all_had_been_computed(kind, kv_dtype, llama8
     source = llama8 if kind == "model" else tmp_path
     options = {"dtype": "bfloat16", "kv_dtype": kv_dtype}
     cold, warm = Drafting(llama8, source, **options), Drafting(llama8, source, **options)
-    first = Talk(PROMPTS[0], [*BLOCKS[0], 12, 13], DRAWN)
+    assert cold.runner.kv_pool.dtype == torch.uint8
+    check_that_it_goes_on(cold, warm, PROMPTS[0])
+
+
+def check_that_it_goes_on(cold: Drafting, warm: Drafting, prompt: list[int]) -> None:
+    """`warm` has the blocks of `prompt` that `cold` has computed, in other places."""
+    first = Talk(prompt, [*BLOCKS[0], 12, 13], DRAWN)
     while len(first.output) < 8:
         cold.step(first, num_drafts=3)
-    pool, other = cold.runner.kv_pool, warm.runner.kv_pool
-    assert pool.dtype == torch.uint8
     for at, block in enumerate(BLOCKS[0][:3]):
-        other[at] = pool[block]
+        warm.runner.kv_pool[at] = cold.runner.kv_pool[block]
     second = Talk(first.tokens, [0, 1, 2, 3, 5, 6], DRAWN)
-    second.prompt, second.num_computed = first.prompt, first.num_computed
-    at = len(cold.proposed)
+    second.prompt, second.num_computed, at = first.prompt, first.num_computed, len(cold.proposed)
     for _ in range(6):
         cold.step(first, num_drafts=3)
         warm.step(second, num_drafts=3)

@@ -17,7 +17,13 @@ from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
 from tests.engine.model.talks import DRAWN, GREEDY, Talk
-from tests.engine.model.test_drafter import BLOCKS, Drafting, spoken, talks
+from tests.engine.model.test_drafter import (
+    BLOCKS,
+    Drafting,
+    check_that_it_goes_on,
+    spoken,
+    talks,
+)
 from tests.engine.model.tiny import make_checkpoint, tokens_of
 
 LAYERS, NUM_DRAFTS = 3, 4
@@ -132,19 +138,7 @@ def test_tokens_are_those_without_it(path: Path, kv_dtype: str) -> None:
 
 def test_a_prefix_hit_goes_on_from_the_blocks(path: Path) -> None:
     cold, warm = Drafting(path, "mtp", threads=1), Drafting(path, "mtp", threads=1)
-    first = Talk(tokens_of(37, 1), [*BLOCKS[0], 12], DRAWN)
-    while len(first.output) < 8:
-        cold.step(first, num_drafts=3)
-    for at, block in enumerate(BLOCKS[0][:3]):
-        warm.runner.kv_pool[at] = cold.runner.kv_pool[block]
-    second = Talk(first.tokens, [0, 1, 2, 3, 5], DRAWN)
-    second.prompt, second.num_computed, at = first.prompt, first.num_computed, len(cold.proposed)
-    for _ in range(6):
-        cold.step(first, num_drafts=3)
-        warm.step(second, num_drafts=3)
-    assert warm.proposed == cold.proposed[at:]
-    assert any(warm.proposed)
-    assert second.tokens == first.tokens
+    check_that_it_goes_on(cold, warm, tokens_of(37, 1))
 
 
 def test_models_without_such_a_layer_are_named(path: Path, tmp_path: Path) -> None:

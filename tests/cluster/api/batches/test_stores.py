@@ -28,32 +28,25 @@ from tests.cluster.api.batches.test_runner import (
     status,
     until,
 )
+from tests.cluster.state.conftest import running as running
 from tests.cluster.state.stores import Server
 
 Open = Callable[[], Any]
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture
-def shared(redis: Server, tmp_path: Path) -> Iterator[Open]:
+def shared(running: Server, tmp_path: Path) -> Iterator[Open]:
     """Each call opens the store on another machine."""
     opened: list[SharedBatchStore] = []
 
     def again(max_bytes: int = 64 * MIB) -> SharedBatchStore:
         folder = tmp_path / str(len(opened))
-        opened.append(SharedBatchStore(folder, connect(redis.url, 5.0), "test:", max_bytes))
+        opened.append(SharedBatchStore(folder, connect(running.url, 5.0), "test:", max_bytes))
         return opened[-1]
 
     yield again
-    left = Redis.from_url(redis.url)
+    left = Redis.from_url(running.url)
     left.flushall()
     left.close()
     for store in opened:
