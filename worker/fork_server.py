@@ -38,6 +38,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 
 import kvrelay.engine
 from kvrelay.engine.config import EngineSection, ModelSection
@@ -99,6 +100,11 @@ class KeepWeights(msgspec.Struct, frozen=True):
         if self.engine.tensor_parallel_size > 1 or self.model.device.startswith("cuda"):
             return False
         return self.num_bytes <= MAX_KEPT_BYTES
+
+    def as_kept(self) -> KeepWeights:
+        """Only what weights depend on: all who mean the same ask in the same words."""
+        engine = EngineSection(window=self.engine.window, sinks=self.engine.sinks)
+        return KeepWeights(self.path, replace(self.model, device="cpu"), engine)
 
     @property
     def num_bytes(self) -> int:
@@ -236,7 +242,7 @@ def have_kept(connection: socket.socket, weights: KeepWeights) -> None:
     """Asks the server, and does not wait."""
     with contextlib.suppress(OSError):  # it has ended, or the checkpoint is gone
         if weights.is_sensible:
-            body = msgspec.msgpack.encode(weights)
+            body = msgspec.msgpack.encode(weights.as_kept())
             connection.sendall(len(body).to_bytes(4, "big") + body)
 
 

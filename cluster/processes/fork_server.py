@@ -174,6 +174,7 @@ class ForkServer:
             while sum(each.num_bytes for each in self._wanted.values()) > MAX_KEPT_BYTES:
                 drop(self._wanted.pop(next(iter(self._wanted))).name)
             self._calls(lambda: load(wanted))
+        gc.collect()  # a runner that is gone takes its threads with it
         for thread in threading.enumerate():
             if thread is not threading.current_thread():
                 thread.join(REQUEST_S)  # what makes the runner's pool real
@@ -206,9 +207,8 @@ def load(wanted: KeepWeights) -> None:
     """Keeps the weights. With one thread: OpenMP's would not be there after a fork."""
     from kvrelay.engine.model.runner import ModelRunner
 
-    model = replace(wanted.model, device="cpu")
     engine = replace(wanted.engine.sized(gpu=False), num_blocks=1, threads=1)
-    ModelRunner(Path(wanted.path), model, engine, keep_as=wanted.name)
+    ModelRunner(Path(wanted.path), wanted.model, engine, keep_as=wanted.name)
 
 
 def freeze() -> None:

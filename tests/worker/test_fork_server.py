@@ -195,6 +195,9 @@ def test_weights_are_kept_where_that_helps(tmp_path: Path) -> None:
     assert weights.is_sensible
     assert not replace(weights, model=ModelSection(device="cuda")).is_sensible
     assert not replace(weights, engine=EngineSection(tensor_parallel_size=2)).is_sensible
+    as_asked = replace(weights, model=ModelSection(), engine=EngineSection(threads=2, drafter="x"))
+    assert as_asked.as_kept() == weights.as_kept(), "a guardian means what the server means"
+    assert as_asked.as_kept() != replace(weights, engine=EngineSection(window=64)).as_kept()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(fork_server.MAX_KEPT_BYTES + 1)
     assert not weights.is_sensible, "who asks meanwhile would wait for long"
