@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import exp, inf, log, sqrt
 from operator import mul
 
 from kvrelay.engine.config import WorkerConfig
@@ -60,47 +61,141 @@ MOST_LENGTHENED = 0.2  # share of a step that low classes may add, where no time
 MAX_SLOWDOWN = 8.0
 MOST_SAVED = 0.25  # share of a decode step that leaving decodes out of a pass saves
 MIN_SAMPLES = 8  # before a fit is published
+LEAST_RATED = 256  # prompt tokens in a pass that says how fast prompts are computed
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
 SEQS_UNIT = 16.0
+# What the parts of a pass usually are to each other. A pass of prompts takes as long as 64 of its
+# tokens, attention over 4,096 tokens a fraction of what these take without it.
+PROMPT_SHAPE = (64 / TOKENS_UNIT, 1.0, 0.15, 0.3)
+# A decode reads the weights; sixteen sequences take half as much more, and so does a full pool.
+DECODE_SHAPE = (1.0, 0.5, 0.4, 0.1)
+ROW_SHAPE = (1.0, 0.5, 0.5, 0.5)
+PRIOR_SPREAD = 10.0  # a weight may well be so many times off its part of the shape
+FIRST_SPREAD = 0.5  # relative error of a fit that was never compared
+UNIT_WEIGHT = 0.05  # of the latest sample, in the speed and in the mean of errors
+MOST_OFF = 1e4  # times that what was expected and what was measured may differ, to count
+FAR_OFF, MANY_OFF = log(1.7), 4  # so far off, so many times in a row, and the machine has changed
+FORGET_FAR = 0.3  # factor on the weight of older samples then
 
 
 class FittedCost:
     """Seconds as a weighted sum of features, fitted to measurements. Owned by what measures.
 
-    Recursive least squares on relative errors, with forgetting, so that the fit follows rates that
-    change and a short pass counts as much as a long one. Invariant: `_spread` stays bounded, so
-    that a feature that never varies does not make the others jump."""
+    Least squares over weights that are not negative, with a prior: that the weights are to each
+    other as in `shape`, at the speed that was measured. So a few short passes say something
+    sensible of a long one, and a feature that never varies does not make the others jump. Each
+    measurement counts by its relation to what was expected, so that one that is 100 times too low
+    or too high pulls as much as any other. Older ones are forgotten, and nearly all of them where
+    the last ones are all on one side and far off: the machine is not what it was."""
 
-    def __init__(self, num_features: int) -> None:
-        self.weights = [0.0] * num_features
+    def __init__(self, shape: Sequence[float]) -> None:
+        size = len(shape)
+        self.weights = [0.0] * size
         self.num_samples = 0
-        self._spread = [
-            [100.0 if row == column else 0.0 for column in range(num_features)]
-            for row in range(num_features)
-        ]
+        self._shape = tuple(shape)
+        self._gram = [[0.0] * size for _ in shape]  # sums over samples, by FORGET
+        self._pull = [0.0] * size
+        self._num_kept = 0.0  # samples, likewise
+        self._unit_s = 0.0  # seconds for what `shape` calls 1: the middle of what was measured
+        self._squares = FIRST_SPREAD**2  # of the relative errors, on average
+        self._num_off = 0  # samples in a row that were far off, all too low or all too high
+        self.slowest_unit_s = 0.0  # of late
 
     def add(self, features: Sequence[float], seconds: float) -> None:
-        if not seconds > 0:
+        if not 0 < seconds < inf:
             return
-        x = [feature / seconds for feature in features]
-        spread = self._spread
-        toward = [sum(map(mul, row, x)) for row in spread]
-        bounded = sum([spread[i][i] for i in range(len(x))]) < 1e3 * len(x)
-        forget = FORGET if bounded else 1.0
-        scale = 1.0 / (forget + sum(map(mul, toward, x)))
-        miss = 1.0 - sum(map(mul, self.weights, x))
-        for i, pull in enumerate(toward):
-            gain = pull * scale
-            self.weights[i] += gain * miss
-            spread[i] = [
-                (value - gain * other) / forget
-                for value, other in zip(spread[i], toward, strict=True)
-            ]
+        unit_s = seconds / sum(map(mul, self._shape, features))
+        expected_s = sum(map(mul, self.weights, features)) or seconds
+        miss = log(seconds / expected_s)
         self.num_samples += 1
+        self._count_misses(miss)
+        rate = max(1.0 / (1.0 + self._num_kept), UNIT_WEIGHT)
+        self._unit_s = unit_s * exp((1.0 - rate) * log((self._unit_s or unit_s) / unit_s))
+        self.slowest_unit_s = max(unit_s, self._unit_s, self.slowest_unit_s * FORGET)
+        expected_s = min(max(expected_s, seconds / MOST_OFF), seconds * MOST_OFF)
+        scale = expected_s * seconds
+        for i, feature in enumerate(features):
+            self._pull[i] = self._pull[i] * FORGET + feature / expected_s
+            row, factor = self._gram[i], feature / scale
+            for j, other in enumerate(features):
+                row[j] = row[j] * FORGET + factor * other
+        self._num_kept = self._num_kept * FORGET + 1.0
+        self._solve()
+
+    def _count_misses(self, miss: float) -> None:
+        """`miss`: logarithm of what a pass took, by what was expected."""
+        self._squares += UNIT_WEIGHT * (min(miss * miss, 1.0) - self._squares)
+        is_far = abs(miss) > FAR_OFF and self.num_samples > 1
+        same_side = self._num_off == 0 or (miss > 0) == (self._num_off > 0)
+        if not is_far or not same_side:
+            self._num_off = 0
+        if is_far:
+            self._num_off += 1 if miss > 0 else -1
+        if abs(self._num_off) >= MANY_OFF:
+            self._pull = [value * FORGET_FAR for value in self._pull]
+            self._gram = [[value * FORGET_FAR for value in row] for row in self._gram]
+            self._num_kept *= FORGET_FAR
+
+    def _prior(self) -> list[float]:
+        """How much each weight counts in its deviation from the prior."""
+        return [1.0 / (PRIOR_SPREAD * part * self._unit_s) ** 2 for part in self._shape]
+
+    def _solve(self) -> None:
+        prior = self._prior()
+        rows = [[*row] for row in self._gram]
+        right = [*self._pull]
+        for i, (count, part) in enumerate(zip(prior, self._shape, strict=True)):
+            rows[i][i] += count
+            right[i] += count * part * self._unit_s
+        free = list(range(len(right)))
+        while True:
+            found = _solved(rows, right, free)
+            if min(found) >= 0.0:
+                break
+            free.remove(free[found.index(min(found))])
+        self.weights = [0.0] * len(right)
+        for i, weight in zip(free, found, strict=True):
+            self.weights[i] = weight
+
+    def seconds(self, features: Sequence[float]) -> float:
+        """What is expected; never more than at the slowest speed that was measured of late."""
+        most_s: float = self.slowest_unit_s * sum(map(mul, self._shape, features))
+        return min(fitted_s(self.weights, features), most_s)
+
+    def spread(self, features: Sequence[float]) -> float:
+        """Standard error of `seconds`, as a part of it: small where much like it was measured;
+        infinite, before anything was."""
+        expected_s = fitted_s(self.weights, features)
+        if not self.num_samples or expected_s <= 0:
+            return inf
+        rows = [[*row] for row in self._gram]
+        for i, count in enumerate(self._prior()):
+            rows[i][i] += count
+        towards = _solved(rows, features, range(len(rows)))
+        return sqrt(self._squares * sum(map(mul, features, towards))) / expected_s
 
     def published(self) -> tuple[float, ...]:
         """The weights; empty before MIN_SAMPLES measurements."""
         return tuple(self.weights) if self.num_samples >= MIN_SAMPLES else ()
+
+
+def _solved(
+    rows: Sequence[Sequence[float]], right: Sequence[float], chosen: Sequence[int]
+) -> list[float]:
+    """Solves the symmetric, positive definite equations of the `chosen` unknowns alone."""
+    left = [[rows[i][j] for j in chosen] + [right[i]] for i in chosen]
+    size = len(left)
+    for i in range(size):
+        row, first = left[i], left[i][i]
+        for other in left[i + 1 :]:
+            factor = other[i] / first
+            for j in range(i, size + 1):
+                other[j] -= factor * row[j]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(left[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (left[i][size] - rest) / left[i][i]
+    return found
 
 
 def prompt_features(num_new: int, start: int, budget: int) -> tuple[float, float, float, float]:
@@ -158,14 +253,15 @@ class StepTiming:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self.prefill_tokens_per_s = Rate()
         self.decode_step_s = Rate()
-        self.prompt_cost = FittedCost(4)
-        self._alone_cost = FittedCost(4)  # prompts in passes without decodes
+        self._tokens_per_s = Rate()  # of prompts, in passes as long as they were of late
+        self.prompt_cost = FittedCost(PROMPT_SHAPE)
+        self._alone_cost = FittedCost(PROMPT_SHAPE)  # prompts in passes without decodes
+        self._prompt_tokens = Rate()  # in a pass that has any; each token counts
         self._saved = Rate()  # seconds by a pass of both, for each of a step of decodes alone
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
-        self.decode_cost = FittedCost(4)  # decodes, a token each
-        self.row_cost = FittedCost(4)  # passes, by their rows
+        self.decode_cost = FittedCost(DECODE_SHAPE)  # decodes, a token each
+        self.row_cost = FittedCost(ROW_SHAPE)  # passes, by their rows
         self.draft_token_s = Rate()  # what a token of the executor's drafter takes
         self._waited_s = 0.0  # by a prompt, as of the last step in which one was computed
 
@@ -203,9 +299,16 @@ class StepTiming:
         else:
             self._compare(step, features, elapsed_s)
             elapsed_s = max(elapsed_s - self.decode_step_s.value, 0.1 * elapsed_s)
-        self.prefill_tokens_per_s.add(total, elapsed_s)
-        if known := self.prompt_cost.published():
-            self._prompt_slowdown.add(elapsed_s, fitted_s(known, features))
+        self.on_prompts(total, features, elapsed_s)
+
+    def on_prompts(
+        self, total: int, features: tuple[float, float, float, float], elapsed_s: float
+    ) -> None:
+        """So many tokens of prompts, a pass of these `features`, took `elapsed_s`."""
+        self._tokens_per_s.add(total, elapsed_s)
+        self._prompt_tokens.add(total * total, total)
+        if expected_s := self.prompt_cost.seconds(features):
+            self._prompt_slowdown.add(elapsed_s, expected_s)
         self.prompt_cost.add(features, elapsed_s)
 
     def draft_seconds(
@@ -235,9 +338,22 @@ class StepTiming:
         self._saved.add(min(max(saved_s, -decode_s), 2 * decode_s), decode_s)
 
     @property
+    def prefill_tokens_per_s(self) -> float:
+        """How fast prompts are computed of late, in passes as long as most tokens are in, and not
+        in short ones: these tell nothing of a long prompt. 0: not measured yet."""
+        num_tokens = max(LEAST_RATED, round(self._prompt_tokens.value))
+        num_tokens = min(num_tokens, self._config.max_num_batched_tokens)
+        seconds = self.prompt_cost.seconds(prompt_features(num_tokens, 0, num_tokens))
+        return num_tokens / (seconds * self._slowdown) if seconds > 0 else 0.0
+
+    @property
+    def _slowdown(self) -> float:
+        return min(MAX_SLOWDOWN, max(1.0 / MAX_SLOWDOWN, self._prompt_slowdown.value or 1.0))
+
+    @property
     def token_s(self) -> float:
         """What a prompt's token takes, its share of the passes included; 0: not measured yet."""
-        rate = self.prefill_tokens_per_s.value
+        rate = self.prefill_tokens_per_s
         return 1.0 / rate if rate > 0 else 0.0
 
     def expected_s(self, step: Step) -> float | None:
@@ -249,10 +365,9 @@ class StepTiming:
                 return None
             seconds += self.decode_step_s.value * step.repeats
         if prompts:
-            known = self.prompt_cost.published()
-            if not known:
+            if self.prompt_cost.num_samples < MIN_SAMPLES:
                 return None
-            seconds += fitted_s(known, _one_pass(prompts))
+            seconds += self.prompt_cost.seconds(_one_pass(prompts))
         return seconds
 
     def computes_apart(self, num_prompts: int, num_decodes: int) -> bool:
@@ -279,7 +394,7 @@ class StepTiming:
         spare_s = target_s + more_s * min(1.0, waited_s / LONG_WAIT_S) - self.decode_step_s.value
         block_size = config.block_size
         least = max(block_size, min(LEAST_TOKENS, LEAST_BLOCKS * block_size))
-        return max(least, int(spare_s * self.prefill_tokens_per_s.value))
+        return max(least, int(spare_s * self._tokens_per_s.value))
 
     def low_class_room(
         self, num_seqs: int, num_tokens: int, num_low: int, low_tokens: int, quiet_s: float
@@ -312,25 +427,24 @@ class StepTiming:
             return 0, self._tokens_in(SHORT_STEP_S)
         count = bisect_right(range(1, num_low + 1), most_s, key=step_s)
         spare_s = max(0.0, most_s - step_s(count))
-        return count, int(spare_s * self.prefill_tokens_per_s.value)
+        return count, int(spare_s * self._tokens_per_s.value)
 
     def _tokens_in(self, seconds: float) -> int:
         """How many of prompts are computed in that time; all, before that was measured."""
-        rate, most = self.prefill_tokens_per_s.value, self._config.max_num_batched_tokens
+        rate, most = self._tokens_per_s.value, self._config.max_num_batched_tokens
         return min(most, max(LEAST_TOKENS, int(seconds * rate))) if rate else most
 
     def present_prefill_rate(self, *, is_busy: bool) -> float:
         """Tokens per second that a prompt is computed at now: beside decodes, one budget a step."""
-        rate = self.prefill_tokens_per_s.value
+        rate, short = self.prefill_tokens_per_s, self._tokens_per_s.value
         if self._config.itl_target_s == 0 or rate == 0 or not is_busy:
             return rate
         budget = self.prompt_budget(self._waited_s)
-        return budget / (self.decode_step_s.value + budget / rate)
+        return min(rate, budget / (self.decode_step_s.value + budget / short))
 
     def present_slowdown(self, *, is_busy: bool) -> float:
         """By which prompts take longer now than by the fit: beside decodes, and judged by the last
         steps. The fit remembers hundreds of steps, and what shares the cores of a machine may be
         several times slower now than then."""
-        slowdown = min(MAX_SLOWDOWN, max(1.0 / MAX_SLOWDOWN, self._prompt_slowdown.value or 1.0))
-        present = self.present_prefill_rate(is_busy=is_busy)
-        return slowdown * self.prefill_tokens_per_s.value / present if present else slowdown
+        slowdown, rate = self._slowdown, self.prefill_tokens_per_s
+        return slowdown * rate / self.present_prefill_rate(is_busy=is_busy) if rate else slowdown

@@ -100,7 +100,7 @@ class KVExchange:
         """Whether KV of `seq`, which was just allocated, is read or loaded. Decides which blocks
         are loaded from lower tiers rather than computed, and pins them."""
         core = self._core
-        compute_s = core.config.block_size / (core.timing.prefill_tokens_per_s.value or 1e-9)
+        compute_s = core.config.block_size / (core.timing.prefill_tokens_per_s or 1e-9)
         rates = self.connector.rates
 
         def load_s(tier: Tier) -> float:

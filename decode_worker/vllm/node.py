@@ -32,6 +32,7 @@ from kvrelay.decode_worker.vllm.messages import (
 )
 from kvrelay.decode_worker.vllm.parameters import depends_on_output, options, unsupported
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.cost import prompt_features
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.messages import WorkRequest
 from kvrelay.engine.node import Effect, Exit, Note, Send
@@ -305,7 +306,8 @@ class VllmWorker(Worker):
             if run is not None and not run.has_begun
         )
         if num_new:
-            timing.prefill_tokens_per_s.add(num_new, self._prompts_s)
+            features = prompt_features(num_new, 0, self.config.max_num_batched_tokens)
+            timing.on_prompts(num_new, features, self._prompts_s)
             self._prompts_s = 0.0
 
     def _on_tick(self, now: float) -> list[Effect]:

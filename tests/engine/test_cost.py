@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.cost import (
     MIN_SAMPLES,
+    PROMPT_SHAPE,
     TOKENS_UNIT,
     FittedCost,
     StepTiming,
@@ -75,14 +77,14 @@ def test_a_fit_never_says_less_than_no_time() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_polynomial_is_found_in_noisy_samples(seed: int) -> None:
     rng = Random(seed)
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     teach(cost, rng, 400)
     assert worst_miss(cost, rng) < 0.08
 
 
 def test_a_few_samples_without_noise_are_enough() -> None:
     rng = Random(1)
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     for _ in range(2 * MIN_SAMPLES):
         features = drawn(rng)
         cost.add(features, fitted_s(TRUE, features))
@@ -91,7 +93,7 @@ def test_a_few_samples_without_noise_are_enough() -> None:
 
 def test_a_machine_that_slows_down_is_followed() -> None:
     rng = Random(2)
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     teach(cost, rng, 600)
     teach(cost, rng, 2000, factor=2.0)
     assert worst_miss(cost, rng, factor=2.0) < 0.1
@@ -99,7 +101,7 @@ def test_a_machine_that_slows_down_is_followed() -> None:
 
 def test_short_passes_count_as_much_as_long_ones() -> None:
     rng = Random(3)
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     teach(cost, rng, 1000)
     for num_new in (10, 20, 50):
         features = prompt_features(num_new, 0, BUDGET)
@@ -109,7 +111,7 @@ def test_short_passes_count_as_much_as_long_ones() -> None:
 def test_features_that_never_vary_do_not_make_the_fit_jump() -> None:
     """A decode worker may take the same step for hours, and then another one."""
     rng = Random(4)
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     always = decode_features(16, 0.5)
     for _ in range(10_000):
         cost.add(always, 0.02 * rng.uniform(0.98, 1.02))
@@ -124,10 +126,72 @@ def test_features_that_never_vary_do_not_make_the_fit_jump() -> None:
     assert fitted_s(cost.weights, always) == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+@pytest.mark.parametrize("num_wrong", [1, 4, 16])
+def test_first_measurements_that_are_100_times_off_are_made_good_within_20(
+    factor: float, num_wrong: int
+) -> None:
+    cost, features = FittedCost(PROMPT_SHAPE), prompt_features(3000, 0, BUDGET)
+    for _ in range(num_wrong):
+        cost.add(features, factor * fitted_s(TRUE, features))
+    for _ in range(20):
+        cost.add(features, fitted_s(TRUE, features))
+    assert 0.5 < cost.seconds(features) / fitted_s(TRUE, features) < 2.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_times_that_are_three_times_off_either_way_give_a_fit_within_2(seed: int) -> None:
+    rng, cost = Random(seed), FittedCost(PROMPT_SHAPE)
+    for _ in range(20):
+        features = drawn(rng)
+        cost.add(features, fitted_s(TRUE, features) * 3.0 ** rng.uniform(-1.0, 1.0))
+    features = prompt_features(3000, 0, BUDGET)
+    assert 0.5 < cost.seconds(features) / fitted_s(TRUE, features) < 2.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_machine_that_becomes_far_slower_is_known_after_30_steps(seed: int) -> None:
+    rng, cost = Random(seed), FittedCost(PROMPT_SHAPE)
+    teach(cost, rng, 400)
+    teach(cost, rng, 30, factor=100.0)
+    features = prompt_features(3000, 0, BUDGET)
+    assert 0.5 < cost.seconds(features) / fitted_s(TRUE, features) / 100.0 < 2.0
+
+
+def test_short_prompts_say_something_of_long_ones_and_that_it_is_not_sure() -> None:
+    cost, long = FittedCost(PROMPT_SHAPE), prompt_features(3000, 0, BUDGET)
+    assert cost.spread(long) == inf
+    for count in range(30, 40):
+        features = prompt_features(count, 0, BUDGET)
+        cost.add(features, fitted_s(TRUE, features))
+    assert 0.5 < cost.seconds(long) / fitted_s(TRUE, long) < 2.0
+    assert cost.spread(long) > 0.5
+    assert cost.spread(prompt_features(35, 0, BUDGET)) < 0.2
+    for _ in range(20):
+        cost.add(long, fitted_s(TRUE, long))
+    assert cost.spread(long) < 0.1
+
+
+@given(st.lists(st.tuples(st.integers(1, 20_000), st.floats(1e-4, 100.0)), max_size=40))
+def test_no_weight_is_negative_and_none_is_slower_than_the_slowest(
+    passes: list[tuple[int, float]],
+) -> None:
+    cost = FittedCost(PROMPT_SHAPE)
+    slowest_s = 0.0
+    for count, seconds in passes:
+        features = prompt_features(count, 0, BUDGET)
+        cost.add(features, seconds)
+        slowest_s = max(slowest_s, seconds / fitted_s(PROMPT_SHAPE, features))
+        assert min(cost.weights) >= 0.0
+        for asked in (1, 64, 3000, 100_000):
+            features = prompt_features(asked, 0, BUDGET)
+            assert cost.seconds(features) <= 1.001 * slowest_s * fitted_s(PROMPT_SHAPE, features)
+
+
 def test_a_fit_stays_finite_however_long_nothing_varies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of a direction that is never seen is forgotten, but not without end."""
     monkeypatch.setattr("kvrelay.engine.cost.FORGET", 0.9)  # an hour of steps in a moment
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     always = decode_features(16, 0.5)
     for _ in range(8000):
         cost.add(always, 0.02)
@@ -138,7 +202,7 @@ def test_a_fit_stays_finite_however_long_nothing_varies(monkeypatch: pytest.Monk
 
 def test_one_sample_that_is_far_off_does_little_to_a_fit_that_is_sure() -> None:
     rng = Random(5)
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     teach(cost, rng, 2000)
     cost.add(prompt_features(500, 0, BUDGET), 3.0)  # 60 times as long as it takes
     assert worst_miss(cost, rng) < 0.15
@@ -146,7 +210,7 @@ def test_one_sample_that_is_far_off_does_little_to_a_fit_that_is_sure() -> None:
 
 def test_too_few_samples_are_told_to_nobody() -> None:
     rng = Random(6)
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     teach(cost, rng, MIN_SAMPLES - 1)
     assert cost.published() == ()
     teach(cost, rng, 1)
@@ -155,7 +219,7 @@ def test_too_few_samples_are_told_to_nobody() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_a_time_that_cannot_be_is_not_learned(seconds: float) -> None:
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     cost.add(prompt_features(100, 0, BUDGET), seconds)
     assert (cost.num_samples, cost.weights) == (0, [0.0] * 4)
 
@@ -175,8 +239,17 @@ def test_a_worker_learns_what_prompts_cost_from_its_steps() -> None:
         num_new, start = rng.randrange(10, 2000), rng.choice((0, 512, 2000))
         seconds = fitted_s(TRUE, prompt_features(num_new, start, num_new))
         timing.on_step(Step(0, [share(start, num_new)]), seconds, 1)
-    assert timing.prompt_cost.published() == pytest.approx(TRUE, rel=0.02)
+    assert worst_miss(timing.prompt_cost, rng) < 0.02
     assert timing.present_slowdown(is_busy=False) == pytest.approx(1.0, abs=0.01)
+
+
+def test_short_prompts_of_a_fresh_worker_do_not_make_long_ones_look_slow() -> None:
+    timing = timing_of()
+    for num_new in (12, 40, 25):
+        seconds = fitted_s(TRUE, prompt_features(num_new, 0, num_new))
+        timing.on_step(Step(0, [share(0, num_new)]), seconds, 1)
+    really = 1024 / fitted_s(TRUE, prompt_features(1024, 0, 1024))
+    assert timing.prefill_tokens_per_s == pytest.approx(really, rel=0.5)
 
 
 def test_prompts_that_take_longer_of_late_are_told_to_before_the_fit_has_learned_it() -> None:
@@ -209,7 +282,8 @@ def test_of_a_mixed_step_the_prompts_cost_what_the_decodes_alone_would_not() -> 
     for _ in range(20):
         timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
         timing.on_step(Step(0, [share(100, 1), share(0, 100)]), 0.12, 1)
-    assert timing.prefill_tokens_per_s.value == pytest.approx(1000)
+    features = prompt_features(100, 0, 100)
+    assert timing.prompt_cost.seconds(features) == pytest.approx(0.1, rel=1e-3)
     assert timing.decode_step_s.value == pytest.approx(0.02)
 
 
@@ -267,7 +341,7 @@ def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> Non
         timing.on_step(Step(0, [share(0, 100)]), 0.1, 1)
     assert timing.prompt_budget(0.0) == 64, "10 tokens fit, but four blocks are the least"
     idle, busy = (timing.present_slowdown(is_busy=b) for b in (False, True))
-    slowdown = 1000 / timing.present_prefill_rate(is_busy=True)
+    slowdown = timing.prefill_tokens_per_s / timing.present_prefill_rate(is_busy=True)
     assert slowdown > 1.5
     assert busy == pytest.approx(slowdown * idle)
 

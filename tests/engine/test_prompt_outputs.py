@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from kvrelay.engine.cost import FittedCost
+from kvrelay.engine.cost import PROMPT_SHAPE, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import PromptOutputs, SamplingParams, TokenLogprobs
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -37,7 +37,7 @@ class Computed:
         """The first position that is computed. budget: as beside decodes and other prompts."""
         config = self.scheduler.config
         self.scheduler.config = structs.replace(config, max_num_batched_tokens=budget)
-        step = self.scheduler.schedule(0.0, lambda _: budget, FittedCost(4), 0.0)
+        step = self.scheduler.schedule(0.0, lambda _: budget, FittedCost(PROMPT_SHAPE), 0.0)
         assert step is not None
         (share,) = step.seqs
         sampled = [Sampled(7) if share.sample else None]

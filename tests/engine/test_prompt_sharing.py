@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.cost import TOKENS_UNIT, FittedCost
+from kvrelay.engine.cost import PROMPT_SHAPE, TOKENS_UNIT, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -20,7 +20,7 @@ BUDGET = 64
 
 def priced(pass_s: float = 0.0, token_s: float = 0.0) -> FittedCost:
     """What is known of prompts: each pass takes `pass_s`, and `token_s` more for each token."""
-    cost = FittedCost(4)
+    cost = FittedCost(PROMPT_SHAPE)
     cost.weights = [pass_s, token_s * TOKENS_UNIT, 0.0, 0.0]
     return cost
 
