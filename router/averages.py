@@ -14,6 +14,7 @@ BEST_FADES_S = 60.0  # time constant with which the best rate is forgotten
 WAITS_FADE_S = 60.0  # and with which it is that requests waited
 KNOWN_AFTER_S = 1.0  # measured; before that a rate is not known
 STALL_S = 5.0  # so long without any work done, and clocks stand still: workers may be down
+SURE_AFTER = 2.0  # requests like those that are served now, done in the last minutes
 OUTAGE_S = 30.0  # so long, and what was served meanwhile says nothing of how long serving takes
 SMOOTHING = 0.05  # weight of the latest value
 
@@ -29,24 +30,6 @@ class Average:
 
     def add(self, value: float) -> None:
         self.value += SMOOTHING * (value - self.value)
-
-
-class Ratio:
-    """Seconds per token over the last requests; long ones count for more."""
-
-    __slots__ = ("_seconds", "_tokens")
-
-    def __init__(self) -> None:
-        self._seconds = self._tokens = 0.0
-
-    def add(self, seconds: float, tokens: int) -> None:
-        self._seconds += seconds - SMOOTHING * self._seconds
-        self._tokens += tokens - SMOOTHING * self._tokens
-
-    @property
-    def value(self) -> float:
-        """It is 0 before the first."""
-        return self._seconds / self._tokens if self._tokens else 0.0
 
 
 class Share:
@@ -97,13 +80,17 @@ class DrainRate:
 
     Work is counted when it is done: while many long prompts are computed, none is done for long,
     and what a few requests took before says little of what workers can do. Until requests have
-    waited for WINDOW_S, the rate is at least what workers say they compute of prompts."""
+    waited for WINDOW_S, the rate is at least what workers say they compute of prompts.
+
+    A rate is sure once the work of two whole requests was done while it was measured: until then it
+    may be that of the few tokens that came before the first long prompt was computed."""
 
     def __init__(self) -> None:
         self.workers_per_s = 0.0  # prompt tokens; 0: not known
         self._recently_waiting_s = 0.0
         self._waiting_s = self._serving_s = 0.0
         self._drained, self._served = Meter(), Meter(SERVED_WINDOW_S)
+        self._done, self._done_at = 0.0, 0.0  # in the last minutes
         self._capacity, self._best, self._best_at = Meter(), 0.0, 0.0
         self._joined: dict[int, Meter] = {}
         self._is_waiting = self._is_serving = False
@@ -128,12 +115,20 @@ class DrainRate:
         if self._at - self._worked_at >= OUTAGE_S:
             self._outage_until = self._at
         self._worked_at = self._at
+        self._done, self._done_at = self._lately_done() + units, self._serving_s
         self._served.add(self._serving_s, units)
         self._capacity.add(self._serving_s, units)
         rate = self._capacity.rate(self._serving_s) if self._serving_s >= WINDOW_S else 0.0
         self._best, self._best_at = max(rate, self._faded_best()), self._serving_s
         if self._is_waiting:
             self._drained.add(self._waiting_s, units)
+
+    def is_sure(self, units: float) -> bool:
+        """Whether enough was done to judge requests of so many units by the rates."""
+        return self._lately_done() >= SURE_AFTER * units
+
+    def _lately_done(self) -> float:
+        return self._done * exp((self._done_at - self._serving_s) / BEST_FADES_S)
 
     def was_out(self, since: float) -> bool:
         """Whether for long no work was done, at some time after `since`."""

@@ -8,7 +8,8 @@ fits, but not now, waits. Whether it may is decided in the message that brings i
 * its wait is predicted: the work ahead of it, at the rate at which the queue drains. It is refused
   where that leaves too little of its timeout to be served in, or, if `max_queue_wait_s` is set, is
   more than that.
-  While the rate is not known, everything up to the bound is admitted.
+  While the rate is not sure, everything up to the bound is admitted, and so it is where nothing
+  is served: an estimate refuses nothing that an idle cluster would serve.
 
 A refused client is told when there will be capacity, which is reserved for it then
 (`router.admission.reservations`). Requests that are queued again after a failed attempt are never
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
+from kvrelay.engine.cost import TOKENS_UNIT, FittedCost
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.router.admission.fair_queue import FairQueue, Flow, Level, seen_by
@@ -37,12 +39,14 @@ from kvrelay.router.admission.reservations import (
     FlowKey,
     Reservations,
 )
-from kvrelay.router.averages import Average, DrainRate, Ratio
+from kvrelay.router.averages import Average, DrainRate
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Submit
 from kvrelay.router.record import Rejection, RequestRecord
 from kvrelay.router.traffic import Traffic
 
+FIRST_TOKEN_SHAPE = (0.05, 1.0)  # a first token takes as long as 200 of the prompt's, and those
+SURE = 0.25  # standard error of what is sure, as a part of it
 OUTPUT_UNITS = 2.0  # an output token against one of a prompt, as in VTC (Sheng et al. 2024)
 NO_UNITS: Mapping[FlowKey, float] = MappingProxyType({})
 
@@ -83,8 +87,8 @@ class Estimates:
         self._output_tokens = output_tokens
         self.drain = DrainRate()
         self._computed_share = Average(1.0)  # the part of prompt tokens that was not cached
-        self._prompt_s = Ratio()  # per prompt token, from dispatch to the first token of output
-        self._output_s = Ratio()  # per token of output after the first
+        self._prompt_s = FittedCost(FIRST_TOKEN_SHAPE)  # from dispatch to the first token of output
+        self._output_s = FittedCost((1.0,))  # tokens of output after the first
 
     def units(self, num_prompt: int, max_tokens: int, num_held: int | None = None) -> float:
         """What a request will take. `num_held`: prompt tokens whose KV is held somewhere; None: it
@@ -94,12 +98,20 @@ class Estimates:
         return computed + OUTPUT_UNITS * min(max_tokens, self._output_tokens.value)
 
     def service_s(self, num_prompt: int, max_tokens: int, *, is_low: bool) -> float:
-        """From its dispatch to its end: as for earlier requests, or by the load now (Little's
-        law); 0 as long as nothing is known. `is_low`: it is of a low class of service."""
-        output_s = min(max_tokens, self._output_tokens.value) * self._output_s.value
-        rate = self.drain.can_serve_per_s
+        """From its dispatch to its end, at least: as for earlier requests, or by the load now
+        (Little's law); 0 as long as nothing is sure. `is_low`: it is of a low class of service."""
+        num_output = min(max_tokens, self._output_tokens.value)
+        own_s = _at_least(self._prompt_s, _prompt(num_prompt))
+        own_s += _at_least(self._output_s, (num_output / TOKENS_UNIT,))
+        rate = self.drain.can_serve_per_s if self.is_sure(0.0) else None
         stay_s = seen_by(is_low, self._queue.units_running) / rate if rate else 0.0
-        return max(num_prompt * self._prompt_s.value + output_s, stay_s)
+        return max(own_s, stay_s)
+
+    def is_sure(self, units: float) -> bool:
+        """Whether rates say something of a request of so many units beside those that are served:
+        as much as one of either takes was done more than once."""
+        num_running = max(1, self._queue.num_running.total())
+        return self.drain.is_sure(max(units, sum(self._queue.units_running) / num_running))
 
     def on_finished(self, now: float, record: RequestRecord) -> None:
         """A request was served to its end."""
@@ -114,15 +126,16 @@ class Estimates:
         if sent_at is None or self.drain.was_out(since=sent_at):
             return
         first_at = now if record.first_token_at is None else record.first_token_at
-        self._prompt_s.add(first_at - sent_at, record.num_prompt_tokens)
+        self._prompt_s.add(_prompt(record.num_prompt_tokens), first_at - sent_at)
         if record.num_output_tokens > 1:
-            self._output_s.add(now - first_at, record.num_output_tokens - 1)
+            num_more = record.num_output_tokens - 1
+            self._output_s.add((num_more / TOKENS_UNIT,), now - first_at)
 
     def wait_s(self, who: Newcomer, reserved: Mapping[FlowKey, float] = NO_UNITS) -> float | None:
         """Until it would be sent to a worker, if the `reserved` work came before it; None: not
-        known yet."""
+        sure yet."""
         rate = self.drain.units_per_s
-        if rate is None:
+        if rate is None or not self.is_sure(who.units):
             return None
         levels, (priority, tenant) = self._queue.levels, who.key
         above = sum(level.units for level in levels if level.priority < priority)
@@ -138,6 +151,15 @@ class Estimates:
             running = max(1, self._queue.num_running[tenant])
             wait_s = max(wait_s, (who.num_own + 1) / running * who.service_s)
         return wait_s
+
+
+def _prompt(num_tokens: int) -> tuple[float, float]:
+    return (1.0, num_tokens / TOKENS_UNIT)
+
+
+def _at_least(cost: FittedCost, features: tuple[float, ...]) -> float:
+    """What `cost` is sure of; 0 where little like it was measured."""
+    return cost.seconds(features) if cost.spread(features) <= SURE else 0.0
 
 
 def units_done(record: RequestRecord) -> float:
@@ -262,9 +284,11 @@ class Admission:
         rate = self._drain.can_serve_per_s
         if record.num_output_tokens:  # its client waits for the next one
             return True
+        entry = self._queue.entry(record)
         if rate is None or self._queue.num_running.total() < MIN_RUNNING:
             return True
-        entry = self._queue.entry(record)
+        if not self._estimates.is_sure(entry.units):
+            return True
         stay_s = (2 * seen_by(entry.is_low, self._queue.units_left) + entry.units) / rate
         return stay_s <= (record.deadline - record.submitted_at) * MAX_STAY
 
@@ -368,7 +392,7 @@ class Admission:
     def shed(self, now: float) -> tuple[RequestRecord, Rejection] | None:
         """A waiting request that is refused after all, since the queue drains more slowly than was
         estimated when it came: the newest of a tenant first. None: there is none (any more)."""
-        for level in self._queue.levels:
+        for level in () if self._is_idle else self._queue.levels:
             for flow in level.flows.values():
                 if not flow:
                     continue
@@ -406,7 +430,7 @@ class Admission:
 
     def _hopeless(self, now: float, record: RequestRecord) -> Rejection | None:
         """Why `record` can no longer be served in time, if it waits and was never dispatched."""
-        if record not in self._queue or self._queue.entry(record).is_charged:
+        if self._is_idle or record not in self._queue or self._queue.entry(record).is_charged:
             return None
         service_s = self._service_s(record)
         if now + service_s <= record.deadline:
@@ -414,9 +438,15 @@ class Admission:
         left_s = max(0.0, record.deadline - now)
         detail = (
             f"queued for {now - record.queued_at:.1f} s, {left_s:.1f} s of its timeout are left, "
-            f"and serving it takes about {service_s:.1f} s"
+            f"and serving it takes at least {service_s:.1f} s"
         )
         return self._refusal(now, self._newcomer(now, record), Refusal.OVERLOADED, detail)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing is at the workers: whoever comes begins at once, and is never refused by what it
+        is expected to take."""
+        return self._queue.num_running.total() == 0
 
     def _service_s(self, record: RequestRecord) -> float:
         sizes = record.num_prompt_tokens, record.sampling.max_tokens
@@ -450,7 +480,7 @@ class Admission:
 
     def _too_late(self, now: float, who: Newcomer, has_reservation: bool) -> Rejection | None:
         wait_s = self._estimates.wait_s(who)
-        if wait_s is None:
+        if wait_s is None or self._is_idle:
             return None
         is_new = not has_reservation and len(self._reservations) > 0
         if is_new:
@@ -466,7 +496,8 @@ class Admission:
         if is_new and wait_s <= self._allowed_s(who):
             detail += f"{allowed_s:.3g} s is the limit while others are expected back"
         elif self._allowed_s(who) < self._max_wait_s:
-            detail += f"of its timeout of {who.timeout_s:g} s serving takes {who.service_s:.1f} s"
+            detail += f"of its timeout of {who.timeout_s:g} s serving takes at least "
+            detail += f"{who.service_s:.1f} s"
         else:
             detail += f"{self._max_wait_s:g} s is the limit"
         return self._refusal(now, who, Refusal.OVERLOADED, detail)

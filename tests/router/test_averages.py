@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.router.averages import KNOWN_AFTER_S, Average, DrainRate, Meter, Ratio, Share
+from kvrelay.router.averages import KNOWN_AFTER_S, Average, DrainRate, Meter, Share
 
 
 def test_an_average_moves_from_its_first_value_to_what_comes() -> None:
@@ -14,14 +14,6 @@ def test_an_average_moves_from_its_first_value_to_what_comes() -> None:
     for _ in range(200):
         average.add(200.0)
     assert average.value == pytest.approx(200.0, abs=0.1)
-
-
-def test_in_a_ratio_long_requests_count_for_more() -> None:
-    ratio = Ratio()
-    assert ratio.value == 0.0
-    ratio.add(1.0, 1)
-    ratio.add(9.0, 99)
-    assert ratio.value == pytest.approx(9.95 / 99.95)
 
 
 def test_a_share_is_one_at_first_and_never_zero() -> None:

@@ -66,7 +66,8 @@ class Overload:
         self._token_s = TOKEN_S
         self.is_frozen = False  # True: the worker is up, and does nothing
         self.tokens_per_s = tokens_per_s
-        self._prompt_tokens_per_s, self._prompts_until = prompt_tokens_per_s, 0.0
+        self.prompt_tokens_per_s, self._prompts_until = prompt_tokens_per_s, 0.0
+        self.says_times = 1.0  # how many times too fast the worker says that it computes prompts
         self._publishes = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -171,9 +172,9 @@ class Overload:
 
     def _begin(self, decode: Decode) -> None:
         self._prompts_until = max(self.now, self._prompts_until)
-        self._prompts_until += len(decode.tokens) / self._prompt_tokens_per_s
+        self._prompts_until += len(decode.tokens) / self.prompt_tokens_per_s
         self.at(self._prompts_until, lambda: self._work_on(decode, 1))
-        if self._prompt_tokens_per_s < inf and not self._publishes:
+        if self.prompt_tokens_per_s < inf and not self._publishes:
             self._publishes = True  # its first chunk is computed, and told of
             self.at(self.now + 1.0, self._publish)
 
@@ -182,7 +183,8 @@ class Overload:
         self._tell(TokenDeltas(WORKER, 1, (delta,)))
 
     def _publish(self) -> None:
-        stats = WorkerStats(WORKER, 1, 10_000, 0, 0, 0, 0, 0, self._prompt_tokens_per_s, 0.0, 0.0)
+        said = self.says_times * self.prompt_tokens_per_s
+        stats = WorkerStats(WORKER, 1, 10_000, 0, 0, 0, 0, 0, said, 0.0, 0.0)
         self._tell(stats)
         self.at(self.now + 1.0, self._publish)
 

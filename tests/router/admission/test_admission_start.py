@@ -30,6 +30,27 @@ def test_many_long_prompts_at_once_after_the_start(
     assert s.served() == len(s.clients)
 
 
+@pytest.mark.parametrize("says_times", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("first_token_s", [0.1, 10.0, 60.0])
+def test_a_first_token_that_took_long_refuses_no_prompt_of_a_fresh_server(
+    first_token_s: float, says_times: float
+) -> None:
+    """Its machine is slow or busy, and what is measured 100 times wrong: sixteen agents take 120 s
+    of the 600 s that each has."""
+    s = Overload(slots=64, prompt_tokens_per_s=10 / first_token_s)
+    s.says_times = says_times
+    s.submit(num_prompt_tokens=10)
+    s.run(s.now + 10 * first_token_s)
+    s.prompt_tokens_per_s = 400.0
+    for turn in range(2):
+        for _ in range(16):
+            s.submit(num_prompt_tokens=3000 + turn)
+            s.run(s.now + 0.7)
+        s.drain()
+    assert [client.refused for client in s.clients if client.refused] == []
+    assert s.served() == len(s.clients)
+
+
 def test_a_prompt_that_is_held_counts_for_what_is_left_of_it() -> None:
     s = Script("decode-0", max_inflight_per_worker=1)
     prompt = list(range(100, 140))
