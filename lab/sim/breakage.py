@@ -22,6 +22,7 @@ them.
 - `versions`: a worker names its blocks as before when it has other weights.
 - `pairs`: a worker says nothing of its new weights, and takes requests that mean others.
 - `classes`: a worker takes all requests for such of the default class.
+- `verdict`: a router takes all its workers for full and slow, whatever it has measured.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -87,6 +88,7 @@ class Break(StrEnum):
     APART = "apart"
     VERSIONS = "versions"
     PAIRS = "pairs"
+    VERDICT = "verdict"
 
 
 class TrustingConnector(Connector):
@@ -317,6 +319,10 @@ def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> 
             queue.entry(record).passes = _EndlessPasses()
 
         queue.push = push_to_be_passed  # type: ignore[method-assign]
+    if broken is Break.VERDICT:
+        admission = router._requests.admission
+        admission.may_send = lambda record: not queue.num_running  # type: ignore[method-assign]
+        admission._estimates.service_s = lambda *sizes, is_low: 3600.0  # type: ignore
     if broken is Break.LEAVE:
         router._requests.leave = _forget_left  # type: ignore[method-assign]
     return router

@@ -24,7 +24,7 @@ from kvrelay.engine.request import NO_OUTPUTS, Refusal
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.stats import Progress, Role
 from kvrelay.engine.waiting import MAX_PASSED
-from kvrelay.lab.sim.client import ClientRequest, JudgeFailure, SimClient
+from kvrelay.lab.sim.client import ClientRequest, JudgeFailure, SimClient, tenant_of
 from kvrelay.lab.sim.faults import SicknessKind
 from kvrelay.lab.sim.model import FULL, Attention, prompt_outputs
 from kvrelay.lab.sim.runtime import SimNode, SimRuntime
@@ -39,12 +39,14 @@ from kvrelay.worker.node import Worker
 STARVATION_S = 2.0
 FAIR_WITHIN = 2.0  # times the largest request of each: estimates of what runs may be off
 MARGIN = 4  # blocks that may be taken before a request that moves comes
+AMPLE_S = 1.0  # a timeout in which an idle worker serves any request
 ROUTER_SAMPLING = 8
 """One event in so many: its status costs more to make than a message to decide."""
 
 
-def failure_judge(scenario: Scenario) -> JudgeFailure:
-    """Which refusals are honest: each has a condition that the run has to meet."""
+def failure_judge(scenario: Scenario, find_idle: Callable[[], NodeId | None]) -> JudgeFailure:
+    """Which refusals are honest: each has a condition that the run has to meet. `find_idle`: a
+    worker that would have begun the request at once."""
     plan = scenario.faults
     lengths = [w.max_model_len for w in scenario.workers]
     pools = [BLOCK_SIZE * w.num_blocks // w.kv_windows.count for w in scenario.workers]
@@ -62,6 +64,9 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
         if reason is Refusal.DEADLINE:
             late = now >= order.submitted_at + job.timeout_s
             return None if late else "its deadline has not passed"
+        is_ample = job.timeout_s >= AMPLE_S and not tenant_of(job)[1].max_concurrent
+        if reason is Refusal.OVERLOADED and is_ample and (idle := find_idle()):
+            return f"{idle} has nothing to do"
         if job.after_faults:
             # Workers that failed are left alone for a while.
             is_early = now < plan.until_s + scenario.router.max_backoff_s

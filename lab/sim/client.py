@@ -34,6 +34,10 @@ def class_of(job: Job) -> ServiceClass:
     return ServiceClass.DEFAULT if job.tenant else CLASSES[turn % len(CLASSES)]
 
 
+def tenant_of(job: Job) -> tuple[str, TenantShare]:
+    return job.tenant or TENANTS[int(job.request_id[1:]) % len(TENANTS)]
+
+
 @dataclass(frozen=True, slots=True)
 class SecondWave:
     """To the client: the faults are over and the first wave has ended; submit the rest."""
@@ -117,8 +121,7 @@ class SimClient:
     def _submit(self, now: float, order: ClientRequest) -> list[Effect]:
         job = order.job
         order.submitted_at = now
-        number = int(job.request_id[1:])
-        tenant, share = job.tenant or TENANTS[number % len(TENANTS)]
+        tenant, share = tenant_of(job)
         submit = Submit(
             request_id=job.request_id,
             reply_to=self.node_id,

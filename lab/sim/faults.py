@@ -124,6 +124,8 @@ class FaultPlan:
     sicknesses: tuple[Sickness, ...] = ()
     handovers: tuple[Handover, ...] = ()
     broken_links: tuple[BrokenLink, ...] = ()
+    clocks: tuple[tuple[NodeId, float], ...] = ()  # times by which a worker's steps seem longer
+    clock_noise: float = 1.0  # and each is measured up to so many times too long or too short
 
     @property
     def breaks_attempts(self) -> bool:
@@ -215,6 +217,14 @@ class Faults:
         if self._hits("step slow", self.plan.step_slow):
             duration += self.rng.uniform(0.1, 1.0)
         return duration, "injected" if self._hits("step error", self.plan.step_error) else None
+
+    def measured(self, worker: NodeId, duration_s: float) -> float:
+        """How long a step seems to have taken. That changes what is expected, and nothing else."""
+        if not self.plan.clocks:
+            return duration_s
+        self.injected["clock wrong"] += 1
+        noise: float = self.plan.clock_noise ** self.rng.uniform(-1.0, 1.0)
+        return duration_s * noise * dict(self.plan.clocks).get(worker, 1.0)
 
     def row(self) -> str | None:
         """Why a row is left out of its step, or None."""

@@ -53,6 +53,7 @@ from kvrelay.lab.sim.updates import (
     draw_updates,
     mark_of,
 )
+from kvrelay.lab.sim.verdicts import IdleWorkers
 from kvrelay.worker.messages import CONTROLLER, Peer, PeersUpdated, WorkerStarted
 from kvrelay.worker.node import Worker
 
@@ -267,6 +268,7 @@ class SimCluster:
         runtime.trusted = {*self.routers, CLIENT, CONTROLLER}
         runtime.attention = self.scenario.attention
         runtime.poison = {j.request_id: j.poison for j in self.scenario.jobs if j.poison}
+        self._idle = IdleWorkers(runtime, self.routers, self._may_decode)
         checks = self._checks()
 
         def check(runtime: SimRuntime, life: SimNode) -> None:
@@ -295,7 +297,7 @@ class SimCluster:
             CLIENT,
             self.routers,
             list(self.scenario.jobs),
-            checkers.failure_judge(self.scenario),
+            checkers.failure_judge(self.scenario, self._idle.find),
             runtime.violate,
             self.scenario.attention,
         )
@@ -311,6 +313,7 @@ class SimCluster:
             checkers.QueueBounds(self.scenario),
             NoProgress(self.worker_ids, self.scenario),
             ClassInversion(self.worker_ids, self.scenario),
+            self._idle,
         ]
         for router in self.routers:
             checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))

@@ -419,7 +419,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
             is_private = worker.core.kv.pool.is_private
             if freed := [block for block in life.executor.written() if not is_private(block)]:
                 self.violate("block freed while a step writes to it", f"{life.node_id}: {freed}")
-        done: StepDone = life.executor.finish(duration_s, error)
+        done: StepDone = life.executor.finish(self.faults.measured(life.node_id, duration_s), error)
         if life.executor.is_busy:
             self._run_step(life)
         self._deliver(life.node_id, life, done)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 from msgspec import structs
 
@@ -319,7 +320,18 @@ def draw_faults(
         hang_s=rng.uniform(1.0, 25.0),
         sicknesses=_draw_sicknesses(rng, workers, until_s),
         handovers=_draw_handovers(rng, until_s),
+        **_draw_clocks(workers, until_s),
     )
+
+
+def _draw_clocks(workers: list[NodeId], until_s: float) -> dict[str, Any]:
+    """In one run of three workers measure their steps wrong, by up to 100 times. Nothing is drawn
+    from the run's own source: all else is as in a run without."""
+    rng = random.Random(f"clocks {until_s}")
+    if rng.random() < 2 / 3:
+        return {}
+    factors = [rng.choice((0.01, 1.0, 100.0)) for _ in workers]
+    return {"clocks": tuple(zip(workers, factors, strict=True)), "clock_noise": rng.choice((1, 3))}
 
 
 def _draw_crashes(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Crash, ...]:

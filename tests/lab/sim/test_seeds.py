@@ -78,6 +78,7 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
     assert "failed: deadline_exceeded" in outcomes
     assert sources == {"host", "orphaned", "disk", "peer"}
     assert injected == {
+        "clock wrong",
         "connect error",
         "crash",
         "disk error",
@@ -168,6 +169,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         (Break.TURNS, {"unfair"}),
         (Break.PASSES, {"overtaken"}),
         (Break.CLASSES, {"class inversion"}),
+        (Break.VERDICT, {"failed without reason"}),
     ],
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:
