@@ -68,7 +68,8 @@ class Exit:
 
 
 Effect = Any
-"""`Send`, `Wake`, `Note`, `Exit`, `Execute` and `PrepareGrammar` of `engine.step`, or one of
+"""`Send`, `Wake`, `Note`, `Exit`, `Execute`, `AskProgress` and `PrepareGrammar` of
+`engine.step`, or one of
 `kvtransfer.agent`'s effects."""
 
 

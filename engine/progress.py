@@ -1,5 +1,9 @@
 """Whether a worker's steps make progress: each has a deadline, and failed checks are counted.
 
+A step that is slow is not one that hangs: time counts from the last layer that it passed, where the
+executor can tell. A machine whose cores are wanted by others may take minutes for what takes
+seconds, and to compute that elsewhere, from its beginning, takes longer.
+
 A step hangs where the device does, and every step fails after an error that the device does not
 recover from. A process like that answers whatever it is asked, and serves nothing: it has to end,
 so that another takes its place.
@@ -15,6 +19,7 @@ from kvrelay.engine.stats import Progress
 
 SLACK = 20.0  # a step may take so many times as long as one like it should
 FIRST_SLACK = 10.0  # for the floor, before steps were measured: they may compile
+ASK_FROM = 0.25  # share of the time until it is late from which on its progress is asked
 LATE = 1 / 3  # share of the deadline: other workers serve the requests better
 
 
@@ -29,7 +34,8 @@ class StepWatch:
         self._error = ""  # last one
         self._device_lost = False
         self._deadlines_s: deque[float] = deque()  # steps in flight, one after the other
-        self._waited_s = 0.0  # for it
+        self._waited_s = 0.0  # for it, or for its next layer
+        self._num_passed = 0  # layers, as was said last
         self._ticked_at = 0.0
 
     def begin(self, now: float, expected_s: float | None) -> None:
@@ -64,6 +70,16 @@ class StepWatch:
             self._num_failed = 0
         elif is_health_check:
             self._num_failed += 1
+
+    @property
+    def is_slow(self) -> bool:
+        """A step has run for a while: how far it is decides what becomes of it."""
+        return self._waited_s > ASK_FROM * LATE * self._deadline_s
+
+    def on_progress(self, num_passed: int) -> None:
+        """The executor has passed so many layers until now."""
+        if num_passed != self._num_passed:
+            self._num_passed, self._waited_s = num_passed, 0.0
 
     def tick(self, now: float) -> None:
         """Called about every `stats_interval_s` seconds."""

@@ -124,6 +124,19 @@ class Execute:
 
 
 @dataclass(frozen=True, slots=True)
+class AskProgress:
+    """Effect: say how far the step in flight is; answered at once by `StepProgress`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """From the executor: so many layers were passed by all steps until now. A number that grows
+    says that a step which is late goes on; one that does not says nothing on a GPU."""
+
+    num_passed: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareGrammar:
     """Effect: compile `grammar`, beside the steps, before the first one that samples by it."""
 

@@ -52,7 +52,7 @@ class Cause(StrEnum):
     WORKER_DOWN = "worker_down"
     UNKNOWN = "unknown"
     SILENT = "silent"
-    LATE = "late"  # its worker's step does not end
+    LATE = "late"  # its worker's step does not end: that is not the request's fault
     DIVERGED = "diverged"
     QUEUE_FULL = "queue_full"
     EXECUTION = "execution"  # its worker cannot go on
@@ -163,6 +163,7 @@ class RequestRecord:
     current: Attempt | None = None  # None: queued
     leaving: Attempt | None = None  # that runs on until `current` has brought a token
     failures: int = 0  # attempts that count against the limit: since one brought a new token
+    num_late: int = 0  # attempts that were given up since a step did not end
     own_failures: int = 0  # by itself, on workers that are well
     lost_workers: int = 0  # that ended while they served it
     lost_in_a_row: int = 0  # likewise, since it last went on for a while

@@ -37,6 +37,7 @@ from kvrelay.router.record import (
 from kvrelay.router.state import ReplicaSync
 from kvrelay.router.status import Totals
 
+MAX_LATE = 2  # attempts that were late count as one: a machine may be slow, or it hangs each time
 MAX_OWN_FAILURES = 2  # a request may have, on as many workers; then it is refused
 MAX_LOST_APART = 2  # workers that ended while no other suspect was there
 MAX_TRIED = 4  # requests of a tenant that find no worker, before others of it are tried
@@ -278,7 +279,8 @@ class Requests:
             record.stay()
             return
         record.current = None
-        if cause not in (Cause.QUEUE_FULL, Cause.WEIGHTS):
+        record.num_late += cause is Cause.LATE
+        if cause not in (Cause.QUEUE_FULL, Cause.WEIGHTS, Cause.LATE):
             # One that goes on from attempt to attempt is not what workers fail at.
             record.failures = 1 if attempt.first_at is not None else record.failures + 1
         if (
@@ -289,8 +291,9 @@ class Requests:
                 f"{record.lost_workers} workers ended while they served it; the last one: {detail}"
             )
             self.fail(record, Rejection(Refusal.ATTEMPTS, why))
-        elif record.failures >= self._config.max_attempts:
-            why = f"{record.failures} attempts failed; the last one ({cause}): {detail}"
+        elif max(record.failures, record.num_late // MAX_LATE) >= self._config.max_attempts:
+            num_failed = max(record.failures, record.num_late)
+            why = f"{num_failed} attempts failed; the last one ({cause}): {detail}"
             self.fail(record, Rejection(Refusal.ATTEMPTS, why))
         else:
             self.queue.restore(record)

@@ -180,6 +180,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         is_device_lost=runner.is_device_lost,
         load_version=None if parallel else runner.load_version,
         use_loaded=None if parallel else runner.use_loaded,
+        num_passed=runner.num_passed,
     )
 
     def make_executor(deliver: Deliver) -> Executor:

@@ -32,7 +32,7 @@ from kvrelay.engine.stats import (
     RouterUp,
     WorkerStats,
 )
-from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
+from kvrelay.engine.step import AskProgress, Execute, PrepareGrammar, StepDone, StepProgress
 from kvrelay.kvtransfer.agent import (
     CopyDone,
     PeerConnected,
@@ -369,6 +369,7 @@ class Worker:
             **self.weights.handlers,
             **{role.request: partial(self._begin, role) for role in self._roles.values()},
             StepDone: lambda now, message: self._on_step_done(message),
+            StepProgress: lambda now, message: self._on_step_progress(message),
             Woken: lambda now, message: self._on_tick(now) if message.tag == TICK else [],
             Abort: lambda now, message: self._on_abort(message),
             RouterUp: lambda now, message: self._on_router_up(message.router),
@@ -472,9 +473,16 @@ class Worker:
         refused = self.core.refusal(*key, Refusal.UNENCODABLE, lost.why)
         return [*ended, Send(lost.to, refused)]
 
+    def _on_step_progress(self, progress: StepProgress) -> list[Effect]:
+        self.core.watch.on_progress(progress.num_passed)
+        return []
+
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [Wake(self.config.stats_interval_s, TICK)]
-        self.core.watch.tick(now)
+        watch = self.core.watch
+        watch.tick(now)
+        if watch.is_slow:
+            effects.append(AskProgress())
         self._count_left(now)
         for seq in self.core.expired(now):
             detail = f"not {self._role_of(seq).goal} by {self.node_id} before the deadline"

@@ -18,7 +18,15 @@ from kvrelay.engine.host import Deliver
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
-from kvrelay.engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
+from kvrelay.engine.step import (
+    AskProgress,
+    Execute,
+    Launch,
+    PrepareGrammar,
+    Step,
+    StepDone,
+    StepProgress,
+)
 from kvrelay.engine.weights import LoadWeights, UseWeights
 from kvrelay.kvtransfer.agent import (
     AttachStore,
@@ -199,6 +207,7 @@ class WorkerThreads:
             self._low_priority = StepThread(
                 steps.execute, deliver, f"{name}-prompts", low_priority=True
             )
+        self._deliver = deliver
         self._ranks = join_ranks(deliver) if join_ranks else None
         answer = deliver if self._ranks is None else partial(self._ranks.add, 0)
         self._copies = TransferLoops(memory, storage, answer, name, arena)
@@ -207,6 +216,8 @@ class WorkerThreads:
         match effect:
             case Execute(step):
                 (self._low_priority if step.low_priority else self._steps).submit(step)
+            case AskProgress():
+                self._deliver(StepProgress(self._model.num_passed()))
             case PrepareGrammar(grammar):
                 self._model.prepare_grammar(grammar)
             case LoadWeights() | UseWeights():

@@ -35,6 +35,7 @@ class Decoder:
         self._captures: tuple[int, ...] = ()  # layers
         # Their outputs for all rows of the last batch, each [N, hidden_size].
         self.captured: list[torch.Tensor] = []
+        self.num_passed = 0  # layers, one by one
 
     def capture(self, layers: tuple[int, ...]) -> None:
         """From now on keep what these give for every row of a batch, in `captured`."""
@@ -96,6 +97,7 @@ class Decoder:
             if layer.mlp is not None or layer.experts is not None:
                 self._feed_forward(hidden, layer)
             self._end(hidden, layer, index)
+            self.num_passed += 1
             if index in self._captures:
                 self.captured.append(hidden.clone())
             if selects and index == c.last_kv_layer < c.num_layers - 1:

@@ -35,6 +35,12 @@ GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are
 class Ops(Protocol):
     """Results may live in buffers of the set: one is valid until the next call of the same kind."""
 
+    @property
+    def num_passed(self) -> int:
+        """Layers that `run_layers` has passed, for whoever asks from another thread while it runs;
+        0 where that cannot be said."""
+        return 0
+
     def table(self, weight: torch.Tensor) -> Any:
         """Prepare an embedding table [vocab_size, hidden_size]."""
         ...
@@ -242,6 +248,8 @@ class LowRank:
 
 class TensorOps:
     """What sets have in common that keep weights as plain tensors of one device."""
+
+    num_passed = 0
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, max_positions: int, device: torch.device

@@ -225,6 +225,10 @@ class ModelRunner:
             else Adapters(load, most, total=member.total, shard=member.group.shard)
         )
 
+    def num_passed(self) -> int:
+        """How many layers steps have passed until now; for any thread, while one runs."""
+        return self._decoder.num_passed + self._all_ops.num_passed
+
     def load_version(self, version: WeightVersion) -> None:
         """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
         if self._steps is not None:

@@ -50,6 +50,7 @@ class StepExecutor:
         is_device_lost: Callable[[], bool] = lambda: False,
         load_version: Callable[[WeightVersion], None] | None = None,
         use_loaded: Callable[[Sequence[int]], None] | None = None,
+        num_passed: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`checksum_blocks`: of the device pool, one number per block id; `begin_checksums`: the
@@ -58,7 +59,8 @@ class StepExecutor:
         processes that `run_step` has, if any. `prepare_grammar` begins to compile one; it may be
         called from any thread. `is_device_lost`: asked after a step that failed; it waits for all
         that was launched. `load_version`, `use_loaded`: as those of a runner that changes its
-        weights in place."""
+        weights in place. `num_passed`: layers that steps have passed until now; from any
+        thread."""
         self._run_step = run_step
         self._checksum_blocks = checksum_blocks
         self._launch_step = launch_step
@@ -69,6 +71,7 @@ class StepExecutor:
         self.prepare_grammar = prepare_grammar
         self._is_device_lost = is_device_lost
         self._load_version, self._use_loaded = load_version, use_loaded
+        self.num_passed = num_passed
         self._clock = clock
 
     @property

@@ -48,6 +48,8 @@ OnViolation = Callable[[str, str], None]
 
 POISON = "poison"  # why a row has no token, or a step fails, that has such a request
 
+LAYER_S = 0.05  # virtual time that a step takes for a layer
+
 
 @dataclass(slots=True)
 class _Chain:
@@ -148,7 +150,12 @@ class SimExecutor:
         self._sampled: list[Sampled | None] = []  # by the last step that has ended
         self._left_out = False  # some of that step were
         self.failed_in_a_row = 0  # steps
+        self.runs_since: float | None = None  # the step that runs; None: it hangs, or none does
         self.loaded = NO_VERSION  # beside what is in use
+
+    def num_passed(self, now: float) -> int:
+        """Layers: two steps of the same length are not told apart, as on a GPU."""
+        return 0 if self.runs_since is None else round((now - self.runs_since) / LAYER_S)
 
     @property
     def is_busy(self) -> bool:

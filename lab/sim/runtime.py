@@ -28,7 +28,7 @@ import msgspec
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
-from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
+from kvrelay.engine.step import AskProgress, Execute, PrepareGrammar, StepDone, StepProgress
 from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
@@ -363,6 +363,8 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
                 error = self.faults.connect()
                 after_s = 0.001 + 0.01 * self.rng.random()
                 self._push(after_s, life, lambda: self._connect(life, effect, error))
+            case AskProgress():
+                self.to_self(life, 0.0, StepProgress(life.executor.num_passed(self.now)))
             case PrepareGrammar():  # this model has no vocabulary to compile one for
                 pass
             case Note(_, counter, _):
@@ -410,6 +412,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
     def _run_step(self, life: SimNode) -> None:
         num_tokens = life.executor.num_tokens
         duration_s, error = self.faults.step(life.node_id, life.epoch, num_tokens)
+        life.executor.runs_since = None if duration_s is None else self.now
         if duration_s is not None:
             taken_s = duration_s
             self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))

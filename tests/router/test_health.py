@@ -92,6 +92,18 @@ def test_requests_leave_a_worker_whose_step_is_late_and_it_is_not_complained_of(
     assert s.take(WorkerSuspected)[0].worker == late
 
 
+def test_lateness_uses_up_no_attempt_but_a_request_that_is_always_late_ends() -> None:
+    """A machine may be slow, and the request is not what it is slow by; but some hang a step."""
+    s = Script(*BOTH, max_attempts=3, backoff_s=0.01)
+    pass_time(s, 1.0, *BOTH, progress={})
+    s.submit()
+    for number in range(1, 7):
+        late, _, order = s.dispatched()
+        assert order.attempt == number
+        pass_time(s, 0.5, *BOTH, progress={late: Progress.LATE})
+    assert "6 attempts" in s.failure().detail
+
+
 def test_a_router_that_was_stopped_itself_blames_no_worker() -> None:
     s, _ = started()
     s.now += 600.0

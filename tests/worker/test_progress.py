@@ -11,7 +11,7 @@ import pytest
 from kvrelay.engine.node import Exit, Woken
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp, WorkerStats
-from kvrelay.engine.step import StepDone
+from kvrelay.engine.step import AskProgress, StepDone, StepProgress
 from kvrelay.kvtransfer.agent import CopyDone
 from tests.worker.world import World, reference
 
@@ -24,6 +24,8 @@ class Watched(World):
     def __init__(self, **limits: Any) -> None:
         self.exits: list[str] = []
         self.hangs: list[bool] = []  # for each, whether a step hangs
+        self.layers_per_s = 0.0  # that the step in flight passes
+        self.num_asked = 0
         super().__init__(**limits)
         self.deliver("decode", RouterUp("router"))
 
@@ -31,6 +33,9 @@ class Watched(World):
         exits = [effect for effect in effects if isinstance(effect, Exit)]
         self.exits += [effect.reason for effect in exits]
         self.hangs += [effect.hangs for effect in exits]
+        if AskProgress() in effects:
+            self.num_asked += 1
+            self.queue.append((node, StepProgress(int(self.layers_per_s * self.now))))
         super().perform(node, [effect for effect in effects if not isinstance(effect, Exit)])
 
     def hang(self) -> None:
@@ -71,6 +76,31 @@ def test_a_step_that_never_ends_ends_the_worker() -> None:
     assert world.told() is Progress.NONE
     world.pass_time(5.0)
     assert len(world.exits) == 1
+
+
+def test_a_step_that_is_slow_goes_on_as_long_as_it_passes_layers() -> None:
+    """A machine whose cores others want takes minutes for what takes seconds, and whoever began
+    again elsewhere would take longer."""
+    world = Watched()
+    warm(world)
+    world.submit("a", PROMPT, 8, remote=False)
+    world.step()
+    (done,) = [message for _, message in world.queue if isinstance(message, StepDone)]
+    world.queue.clear()
+    world.layers_per_s = 0.2
+    for _ in range(180):
+        world.pass_time(0.25)
+        world.drain()
+        assert world.told() is Progress.MADE
+    assert world.exits == []
+    assert 0 < world.num_asked < 180, "not while it is young"
+    world.layers_per_s = 0.0
+    world.pass_time(11.0)
+    assert world.told() is Progress.LATE
+    world.queue.clear()
+    world.queue.append(("decode", done))
+    world.drain()
+    assert world.output("a", PROMPT) == reference(PROMPT, 8)
 
 
 def test_the_first_steps_may_compile() -> None:

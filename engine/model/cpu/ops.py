@@ -78,6 +78,10 @@ class CpuOps:
         self._recurrent: CpuRecurrent | None = None
         self._step = CpuStep(config, library, num_threads, self.buffer, self._attention)
 
+    @property
+    def num_passed(self) -> int:
+        return int(self._lib.kvr_num_passed())
+
     def begin_version(self) -> None:
         """Weights that are packed from now on share no memory with those before, which is free
         once they are gone."""

@@ -144,7 +144,9 @@ def test_only_what_was_asked_for_is_sampled(runner):
     assert done.sampled[0] is None
     assert done.sampled[1] is not None
     assert done.elapsed_s > 0
+    passed = runner.num_passed()
     assert runner.execute(Step(6, [parts[0]])).sampled == [None]
+    assert runner.num_passed() > passed, "a step that is slow is seen to go on"
     assert runner.execute(Step(7, [])).sampled == []
 
 

@@ -91,6 +91,10 @@ enum { ROW_BLOCK_STEP = 32 };
 /* All rows pass all layers. */
 void kvr_layers(const Layer *layers, int64_t count, const Step *step);
 
+/* How many layers all steps of this process have passed: a step that is slow goes on, one that hangs
+ * does not. May be called while one runs. */
+int64_t kvr_num_passed(void);
+
 /* A layer up to the queries, keys and values, and from attention's result on. */
 void kvr_before_attention(const Layer *layer, const Step *step);
 void kvr_after_attention(const Layer *layer, const Step *step);

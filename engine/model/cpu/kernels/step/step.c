@@ -207,6 +207,10 @@ static void run_side(const Layer *l, const Step *s, int behind) {
 void kvr_before_attention(const Layer *layer, const Step *s) { run_side(layer, s, 0); }
 void kvr_after_attention(const Layer *layer, const Step *s) { run_side(layer, s, 1); }
 
+static int64_t num_passed; /* layers, by this process */
+
+int64_t kvr_num_passed(void) { return __atomic_load_n(&num_passed, __ATOMIC_RELAXED); }
+
 void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
     for (const Layer *l = layers; l < layers + count; l++) {
         if (l->recurrent.project.packed) kvr_recur(l, s);
@@ -218,5 +222,6 @@ void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
         int64_t size = s->rows * s->width;
         if (s->captured && l->captured)
             memcpy(s->captured + (l->captured - 1) * size, s->hidden, sizeof(float) * size);
+        __atomic_fetch_add(&num_passed, 1, __ATOMIC_RELAXED);
     }
 }
