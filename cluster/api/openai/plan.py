@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrelay.cluster.api.constraints.calls import Before, SpecialId, answer_grammar, call_grammar
-from kvrelay.cluster.api.constraints.grammar import grammar_of
+from kvrelay.cluster.api.constraints.calls import Before, answer_grammar, call_grammar
+from kvrelay.cluster.api.constraints.grammar import grammar_of, tokens_named
 from kvrelay.cluster.api.constraints.schema import SchemaError
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.limiter import LimitReached
 from kvrelay.cluster.api.openai.schema import ChatRequest, GenerationRequest
 from kvrelay.cluster.api.output.marked_calls import Harmony
-from kvrelay.engine.model.sampling.grammar import GrammarError
+from kvrelay.engine.model.sampling.vocabulary import GrammarError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.output.dialect import Reading
@@ -500,7 +500,8 @@ async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:
     asked = request.constraint()
     if asked is None:
         return ""
-    make = partial(grammar_of, asked.kind, asked.value, asked.options)
+    added = ctx.tokenizer.added_ids(tokens_named(asked.kind, asked.value))
+    make = partial(grammar_of, asked.kind, asked.value, asked.options, added)
     return await _checked(ctx, asked.param, make)
 
 
@@ -526,7 +527,7 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
             call_grammar,
             form,
             given,
-            _ids(ctx, (*form.markers, *reading.tags)),
+            ctx.tokenizer.added_ids((*form.markers, *reading.tags)).get,
             required=required,
             parallel=request.parallel_tool_calls and not isinstance(choice, tuple),
             before=before,
@@ -536,8 +537,8 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
         return await _checked(ctx, "tools", make)
     if not answer or before is Before.NOTHING:
         return answer
-    ids = _ids(ctx, (*Harmony.markers, *reading.tags))
-    make = partial(answer_grammar, answer, ids, before, reading.tags)
+    ids = ctx.tokenizer.added_ids((*Harmony.markers, *reading.tags))
+    make = partial(answer_grammar, answer, ids.get, before, reading.tags)
     return await _checked(ctx, "response_format", make)
 
 
@@ -554,11 +555,6 @@ async def _checked(ctx: ApiContext, param: str, make: Callable[[], str]) -> str:
         _log.error("%s", error)
         message = "This server's tokenizer is not one that outputs can be held to"
         raise ApiError(501, message, param=param, type="server_error") from None
-
-
-def _ids(ctx: ApiContext, markers: Sequence[str]) -> SpecialId:
-    """The only ones that a grammar asks for: the tokenizer does not go to the compiler."""
-    return {text: ctx.tokenizer.special_id(text) for text in markers}.get
 
 
 def _before(reading: Reading) -> Before:
