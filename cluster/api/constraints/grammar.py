@@ -25,7 +25,7 @@ from typing import Any
 import llguidance
 from llguidance import grammar_from
 
-from kvrelay.cluster.api.constraints.calls import Rules
+from kvrelay.cluster.api.constraints.rules import Rules
 from kvrelay.cluster.api.constraints.schema import (
     MAX_SCHEMA_CHARS,
     TOO_DEEP,

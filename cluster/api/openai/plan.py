@@ -121,7 +121,9 @@ async def plan_chat(
     given = [tool.tool() for tool in request.tools or ()]
     calls = request.tool_choice != "none"
     reading = Reading.after(ctx.dialect, prompt.end, given, calls=calls)
-    reading = replace(reading, most_calls=most_calls(request))
+    reading = replace(
+        reading, most_calls=most_calls(request), calls_first=request.constraint() is not None
+    )
     grammar = await constrain_chat(ctx, request, reading)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _sampling(ctx.tokenizer, request, min(wanted or room, room), num_logprobs, grammar)
@@ -535,10 +537,11 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
             answer="" if required else answer,
         )
         return await _checked(ctx, "tools", make)
-    if not answer or before is Before.NOTHING:
+    lead = ctx.dialect.tools.lead if ctx.dialect.tools else ""
+    if not answer or (before is Before.NOTHING and not lead):
         return answer
     ids = ctx.tokenizer.added_ids((*Harmony.markers, *reading.tags))
-    make = partial(answer_grammar, answer, ids.get, before, reading.tags)
+    make = partial(answer_grammar, answer, ids.get, before, reading.tags, lead)
     return await _checked(ctx, "response_format", make)
 
 
