@@ -30,7 +30,8 @@ from benchmarks.report import json_option, make_console, write_json
 from benchmarks.structured.ordered import in_schema_order
 from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from kvrelay.engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
+from kvrelay.engine.model.sampling.grammar import compile_grammar
+from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 from kvrelay.lab.bench.load import percentile
 
 

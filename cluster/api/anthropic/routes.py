@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -163,11 +163,11 @@ class MessageFormat(BlockFormat):
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The input of a call. One that was cut short is what there is of it, as a text."""
+    """The input of a call. One that was cut short has the fields that are whole."""
     try:
-        value = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {"partial_json": text}
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
     return value if isinstance(value, dict) else {"value": value}
 
 

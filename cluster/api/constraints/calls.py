@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
+from kvrelay.cluster.api.constraints.rules import AddedId, Rules
 from kvrelay.cluster.api.constraints.schema import SchemaError, part_grammar, rewrite
 from kvrelay.cluster.api.output.events import THINK, Tags
 from kvrelay.cluster.api.output.format import CallSyntax, ParameterSyntax, ToolFormat
 from kvrelay.cluster.api.output.marked_calls import Harmony
 from kvrelay.cluster.api.output.tools import Tool
 
-TEXT = r"/(.|\n)*/"
+SPACE = r"/[ \t\r\n]*/"  # what is read as such, not Unicode's
 LINE = "\n"  # after each argument
 MAX_CALLS = 64  # in one answer: a small model that has to call something may never end
+COMPOSITIONS = (  # keywords that may name more of an object's properties
+    *("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties"),
+    *("dependencies", "dependentSchemas", "propertyNames"),
+)
 # Keywords of strict schemas that are refused where arguments are written between tags.
 OBJECT_LIMITS = (
     *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "minProperties"),
@@ -43,51 +48,10 @@ class Before(Enum):
     CHANNELS = "channels"  # Harmony's channel for it
 
 
-SpecialId = Callable[[str], int | None]
-"""Id of a special token, whose text is no text to a grammar; None: it is none."""
-
-
-@dataclass(slots=True)
-class Rules:
-    """A Lark grammar while it is made."""
-
-    special_id: SpecialId
-    markers: Sequence[str] = ()  # that may be special tokens
-    tags: Tags = THINK  # around reasoning
-    rules: list[str] = field(default_factory=list)
-
-    def add(self, name: str, body: str, options: str = "") -> str:
-        self.rules.append(f"{name}{options}: {body}")
-        return name
-
-    def quote(self, text: str) -> str:
-        """`text` as terms: special tokens by their ids, the rest as strings."""
-        ids = {marker: self.special_id(marker) for marker in self.markers if marker in text}
-        special = [re.escape(marker) for marker, token in ids.items() if token is not None]
-        parts = re.split(f"({'|'.join(special)})", text) if special else [text]
-        terms = [
-            f"<[{ids[part]}]>" if ids.get(part) is not None else json.dumps(part)
-            for part in parts
-            if part
-        ]
-        return " ".join(terms)
-
-    def text_until(self, name: str, end: str) -> str:
-        """A rule for free text up to and with `end`."""
-        terms = self.quote(end)
-        if terms.startswith("<["):
-            return self.add(name, f"TEXT {terms}")
-        return self.add(name, f"{TEXT} {terms}", "[lazy]")
-
-    def made(self, start: str) -> str:
-        lines = ["%llguidance {}", f"start: {start}", *self.rules, f"TEXT: {TEXT}"]
-        return "\n".join(lines) + "\n"
-
-
 def call_grammar(
     form: ToolFormat,
     tools: Sequence[Tool],
-    special_id: SpecialId,
+    added_id: AddedId,
     *,
     required: bool,
     parallel: bool,
@@ -98,8 +62,9 @@ def call_grammar(
     """`required`: at least one call and nothing else. `tags`: around reasoning. `answer`: a grammar
     that an answer without calls has to match; empty: free text. Raises SchemaError, which names
     the tool."""
-    rules = Rules(special_id, (*form.markers, *tags), tags)
-    arguments = [_arguments(rules, i, tool, form) for i, tool in enumerate(tools)]
+    rules = Rules(added_id, (*form.markers, *tags), tags)
+    called = [_closed(tool) for tool in tools] if required else tools
+    arguments = [_arguments(rules, i, tool, form) for i, tool in enumerate(called)]
     syntaxes = [form.syntax(tool) for tool in tools]
     shape = syntaxes[0]
     one = _one_of(rules, "call", arguments, [syntax.begin for syntax in syntaxes], syntaxes)
@@ -130,17 +95,20 @@ def call_grammar(
             rules.add("bare", f"{opening} {_one_of(rules, 'bare', arguments, begins, syntaxes)}")
         call = "(rest | bare)" if form.opening else "rest"
         start = rules.add("offered", f"{call}* TEXT" if parallel else f"{call} | TEXT")
-    made = rules.made(_joined(_reasoning(rules, before), start))
+    made = rules.made(_joined(_lead(form.lead), _reasoning(rules, before), start))
     return _together(made, answer) if answer else made
 
 
-def answer_grammar(answer: str, special_id: SpecialId, before: Before, tags: Tags = THINK) -> str:
-    """`answer`, a grammar, after reasoning between `tags`."""
-    if before is Before.NOTHING:
+def answer_grammar(
+    answer: str, added_id: AddedId, before: Before, tags: Tags = THINK, lead: str = ""
+) -> str:
+    """`answer`, a grammar, after `lead`, which is not needed, and reasoning between `tags`."""
+    if before is Before.NOTHING and not lead:
         return answer
-    rules = Rules(special_id, (*tags, *Harmony.markers), tags)
+    rules = Rules(added_id, (*tags, *Harmony.markers), tags)
     final = _final(rules, before, "@answer")
-    return _together(rules.made(_joined(_reasoning(rules, before), final)), answer)
+    reasoning = _reasoning(rules, before)
+    return _together(rules.made(_joined(_lead(lead), reasoning, final)), answer)
 
 
 def _together(main: str, answer: str) -> str:
@@ -151,14 +119,18 @@ def _together(main: str, answer: str) -> str:
     return json.dumps({"grammars": grammars})
 
 
+def _lead(text: str) -> str:
+    return f"{json.dumps(text)}?" if text else ""
+
+
 def _reasoning(rules: Rules, before: Before) -> str:
     think, think_end = rules.tags
     match before:
         case Before.BEGUN:
-            return f"{rules.text_until('reasoning', think_end)} /\\s*/"
+            return f"{rules.text_until('reasoning', think_end)} {SPACE}"
         case Before.MAY_THINK:
             until = rules.text_until("reasoning", think_end)
-            return f"({rules.quote(think)} {until} /\\s*/)?"
+            return f"({rules.quote(think)} {until} {SPACE})?"
         case Before.CHANNELS:
             begin = rules.quote(f"{Harmony.channel}analysis{Harmony.message}")
             until = rules.text_until("reasoning", Harmony.end)
@@ -209,6 +181,22 @@ def _one_of(
         body = _joined(*map(rules.quote, pieces), number, each, rules.quote(syntax.end))
         calls.append(rules.add(f"{name}_{i}", body))
     return rules.add(f"any_{name}", " | ".join(calls))
+
+
+def _closed(tool: Tool) -> Tool:
+    """`tool` without arguments that it does not name: a model that has to call writes some. Where
+    its schema says more than names, they may be in any part of it."""
+    schema = tool.parameters
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not schema:
+        properties = {}
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return tool
+    if {"additionalProperties", *COMPOSITIONS}.intersection(schema):
+        return tool
+    if any(name not in properties for name in required):
+        return tool
+    return replace(tool, parameters={**schema, "additionalProperties": False})
 
 
 def _arguments(rules: Rules, index: int, tool: Tool, form: ToolFormat) -> str:

@@ -28,7 +28,8 @@ import kvrelay.cluster.api.constraints.calls
 import kvrelay.cluster.api.output.dialect  # noqa: F401
 from kvrelay.cluster.api.constraints.grammar import BEGUN, CPU_S, MEMORY_BYTES, REAL_S
 from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line
-from kvrelay.engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
+from kvrelay.engine.model.sampling.grammar import compile_grammar
+from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 
 NICE = 5  # streams go first
 CALL_BYTES = 64 * 1024  # that are read at once

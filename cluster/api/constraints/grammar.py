@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import llguidance
-from llguidance import StructTag, grammar_from
+from llguidance import grammar_from
 
+from kvrelay.cluster.api.constraints.rules import Rules
 from kvrelay.cluster.api.constraints.schema import (
     MAX_SCHEMA_CHARS,
     TOO_DEEP,
@@ -32,7 +35,8 @@ from kvrelay.cluster.api.constraints.schema import (
     schema_grammar,
 )
 from kvrelay.cluster.api.limiter import LimitReached, Turns
-from kvrelay.engine.model.sampling.grammar import GrammarError
+from kvrelay.cluster.api.text.chat_template import strings_in
+from kvrelay.engine.model.sampling.vocabulary import GrammarError
 
 # What people write takes milliseconds; the largest schema that is let in takes 0.1 s.
 CPU_S = 1.0
@@ -47,6 +51,10 @@ MAX_CALL_BYTES = 2**20  # schemas of one call
 MAX_KNOWN = 512
 MAX_KNOWN_BYTES = 32 * 2**20
 MAX_CHOICES = 10_000
+_NONE: Mapping[str, int] = MappingProxyType({})
+_NAME = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]")
+# Of Lark: strings, regular expressions, comments, and names of tokens.
+_LARK_WORD = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>', re.DOTALL)
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 # Types of a structural tag's `format` that are all of the output: what each is here, and the field
 # that says it.
@@ -194,9 +202,11 @@ def _pickled(make: Callable[[], str]) -> bytes:
     return b"".join(file.parts)
 
 
-def grammar_of(kind: str, value: Any, options: Mapping[str, Any]) -> str:
-    """`kind`: one of KINDS. `options`: what `structured_outputs` says beside it. Raises
-    SchemaError."""
+def grammar_of(
+    kind: str, value: Any, options: Mapping[str, Any], added: Mapping[str, int] = _NONE
+) -> str:
+    """`kind`: one of KINDS. `options`: what `structured_outputs` says beside it. `added`: ids of
+    those added tokens that are among `tokens_named`. Raises SchemaError."""
     whitespace = options.get("whitespace_pattern")
     if whitespace is not None and not isinstance(whitespace, str):
         raise SchemaError(f"'whitespace_pattern' is a string, got {whitespace!r:.60}")
@@ -211,10 +221,28 @@ def grammar_of(kind: str, value: Any, options: Mapping[str, Any]) -> str:
             return choice_grammar(value)
         case "grammar":
             try:
-                return grammar_from("grammar", _text(value))
+                return grammar_from("grammar", _with_ids(_text(value), added))
             except ValueError as error:
                 raise SchemaError(in_one_line(str(error))) from None
-    return tag_grammar(_parsed(value))
+    return tag_grammar(_parsed(value), added)
+
+
+def tokens_named(kind: str, value: Any) -> set[str]:
+    """Names in `value` that mean an added token where the model has one."""
+    if kind not in ("grammar", "structural_tag"):
+        return set()
+    return {name for text in strings_in(value) for name in _NAME.findall(text)}
+
+
+def _with_ids(lark: str, added: Mapping[str, int]) -> str:
+    """`lark`, where added tokens that it names are named by their ids. What is within quotes is
+    text."""
+
+    def named(found: re.Match[str]) -> str:
+        token = added.get(found[0])
+        return found[0] if token is None else f"<[{token}]>"
+
+    return _LARK_WORD.sub(named, lark)
 
 
 def choice_grammar(choices: Any) -> str:
@@ -226,14 +254,14 @@ def choice_grammar(choices: Any) -> str:
     return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
 
 
-def tag_grammar(form: Any) -> str:
+def tag_grammar(form: Any, added: Mapping[str, int] = _NONE) -> str:
     """Free text, and from each trigger on a structure: `structures` ({begin, schema, end}) and
     `triggers`, as in vLLM and SGLang, or their newer `format`. Raises SchemaError."""
     if isinstance(form, dict) and isinstance(form.get("format"), dict):
         form = form["format"]
         if whole := _WHOLE_FORMATS.get(str(form.get("type"))):
             kind, field = whole
-            return grammar_of(kind, _field(form, field), {})
+            return grammar_of(kind, _field(form, field), {}, added)
         form = _triggered(form)
     for name in ("at_least_one", "stop_after_first"):
         if isinstance(form, dict) and form.get(name):
@@ -242,8 +270,8 @@ def tag_grammar(form: Any) -> str:
     triggers = form.get("triggers") if isinstance(form, dict) else None
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
         raise SchemaError("a structural tag has 'structures' and 'triggers', each a list")
-    tags = []
-    for each in structures:
+    rules = Rules(added.get, tuple(added))
+    for i, each in enumerate(structures):
         begin, end = (each.get(key) if isinstance(each, dict) else None for key in ("begin", "end"))
         if not isinstance(begin, str) or not isinstance(end, str):
             raise SchemaError("a structure has 'begin', 'schema' and 'end'")
@@ -256,8 +284,11 @@ def tag_grammar(form: Any) -> str:
             schema = part_grammar(each.get("schema", {}))
         except SchemaError as error:
             raise SchemaError(f"the structure that begins {begin!r:.60}: {error}") from None
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-    return StructTag.to_grammar(tags, assume_special=False)
+        head = rules.text_until(f"head_{i}", trigger)
+        rest = (rules.quote(begin.removeprefix(trigger)), f"%json {json.dumps(schema)}")
+        rules.add(f"tag_{i}", " ".join((head, *rest, rules.quote(end))))
+    tags = " | ".join(f"tag_{i}" for i in range(len(structures)))
+    return rules.made(f"({tags})* TEXT")
 
 
 def _field(form: dict[str, Any], name: str) -> Any:

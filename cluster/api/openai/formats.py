@@ -431,11 +431,15 @@ class CompletionFormat(_WithLogprobs):
         self, ctx: ApiContext, plan: Plan, request: GenerationRequest, request_id: str
     ) -> None:
         self._answer = _Answer(ctx, plan, request, f"cmpl-{request_id}")
+        self._begun: set[int] = set()  # choices that a stream has had something of
         super().__init__(plan)
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         self._answer.count(piece)
         choice = self._choice(self.condensed(piece))
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            choice |= self._answer.prompt_ids(piece.index)
         if not piece.tokens:
             choice["logprobs"] = None  # as in OpenAI's last chunk: there is no token to look at
         return [self._answer.chunk("text_completion", choice)]

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvrelay.cluster.api.constraints.calls import Before, SpecialId, answer_grammar, call_grammar
-from kvrelay.cluster.api.constraints.grammar import grammar_of
+from kvrelay.cluster.api.constraints.calls import Before, answer_grammar, call_grammar
+from kvrelay.cluster.api.constraints.grammar import grammar_of, tokens_named
 from kvrelay.cluster.api.constraints.schema import SchemaError
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.limiter import LimitReached
 from kvrelay.cluster.api.openai.schema import ChatRequest, GenerationRequest
 from kvrelay.cluster.api.output.marked_calls import Harmony
-from kvrelay.engine.model.sampling.grammar import GrammarError
+from kvrelay.engine.model.sampling.vocabulary import GrammarError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.output.dialect import Reading
@@ -121,7 +121,9 @@ async def plan_chat(
     given = [tool.tool() for tool in request.tools or ()]
     calls = request.tool_choice != "none"
     reading = Reading.after(ctx.dialect, prompt.end, given, calls=calls)
-    reading = replace(reading, most_calls=most_calls(request))
+    reading = replace(
+        reading, most_calls=most_calls(request), calls_first=request.constraint() is not None
+    )
     grammar = await constrain_chat(ctx, request, reading)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _sampling(ctx.tokenizer, request, min(wanted or room, room), num_logprobs, grammar)
@@ -500,7 +502,8 @@ async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:
     asked = request.constraint()
     if asked is None:
         return ""
-    make = partial(grammar_of, asked.kind, asked.value, asked.options)
+    added = ctx.tokenizer.added_ids(tokens_named(asked.kind, asked.value))
+    make = partial(grammar_of, asked.kind, asked.value, asked.options, added)
     return await _checked(ctx, asked.param, make)
 
 
@@ -526,7 +529,7 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
             call_grammar,
             form,
             given,
-            _ids(ctx, (*form.markers, *reading.tags)),
+            ctx.tokenizer.added_ids((*form.markers, *reading.tags)).get,
             required=required,
             parallel=request.parallel_tool_calls and not isinstance(choice, tuple),
             before=before,
@@ -534,10 +537,11 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
             answer="" if required else answer,
         )
         return await _checked(ctx, "tools", make)
-    if not answer or before is Before.NOTHING:
+    lead = ctx.dialect.tools.lead if ctx.dialect.tools else ""
+    if not answer or (before is Before.NOTHING and not lead):
         return answer
-    ids = _ids(ctx, (*Harmony.markers, *reading.tags))
-    make = partial(answer_grammar, answer, ids, before, reading.tags)
+    ids = ctx.tokenizer.added_ids((*Harmony.markers, *reading.tags))
+    make = partial(answer_grammar, answer, ids.get, before, reading.tags, lead)
     return await _checked(ctx, "response_format", make)
 
 
@@ -554,11 +558,6 @@ async def _checked(ctx: ApiContext, param: str, make: Callable[[], str]) -> str:
         _log.error("%s", error)
         message = "This server's tokenizer is not one that outputs can be held to"
         raise ApiError(501, message, param=param, type="server_error") from None
-
-
-def _ids(ctx: ApiContext, markers: Sequence[str]) -> SpecialId:
-    """The only ones that a grammar asks for: the tokenizer does not go to the compiler."""
-    return {text: ctx.tokenizer.special_id(text) for text in markers}.get
 
 
 def _before(reading: Reading) -> Before:

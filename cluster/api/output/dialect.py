@@ -20,9 +20,10 @@ from kvrelay.cluster.api.output.gemma_calls import Gemma
 from kvrelay.cluster.api.output.json_calls import Hermes, Llama3, Llama4, Mistral
 from kvrelay.cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
 from kvrelay.cluster.api.output.pythonic import Pythonic
-from kvrelay.cluster.api.output.reader import Reader
+from kvrelay.cluster.api.output.reader import Read, Reader
 from kvrelay.cluster.api.output.tools import Tool
 from kvrelay.cluster.api.output.xml_calls import Glm, MiniMax, Qwen3Coder, SeedOss
+from kvrelay.cluster.api.text.tool_prompt import knows_tools
 
 FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind
@@ -73,13 +74,18 @@ class OutputParser:
         *,
         thinks: Tags | None = None,
         begun: bool = False,
+        ended: bool = False,
+        calls_first: bool = False,
         most_calls: int | None = None,
     ) -> None:
         """tools: reads calls; None: there are none. thinks: reasoning comes first, in tags. begun:
-        the prompt ended with the first of them. most_calls: that are told; None: all."""
+        the prompt ended with the first of them; ended: with the second. calls_first: what does not
+        begin with a call has none. most_calls: that are told; None: all."""
         self._reader = Reader()
         self._events = Events(self._reader, most_calls)
-        self._tools, self._given = tools, given
+        if ended:
+            self._events.end_reasoning()
+        self._tools, self._given, self._calls_first = tools, given, calls_first
         self._thinks, self._begun = thinks, begun
         self._parsed = self._parse()
 
@@ -110,9 +116,19 @@ class OutputParser:
         reader, events = self._reader, self._events
         if self._thinks:
             yield from self._reasoning(*self._thinks)
-        if self._tools is not None:
+        if self._tools is not None and (yield from self._may_call(self._tools)):
             yield from self._tools.parse(reader, events, self._given)
         yield from reader.all(events.text)
+
+    def _may_call(self, tools: ToolFormat) -> Read[bool]:
+        trigger = tools.syntax(self._given[0]).trigger if self._given else ""
+        if not self._calls_first or not trigger or isinstance(tools, Harmony):
+            return True
+        reader, start = self._reader, self._reader.at
+        yield from reader.space()
+        begins = yield from reader.literal(trigger)
+        reader.at = start
+        return begins
 
     def _reasoning(self, think: str, think_end: str) -> Parsed:
         reader, events = self._reader, self._events
@@ -138,8 +154,9 @@ class Dialect:
     ) -> Dialect:
         """What a chat template implies; either may be set by name instead, or "none"."""
         tools = find_format(tool_parser, template)
-        if tools is None and tool_parser == "auto":
-            tools = Hermes()  # what models are told whose template knows no tools
+        is_told = not knows_tools(template) and not isinstance(tools, Harmony)
+        if tool_parser == "auto" and (tools is None or is_told):
+            tools = Hermes()  # as models are told whose template shows no tools
         thinks = REASONING_TAGS.get(reasoning_parser)
         if reasoning_parser == "auto":
             found = (tags for tags in REASONING_TAGS.values() if all(t in template for t in tags))
@@ -160,6 +177,8 @@ class Reading:
     given: Sequence[Tool] = ()
     thinks: Tags | None = None
     begun: bool = False  # the prompt ended within the reasoning
+    calls_first: bool = False  # an answer without calls has a format, where marks are only text
+    ended: bool = False  # or after it
     most_calls: int | None = None  # that an answer has; those that follow are left out
 
     @classmethod
@@ -172,7 +191,8 @@ class Reading:
         thinks = dialect.thinks if closed <= opened else None
         wanted = dialect.has_channels or (calls and bool(given))
         tools = dialect.tools if wanted else None
-        return cls(tools, given, thinks, thinks is not None and opened >= 0)
+        begun = thinks is not None and opened >= 0
+        return cls(tools, given, thinks, begun, ended=closed > opened)
 
     def new_id(self, seed: str) -> str:
         """Makes the id of a call; one seed always makes one id."""
@@ -183,6 +203,8 @@ class Reading:
             *(self.tools, self.given),
             thinks=self.thinks,
             begun=self.begun,
+            ended=self.ended,
+            calls_first=self.calls_first,
             most_calls=self.most_calls,
         )
 

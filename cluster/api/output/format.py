@@ -46,7 +46,8 @@ class ToolFormat(ABC):
     """One model family's. Immutable."""
 
     name: ClassVar[str]
-    markers: ClassVar[tuple[str, ...]]  # that may be special tokens, which are no text otherwise
+    markers: ClassVar[tuple[str, ...]]  # that may be added tokens, special or not
+    lead: ClassVar[str] = ""  # with which an answer may begin: templates end prompts without it
     opening: ClassVar[str] = ""  # of a call that is read without what is `first`, or its trigger
 
     @abstractmethod

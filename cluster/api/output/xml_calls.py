@@ -156,6 +156,7 @@ class Glm(ToolFormat):
     begin, end, key_begin = "<tool_call>", "</tool_call>", "<arg_key>"
     parameters = ParameterSyntax(key_begin, "</arg_key>", "</arg_value>", "<arg_value>")
     markers = (begin, end, key_begin, "</arg_key>", "<arg_value>", "</arg_value>")
+    lead = "\n"
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
         while (yield from reader.until(self.begin, emit=events.text)) is not None:

@@ -28,7 +28,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrelay.cluster.api.output.events import ALL_TAGS
-from kvrelay.cluster.api.text.tool_prompt import TemplateError, describe_tools
+from kvrelay.cluster.api.text.tool_prompt import TemplateError, describe_tools, knows_tools
 
 _MARK = "\ue000"  # of no script
 _CUT = "\ue001"  # likewise
@@ -257,7 +257,7 @@ class ChatTemplate:
             ) from error
         self._special_tokens = special_tokens
         self.source = source
-        self.knows_tools = bool(re.search(r"\btools\b", source))
+        self.knows_tools = knows_tools(source)
         self._may_think = any(tag in source for tag in ALL_TAGS)
         self._controls = controls
 

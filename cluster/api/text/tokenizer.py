@@ -30,6 +30,7 @@ from kvrelay.cluster.api.text.chat_template import (
 )
 from kvrelay.cluster.api.text.detokenizer import Decoder
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
+from kvrelay.engine.model.sampling.vocabulary import rename
 from kvrelay.engine.request import Pooling
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -124,6 +125,7 @@ class Tokenizer:
         self.pooling = Pooling.MEAN if is_mean else Pooling.LAST  # of embeddings
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
+        self._added_ids = {text: token for token, text in self._added.items()}
         self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
         source = chat_template or read_chat_template(directory, config) or ""
         controls = [entry for entry in added.values() if _is_control(entry, source)]
@@ -217,22 +219,22 @@ class Tokenizer:
         token: int | None = self._tokenizer.token_to_id(text)
         return token
 
+    def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Of those among `texts` that are added tokens: what a text has of them becomes one token,
+        whether it is special or not."""
+        return {text: self._added_ids[text] for text in texts if text in self._added_ids}
+
     @cached_property
     def num_start_tokens(self) -> int:
         """Special tokens that every prompt begins with."""
         return len([*takewhile(self.is_special, _encode(self._tokenizer, "a", True))])
 
-    def special_id(self, text: str) -> int | None:
-        """Of a special token; None: `text` is none."""
-        token = self._tokenizer.token_to_id(text)
-        return token if token in self._special_ids else None
-
     def showing(self, texts: Iterable[str] | None) -> Decoder:
         """This one's text, with those special tokens that are among `texts`, or with all (None)."""
         if texts is None:
-            return _Showing(self, frozenset(self._special_ids))
-        shown = {self.special_id(text) for text in texts} - {None}
-        return _Showing(self, frozenset(shown)) if shown else self
+            return _Showing(self, self._special_ids)
+        shown = self._special_ids.intersection(map(self.token_id, texts))
+        return _Showing(self, shown) if shown else self
 
     def token_str(self, token: int) -> str:
         """How the vocabulary writes a token: of bytes too that are no characters."""
@@ -295,7 +297,7 @@ class Tokenizer:
 
 
 class _Showing:
-    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int | None]) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
         self._tokenizer, self._shown = tokenizer, shown
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -316,19 +318,11 @@ class _Renamed:
         self.prefix = private_text(8)  # no client can write it
         self.pattern = re.compile(pattern_of(controls) or "(?!)")
 
-        def name(text: Any) -> Any:
+        def name(text: str) -> str:
             return self.prefix + text if text in controls else text
 
         state = json.loads(path.read_text(encoding="utf-8"))
-        for entry in state["added_tokens"]:
-            entry["content"] = name(entry["content"])
-        model = state["model"]
-        if isinstance(vocabulary := model["vocab"], dict):
-            model["vocab"] = {name(text): token for text, token in vocabulary.items()}
-        else:  # Unigram: pairs of a text and its score
-            model["vocab"] = [[name(text), score] for text, score in vocabulary]
-        if "unk_token" in model:
-            model["unk_token"] = name(model["unk_token"])
+        rename(state, name)
         self.tokenizer: Any = tokenizers.Tokenizer.from_str(json.dumps(state))
 
 

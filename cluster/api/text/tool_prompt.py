@@ -4,6 +4,7 @@ Hermes format, which most models have seen."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,18 @@ _BEFORE = (
 )
 _AFTER = (
     "To call one, write its name and arguments as JSON between tags, and so for each call:"
-    '\n<tool_call>\n{"name": "the tool", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
+    '\n<tool_call>\n{"name": <its name>, "arguments": <object of its arguments>}\n</tool_call>\n'
     "The result comes between <tool_response> tags."
 )
 
 
 class TemplateError(Exception):
     """The messages cannot be rendered; the text is meant for the client."""
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a chat template shows tools; else they are described to the model here."""
+    return bool(re.search(r"\btools\b", template))
 
 
 def describe_tools(

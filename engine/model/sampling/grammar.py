@@ -8,7 +8,6 @@ token.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 MAX_COMPILED = 128  # grammars that are kept, the last ones used
@@ -48,38 +48,6 @@ LIMITS = llguidance.LLParserLimits(
     precompute_large_lexemes=False,  # a regular expression of a whole vocabulary would take seconds
     verbose_errors=False,
 )
-
-
-class GrammarError(Exception):
-    """A grammar cannot be compiled, or an output cannot go on by it; one line."""
-
-
-def read_vocabulary(
-    model_dir: Path, eos_token_ids: Sequence[int], vocab_size: int = 0
-) -> llguidance.LLTokenizer:
-    """The model's tokens as grammars see them; takes a second. vocab_size: of its logits, which may
-    exceed the tokenizer's (no grammar allows the rest), or be less. Raises GrammarError."""
-    try:
-        text = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
-        ends = sorted({*eos_token_ids, *_named_end(model_dir, text)}) or None
-        try:
-            return llguidance.LLTokenizer(text, n_vocab=vocab_size or None, eos_token=ends)
-        except ValueError:  # it is less
-            return llguidance.LLTokenizer(text, eos_token=ends)
-    except (OSError, ValueError) as error:
-        raise GrammarError(f"no tokenizer for grammars: {error}") from error
-
-
-def _named_end(model_dir: Path, tokenizer: str) -> Iterator[int]:
-    """The token that `tokenizer_config.json` names as the end."""
-    path = model_dir / "tokenizer_config.json"
-    named = (
-        json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
-    )
-    name = named.get("content") if isinstance(named, dict) else named
-    for added in json.loads(tokenizer).get("added_tokens", []):
-        if added["content"] == name:
-            yield added["id"]
 
 
 def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:

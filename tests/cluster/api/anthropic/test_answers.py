@@ -149,20 +149,22 @@ def test_an_answer_that_is_cut_says_so(served: Served, as_stream: bool) -> None:
     assert served.router.submits[0].sampling.max_tokens == 3
 
 
-def test_a_call_that_is_cut_is_told_as_far_as_it_came(thinking: Served) -> None:
-    says(thinking, CALL)
-    num = len(thinking.ctx.tokenizer.encode(CALL)) - 12
+def test_a_call_that_is_cut_has_the_arguments_that_are_whole(thinking: Served) -> None:
+    whole = call_text("weather", '{"city": "Oslo", "days": [1, 2, 3, 4, 5, 6, 7, 8]}')
+    says(thinking, whole)
+    tokenizer = thinking.ctx.tokenizer
+    num = len(tokenizer.encode(whole[: whole.index(', "days"') + 5]))
     answer = ask(thinking, tools=[WEATHER], max_tokens=num)
     assert answer.stop_reason == "max_tokens"
     (call,) = answer.content
-    assert call.type == "tool_use"
-    part = call.input["partial_json"]
-    assert isinstance(part, str)
-    assert OSLO.startswith(part)
+    assert (call.type, call.input) == ("tool_use", {"city": "Oslo"})
     events = stream(thinking, tools=[WEATHER], max_tokens=num)
     streamed = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
-    assert "".join(streamed) == part
+    assert "".join(streamed).startswith('{"city": "Oslo", ')
     assert shape(events)[-3:] == ["stop 0", "message_delta", "message_stop"]
+    says(thinking, CALL)
+    num = len(tokenizer.encode(CALL)) - 12
+    assert ask(thinking, tools=[WEATHER], max_tokens=num).content[0].input == {}
 
 
 def test_an_answer_without_a_word_has_no_blocks(served: Served) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import llguidance
 import pytest
 
-from kvrelay.engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
+from kvrelay.engine.model.sampling.grammar import compile_grammar
+from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 
 
 class Matching:

@@ -107,6 +107,24 @@ def test_a_call_that_is_required_is_the_whole_output(writing: Writing) -> None:
     assert [text for text in refused if writing.accepts(grammar, text)] == []
 
 
+def test_a_forced_call_has_no_arguments_that_its_tool_does_not_name(writing: Writing) -> None:
+    """Unless the schema says more than names; what is only offered may have them."""
+    named = {"type": "object", "properties": {"to": {"type": "string"}}}
+    alike: list[dict[str, Any]] = [{}, {"type": "object", "properties": {}}, named]
+    for schema in alike:
+        tool = Tool("open", schema)
+        grammar = writing.grammar([tool])
+        assert writing.accepts(grammar, writing.calls((tool, {})))
+        assert not writing.accepts(grammar, writing.calls((tool, {"other": 1})))
+    if writing.form.syntax(SEND).parameters is None:
+        for more in ({"additionalProperties": True}, {"anyOf": [{"required": []}]}):
+            tool = Tool("open", named | more)
+            assert writing.accepts(writing.grammar([tool]), writing.calls((tool, {"other": 1})))
+        tool = Tool("open", named)
+        offered = writing.grammar([tool], required=False)
+        assert writing.accepts(offered, writing.calls((tool, {"other": 1})))
+
+
 def test_a_call_that_is_offered_matches_its_schema_wherever_it_is(writing: Writing) -> None:
     grammar = writing.grammar(required=False)
     texts = [f"{writing.final}Hi é 😀.\n", f"{writing.final}[1] < 2 {{}}"]

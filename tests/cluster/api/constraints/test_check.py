@@ -20,7 +20,7 @@ from kvrelay.cluster.api.constraints.schema import MAX_OPTIONAL, SchemaError
 from kvrelay.cluster.api.limiter import TENANT, LimitReached
 from kvrelay.cluster.api.output.json_calls import Hermes
 from kvrelay.cluster.api.output.tools import Tool
-from kvrelay.engine.model.sampling.grammar import GrammarError
+from kvrelay.engine.model.sampling.vocabulary import GrammarError
 from tests.cluster.api.conftest import wait_until
 
 Test = Callable[[Constraints], Coroutine[Any, Any, Any]]

@@ -30,10 +30,15 @@ TEMPLATES = {
 @pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
 def test_a_template_implies_its_format(name: str, template: str) -> None:
     assert TEMPLATES.keys() == FORMATS.keys()
-    for source in (template, f"{{% if tools %}}{template}{{% endif %}}"):
-        tools = Dialect.of(source).tools
-        assert tools is not None
-        assert tools.name == name
+    tools = Dialect.of(f"{{% if tools %}}{template}{{% endif %}}").tools
+    assert tools is not None
+    assert tools.name == name
+    told = Dialect.of(template).tools  # it shows no tools, so the model is told of another format
+    assert told is not None
+    assert told.name == ("harmony" if name == "harmony" else "hermes")
+    named = Dialect.of(template, name).tools
+    assert named is not None
+    assert named.name == name
 
 
 def test_a_tag_of_python_implies_llama() -> None:

@@ -17,7 +17,8 @@ import tokenizers
 
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.engine.model.sampling.grammar import compile_grammar, read_vocabulary
+from kvrelay.engine.model.sampling.grammar import compile_grammar
+from kvrelay.engine.model.sampling.vocabulary import read_vocabulary
 from kvrelay.router.messages import Submit
 from tests.cluster.api.conftest import Served, serve
 

@@ -99,6 +99,13 @@ def test_token_ids_come_with_the_answer(served: Served) -> None:
     choices = [chunk["choices"][0] for chunk in chunks]
     streamed = [token for each in choices for token in each.get("token_ids", ())]
     assert streamed == served.router.answer(served.router.submits[-1])
+    streamed_text = {**text, "stream": True, "n": 2, "max_tokens": 3}
+    choices = choices_of(served, "/v1/completions", streamed_text)
+    told = [(c["index"], c["prompt_token_ids"]) for c in choices if "prompt_token_ids" in c]
+    prompt = list(served.router.submits[-1].tokens)
+    assert sorted(told) == [(0, prompt), (1, prompt)]
+    firsts = {c["index"]: c for c in reversed(choices)}
+    assert all("prompt_token_ids" in first for first in firsts.values())
     unasked = [served.post(HELLO).json(), served.post({"prompt": "Hi"}, "/v1/completions").json()]
     for answer in unasked:
         found = {**answer, **answer["choices"][0]}
