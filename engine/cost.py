@@ -72,7 +72,7 @@ DECODE_SHAPE = (1.0, 0.5, 0.4, 0.1)
 ROW_SHAPE = (1.0, 0.5, 0.5, 0.5)
 PRIOR_SPREAD = 10.0  # a weight may well be so many times off its part of the shape
 FIRST_SPREAD = 0.5  # relative error of a fit that was never compared
-UNIT_WEIGHT = 0.05  # of the latest sample, in the speed and in the mean of errors
+UNIT_WEIGHT = 0.05  # the latest sample's, in the speed and in the mean of errors
 MOST_OFF = 1e4  # times that what was expected and what was measured may differ, to count
 FAR_OFF, MANY_OFF = log(1.7), 4  # so far off, so many times in a row, and the machine has changed
 FORGET_FAR = 0.3  # factor on the weight of older samples then
@@ -97,9 +97,9 @@ class FittedCost:
         self._pull = [0.0] * size
         self._num_kept = 0.0  # samples, likewise
         self._unit_s = 0.0  # seconds for what `shape` calls 1: the middle of what was measured
-        self._squares = FIRST_SPREAD**2  # of the relative errors, on average
+        self._squares = FIRST_SPREAD**2  # relative errors squared, on average
         self._num_off = 0  # samples in a row that were far off, all too low or all too high
-        self.slowest_unit_s = 0.0  # of late
+        self.slowest_unit_s = 0.0  # recently
 
     def add(self, features: Sequence[float], seconds: float) -> None:
         if not 0 < seconds < inf:
@@ -254,7 +254,7 @@ class StepTiming:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self.decode_step_s = Rate()
-        self._tokens_per_s = Rate()  # of prompts, in passes as long as they were of late
+        self._tokens_per_s = Rate()  # prompts' tokens, in passes as long as they were of late
         self.prompt_cost = FittedCost(PROMPT_SHAPE)
         self._alone_cost = FittedCost(PROMPT_SHAPE)  # prompts in passes without decodes
         self._prompt_tokens = Rate()  # in a pass that has any; each token counts
