@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
+from kvrelay.engine.files import given_folder
+
 DIGEST_BYTES = 32
 CHUNK_BYTES = 4 << 20  # that one thread hashes at a time
 MAX_THREADS = min(16, os.cpu_count() or 1)
@@ -36,7 +38,7 @@ def publish_dir(final: Path, make: Callable[[Path], None]) -> Path:
     """Have `make` fill a fresh directory, then rename it to `final`; the first maker wins."""
     if final.is_dir():
         return final
-    final.parent.mkdir(parents=True, exist_ok=True)
+    given_folder(final.parent)
     fresh = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         make(fresh)
@@ -68,13 +70,16 @@ def file_digest(path: Path, cache_dir: Path | None = None) -> bytes:
         return _digest_of(path, stat.st_size)
     key = blake2b(repr(version_of(stat)).encode(), digest_size=16).hexdigest()
     kept = (cache_dir or default_cache_dir()) / "digests" / key
+    try:
+        given_folder(kept.parent)
+    except OSError:  # no place to keep it, or another user's
+        return _digest_of(path, stat.st_size)
     found = _kept_digest(kept)
     if found is not None:
         return found
     from filelock import FileLock, Timeout  # 45 ms to import, and seldom needed
 
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
         # Processes that start together let one of them read the file.
         with FileLock(kept.parent.parent / "digests.lock", timeout=LOCK_TIMEOUT_S):
             return _kept_digest(kept) or _keep_digest(path, stat, kept)

@@ -28,6 +28,7 @@ from typing import Any
 from cffi import FFI
 
 from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.files import check_owner, given_folder
 
 BUILD_TIMEOUT_S = 600.0  # for one file: on a machine that is busy it takes minutes
 FLAGS = ("-O3", "-std=c11", "-fPIC")
@@ -146,8 +147,8 @@ def build(
     root = cache_dir or default_cache_dir()
     path = root / "native" / f"{name}-{_key(source, command)}.so"
     try:
+        given_folder(path.parent)
         if not _is_sound(path, instead_of):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _build_once(source, command, path, root / f"native-{name}.lock", instead_of)
     except OSError as error:
         raise NativeBuildError(
@@ -208,6 +209,7 @@ def _cpu() -> bytes:
 def _is_sound(path: Path, instead_of: os.stat_result | None) -> bool:
     """Whether the library is there with all its bytes, and is not that one."""
     try:
+        check_owner(path)  # it is loaded into this process
         whole = path.read_bytes()
         if instead_of is not None and os.path.samestat(path.stat(), instead_of):
             return False

@@ -32,6 +32,9 @@ def matching(pattern: str, expected: str = "", secret: bool = False) -> Meta:
     return Meta(pattern=rf"^(?:{pattern})\Z", extra={"expected": expected, "secret": secret})
 
 
+OPERATIONS_KEY_FILE = "operations.key"  # in the state directory, where one was made
+
+
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the file. The first sentence of its docstring is the table's comment there."""
 

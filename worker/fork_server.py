@@ -21,12 +21,10 @@ saved: the asker starts the worker itself.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -42,6 +40,7 @@ from msgspec.structs import replace
 
 import kvrelay.engine
 from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.engine.files import held_lock, own_folder
 from kvrelay.engine.wire.channel import command
 from kvrelay.worker.processes import FORK_MODULE, fork_server_name
 
@@ -49,6 +48,7 @@ log = logging.getLogger("kvrelay.worker")
 
 ANSWER_S = 20.0  # for an answer, or for a part of the imports before it
 MAX_WAITS = 6  # each of ANSWER_S, as long as it works
+LOCK_S = 10.0  # for others who look into the folder
 REQUEST_S = 5.0  # to say what is wanted, once that has begun
 UNUSED_S = 300.0  # that it lives for its starter alone: no guardian may be its equal
 LINGER_S = 30.0  # that it lives without a connection: a controller may be starting again
@@ -149,18 +149,10 @@ def _installed(environment: Mapping[str, str]) -> Iterator[Path]:
 @contextlib.contextmanager
 def listening_place(key: str) -> Iterator[Path]:
     """Where the server of `key` listens, while nobody else changes that folder. Raises OSError
-    where the folder is not this user's alone."""
-    folder = Path(f"{FOLDER}{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder that only user {os.getuid()} can read")
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    where the folder is not this user's alone, or is in use for long."""
+    folder = own_folder(Path(f"{FOLDER}{os.getuid()}"), private=True)
+    with held_lock(folder / "lock", LOCK_S):
         yield folder / f"{key}.sock"
-    finally:
-        os.close(lock)
 
 
 def connect(path: Path) -> socket.socket | None:

@@ -89,24 +89,15 @@ class WorkerGuardian:
 
     def _run(self, module: str, spec: WorkerSpec | RankHostSpec, order: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
-        name = name_of(spec.cluster, spec.worker, spec.epoch)
-        threads = spec.engine.threads if isinstance(spec, WorkerSpec) else spec.threads
         mine, its = socket.socketpair()
-        with its, choosing() if spec.num_gpus else contextlib.nullcontext():
-            env, why_not = self._environment(spec.num_gpus, threads)
-            if why_not:
-                mine.close()
-                return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
-            if not (isinstance(spec, WorkerSpec) and self._fork(spec, name, env, its)):
-                words = command(module, name, end=its)
-                try:
-                    if isinstance(spec, WorkerSpec) and spec.engine.python:
-                        words, env = in_environment(spec.engine.python, words, env)
-                    self._start(words, env, its)
-                except OSError as error:
-                    mine.close()
-                    why = f"{words[0]} does not start: {error.strerror}"
-                    return StartFailed(spec.worker, spec.epoch, why, permanent=True)
+        try:
+            with its, choosing() if spec.num_gpus else contextlib.nullcontext():
+                begun = self._begin(module, spec, its)
+        except OSError as error:  # of the lock
+            begun = StartFailed(spec.worker, spec.epoch, str(error), permanent=False)
+        if isinstance(begun, StartFailed):
+            mine.close()
+            return begun
         channel = BlockingChannel(mine)
         channel.send(order)
         try:
@@ -117,10 +108,30 @@ class WorkerGuardian:
         except ChannelError as error:
             return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
         if isinstance(answer, WorkerStarted) and isinstance(spec, WorkerSpec) and spec.fork_server:
-            threading.Thread(target=self._have_fork_server, args=(spec, env)).start()
+            threading.Thread(target=self._have_fork_server, args=(spec, begun)).start()
         if not isinstance(answer, StartFailed):
             threading.Thread(target=self._watch, args=(channel,), daemon=True).start()
         return answer
+
+    def _begin(
+        self, module: str, spec: WorkerSpec | RankHostSpec, its: socket.socket
+    ) -> dict[str, str] | StartFailed:
+        """Start its process, at whose end of the channel is `its`. Returns its environment."""
+        name = name_of(spec.cluster, spec.worker, spec.epoch)
+        threads = spec.engine.threads if isinstance(spec, WorkerSpec) else spec.threads
+        env, why_not = self._environment(spec.num_gpus, threads)
+        if why_not:
+            return StartFailed(spec.worker, spec.epoch, why_not, permanent=False)
+        if not (isinstance(spec, WorkerSpec) and self._fork(spec, name, env, its)):
+            words = command(module, name, end=its)
+            try:
+                if isinstance(spec, WorkerSpec) and spec.engine.python:
+                    words, env = in_environment(spec.engine.python, words, env)
+                self._start(words, env, its)
+            except OSError as error:
+                why = f"{words[0]} does not start: {error.strerror}"
+                return StartFailed(spec.worker, spec.epoch, why, permanent=True)
+        return env
 
     def _fork(self, spec: WorkerSpec, name: str, env: dict[str, str], its: socket.socket) -> bool:
         """Whether its process was forked."""

@@ -8,19 +8,19 @@ takes only such as no other worker's process here holds, whoever has started tha
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+from kvrelay.engine.files import held_lock, runtime_folder
 from kvrelay.engine.node import NodeId
 
 MODULE = "kvrelay.cluster.processes.worker"  # what a worker's process runs; its name follows
 RANKS_MODULE = "kvrelay.worker.rank_host"  # what one runs that has some of its further ranks
 FORK_MODULE = "kvrelay.cluster.processes.fork_server"  # what one runs that workers are forked from
 
+CHOOSING_S = 60.0  # for workers that are being started here
 GPUS = "KVRELAY_GPUS"  # in the environment of each: what it holds, as CUDA_VISIBLE_DEVICES names it
 
 
@@ -82,14 +82,10 @@ def gpus_here(root: Path = Path("/")) -> list[str]:
 
 @contextlib.contextmanager
 def choosing() -> Iterator[None]:
-    """One at a time on this machine: until its process is there, nobody sees what it holds."""
-    path = f"/tmp/kvrelay-gpus-{os.getuid()}"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """One at a time on this machine: until its process is there, nobody sees what it holds. Raises
+    OSError where the lock is another user's, or is held for long."""
+    with held_lock(runtime_folder() / "gpus.lock", CHOOSING_S):
         yield
-    finally:
-        os.close(lock)
 
 
 def _split(names: str) -> list[str]:

@@ -18,7 +18,6 @@ import json
 import mmap
 import os
 import shutil
-import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from kvrelay.engine.files import own_folder
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import AgentError, StoreIndex
 from kvrelay.kvtransfer.store.errors import StoreError, store_error
@@ -60,16 +60,9 @@ def arena_root(machine: Path = SHARED_MEMORY) -> Path:
     """Where arenas of this user lie. Raises StoreError where others could read or change them."""
     root = machine / f"kvrelay-{os.getuid()}"
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = root.lstat()
+        return own_folder(root, private=True)
     except OSError as error:
         raise store_error(root, error, "host memory") from error
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
-        raise StoreError(
-            f"host memory {root}: it must be a folder that only user {os.getuid()} can read;"
-            " remove it"
-        )
-    return root
 
 
 class ArenaIndex:

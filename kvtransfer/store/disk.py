@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
+from kvrelay.engine.files import check_owner, given_folder, open_own, own_folder
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import StoreIndex
@@ -209,11 +210,11 @@ class DiskStore:
         return self.folder / BLOCKS
 
     def _begin(self, lock_timeout_s: float) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
         self._device = self.folder.stat().st_dev
         self._lock = FolderLock.take(self.folder / LOCK, lock_timeout_s)
         self._index = index = Index.open(self.folder / INDEX, self._identity)
-        self.fd = os.open(self._blocks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.fd = open_own(self._blocks, os.O_RDWR | os.O_CREAT)
         found_bytes = os.fstat(self.fd).st_size
         if index.is_new:
             os.ftruncate(self.fd, 0)  # give the space back
@@ -223,6 +224,17 @@ class DiskStore:
             self._load(index, found_bytes)
         os.ftruncate(self.fd, self.num_bytes)
         self._warn_if_space_is_short()
+
+    def _make_folder(self) -> None:
+        """Above the root there may be a place for all, and below it nothing is another's: the root,
+        the folder of its fingerprint, its own, and what is in that. Raises OSError."""
+        for parent in (self.folder.parents[1], self.folder.parent):
+            given_folder(parent)
+        if self.folder.is_symlink():
+            check_owner(self.folder)
+        own_folder(self.folder.resolve())
+        for each in self.folder.iterdir():
+            check_owner(each)
 
     def _load(self, index: Index, found_bytes: int) -> None:
         """Fill `records`; what is not worth listing leaves the index."""
@@ -323,7 +335,7 @@ class DiskStore:
             raise StoreError(
                 self._line("its file system is gone; mount it again and restart the worker")
             )
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
         self._retake_lock()
         remove_files(self.folder / INDEX)
         self._blocks.unlink(missing_ok=True)

@@ -7,6 +7,8 @@ import os
 import sqlite3
 from pathlib import Path
 
+from kvrelay.engine.files import NotOwn
+
 
 class StoreError(Exception):
     """The disk store cannot be used, or not now. One line: path, reason, what to do."""
@@ -49,6 +51,8 @@ _SQLITE_ADVICE = {
 
 def store_error(path: Path, error: OSError | sqlite3.Error, what: str = "disk store") -> StoreError:
     """What happened at `path`, as a StoreError."""
+    if isinstance(error, NotOwn):
+        return StoreError(f"{what} {error}")
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno else str(error)
         advice = _ADVICE.get(error.errno or 0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from kvrelay.engine.files import open_own
 from kvrelay.kvtransfer.layout import FINGERPRINT_BYTES
 from kvrelay.kvtransfer.store.errors import StoreInUse
 
@@ -67,7 +68,7 @@ class FolderLock:
         `what` and the holder, or OSError."""
         deadline = time.monotonic() + timeout_s
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
                 if _locked(fd, fcntl.LOCK_EX):
                     _write_pid(fd)

@@ -163,7 +163,7 @@ def test_a_folder_that_others_reach_is_not_used(
     folder.chmod(0o755)
     with forked(name_of(CLUSTER, "decode-0", 1), ENV) as (connection, _):
         assert connection is None
-    assert "is not a folder that only user" in caplog.text
+    assert "others may read it" in caplog.text
     assert not [*folder.iterdir()]
 
 

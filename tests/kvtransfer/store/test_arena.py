@@ -170,7 +170,7 @@ class TestMemory:
         root = arena_root(tmp_path)
         assert root.stat().st_mode & 0o777 == 0o700
         root.chmod(0o755)
-        with pytest.raises(StoreError, match="only user"):
+        with pytest.raises(StoreError, match="others may read it"):
             arena_root(tmp_path)
 
     def test_what_nobody_has_can_be_removed(self, tmp_path: Path, folder: Path) -> None:
