@@ -32,6 +32,7 @@ from kvrelay.cluster.processes.life import (
     changed_weights,
     read_record,
 )
+from kvrelay.cluster.state.server_lock import inherited_locks
 from kvrelay.engine.files import write_private
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
@@ -198,6 +199,7 @@ def become(command: Sequence[str], python_path: str, handover: Handover) -> NoRe
     """Become that program. Raises OSError; then this one goes on, with copies of the channels."""
     number = _in_memory(handover)
     passed = [number, *handover.sockets.values(), *(each.channel for each in handover.routers)]
+    passed += inherited_locks()  # nobody else gets the state directory meanwhile
     for each in passed:
         os.set_inheritable(each, True)
     logging.shutdown()  # lines that wait for their file

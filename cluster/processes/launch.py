@@ -44,6 +44,7 @@ from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.cluster.state.opening import with_cluster_token, with_url
+from kvrelay.cluster.state.server_lock import ServerLock, StateInUse
 from kvrelay.engine.host import in_thread, keep_running
 from kvrelay.engine.model.checkpoint.resolve import license_notice
 from kvrelay.engine.node import NodeId
@@ -78,9 +79,15 @@ async def serve(
     as `worker.processes.kill_workers` takes it. `found`: from the server that this process was
     before. Raises ServeError, and ConfigError for tenants, the store and an extra that is not
     installed."""
-    config = await asyncio.to_thread(settle, config, on_progress)
-    access = await asyncio.to_thread(load_access, config)
-    sockets = await asyncio.to_thread(_bind_all, config, found)
+    lock = await asyncio.to_thread(_lock_state, config, found)
+    try:
+        config = await asyncio.to_thread(settle, config, on_progress)
+        access = await asyncio.to_thread(load_access, config)
+        sockets = await asyncio.to_thread(_bind_all, config, found)
+        lock.tell([sock.getsockname()[:2] for sock in sockets.values()])
+    except BaseException:
+        lock.release()
+        raise
     is_found = asyncio.Event()
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
     supervisor: Supervisor | None = None
@@ -125,6 +132,18 @@ async def serve(
             await supervisor.end(config.cluster.drain_s if has_clients else 0.0)
         for sock in (*sockets.values(), *filter(None, [forks])):
             sock.close()
+        lock.release()
+
+
+def _lock_state(config: Config, found: Handover | None) -> ServerLock:
+    """Raises ServeError where another server has its state in the same directory."""
+    path = config.sessions.state_path
+    try:
+        return ServerLock.take(path, goes_on=found is not None)
+    except StateInUse as error:
+        raise ServeError(str(error)) from error
+    except OSError as error:
+        raise ServeError(f"cannot write to {path} (sessions.state_dir): {error}") from error
 
 
 def _start_fork_server(config: Config, life: Life, *, is_fresh: bool) -> socket.socket | None:

@@ -5,7 +5,9 @@ answers, certificates); `kv/`, the disk tier, where that is asked for. Databases
 SQLite, so a server may run meanwhile. Of a disk store the index is copied first: what is written
 after that does not fit the checksum that the index has, and is dropped by whoever reads it.
 
-What belongs to a life of the server alone is left out: its running workers, locks, logs.
+What belongs to a life of the server alone is left out: its running workers, locks, logs. So are
+drafts, which are no files yet, and copies of what is in Redis. A file that has gone since it was
+listed is no error, unless the copied database of batches names it; that is copied after the files.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from pathlib import Path
 
 import msgspec
 
+from kvrelay.cluster.state.server_lock import LOCK as SERVER_LOCK
+from kvrelay.cluster.state.server_lock import ServerLock, StateInUse
 from kvrelay.kvtransfer.store.folder import BLOCKS, INDEX, LOCK
 
 MANIFEST = "manifest.json"
 VERSION = 1  # the layout of the folder
 _DATABASES = (".db", ".sqlite")
-_LEFT_OUT = ("running", "scaling")
+_LEFT_OUT = ("running", "scaling", "logs", "shared-files")
+_FILES, _BATCHES = "files", "batches.db"  # of batches: the second names the first
+_TRIES = 5  # to have both as they were at one moment
 _CHUNK = 16 << 20
 
 Tell = Callable[[str], None]
@@ -52,7 +58,7 @@ def back_up(
 ) -> Manifest:
     """Copy `state`, and the disk tier at `kv`, into `folder`, which must not be there. Raises
     BackupError; then `folder` is gone again."""
-    names = sorted(_kept(state))
+    names = sorted(_kept(state), key=lambda name: (not name.startswith(f"{_FILES}/"), name))
     if not names:
         raise BackupError(f"{state} has nothing to keep: is it the server's sessions.state_dir?")
     try:
@@ -65,7 +71,9 @@ def back_up(
         files = {}
         for name in names:
             tell(name)
-            _copy(state / name, folder / "state" / name)
+            if _copied(state, name, folder):
+                files[name] = _digest(folder / "state" / name)
+        for name in _copy_named(state, folder):
             files[name] = _digest(folder / "state" / name)
         for store in _stores(kv) if kv is not None else ():
             tell(f"kv/{store}")
@@ -78,7 +86,7 @@ def back_up(
         text = msgspec.json.format(msgspec.json.encode(manifest))
         (folder / MANIFEST).write_bytes(text + b"\n")
         return manifest
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, BackupError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise BackupError(f"{error}; {folder} is removed") from error
 
@@ -93,19 +101,44 @@ def restore(folder: Path, state: Path, *, kv: Path | None, overwrite: bool, tell
             raise BackupError(f"{path} is missing or was changed: take another backup")
     kept = kv if manifest.has_kv else None
     stores = _stores(folder / "kv") if kept is not None else []
+    try:
+        lock = ServerLock.take(state)
+    except StateInUse as error:
+        raise BackupError(str(error)) from error
+    except OSError as error:
+        raise BackupError(f"{state}: {error}") from error
+    try:
+        _put_back(folder, state, manifest, stores, kept, overwrite=overwrite, tell=tell)
+    finally:
+        lock.release()
+    return manifest
+
+
+def _put_back(
+    folder: Path,
+    state: Path,
+    manifest: Manifest,
+    stores: list[Path],
+    kept: Path | None,
+    *,
+    overwrite: bool,
+    tell: Tell,
+) -> None:
+    """Raises BackupError."""
     if holder := _in_use(state):
         raise BackupError(f"a server uses {state} (it holds {holder}): end it first")
     for store in stores:
         assert kept is not None
         if _is_locked(kept / store / LOCK):
             raise BackupError(f"a worker uses {kept / store}: end the server first")
-    there = [state / name for name in manifest.files if (state / name).exists()]
+    names = [name for name in manifest.files if Path(name).parts[0] not in _LEFT_OUT]
+    there = [state / name for name in names if (state / name).exists()]
     there += [kept / store for store in stores if kept is not None and (kept / store).exists()]
     if there and not overwrite:
         more = f" and {len(there) - 1} more" if there[1:] else ""
         raise BackupError(f"{there[0]}{more} would be written over: --overwrite does that")
     try:
-        for name in manifest.files:
+        for name in names:
             tell(name)
             for suffix in ("-wal", "-shm"):  # changes of what was there, not of this
                 Path(f"{state / name}{suffix}").unlink(missing_ok=True)
@@ -118,7 +151,6 @@ def restore(folder: Path, state: Path, *, kv: Path | None, overwrite: bool, tell
                 _copy(folder / "kv" / store / name, kept / store / name)
     except (OSError, sqlite3.Error) as error:
         raise BackupError(f"{error}; what is there is not complete: restore again") from error
-    return manifest
 
 
 def _read(folder: Path) -> Manifest:
@@ -143,9 +175,41 @@ def _read(folder: Path) -> Manifest:
 def _kept(state: Path) -> Iterator[str]:
     for path in state.rglob("*"):
         name = path.relative_to(state)
-        is_part = path.name.endswith((".lock", "-wal", "-shm")) or ".bad-" in path.name
-        if path.is_file() and not is_part and name.parts[0] not in _LEFT_OUT:
+        is_part = path.name.endswith((".lock", "-wal", "-shm", ".new")) or ".bad-" in path.name
+        is_draft = any(part.startswith(".") for part in name.parts)
+        if path.is_file() and not (is_part or is_draft or name.parts[0] in _LEFT_OUT):
             yield str(name)
+
+
+def _copied(state: Path, name: str, folder: Path) -> bool:
+    """Whether it was still there."""
+    try:
+        _copy(state / name, folder / "state" / name)
+    except FileNotFoundError:
+        _draft_of(folder / "state" / name).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _copy_named(state: Path, folder: Path) -> set[str]:
+    """Copies what the copied database names and what came after its files were copied. Returns
+    what is another now. Raises BackupError where it names what is gone, however often it is copied
+    again."""
+    copied = folder / "state"
+    changed: set[str] = set()
+    if not (copied / _BATCHES).is_file():
+        return changed
+    for _ in range(_TRIES):
+        with closing(sqlite3.connect(copied / _BATCHES)) as connection:
+            rows = connection.execute("SELECT id FROM files").fetchall()
+        lacking = [name for (each,) in rows if not (copied / (name := f"{_FILES}/{each}")).exists()]
+        gone = [name for name in lacking if not _copied(state, name, folder)]
+        changed.update(set(lacking) - set(gone))
+        if not gone:
+            return changed
+        _copy(state / _BATCHES, copied / _BATCHES)
+        changed.add(_BATCHES)
+    raise BackupError(f"files of batches go while they are copied ({gone[0]}): try again")
 
 
 def _stores(kv: Path) -> list[Path]:
@@ -155,7 +219,7 @@ def _stores(kv: Path) -> list[Path]:
 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = target.with_name(f"{target.name}.new")
+    draft = _draft_of(target)
     handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
         if not source.name.endswith(_DATABASES):
@@ -170,6 +234,10 @@ def _copy(source: Path, target: Path) -> None:
     with draft.open("rb") as file:
         os.fsync(file.fileno())
     draft.replace(target)
+
+
+def _draft_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.new")
 
 
 def _copy_sparse(source: int, target: int) -> None:
@@ -200,7 +268,8 @@ def _digest(path: Path) -> str:
 
 def _in_use(state: Path) -> str:
     """The lock in `state` that somebody holds; "": none."""
-    return next((str(path.name) for path in state.glob("*.lock") if _is_locked(path)), "")
+    locks = (path for path in state.glob("*.lock") if path.name != SERVER_LOCK)
+    return next((str(path.name) for path in locks if _is_locked(path)), "")
 
 
 def _is_locked(path: Path) -> bool:

@@ -133,6 +133,7 @@ def test_documents_are_valid(case: str, version: str) -> None:
         {"config": {"tenant": [{"name": "a", "keys": ["k"]}]}},
         {"api": {"port": "8000"}},
         {"api": {"replicas": 2}, "redis": {"enabled": False}},
+        {"api": {"replicas": 2}, "state": {"existingClaim": "one-for-all"}},
         {"ray": {"workerGroups": []}},
         {"ray": {"workerGroups": [{**GROUP, "replicas": -1}]}},
         {"redis": {"image": "valkey"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import sqlite3
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.cli.backup import backup, restore
+from kvrelay.cluster.state import backup as backup_module
+from kvrelay.cluster.state.server_lock import ServerLock
 
 BLOCK = b"k" * 4096
 
@@ -56,6 +60,10 @@ def first(tmp_path: Path) -> Machine:
     (machine.state / "tls/ca.pem").write_text("a certificate")
     (machine.state / "running/host-8000").mkdir(parents=True)
     (machine.state / "running/host-8000/life").write_text("a token")
+    for name in ("logs/0/router-0.log", "scaling/0.jsonl", "shared-files/one", "files/.draft"):
+        (machine.state / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.state / name).write_text("not kept")
+    (machine.state / "weights.json.new").write_text("not kept")
     return machine
 
 
@@ -72,6 +80,22 @@ def held(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def closing_lock(lock: ServerLock) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def add_file(batches: BatchStore, content: bytes) -> str:
+    draft, name = batches.draft(), f"file-{content.decode()}"
+    draft.write_bytes(content)
+    record = {"id": name, "expires_at": 1e12, "bytes": len(content)}
+    batches.add_file("", record, draft, 1 << 20)
+    return name
 
 
 def files_of(folder: Path) -> set[str]:
@@ -93,10 +117,55 @@ def test_what_a_running_server_has_is_found_on_another_machine(
     )
     brought = second.run(restore, tmp_path / "copy")
     assert brought.exit_code == 0, brought.output
-    assert files_of(second.state) == {"responses.db", "salt.secret", "tls/ca.pem"}
+    assert files_of(second.state) == {"responses.db", "salt.secret", "server.lock", "tls/ca.pem"}
     assert ResponseStore(second.state / "responses.db").get("", "resp_1") == b"an answer"
     assert (second.state / "salt.secret").read_text() == "s" * 64
     assert (second.state / "salt.secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_files_of_batches_may_come_and_go_meanwhile(
+    first: Machine, second: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the copied database names is there; what is gone is missed only where it does."""
+    batches = BatchStore(first.state)
+    kept, gone, late = (add_file(batches, each) for each in (b"kept", b"gone", b"late"))
+    late_bytes = (first.state / "files" / late).read_bytes()
+    (first.state / "files" / late).unlink()
+    copy = backup_module._copy
+
+    def meanwhile(source: Path, target: Path) -> None:
+        if source.name == gone and source.exists():
+            batches.delete_file("", gone)
+        if source.name == "batches.db":
+            (first.state / "files" / late).write_bytes(late_bytes)
+        copy(source, target)
+
+    monkeypatch.setattr(backup_module, "_copy", meanwhile)
+    made = first.run(backup, tmp_path / "copy")
+    assert made.exit_code == 0, made.output
+    assert second.run(restore, tmp_path / "copy").exit_code == 0
+    assert {each.name for each in (second.state / "files").iterdir()} == {kept, late}
+    (first.state / "files" / late).unlink()
+    monkeypatch.undo()
+    refused = first.run(backup, tmp_path / "another")
+    assert (refused.exit_code, late in refused.output) == (1, True)
+    assert not (tmp_path / "another").exists()
+    batches.close()
+
+
+def test_no_logs_are_written_over(first: Machine, second: Machine, tmp_path: Path) -> None:
+    """A backup of an earlier version has some."""
+    first.run(backup, tmp_path / "copy")
+    log, manifest = tmp_path / "copy/state/logs/router-0.log", tmp_path / "copy/manifest.json"
+    log.parent.mkdir()
+    log.write_text("theirs")
+    found = json.loads(manifest.read_text())
+    found["files"]["logs/router-0.log"] = hashlib.sha256(b"theirs").hexdigest()
+    manifest.write_text(json.dumps(found))
+    (second.state / "logs").mkdir(parents=True)
+    (second.state / "logs/router-0.log").write_text("mine")
+    assert second.run(restore, tmp_path / "copy").exit_code == 0
+    assert (second.state / "logs/router-0.log").read_text() == "mine"
 
 
 def test_the_disk_tier_comes_along_where_it_is_asked_for(
@@ -131,7 +200,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(
     assert refused.exit_code == 1
     assert "salt.secret" in refused.output
     assert "--overwrite" in refused.output
-    assert files_of(second.state) == {"salt.secret"}
+    assert files_of(second.state) == {"salt.secret", "server.lock"}
     assert second.run(restore, tmp_path / "copy", "--overwrite").exit_code == 0
     assert (second.state / "salt.secret").read_text() == "s" * 64
 
@@ -146,6 +215,9 @@ def test_a_state_that_a_server_uses_is_left_alone(
         refused = second.run(restore, tmp_path / "copy")
     assert refused.exit_code == 1
     assert "end it first" in refused.output
+    with closing_lock(ServerLock.take(second.state)):  # whatever stores it uses
+        refused = second.run(restore, tmp_path / "copy", "--overwrite")
+        assert f"in use by process {os.getpid()}" in " ".join(refused.output.split())
     store = second.write_kv()
     with held(store / "lock"):
         refused = second.run(restore, tmp_path / "copy", "--kv", "--overwrite")

@@ -87,6 +87,9 @@ imagePullSecrets:
 {{- if not (or .Values.redis.enabled (dig "state" "url" "" $config)) -}}
 {{- fail "api.replicas above 1 needs Redis: set redis.enabled = true, or config.state.url" -}}
 {{- end -}}
+{{- if .Values.state.existingClaim -}}
+{{- fail "api.replicas above 1 with state.existingClaim: a state directory is for one server. Leave state.existingClaim empty, and each pod has its own, or set api.replicas = 1" -}}
+{{- end -}}
 {{- $_ := set (get $own "cluster") "name" (include "kvrelay.name" .) -}}
 {{- end -}}
 {{- $_ := set $own "api" (dict "host" "0.0.0.0" "port" .Values.api.port) -}}
