@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,6 +266,30 @@ def spelled(word: str) -> str:
     """The name of a flag, however it is written; without the key of a value in JSON."""
     name = re.split(r"[=.]", word, maxsplit=1)[0].lstrip("-").replace("_", "-")
     return SHORT.get(name, name)
+
+
+def shown_secrets(words: Iterable[str]) -> list[str]:
+    """Settings that these words of a command line give, and that no other user is to read; all
+    users of a machine read the command lines of all processes."""
+    from kvrelay.cluster.config import secret_settings
+
+    secrets, found = secret_settings(), set()
+    for word in words:
+        flag = FLAGS.get(spelled(word)) if word.startswith("--") else None
+        for name in (flag.setting if flag else "", word.removeprefix("--set=").partition("=")[0]):
+            found.update({name} & secrets)
+    return sorted(found)
+
+
+def warn_of_secrets(console: Any) -> None:
+    """console: rich's, on which it says which secrets the command line of this process shows."""
+    for name in shown_secrets(sys.argv[1:]):
+        text = (
+            f"warning: {name} is in the command line, which every user of this machine can read:"
+            " give it in the settings' file, in a JSON file by --set @FILE, or, where there is one,"
+            " by its variable (KVRELAY_API_KEY, KVRELAY_OPERATIONS_KEY)"
+        )
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
 def _answer(name: str) -> tuple[str, bool]:

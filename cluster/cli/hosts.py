@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from kvrelay.cluster.cli.flags import shown_secrets, warn_of_secrets
 from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.hosts.agent import Answer
@@ -70,6 +71,13 @@ def up(hosts_file: Path, overrides: dict[str, Any]) -> None:
     console = Console(highlight=False)
     try:
         hosts = read_hosts(hosts_file)
+        if shown := shown_secrets(hosts.serve.args):
+            raise ConfigError(
+                f"{hosts_file}: serve.args: all users of {hosts.head.name} could read"
+                f" {', '.join(shown)} in the command line there: set it in the file that"
+                " serve.config names"
+            )
+        warn_of_secrets(console)
         settings = settings_text(hosts_file, hosts)
         board = Board(hosts, console)
         launch = Launch(hosts, board.on_step)

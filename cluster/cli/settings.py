@@ -17,13 +17,18 @@ config_option = click.option(
 
 
 def _read(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    from kvrelay.cluster.config import ConfigError, parse_override
+    from kvrelay.cluster.config import ConfigError, parse_override, read_overrides
 
+    found: dict[str, Any] = {}
     try:
-        found = [parse_override(text) for text in given]
+        for text in given:
+            if text.startswith("@"):
+                found |= read_overrides(Path(text[1:]))
+            else:
+                found |= dict([parse_override(text)])
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
-    return dict(found)
+    return found
 
 
 set_option = click.option(
@@ -32,7 +37,7 @@ set_option = click.option(
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     callback=_read,
-    help="Any setting of the file, which it wins over; may be repeated.",
+    help="Any setting of the file, which it wins over; may be repeated. @FILE: those of its JSON.",
 )
 
 

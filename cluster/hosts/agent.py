@@ -56,11 +56,13 @@ class StartRay(Command, frozen=True):
 
 class StartServer(Command, frozen=True):
     """Start `kvrelay serve`, unless it runs; answered when it is ready. `settings`: its file's
-    text."""
+    text. `overrides`: of single settings, in JSON; a file has them, since all users of the machine
+    read a command line."""
 
     settings: str
     args: tuple[str, ...]
     timeout_s: float
+    overrides: str = "{}"
 
 
 class StopProcess(Command, frozen=True):
@@ -114,11 +116,14 @@ def handle_command(command: AnyCommand) -> Answer:
         case StartRay(_, args, timeout_s):
             ray = [_program("ray"), "start", "--block", *args]
             return _start(folder, "ray", ray, RAY_IS_UP, timeout_s)
-        case StartServer(_, settings, args, timeout_s):
+        case StartServer(_, settings, args, timeout_s, overrides):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             config = folder / "kvrelay.toml"
             write_private(config, settings.encode())
+            more = folder / "overrides.json"
+            write_private(more, overrides.encode())
             serve = [_program("kvrelay"), "serve", "--config", str(config), *args]
+            serve += ["--set", f"@{more}"]
             return _start(folder, "server", serve, SERVER_IS_UP, timeout_s)
         case StopProcess(_, what, timeout_s):
             return _stop(folder, what, timeout_s)

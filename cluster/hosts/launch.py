@@ -200,11 +200,11 @@ class Launch:
         join = (f"--address={hosts.ray_address}",)
         others = [remote for remote in given if remote is not head]
         self._those(others, "ray", lambda remote: _ray(remote, join, start_s), start_s)
-        more = [f"--set={key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
-        args = ("--address", hosts.ray_address, *hosts.serve.args, *more)
+        more = json.dumps(dict(overrides or {}))
+        args = ("--address", hosts.ray_address, *hosts.serve.args)
         ready_s = hosts.serve.ready_s
         (served,) = self._each(
-            [head], "serve", lambda r: StartServer(r.folder, settings, args, ready_s), ready_s
+            [head], "serve", lambda r: StartServer(r.folder, settings, args, ready_s, more), ready_s
         )
         return served.result
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
+from kvrelay.cluster.cli.flags import warn_of_secrets
 from kvrelay.cluster.cli.hosts import down, up
-from kvrelay.cluster.config import ConfigError, parse_override
+from kvrelay.cluster.config import ConfigError, load_config, read_overrides
 from kvrelay.cluster.hosts import agent
 from kvrelay.cluster.hosts.agent import Answer, Ping
 from kvrelay.cluster.hosts.launch import (
@@ -31,6 +33,7 @@ from kvrelay.engine.wire.channel import PREAMBLE, PROTOCOL, Hello, frame
 OF_ANOTHER_VERSION = PREAMBLE + frame(Hello(PROTOCOL, "7.0"))
 OF_ANOTHER_VERSION = OF_ANOTHER_VERSION.replace(b"protocol\x01", b"protocol\x09")
 OTHER_VERSION = "printf %b " + "".join(rf"\\0{byte:03o}" for byte in OF_ANOTHER_VERSION)
+SECRET = "sk-of-nobody-else"
 HERE = ("env", "KVRELAY_TEST_HOST={host}")  # a way to a machine that is this one
 
 
@@ -144,7 +147,8 @@ def test_others_can_read_nothing_of_what_up_writes(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     files = [*folder.iterdir(), *new.iterdir()]
-    assert {file.name for file in files} == {"kvrelay.toml", "server.log", "thing.log"}
+    names = {"kvrelay.toml", "overrides.json", "server.log", "thing.log"}
+    assert {file.name for file in files} == names
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     assert new.stat().st_mode & 0o777 == 0o700
     token = tmp_path / ".ray/auth_token"
@@ -272,17 +276,45 @@ def test_settings_of_the_command_reach_the_server(
     file = str(written(tmp_path, '[[host]]\nname = "a"\n'))
     given = {"engine.guard": False, "model.name": "7b", "engine.max_model_len": 512}
     words = [f"--set={key}={str(value).lower()}" for key, value in given.items()]
-    words += ["--set", f"model.chat_template={tmp_path}/t.jinja"]
+    words += ["--set", f"model.chat_template={tmp_path}/t.jinja", f"--set=api.key={SECRET}"]
     found = CliRunner().invoke(up, [file, *words])
     assert found.exit_code == 0, found.output
     (started,) = (each for each in asked if isinstance(each, agent.StartServer))
-    passed = [word.removeprefix("--set=") for word in started.args if word.startswith("--set=")]
-    wanted = {**given, "model.chat_template": "{{ messages }}"}
-    assert dict(map(parse_override, passed)) == wanted
+    wanted = {**given, "model.chat_template": "{{ messages }}", "api.key": SECRET}
+    assert json.loads(started.overrides) == wanted
+    assert SECRET not in " ".join(started.args)
     asked.clear()
     found = CliRunner().invoke(up, [file, "--set", "engine.guard=perhaps"])
     assert "engine.guard = 'perhaps': expected true or false" in found.output
     assert (found.exit_code, asked) == (1, [])
+
+
+def test_a_secret_is_in_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+
+    def start(_folder: Path, _name: str, command: list[str], *_: object) -> Answer:
+        started.extend(command)
+        return Answer()
+
+    monkeypatch.setattr(agent, "_start", start)
+    overrides = json.dumps({"api.key": SECRET, "engine.block_size": 32})
+    order = agent.StartServer(str(tmp_path / "kept"), "", ("--port", "0"), 1.0, overrides)
+    assert agent.handle_command(order).error == ""
+    assert SECRET not in " ".join(started)
+    assert started[-2] == "--set"
+    file = Path(started[-1].removeprefix("@"))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert load_config(None, read_overrides(file)).api.key == SECRET
+    for args in (["--api-key", SECRET], [f"--set=api.key={SECRET}"], [f"--api_key={SECRET}"]):
+        text = f'[[host]]\nname = "a"\n[serve]\nargs = {json.dumps(args)}\n'
+        refused = CliRunner().invoke(up, [str(written(tmp_path, text))])
+        assert (refused.exit_code, SECRET in refused.output) == (1, False)
+        assert "could read api.key in the command line" in " ".join(refused.output.split())
+        monkeypatch.setattr(sys, "argv", ["kvrelay", "serve", *args])
+        warn_of_secrets(Console())
+        assert "warning: api.key is in the command" in capsys.readouterr().out
 
 
 def test_a_server_has_its_time_to_drain_before_it_is_ended(
