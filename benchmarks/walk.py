@@ -35,6 +35,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.kvtransfer import messages as kv_messages
@@ -217,7 +218,7 @@ def send_prompt(url: str, on: Path, whole: bool = False) -> float:
 def wait_for_worker(url: str, _: Path) -> float:
     deadline = time.time() + WORKER_TIMEOUT_S
     while time.time() < deadline:
-        workers = httpx.get(f"{url}/status", timeout=60).json()["workers"]
+        workers = httpx.get(f"{url}/status", timeout=60, auth=OwnKey()).json()["workers"]
         if any(each["worker"] in NEW_WORKERS and each["state"] == "up" for each in workers):
             return time.time()
         time.sleep(0.1)

@@ -8,6 +8,7 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections import Counter
@@ -127,8 +128,11 @@ class ApiSection(Section, frozen=True):
     key: Key = ""
     insecure: bool = False  # no key is made: whoever reaches the address uses the server
     # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else one is made, in
-    # the state directory, and callers on the server's machine with its user need none
+    # operations.key of the state directory, where commands of the server's user find it
     operations_key: Key = ""
+    # by which clients without keys may call the server, besides localhost, its host's name and its
+    # addresses, as "llm.example gpu-box"
+    names: Annotated[str, matching(r"[^,/:]*", "names with spaces between them")] = ""
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
     cors_origins: Annotated[str, matching(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
@@ -289,7 +293,9 @@ class Config(Section, frozen=True):
         return {each.name: self._of_model(each) for each in self.models} or {"": self}
 
     def with_model(self, name: str, entry: ModelEntry | None) -> Config:
-        """With one more, or (None) without one. Raises ConfigError."""
+        """With one more, or (None) without one, while the server serves. Raises ConfigError."""
+        if entry is not None:
+            check_added(entry)
         others = tuple(each for each in self.models if each.name != name)
         known = ", ".join(each.name for each in self.models)
         if not self.models:
@@ -359,6 +365,29 @@ def parse_override(text: str) -> tuple[str, Any]:
     found = read["value"] if len(read) == 1 else value
     is_text = _type_of(section, key) is str and not isinstance(found, str)
     return name, value if is_text else found
+
+
+def read_overrides(file: Path) -> dict[str, Any]:
+    """Overrides as a JSON object, so that secrets are in no command line. Raises ConfigError."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"@{file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f'@{file}: expected an object, as {{"api.key": "..."}}')
+    return found
+
+
+def secret_settings() -> set[str]:
+    """As "section.key", those whose values are never shown."""
+    found = set()
+    for section in fields(Config):
+        kind = section.type
+        for each in fields(kind) if isinstance(kind, type) and issubclass(kind, Section) else ():
+            notes = [meta.extra or {} for meta in getattr(each.type, "__metadata__", ())]
+            if any(extra.get("secret") for extra in notes):
+                found.add(f"{section.name}.{each.name}")
+    return found
 
 
 def _type_of(section: str, key: str) -> Any:
@@ -465,6 +494,16 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
+
+
+def check_added(entry: ModelEntry) -> None:
+    """What runs as the server's user is named by who starts the server, and by no call to it.
+    Raises ConfigError."""
+    for name in (each for each in ("python", "arguments") if entry.engine.get(each)):
+        raise ConfigError(
+            f"models.engine.{name} of {entry.name}: it says which code runs, so only the server's"
+            f" file and command line may: name {entry.name} in [[models]] there, and start anew"
+        )
 
 
 def _check(config: Config) -> None:

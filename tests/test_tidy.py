@@ -46,6 +46,7 @@ PURE_PLACES += ("cluster/control/workers", "cluster/control/watches", "cluster/s
 IMPURE_PLACES = (
     "engine/model/",
     "engine/wire/",
+    "engine/files",
     "engine/host",
     "engine/logs",
     "engine/stderr",

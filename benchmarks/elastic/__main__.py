@@ -44,6 +44,7 @@ from benchmarks.serving.vllm_served import (
     VllmSetup,
     check_python,
 )
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 
@@ -107,7 +108,7 @@ def audit(url: str) -> str:
     """What a server has left once it is idle, and its tiers have written what they write."""
     began = time.monotonic()
     while True:
-        report = httpx.get(f"{url}/audit", timeout=60).json()
+        report = httpx.get(f"{url}/audit", timeout=60, auth=OwnKey()).json()
         took_s = time.monotonic() - began
         if report["clean"] and not report["live"]:
             return f"the audit is clean {took_s:.0f} s after the load"

@@ -17,6 +17,7 @@ import httpx
 
 from benchmarks.elastic.load import Figures, longest_silence
 from benchmarks.serving.first_light import MODEL
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.lab.bench.load import LoadSpec, RequestTiming, make_prompts, percentile, run_load
 
 STREAMS, INPUT, OUTPUT = 16, 100, 200
@@ -28,7 +29,7 @@ BACK_S = 60.0
 async def kills(url: str, seed: int) -> Figures:
     """The first worker of each role dies by SIGKILL while streams run."""
     found: Figures = {}
-    async with httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=60.0, auth=OwnKey()) as http:
         for number, role in enumerate(("decode", "prefill")):
             worker = f"{role}-0"
             if worker not in {each["worker"] for each in await _workers(http)}:
@@ -51,7 +52,7 @@ async def kills(url: str, seed: int) -> Figures:
 async def flips(url: str, seed: int) -> Figures:
     """Two workers swap their roles again and again; at the end nothing may be left over."""
     times: list[float] = []
-    async with httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=60.0, auth=OwnKey()) as http:
         workers = [each["worker"] for each in await _workers(http)]
 
         async def flip() -> None:

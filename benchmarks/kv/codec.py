@@ -33,6 +33,7 @@ from benchmarks.report import json_option, make_console, number_table, write_jso
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
@@ -146,7 +147,9 @@ class Side:
         self.texts: list[str] = []
 
     def worker(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30).json()["workers"][0]
+        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30, auth=OwnKey()).json()[
+            "workers"
+        ][0]
         return found
 
     def loaded(self) -> tuple[float, float]:

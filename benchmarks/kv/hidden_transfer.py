@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.report import make_console, number_table, write_json
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.lab.bench.load import LoadSpec, make_prompts
 
 PHASES = ("prefill", "ttft", "transfer", "first_decode")
@@ -27,7 +28,7 @@ PHASES = ("prefill", "ttft", "transfer", "first_decode")
 
 def phase_sums(url: str) -> dict[str, float]:
     """Seconds of all requests so far, by phase."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
+    text = httpx.get(f"{url}/metrics", timeout=10, auth=OwnKey()).text
     sums = dict.fromkeys(PHASES, 0.0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

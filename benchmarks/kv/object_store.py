@@ -27,6 +27,7 @@ import httpx
 from benchmarks.elastic.load import longest_silence
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.lab.bench.load import LoadSpec, make_prompts, run_load
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
 
@@ -59,7 +60,9 @@ def main() -> None:
         with served(store, Path(folder), "first") as url:
             answers = [ask(url, number, prompt) for number, prompt in enumerate(prompts)]
             for number in range(len(prompts)):
-                httpx.post(f"{url}/v1/sessions/{number}/park", timeout=WAIT_S).raise_for_status()
+                httpx.post(
+                    f"{url}/v1/sessions/{number}/park", timeout=WAIT_S, auth=OwnKey()
+                ).raise_for_status()
             wait_until_settled(store)
         print(f"{len(store.objects)} objects in the bucket")
         print(f"{'store':10}{'cached':>8}{'ttft p50':>10}{'most':>8}{'silence':>9}{'altered':>9}")
@@ -76,7 +79,7 @@ def main() -> None:
                 store.thaw()
                 store.refuse_with, store.access_key = None, ACCESS_KEY
                 time.sleep(PAUSE_S)
-            audit = httpx.get(f"{url}/audit", timeout=WAIT_S).json()
+            audit = httpx.get(f"{url}/audit", timeout=WAIT_S, auth=OwnKey()).json()
             print("audit:", "clean" if audit["clean"] else audit)
 
 
@@ -108,7 +111,7 @@ def wait_until_listed(url: str, num_objects: int) -> None:
     """Until the new server knows of them."""
     deadline = time.monotonic() + WAIT_S
     while True:
-        workers = httpx.get(f"{url}/status", timeout=WAIT_S).json()["workers"]
+        workers = httpx.get(f"{url}/status", timeout=WAIT_S, auth=OwnKey()).json()["workers"]
         found = sum((each.get("counters") or {}).get("tier_found_object", 0) for each in workers)
         if found >= num_objects:
             return
@@ -141,7 +144,7 @@ async def one_phase(
     running = asyncio.ensure_future(run_load(beside))
     await asyncio.sleep(1.0)
     cached, firsts, num_altered = 0.0, [], 0
-    async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, auth=OwnKey()) as http:
         for number, (prompt, expected) in enumerate(turns):
             asked_at = time.monotonic()
             asked = body(number, prompt, stream=True, stream_options={"include_usage": True})

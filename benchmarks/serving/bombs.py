@@ -37,6 +37,7 @@ from rich.table import Table
 from benchmarks.report import json_option, make_console, ms, write_json
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.lab.bench.load import percentile
 
 ANSWER_GOAL_S = 5.0
@@ -163,7 +164,7 @@ class Chat:
 
     def run(self) -> None:
         headers = {"authorization": f"Bearer {KEYS['chat']}"}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=60) as client:
+        with httpx.Client(base_url=self.url, headers=headers, timeout=60, auth=OwnKey()) as client:
             number = 0
             while not self._stop.is_set():
                 began, number = time.monotonic(), number + 1
@@ -256,7 +257,7 @@ def main(rounds: int, seconds: float, threads: int, json_path: Path | None) -> N
             "sessions.state_dir": str(Path(name) / "state"),
         }
         with Served(settings, "--prefill", "0", "--decode", "1") as server:
-            status = httpx.get(f"{server.url}/status", timeout=10).json()
+            status = httpx.get(f"{server.url}/status", timeout=10, auth=OwnKey()).json()
             workers = [each["pid"] for each in status["workers"] if each["pid"]]
             talk = Chat(server.url)
             memory = Memory(psutil.Process(server.process.pid), workers)

@@ -43,6 +43,7 @@ from benchmarks.serving.fidelity_load import (
 )
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.specs import ITL_TARGET_MS
 from kvrelay.cluster.prepare import PreparedModel, prepare_model
@@ -90,7 +91,7 @@ def run_real(
         name = httpx.get(f"{server.url}/v1/models", timeout=10).json()["data"][0]["id"]
         task = progress.add_task("requests to the real cluster", total=len(planned))
         timings = asyncio.run(send(server.url, name, planned, lambda: progress.advance(task)))
-        status = httpx.get(f"{server.url}/status", timeout=10).json()
+        status = httpx.get(f"{server.url}/status", timeout=10, auth=OwnKey()).json()
     return record(Tokenizer(model.path), planned, timings), status
 
 

@@ -84,6 +84,8 @@ class Served(OwnedServer):
         self._start_s = float(settings.get("cluster.start_timeout_s", 0.0))  # type: ignore[arg-type]
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "kvrelay.toml"
+        if "sessions.state_dir" not in settings:  # one server each
+            settings = {**settings, "sessions.state_dir": f"{self._folder.name}/state"}
         path.write_text(toml_text(settings))
         command = [
             *prefix,

@@ -32,6 +32,7 @@ import httpx
 import psutil
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.operations.served import free_port
 
 BACK_S = 60.0
@@ -90,7 +91,7 @@ def one_round(
         answers.join(BACK_S)
         found["api_answers_s"].append(watched.answers_s)
         found["ready_s"].append(ready_s)
-        with httpx.Client(base_url=url, timeout=120.0) as http:
+        with httpx.Client(base_url=url, timeout=120.0, auth=OwnKey()) as http:
             model = http.get("/v1/models").json()["data"][0]["id"]
             body = {"model": model, "prompt": "The capital of France is", "max_tokens": 1}
             http.post("/v1/completions", json=body).raise_for_status()
@@ -193,7 +194,7 @@ def kind_of(command_line: str) -> str:
 def restarts(url: str, kills: int) -> list[float]:
     """Seconds from the death of a worker until it is up."""
     found = []
-    with httpx.Client(base_url=url, timeout=30.0) as http:
+    with httpx.Client(base_url=url, timeout=30.0, auth=OwnKey()) as http:
         for _ in range(kills):
             for name in [each["worker"] for each in workers(http)]:
                 time.sleep(SETTLE_S)

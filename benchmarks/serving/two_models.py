@@ -36,6 +36,7 @@ from benchmarks.report import json_option, make_console, ms, number_table, write
 from benchmarks.serving.conversations import http_client
 from benchmarks.serving.load import Caller, Load, Offer
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.lab.bench.load import (
@@ -201,7 +202,10 @@ def main(
         Served(settings(folder, checkpoint, workers)) as server,
         console.status("mixed requests") as progress,
     ):
-        url, status = server.url, httpx.get(f"{server.url}/status", timeout=60).json()
+        url, status = (
+            server.url,
+            httpx.get(f"{server.url}/status", timeout=60, auth=OwnKey()).json(),
+        )
         workers_of = {name: list[int]() for name in (FIRST, SECOND)}
         for each in status["workers"]:
             workers_of[each["model"]].append(each["pid"])

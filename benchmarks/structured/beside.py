@@ -83,7 +83,8 @@ async def measure(url: str) -> dict[str, Any]:
         while time.perf_counter() < until:
             for name, body in of.items():
                 began = time.perf_counter()
-                answer = await http.post("/v1/chat/completions", content=body)
+                as_json = {"content-type": "application/json"}
+                answer = await http.post("/v1/chat/completions", content=body, headers=as_json)
                 slowest[name] = max(slowest.get(name, 0.0), time.perf_counter() - began)
                 if of is schemas:
                     said = answer.json().get("error", {}).get("message", "served")

@@ -17,6 +17,7 @@ import jsonschema
 from openai import APIStatusError, AsyncOpenAI
 
 from benchmarks.serving.first_light import MODEL
+from kvrelay.cluster.cli.own_key import OwnKey
 
 MAX_TOKENS = 400
 AT_ONCE = 4
@@ -68,7 +69,7 @@ async def kill_workers(url: str) -> int:
     """Until it is cancelled: one after the other, when all are up. Returns how many."""
     count = 0
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=30, auth=OwnKey()) as http:
             while True:
                 await asyncio.sleep(KILL_EVERY_S)
                 workers = (await http.get("/status")).json()["workers"]

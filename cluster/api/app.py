@@ -32,6 +32,7 @@ from kvrelay.cluster.api.console.routes import Console
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.explain import explanation_routes
+from kvrelay.cluster.api.http.site import SiteCheck
 from kvrelay.cluster.api.incoming import caller
 from kvrelay.cluster.api.openai.chats import ChatsFormat, ChatsRequest, plan_chats
 from kvrelay.cluster.api.openai.embeddings import (
@@ -132,6 +133,9 @@ def create_app(ctx: ApiContext) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["*"],
         )
+    app.add_middleware(
+        SiteCheck, settings=ctx.settings, tenants=ctx.tenants, answer=_error_response
+    )
     app.add_middleware(_RequestIds, access=ctx.access)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))

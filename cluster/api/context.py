@@ -16,6 +16,7 @@ from kvrelay.cluster.api.adapters import Adapters
 from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
+from kvrelay.cluster.api.console.sessions import ConsoleSessions
 from kvrelay.cluster.api.errors import overloaded, unknown_model
 from kvrelay.cluster.api.limiter import (
     ByteBudget,
@@ -75,7 +76,6 @@ class ApiSettings(ApiSection, frozen=True):
     body_timeout_s: float = 30.0  # to receive a body
     tokenizer_threads: int = 2
     max_session_commands: int = 256  # that wait for their replies, beyond it 429
-    operators_are_here: bool = False  # with a key too: those here, of the same user, need none
     session_timeout_s: float = 12.0  # the router answers earlier, unless it is not there
 
 
@@ -129,6 +129,7 @@ class ApiContext:
     dialect: Dialect = field(init=False)
     token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
+    console_sessions: ConsoleSessions = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
     batches: AnyBatchStore = field(default_factory=BatchStore)
     models: dict[str, ApiContext] = field(init=False, repr=False)
@@ -146,6 +147,7 @@ class ApiContext:
         self.commands = self._limiter(
             self.settings.max_session_commands, "session commands are waiting"
         )
+        self.console_sessions = ConsoleSessions(self.settings.operations_key)
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
         self.models = {}
         self._use_model()

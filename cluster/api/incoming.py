@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import reprlib
-import struct
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
-from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection, Request
 
@@ -26,10 +22,9 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.context import ApiContext
 
 _SEND_KEY = (
-    ": send the key of operators, api.operations_key or what is in operations.key of the server's "
-    "state directory, as the API key"
+    ": send their key, api.operations_key or what is in operations.key of the server's state "
+    "directory, as the API key"
 )
-_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 # zlib's, by content-encoding. zstd is not in this version of Python's library.
 _WINDOW_BITS = {
     "gzip": 16 + zlib.MAX_WBITS,
@@ -56,6 +51,8 @@ def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
     else:
         tenant = ctx.tenants.find(key)
         why = "The API key is not one of this server's"
+        if is_operator(ctx, http):
+            why = "This is the key of operators, who generate nothing: send one of a client"
     if tenant is None:
         raise unauthorized(why)
     TENANT.set(tenant.name)
@@ -64,19 +61,13 @@ def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
 
 def owner(ctx: ApiContext, http: HTTPConnection) -> Tenant:
     """The tenant of a call that shows what others have asked, or changes it without knowing an id
-    that cannot be guessed. Where clients have no keys they are all one tenant: then it is for the
-    server's own user, unless `api.insecure`. Raises `ApiError` (401, 403)."""
+    that cannot be guessed. Where clients have no keys they are all one tenant: then it is for
+    operators, unless `api.insecure`. Raises `ApiError` (401)."""
     tenant = caller(ctx, http)
-    if ctx.tenants.key_required or ctx.settings.insecure:
-        return tenant
-    user = user_of(http.scope.get("client"), http.scope.get("server"))
-    if user not in (None, 0, os.getuid()):
-        raise ApiError(
-            403,
-            "Without keys, sessions and lists of requests and answers are for the user of the "
-            "server, and this call comes from another, as those of proxies do: set api.key, or "
-            "api.insecure to show them to all",
-            code="forbidden",
+    if not (ctx.tenants.key_required or ctx.settings.insecure or is_operator(ctx, http)):
+        raise unauthorized(
+            f"Without keys, sessions and lists of requests, answers and files are for operators"
+            f"{_SEND_KEY}, or set api.key, or api.insecure to show them to all"
         )
     return tenant
 
@@ -90,99 +81,21 @@ def _key_of(http: HTTPConnection) -> str:
     return key if scheme.lower() == "bearer" else ""
 
 
-def check_operator(ctx: ApiContext, http: Request) -> None:
-    """Keys of tenants say who may generate, not who may operate. Raises `ApiError` (401, 403)."""
+def check_operator(ctx: ApiContext, http: HTTPConnection) -> None:
+    """Keys of tenants say who may generate, not who may operate; nor does it count from where a
+    call comes. Raises `ApiError` (401)."""
+    if not is_operator(ctx, http):
+        raise unauthorized("This is for operators" + _SEND_KEY)
+
+
+def is_operator(ctx: ApiContext, http: HTTPConnection) -> bool:
+    """Whether it has the operators' key, or a session of the console. Takes as long whatever the
+    key is."""
     wanted = ctx.settings.operations_key.encode()
-    given = _key_of(http).encode("utf-8", "surrogatepass")
-    if hmac.compare_digest(sha256(given).digest(), sha256(wanted).digest()) and wanted:
-        return
-    if wanted and not ctx.settings.operators_are_here:
-        raise unauthorized("This is for operators: send api.operations_key as the API key")
-    host = http.client.host if http.client else ""
-    if not _is_here(http, host):
-        raise ApiError(
-            403,
-            f"This is for operators on the machine of the server, and {host or 'the caller'} is "
-            f"another, or behind a proxy{_SEND_KEY}",
-            code="forbidden",
-        )
-    if is_cross_site(http):
-        raise ApiError(
-            403,
-            f"A page of another site in a browser here may not operate the server{_SEND_KEY}",
-            code="forbidden",
-        )
-    user = user_of(http.scope.get("client"), http.scope.get("server"))
-    if user not in (0, os.getuid()):
-        raise ApiError(
-            403,
-            f"This is for operators with the user of the server, and {host} calls with another, "
-            f"as proxies do{_SEND_KEY}",
-            code="forbidden",
-        )
-
-
-def user_of(client: tuple[str, int] | None, server: tuple[str, int] | None) -> int | None:
-    """Who has opened the connection from `client` to `server`, both addresses on this machine: a
-    user's id, as the kernel knows it. None: it is not found, as from another network namespace."""
-    if client is None or server is None:
-        return None
-    ports = tuple(f":{port:04X}" for _, port in (client, server))
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table, encoding="ascii") as file:
-                next(file)
-                for line in file:
-                    _, own, other, _, _, _, _, user, _ = line.split(maxsplit=8)
-                    if not (own.endswith(ports[0]) and other.endswith(ports[1])):
-                        continue  # the address is decoded for few: there may be thousands
-                    if (_endpoint(own), _endpoint(other)) == (client, server):
-                        return int(user)
-        except OSError:
-            continue
-    return None
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    """The kernel writes an address as words of 32 bits in the machine's order, in hexadecimal."""
-    words, _, port = text.partition(":")
-    size = len(words) // 8
-    numbers = [int(words[8 * i : 8 * i + 8], 16) for i in range(size)]
-    address = ip_address(struct.pack(f"={size}I", *numbers))
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return str(mapped or address), int(port, 16)
-
-
-def is_cross_site(http: Request) -> bool:
-    """Whether a browser says that a page of another site sent the request."""
-    return http.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
-
-
-def _is_here(http: Request, host: str) -> bool:
-    """Whether the call comes from this machine, and neither by a proxy that runs on it nor from a
-    page in its browser, which name another host."""
-    if any(name in http.headers for name in _OF_PROXIES):
-        return False
-    own = (http.scope.get("server") or ("",))[0]
-    return _is_own(host, own) and _is_own(_named(http), own)
-
-
-def _named(http: Request) -> str:
-    """The host that a call names."""
-    try:
-        return urlsplit(f"//{http.headers.get('host', '')}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_own(host: str, own: str) -> bool:
-    """`host`: a name or an address. `own`: the address at which the server was called."""
-    if host and host in ("localhost", own):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    given = _key_of(http)
+    digests = (sha256(each).digest() for each in (given.encode("utf-8", "surrogatepass"), wanted))
+    is_key = hmac.compare_digest(*digests) and bool(wanted)
+    return is_key or ctx.console_sessions.admits(given)
 
 
 def limit_of(http: Request, default: int, most: int) -> int:
@@ -255,16 +168,26 @@ async def held_body(ctx: ApiContext, request: Request) -> AsyncIterator[bytes]:
         yield await _received(ctx, request, take)
 
 
-async def _received(ctx: ApiContext, request: Request, take: Callable[[int], bool]) -> bytes:
-    # Pages in a browser may post forms and plain text to any server without asking it (CORS), but
-    # not JSON.
+def _check_media_type(ctx: ApiContext, request: Request) -> None:
+    """Pages in a browser may post forms, plain text, and bytes of no type to any server without
+    asking it (CORS), but not JSON. Raises ApiError (415)."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type and media_type != "application/json" and not media_type.endswith("+json"):
-        raise ApiError(
-            415,
-            f"content-type {media_type[:40]!r} is not supported: send application/json",
-            code="unsupported_content_type",
-        )
+    if media_type == "application/json" or media_type.endswith("+json"):
+        return
+    has_body = "transfer-encoding" in request.headers or request.headers.get(
+        "content-length", "0"
+    ).strip("0")
+    if media_type:
+        why = f"content-type {media_type[:40]!r} is not supported: send application/json"
+    elif has_body and not ctx.tenants.key_required:
+        why = "Without keys a body needs a content-type: send application/json"
+    else:
+        return
+    raise ApiError(415, why, code="unsupported_content_type")
+
+
+async def _received(ctx: ApiContext, request: Request, take: Callable[[int], bool]) -> bytes:
+    _check_media_type(ctx, request)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in (*_WINDOW_BITS, "identity", ""):
         raise ApiError(

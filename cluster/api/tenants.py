@@ -22,14 +22,15 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
+from kvrelay.engine.files import NotOwn, given_folder, open_own
 from kvrelay.engine.service_class import TIERS, ServiceClass
+from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 from kvrelay.router.config import MAX_PRIORITY
 from kvrelay.router.messages import SessionLimits, TenantShare
 
 API_KEY_VARIABLE = "KVRELAY_API_KEY"
 OPERATIONS_KEY_VARIABLE = "KVRELAY_OPERATIONS_KEY"
 API_KEY_FILE = "api.key"
-OPERATIONS_KEY_FILE = "operations.key"
 SALT_BYTES = 16
 SECRET_FILE = "salt.secret"
 DEFAULT_TENANT = "default"  # everybody with `api.key`
@@ -243,15 +244,15 @@ def load_public_prompts(config: Config) -> tuple[str, ...]:
 def _kept_secret(path: Path, purpose: str, instead: str) -> str:
     """A secret of this installation: made once, and then the same for ever. Raises ConfigError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        given_folder(path.parent)
         if not path.exists():
             _make_secret(path)
-        mode = path.stat().st_mode & 0o777
-        text = path.read_text(encoding="ascii").strip()
+        with open(open_own(path, os.O_RDONLY, private=True), encoding="ascii") as file:
+            text = file.read().strip()
+    except NotOwn as error:
+        raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}; {purpose}: make it readable, or {instead}") from error
-    if mode & 0o077:
-        raise ConfigError(f"{path}: others may read it (mode {mode:03o}): chmod 600 it")
     if len(text) < 32:
         raise ConfigError(
             f"{path}: it has {len(text)} characters, at least 32 are expected; {purpose}: restore "

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvrelay.cluster.cli.own_key import NOT_FOUND, OwnKey
 from kvrelay.engine.stats import RECOMPUTED
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
@@ -282,7 +283,7 @@ operations_key_option = click.option(
     "--operations-key",
     envvar="KVRELAY_OPERATIONS_KEY",
     default="",
-    help="api.operations_key, where the server has one; or KVRELAY_OPERATIONS_KEY.",
+    help="api.operations_key; or KVRELAY_OPERATIONS_KEY. A server of yours here needs none.",
 )
 
 
@@ -315,11 +316,12 @@ def plain_errors(url: str) -> Iterator[None]:
 
 @contextmanager
 def connected(url: str, key: str = "", timeout: httpx.Timeout = TIMEOUT) -> Iterator[httpx.Client]:
-    """A client of the server, whose errors end the command in plain words."""
+    """A client of the server, whose errors end the command in plain words. Where `key` is not
+    enough it takes the operators', of a server of this user."""
     headers = key_headers(key)
     with (
         plain_errors(url),
-        httpx.Client(base_url=url, timeout=timeout, headers=headers) as client,
+        httpx.Client(base_url=url, timeout=timeout, headers=headers, auth=OwnKey()) as client,
     ):
         yield client
 
@@ -382,7 +384,8 @@ def ask_json(client: httpx.Client, method: str, path: str, **request: Any) -> An
     """What `get_json` does, with any method and body."""
     response = client.request(method, path, **request)
     if response.is_error:
-        raise click.ClickException(_error_text(response))
+        more = NOT_FOUND.format(client.base_url) if response.status_code == 401 else ""
+        raise click.ClickException(_error_text(response) + more)
     return response.json()
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
-from kvrelay.cluster.cli.flags import FlagsCommand, settings_of
+from kvrelay.cluster.cli.flags import FlagsCommand, settings_of, warn_of_secrets
 from kvrelay.cluster.cli.settings import settings_options
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ COMMANDS = {
     "update": ("weights", "update", "Other weights for a model, while it is served."),
     "up": ("hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
     "down": ("hosts", "down", "End what `kvrelay up` has started."),
+    "console": ("operate", "console", "The address of the console, for your browser."),
     "drain": ("operate", "drain", "Let a server finish what it has, and end."),
     "restart": ("operate", "restart", "Every process anew, one after the other."),
     "rollback": ("operate", "rollback", "Back to the version and settings before."),
@@ -113,6 +114,7 @@ def serve(
 
     overrides = _models(models, settings_of(flags, overrides))
     console = Console(stderr=True, highlight=False)
+    warn_of_secrets(console)
     os.umask(0o077)  # prompts, tokens and keys are in what this and its processes write
     run = _check if check else _serve
     try:
@@ -236,6 +238,7 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
     for router in further:
         console.print(f"{router}: {urls[router]}/v1", markup=False, soft_wrap=True)
     url = urls[first]
+    console.print(f"Console: kvrelay console --url {url}", markup=False, soft_wrap=True)
     console.print(
         f"\nReady: {', '.join(ready.model.served_names)} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",

@@ -6,6 +6,7 @@
 * `role`: what a worker is preferred for, changed while it serves. Its weights and its KV stay where
   they are. What decodes on a worker that is to compute prompts moves to others; what finds no room
   there is finished where it is.
+* `console`: the address at which an operator's browser is let in, once.
 * `drain`, `restart` and `rollback`: the end of a server, and every process of it anew, with what is
   installed and set now, or was before.
 * `scaling`: what the autoscaler does, and why; or whether a log of it makes sense, from which every
@@ -153,6 +154,16 @@ def drain(url: str, operations_key: str) -> None:
     with connected(url, operations_key) as client:
         ask_json(client, "POST", "/drain", json={})
     Console().print("the server takes no new requests, and ends with those it has")
+
+
+@click.command()
+@url_option
+@operations_key_option
+def console(url: str, operations_key: str) -> None:
+    """Print the address of the console, with a ticket that opens it once, within two minutes."""
+    with connected(url, operations_key) as client:
+        ticket = ask_json(client, "POST", "/console/ticket", json={})["ticket"]
+    click.echo(f"{url.rstrip('/')}/console#ticket={ticket}")
 
 
 wait_option = click.option(

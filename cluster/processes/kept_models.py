@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.cluster.config import Config, ConfigError, ModelEntry
+from kvrelay.cluster.config import Config, ConfigError, ModelEntry, check_added
 from kvrelay.engine.files import write_private
 
 _decode = msgspec.json.Decoder(dict[str, ModelEntry | None]).decode
@@ -33,6 +33,8 @@ def with_changes(config: Config) -> Config:
     kept = tuple(each for each in config.models if each.name not in changes)
     models = (*kept, *filter(None, changes.values()))
     try:
+        for each in filter(None, changes.values()):
+            check_added(each)
         return config.with_models(models)
     except ConfigError as error:
         raise ConfigError(f"{file}, which `kvrelay models` has written: {error}") from None

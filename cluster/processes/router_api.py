@@ -123,13 +123,12 @@ def _open_adapters(config: Config) -> Any:
 
 
 def _settings(config: Config) -> ApiSettings:
-    """Where no key of operators is set, those on this machine need none. Raises ConfigError."""
+    """Where no key of operators is set, one was made. Raises ConfigError."""
     from kvrelay.cluster.api.context import ApiSettings
 
     api, given = config.api, config.api.operations_key
     return ApiSettings(
         **structs.asdict(api) | {"operations_key": given or made_operations_key(config)},
-        operators_are_here=not given,
         session_timeout_s=config.sessions.order_timeout_s + 2.0,
     )
 

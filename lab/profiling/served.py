@@ -21,6 +21,7 @@ import queue
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.config import Config, TenantsSection
 from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_arrivals, make_prompts
 from kvrelay.lab.profiling.forward import ProfileError
@@ -231,7 +233,7 @@ def settled(url: str) -> float:
     """Once its Ray has started too, which takes cores. Returns what its slowest worker took to
     start. Raises ProfileError."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S, auth=OwnKey()) as http:
         while not (found := http.get("/status").json())["controller"].get("has_ray"):
             if time.monotonic() > deadline:
                 raise ProfileError(f"Ray has not started {START_TIMEOUT_S:g} s after the workers")
@@ -241,14 +243,14 @@ def settled(url: str) -> float:
 
 async def _measure_alone(url: str, model: str, timing: Profile) -> tuple[Overheads, float, float]:
     """Measures what `_alone` does, and how many tokens a word makes."""
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, auth=OwnKey()) as http:
         asker = _Asker(url, model, http)
         overheads, gap_s = _alone(timing, await _send(asker))
         return overheads, gap_s, asker.num_tokens / asker.num_words
 
 
 async def _measure_mixture(url: str, model: str, planned: Sequence[Mixed]) -> list[RequestTiming]:
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, auth=OwnKey()) as http:
         return await _send_mixture(_Asker(url, model, http), planned)
 
 
@@ -351,11 +353,16 @@ async def _send_mixture(asker: _Asker, planned: Sequence[Mixed]) -> list[Request
 
 @contextmanager
 def served(config: Config) -> Iterator[tuple[str, str]]:
-    """URL and model of a server of its own, that keeps nothing and asks for no key."""
+    """URL and model of a server of its own, that keeps nothing and asks clients for no key."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _served(config, folder)
+
+
+def _served(config: Config, state_dir: str) -> Iterator[tuple[str, str]]:
     config = structs.replace(
         config,
-        api=structs.replace(config.api, host="127.0.0.1", port=0),
-        sessions=structs.replace(config.sessions, durable=False),
+        api=structs.replace(config.api, host="127.0.0.1", port=0, key="", operations_key=""),
+        sessions=structs.replace(config.sessions, durable=False, state_dir=state_dir),
         tenants=TenantsSection(),
         tenant=(),
     )

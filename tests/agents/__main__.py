@@ -23,6 +23,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.agents.agents import (
     AFTER,
     AGENTS,
@@ -123,7 +124,7 @@ def run_agent(agent: Agent, command: str, model: Path, *, kills: bool) -> Run:
             except subprocess.TimeoutExpired:
                 said = f"it was not done within {AGENT_TIMEOUT_S:g} s"
             seconds = time.monotonic() - began
-            totals = httpx.get(f"{url}/status").json()["totals"]
+            totals = httpx.get(f"{url}/status", auth=OwnKey()).json()["totals"]
         after = FIRST_TEXT.replace(BEFORE, AFTER)
         files = [folder / FILE, folder / COPY]
         is_right = all(path.exists() and path.read_text() == after for path in files)

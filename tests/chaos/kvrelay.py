@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.chaos.disks import Disk
 from tests.chaos.network import Hosts
 from tests.chaos.services import Service
@@ -142,7 +143,9 @@ class System:
         url, deadline = self.urls[0], time.monotonic() + timeout_s
         before = get_json(url, "/status", KEY)["restart"].get("number", 0)
         headers = {"authorization": f"Bearer {KEY}"}
-        httpx.post(f"{url}/restart", headers=headers, timeout=30.0).raise_for_status()
+        httpx.post(
+            f"{url}/restart", headers=headers, timeout=30.0, auth=OwnKey()
+        ).raise_for_status()
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):  # the router itself starts again
                 told = get_json(url, "/status", KEY)["restart"]
@@ -155,7 +158,7 @@ class System:
         """Has answers stored for this time, one after the other. Says how many were refused."""
         deadline, codes = time.monotonic() + seconds, []
         body = {"model": self.model, "input": "Hi", "max_output_tokens": 1}
-        async with httpx.AsyncClient(base_url=self.urls[0], timeout=60.0) as client:
+        async with httpx.AsyncClient(base_url=self.urls[0], timeout=60.0, auth=OwnKey()) as client:
             while time.monotonic() < deadline:
                 try:
                     answer = await client.post("/v1/responses", json=body)

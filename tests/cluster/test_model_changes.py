@@ -20,6 +20,10 @@ pytestmark = pytest.mark.anyio
 ENTRY = ModelEntry(name="new", checkpoint="somewhere", prefill=0)
 
 
+def entry_of(name: str, **engine: Any) -> ModelEntry:
+    return ModelEntry(name=name, checkpoint="x", engine=engine)
+
+
 def settings(folder: Path, *names: str, port: int = 8000) -> Config:
     models = [{"name": name, "checkpoint": "smollm2-135m"} for name in names]
     sections = {"sessions": {"state_dir": str(folder)}, "api": {"port": port}}
@@ -109,6 +113,8 @@ async def test_what_does_not_come_up_changes_nothing(
         ("a", ModelEntry(name="a", checkpoint="x"), "there is a model 'a'"),
         ("c", ModelEntry(name="c", checkpoint="x", engine={"max_num_seqs": -1}), "of c: .*max_num"),
         ("c", ModelEntry(name="c", checkpoint="x", aliases=("b",)), "'b' is there twice"),
+        ("c", entry_of("c", runs="vllm", python="/tmp/x"), "engine.python of c.*only the server's"),
+        ("c", entry_of("c", arguments={"worker_cls": "x"}), "engine.arguments of c: it says which"),
     ],
 )
 async def test_what_cannot_be_is_said_before_anything_changes(
@@ -126,6 +132,9 @@ def test_a_change_is_kept_for_its_port_alone(tmp_path: Path) -> None:
     keep_change(config, "a", None)
     assert [each.name for each in with_changes(config).models] == ["new"]
     assert with_changes(other := settings(tmp_path, "a", port=8001)) == other
+    keep_change(config, "new", entry_of("new", runs="vllm", python="/tmp/x"))  # as it once could be
+    with pytest.raises(ConfigError, match=r"models-8000.json.*engine.python of new"):
+        with_changes(config)
     keep_change(config, "new", None)
     with pytest.raises(ConfigError, match=r"models-8000.json.*no model would be left"):
         with_changes(config)

@@ -14,6 +14,7 @@ import httpx
 import openai
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.kvtransfer.store.arena import SHARED_MEMORY
 from kvrelay.kvtransfer.store.folder import BLOCKS
 
@@ -25,7 +26,7 @@ Status = dict[str, Any]
 
 def status(url: str, key: str = "") -> Status:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer: Status = httpx.get(f"{url}/status", headers=headers, timeout=10).json()
+    answer: Status = httpx.get(f"{url}/status", headers=headers, timeout=10, auth=OwnKey()).json()
     return answer
 
 

@@ -25,6 +25,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.serving.served import READY_TIMEOUT_S, OwnedServer, Served, toml_text
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine import native
 from tests.cluster.state.stores import Server
 from tests.e2e.serving import KVRELAY, Status, all_up, status, stream, wait_for, worker_of
@@ -88,7 +89,7 @@ class Streams:
 
 
 def metric(url: str, name: str) -> dict[tuple[str, ...], float]:
-    text = httpx.get(f"{url}/metrics", timeout=20).text
+    text = httpx.get(f"{url}/metrics", timeout=20, auth=OwnKey()).text
     families = text_string_to_metric_families(text)
     samples = (sample for family in families for sample in family.samples)
     return {tuple(s.labels.values()): s.value for s in samples if s.name == name}

@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.errors import ModelError
 from tests.e2e.serving import (
@@ -128,9 +129,13 @@ def test_of_a_thousand_mixed_requests_none_is_on_the_wrong_model(server: Served)
     after = {each["model"]: each["output_tokens"] for each in status(server.url)["models"]}
     for name in names:  # tokens of one that ends early are fewer
         assert 0 < after[name] - before[name] <= NUM_REQUESTS // 2 * NUM_TOKENS
-    explained = httpx.get(f"{server.url}/requests?limit=500", timeout=60).json()["data"]
+    explained = httpx.get(f"{server.url}/requests?limit=500", timeout=60, auth=OwnKey()).json()[
+        "data"
+    ]
     for each in explained[::10]:
-        shown = httpx.get(f"{server.url}/requests/{each['id']}/explanation", timeout=60).json()
+        shown = httpx.get(
+            f"{server.url}/requests/{each['id']}/explanation", timeout=60, auth=OwnKey()
+        ).json()
         for attempt in shown["attempts"]:
             assert f"-{shown['model']}-" in attempt["decode"], shown
             assert f"-{shown['model']}-" in (attempt["prefill"] or attempt["decode"])
@@ -219,7 +224,7 @@ def test_a_router_that_dies_comes_back_with_both(server: Served) -> None:
 
 
 def test_metrics_know_both(server: Served) -> None:
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = httpx.get(f"{server.url}/metrics", timeout=30, auth=OwnKey()).text
     for name in (CHAT, OTHER):
         assert f'kvrelay_model_workers_up{{model="{name}"}} 2.0' in text
         assert f'vllm:num_requests_running{{model_name="{name}"}} ' in text

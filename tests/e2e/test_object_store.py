@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.e2e.serving import MODEL, is_idle, status, wait_for, wait_until
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
 
@@ -80,7 +81,9 @@ def test_a_session_goes_on_where_it_never_was(
         num_tokens = [usage["prompt_tokens"] for _, usage in said]
         wait_for(first.url, is_idle, 60, "it has not ended")
         for number in range(NUM_SESSIONS):
-            parked = httpx.post(f"{first.url}/v1/sessions/session-{number}/park", timeout=120)
+            parked = httpx.post(
+                f"{first.url}/v1/sessions/session-{number}/park", timeout=120, auth=OwnKey()
+            )
             assert parked.status_code == 200, parked.text
         wait_until(lambda: len(store.objects) >= sum(n // 16 for n in num_tokens), 120)
     with serve("b") as second:
@@ -104,7 +107,7 @@ def test_a_session_goes_on_where_it_never_was(
             text, _ = ask(second.url, number)
             assert text == said[number][0]
             wait_for(second.url, is_idle, 60, "something is left")
-            audit = httpx.get(f"{second.url}/audit", timeout=60).json()
+            audit = httpx.get(f"{second.url}/audit", timeout=60, auth=OwnKey()).json()
             assert audit["clean"], audit
             store.thaw()
             refuses()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.wire.channel import own_version
 from tests.e2e.serving import KVRELAY, urls_of, wait_until
 
@@ -52,7 +53,7 @@ def test_operators_have_a_key_of_their_own_at_every_router(served: Served) -> No
             assert (status(url, path, "old-key"), status(url, path, KEY)) == (401, 200)
         assert httpx.get(f"{url}/health", timeout=30).status_code == 200
         headers = {"authorization": f"Bearer {KEY}"}
-        found = httpx.get(f"{url}/status", headers=headers, timeout=30).json()
+        found = httpx.get(f"{url}/status", headers=headers, timeout=30, auth=OwnKey()).json()
         processes = [*found["workers"], *found["routers"], found["controller"]]
         assert [each["version"] for each in processes] == [own_version()] * len(processes)
     command = [*KVRELAY, "audit", "--url", served.url]

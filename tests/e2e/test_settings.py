@@ -20,6 +20,7 @@ import pytest
 from redis import Redis
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.cluster.api.calls import APIS, NUM_CALLS, answers_of, asked
 from tests.cluster.api.test_tracing import PREFIXES, Collector, attributes
 from tests.cluster.state.stores import Server
@@ -38,7 +39,7 @@ class World:
         tls: Any = True
         if served.url.startswith("https"):
             tls = ssl.create_default_context(cafile=str(folder / "tls" / "ca.pem"))
-        self.http = httpx.Client(verify=tls, headers=headers, timeout=120)
+        self.http = httpx.Client(verify=tls, headers=headers, timeout=120, auth=OwnKey())
         self.collector: Collector | None = None
         self.redis = ""
         self.exact = 0.0  # `log_probability` without a setting

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.processes.certificates import make_certificate, own_names
 from tests.e2e.serving import ask, worker_of
 
@@ -41,7 +42,7 @@ def test_requests_are_served_and_outlive_a_worker_over_tls(tmp_path: Path) -> No
     with Served(settings) as served:
         assert served.url.startswith("https://")
         trusting = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.pem"))
-        with httpx.Client(verify=trusting, timeout=120) as client:
+        with httpx.Client(verify=trusting, timeout=120, auth=OwnKey()) as client:
             status = client.get(f"{served.url}/status").json()
             urls = [router["url"] for router in status["routers"]]
             assert len(urls) == 2
@@ -57,7 +58,8 @@ def test_requests_are_served_and_outlive_a_worker_over_tls(tmp_path: Path) -> No
             time.sleep(5)
             os.kill(worker_of(status, "prefill-0")["pid"], signal.SIGKILL)
             assert all(
-                "Paris" in ask(url, httpx.Client(verify=trusting, timeout=120)) for url in urls
+                "Paris" in ask(url, httpx.Client(verify=trusting, timeout=120, auth=OwnKey()))
+                for url in urls
             )
 
             def is_back() -> bool:

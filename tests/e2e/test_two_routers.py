@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.cluster.state.conftest import running as running
 from tests.cluster.state.stores import Server
 from tests.e2e.serving import MODEL, is_idle, status, urls_of, wait_for
@@ -66,7 +67,7 @@ def test_both_answer_alike_and_find_what_the_other_has_computed(served: Served) 
     assert two["usage"]["prompt_tokens_details"]["cached_tokens"] >= 100
     assert two["choices"][0]["text"] == one["choices"][0]["text"]
     wait_for(second, lambda state: state["sessions"], 10, "the other's session is not known")
-    shown = httpx.get(f"{second}/v1/sessions/talk").json()
+    shown = httpx.get(f"{second}/v1/sessions/talk", auth=OwnKey()).json()
     assert (shown["state"], shown["num_turns"]) == ("idle", 1)
     assert httpx.get(f"{second}/health").json()["status"] == "ok"
 

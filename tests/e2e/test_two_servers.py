@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.cluster.state.stores import Server
 from tests.e2e.serving import (
     MODEL,
@@ -187,7 +188,7 @@ def test_a_batch_is_seen_by_both_and_finished_by_the_other_when_one_is_killed(
     name = begin_batch(clients[0], [body] * NUM_ROWS)
 
     def rows_of(served: Served) -> int:
-        text = httpx.get(f"{served.url}/metrics").text
+        text = httpx.get(f"{served.url}/metrics", auth=OwnKey()).text
         found = re.search(r'kvrelay_batch_rows_total{outcome="completed"} (\d+)', text)
         return int(found[1]) if found else 0
 

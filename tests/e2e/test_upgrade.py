@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served, toml_text
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.chaos.clients import Clients, Stream, requests_of
 from tests.e2e.serving import KVRELAY, MODEL, status, wait_for, wait_until
 from tests.operations.served import free_port
@@ -174,7 +175,7 @@ def restart_below(url: str) -> None:
         return up | {"controller": state["controller"].get("epoch", 0)}  # the last one
 
     before = epochs()
-    httpx.post(f"{url}/restart", timeout=20).raise_for_status()
+    httpx.post(f"{url}/restart", timeout=20, auth=OwnKey()).raise_for_status()
 
     def is_anew() -> bool:
         try:
@@ -246,7 +247,7 @@ def test_settings_are_read_anew_and_what_cannot_be_followed_is_refused(tmp_path:
             assert "cluster.routers: changed" in refused
             before = status(url)["controller"]["epoch"]
             file.write_text(toml_text(settings_of(tmp_path, tiers__host_gib=0.01)))
-            with httpx.Client(base_url=url, timeout=60) as client:
+            with httpx.Client(base_url=url, timeout=60, auth=OwnKey()) as client:
                 router = client.get("/status").json()["routers"][0]["pid"]
                 client.post("/restart", json={}).raise_for_status()
                 wait_until(lambda: epoch_of(client) > before, 120, "it was not replaced")

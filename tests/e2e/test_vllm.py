@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.e2e.serving import all_up, is_idle, wait_for
 
 PYTHON = os.environ.get("KVRELAY_VLLM_PYTHON", "")
@@ -98,7 +99,7 @@ def has_on_disk(num_blocks: int, status: dict[str, Any]) -> bool:
 
 def assert_clean(url: str) -> None:
     wait_for(url, is_idle, 60.0, "not idle")
-    audit = httpx.get(f"{url}/audit", timeout=30).json()
+    audit = httpx.get(f"{url}/audit", timeout=30, auth=OwnKey()).json()
     assert audit["clean"], audit
 
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.checkpoint.version import read_version
 from tests.e2e.serving import KVRELAY, MODEL, STORY, all_up, is_idle, status, wait_for, worker_of
@@ -74,7 +75,9 @@ def post(served: Served, path: str) -> int:
 
 
 def is_paused(served: Served) -> bool:
-    found: bool = httpx.get(f"{served.url}/is_paused", timeout=30).json()["is_paused"]
+    found: bool = httpx.get(f"{served.url}/is_paused", timeout=30, auth=OwnKey()).json()[
+        "is_paused"
+    ]
     return found
 
 
@@ -134,7 +137,7 @@ def test_a_controller_that_is_killed_is_followed_by_one_that_goes_on(
     with ThreadPoolExecutor(16) as pool:
         futures = streams(pool, served, 8)
         paused(served)
-        begun = httpx.post(f"{served.url}/v1/weights", json=body, timeout=60)
+        begun = httpx.post(f"{served.url}/v1/weights", json=body, timeout=60, auth=OwnKey())
         assert begun.status_code == 202, begun.text
         os.kill(status(served.url)["controller"]["pid"], signal.SIGKILL)
         wait_for(served.url, lambda s: s["controller"]["epoch"] > 1, 60, "no other controller")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from kvrelay.cluster.state.server_lock import with_key
 from tests.operations.expressions import ALERTS, expressions
 from tests.operations.prometheus import FOLDER_VARIABLE, Prometheus, binary
 from tests.operations.served import free_port, full_server, use
@@ -51,7 +52,7 @@ def main() -> None:
     is_good = check_rules()
     with tempfile.TemporaryDirectory() as folder, full_server(Path(folder)) as served:
         target = served.url.removeprefix("http://")
-        with Prometheus(free_port(), [target]) as prometheus:
+        with Prometheus(free_port(), [target], with_key(served.url)[1]) as prometheus:
             for _ in range(2):
                 use(served)
                 time.sleep(SCRAPES_S)

@@ -30,7 +30,7 @@ class Prometheus:
     """Scrapes `targets` (HOST:PORT) every two seconds from `with` to its end, and evaluates the
     alerts of deploy/prometheus every second."""
 
-    def __init__(self, port: int, targets: Sequence[str]) -> None:
+    def __init__(self, port: int, targets: Sequence[str], key: str = "") -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
@@ -42,7 +42,11 @@ class Prometheus:
             "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
             "rule_files": ["alerts.yaml"],
             "scrape_configs": [
-                {"job_name": "kvrelay", "static_configs": [{"targets": list(targets)}]}
+                {
+                    "job_name": "kvrelay",
+                    "static_configs": [{"targets": list(targets)}],
+                    **({"authorization": {"credentials": key}} if key else {}),
+                }
             ],
         }
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))

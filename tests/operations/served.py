@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from benchmarks.serving.served import Served
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.cluster.state.stores import Server as Redis
 
 MODEL = "smollm2-135m"
@@ -69,5 +70,5 @@ def use(served: Served, num_requests: int = 4) -> None:
 
 
 def scrape(served: Served) -> list[Sample]:
-    text = httpx.get(f"{served.url}/metrics", timeout=20).text
+    text = httpx.get(f"{served.url}/metrics", timeout=20, auth=OwnKey()).text
     return [each for family in text_string_to_metric_families(text) for each in family.samples]

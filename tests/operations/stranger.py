@@ -96,7 +96,7 @@ def look_at_port(host: str, port: int) -> str:
         return "gRPC, asks for a token"
     if known:
         return f"gRPC, knows none of the calls ({', '.join(map(str, sorted(known)))})"
-    answer = hears(host, port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    answer = hears(host, port, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     if answer is None:
         return "cannot be reached"
     if answer.startswith(b"HTTP/1"):

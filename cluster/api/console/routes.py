@@ -25,8 +25,9 @@ from typing import Any
 
 import msgspec
 from msgspec import structs
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -39,9 +40,10 @@ from kvrelay.cluster.api.console.history import (
     History,
 )
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, overloaded
-from kvrelay.cluster.api.incoming import check_operator, is_cross_site
+from kvrelay.cluster.api.errors import ApiError, overloaded, unauthorized
+from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
+from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.cluster.api.utility.version import VERSION
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.router.status import WorkerStatus
@@ -243,8 +245,17 @@ def respond(http: Request, file: PageFile) -> Response:
     return Response(file.body, headers=headers, media_type=file.media_type)
 
 
+class TicketRequest(BaseModel):
+    """What the body of POST /console/session has."""
+
+    model_config = ConfigDict(strict=True)
+
+    ticket: str
+
+
 MAX_LISTENERS = 32
 WRITE_TIMEOUT_S = 5.0  # for a listener to take an event
+_NOT_KEPT = {"cache-control": "no-store"}
 _PROBLEM_S = 60.0  # between two lines about the same trouble
 
 _log = logging.getLogger("kvrelay.api")
@@ -280,6 +291,8 @@ class Console:
         return [
             Route("/console", self._page, methods=["GET"]),
             Route("/console/", self._page, methods=["GET"]),
+            Route("/console/ticket", self._ticket, methods=["POST"]),
+            Route("/console/session", self._begin, methods=["POST"]),
             Route("/console/events", self._events, methods=["GET"]),
             Route("/console/snapshot", self._snapshot, methods=["GET"]),
             Route("/console/{file}", self._file, methods=["GET"]),
@@ -326,24 +339,32 @@ class Console:
             raise ApiError(404, f"The console has no file {name[:80]!r}")
         return respond(http, file)
 
+    async def _ticket(self, http: Request) -> Response:
+        check_operator(self._ctx, http)
+        return JSONResponse({"ticket": self._ctx.console_sessions.ticket()}, headers=_NOT_KEPT)
+
+    async def _begin(self, http: Request) -> Response:
+        """A session for a ticket, which is of no use afterwards."""
+        given = parse(TicketRequest, await read_body(self._ctx, http)).ticket
+        session = self._ctx.console_sessions.begin(given)
+        if not session:
+            raise unauthorized(
+                "This address of the console was used, or is too old: `kvrelay console` prints"
+                " another"
+            )
+        return JSONResponse({"session": session}, headers=_NOT_KEPT)
+
     async def _events(self, http: Request) -> Response:
-        self._check(http)
+        check_operator(self._ctx, http)
         self.see()
         return _EventStream(self) if http.method == "GET" else Response()
 
     async def _snapshot(self, http: Request) -> Response:
         """Answers with all of it at once, and the last point only."""
-        self._check(http)
+        check_operator(self._ctx, http)
         self.see()
         data = self.feed.changes(0, max(0, self.history.num_points - 1))
-        return Response(data, headers={"cache-control": "no-store"}, media_type="application/json")
-
-    def _check(self, http: Request) -> None:
-        """Another site's page may send a call from an operator's browser. It could not read the
-        answer, but would take a place."""
-        check_operator(self._ctx, http)
-        if is_cross_site(http):
-            raise ApiError(403, "Only the console's own page may listen", code="forbidden")
+        return Response(data, headers=_NOT_KEPT, media_type="application/json")
 
 
 class _EventStream(Response):

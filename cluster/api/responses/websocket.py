@@ -13,7 +13,6 @@ import json
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -22,6 +21,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, draining, invalid, overloaded
+from kvrelay.cluster.api.http.site import check_origin
 from kvrelay.cluster.api.incoming import caller
 from kvrelay.cluster.api.responses.conversations import Remembered
 from kvrelay.cluster.api.responses.format import begun, error_event
@@ -48,7 +48,7 @@ class ResponsesSocket:
     async def __call__(self, socket: WebSocket) -> None:
         try:
             tenant = caller(self._ctx, socket)
-            self._check_origin(socket)
+            check_origin(self._ctx.settings, socket.headers)
             if self._ctx.is_draining():
                 raise draining()
         except ApiError as error:
@@ -73,16 +73,6 @@ class ResponsesSocket:
 
     def _count(self, error: ApiError) -> None:
         self._ctx.metrics.of("").requests.labels("responses", error.outcome).inc()
-
-    def _check_origin(self, socket: WebSocket) -> None:
-        """A browser lets any page open a WebSocket, and says only which one. Raises `ApiError`."""
-        origin = socket.headers.get("origin")
-        allowed = self._ctx.settings.cors_origins.split()
-        if origin is None or "*" in allowed or origin in allowed:
-            return
-        if urlsplit(origin).netloc != socket.headers.get("host"):
-            message = f"Pages of {origin[:100]!r} may not call: set api.cors_origins"
-            raise ApiError(403, message, code="forbidden")
 
 
 class _Connection:

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from kvrelay.cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from kvrelay.cluster.api.batches.routes import BatchRequest
+from kvrelay.cluster.api.console.routes import TicketRequest
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.openai.chats import ChatsRequest
 from kvrelay.cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -122,6 +123,8 @@ CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
     "GET /console/": ("A page that shows the server live", None),
     "GET /console/events": ("The status as a stream of events", None),
     "GET /console/snapshot": ("The status and its history, once", None),
+    "POST /console/ticket": ("A ticket that opens the console once", None),
+    "POST /console/session": ("A session of the console for a ticket", TicketRequest),
     "GET /console/{file}": ("Scripts and styles of the page", None),
     "GET /openapi.json": ("This document", None),
     "GET /docs": ("This document as a page", None),

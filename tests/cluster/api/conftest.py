@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,11 +27,17 @@ from kvrelay.cluster.api.context import ApiContext, ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.server import bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.state.server_lock import ServerLock
 from kvrelay.cluster.status import ClusterStatus
+from kvrelay.engine.files import write_private
+from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 from tests.cluster.api.fake_router import FakeRouter
 
+JSON = "application/json"
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 512
+OPERATORS_KEY = "0123456789abcdef" * 4  # of servers here that have no other
+AS_OPERATOR = {"authorization": f"Bearer {OPERATORS_KEY}"}
 ANSWER = " The capital of France is Paris."  # the scripted router's, where a test says nothing
 
 
@@ -134,7 +141,8 @@ class Served:
     stop: Callable[[], None]  # returns at once
 
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+        key = self.ctx.settings.operations_key or "none"
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
 
     def post(self, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
         if isinstance(body, bytes):
@@ -154,6 +162,34 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
+def _as_json(request: httpx.Request) -> None:
+    """A body that says nothing else."""
+    if request.method == "POST":
+        request.headers.setdefault("content-type", JSON)
+
+
+@contextlib.contextmanager
+def found_by_commands(port: int, key: str = OPERATORS_KEY) -> Iterator[Path]:
+    """A state directory as a server has it; commands find the key in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder) / "state"
+        lock = ServerLock.take(state)
+        lock.tell([("127.0.0.1", port)])
+        write_private(state / OPERATIONS_KEY_FILE, key.encode())
+        yield state
+        lock.release()
+
+
+async def _running(
+    ctx: ApiContext, port: int, stop: list[Callable[[], None]], **options: Any
+) -> None:
+    """Serves until it is stopped, by what `stop` then has."""
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
+    app, timeout = create_app(ctx), {"shutdown_timeout_s": lambda: 2}
+    await serve_app(app, "127.0.0.1", port, stop=stopping, **{**timeout, **options})
+
+
 @contextlib.contextmanager
 def serve(
     tokenizer: Tokenizer,
@@ -165,7 +201,11 @@ def serve(
     **options: Any,
 ) -> Iterator[Served]:
     """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: in place of a fake
-    one; `further`: adds models; `options`: of `serve_app`."""
+    one; `further`: adds models; `options`: of `serve_app`. Where clients have no keys, `http` and
+    the commands of this process are those of an operator."""
+    is_keyless = not (settings.operations_key or "tenants" in (context or {}))
+    if not settings.operations_key:
+        settings = msgspec.structs.replace(settings, operations_key=OPERATORS_KEY)
     answer = [*tokenizer.encode(ANSWER), tokenizer.eos_token_ids[0]]
     router: Any = real_router or FakeRouter(answer=lambda submit: answer)
     client = router.client = RouterClient("api-0", "router-0", router.deliver)
@@ -196,28 +236,19 @@ def serve(
     ready = threading.Event()
     stop: list[Callable[[], None]] = []
 
-    async def run() -> None:
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
-        await serve_app(
-            create_app(ctx),
-            "127.0.0.1",
-            port,
-            sock=sock,
-            stop=stopping,
-            on_ready=lambda _: ready.set(),
-            shutdown_timeout_s=lambda: 2,
-            **options,
-        )
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    options |= {"sock": sock, "on_ready": lambda _: ready.set()}
+    running = _running(ctx, port, stop, **options)
+    thread = threading.Thread(target=lambda: asyncio.run(running), daemon=True)
     thread.start()
     assert ready.wait(20)
-    http = httpx.Client(base_url=(url := f"http://127.0.0.1:{port}"), timeout=20)
+    headers = AS_OPERATOR if is_keyless else {}
+    url = f"http://127.0.0.1:{port}"
+    hooks = {"request": [_as_json]}
+    http = httpx.Client(base_url=url, timeout=20, headers=headers, event_hooks=hooks)
     served = Served(url, port, router, client, ctx, health, audits, http, stop[0])
     try:
-        yield served
+        with found_by_commands(port) if is_keyless else contextlib.nullcontext():
+            yield served
     finally:
         stop[0]()
         thread.join(20)

@@ -226,7 +226,10 @@ def raw(served: Served, request: bytes) -> bytes:
 
 
 def test_a_huge_declared_length_is_refused_without_reading_it(served: Served) -> None:
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 99999999999\r\n\r\n"
+    )
     head, body = raw(served, request).split(b"\r\n\r\n", 1)
     assert head.startswith(b"HTTP/1.1 413")
     assert json.loads(body)["error"]["code"] == "request_too_large"

@@ -35,9 +35,8 @@ def raw_post(served: Served, content: bytes, **options: Any) -> socket.socket:
     for option, value in options.items():
         sock.setsockopt(socket.SOL_SOCKET, getattr(socket, option), value)
     sock.connect(("127.0.0.1", served.port))
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     sock.sendall(head.encode() + content)
     return sock
 
@@ -153,7 +152,10 @@ def test_a_request_that_nobody_answers_ends_at_its_deadline(tokenizer: Tokenizer
 
 def test_a_body_that_does_not_come_is_a_408(impatient: Served) -> None:
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=20) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
         received = b"".join(iter(lambda: sock.recv(65536), b""))
     assert received.startswith(b"HTTP/1.1 408")
     assert b"request_timeout" in received

@@ -1,6 +1,6 @@
 // The page: its views by the address, its link to the server, keys and theme.
 
-import { getKey, setKey } from "./api.js";
+import { beginSession, getKey, setKey } from "./api.js";
 import { batches } from "./batches.js";
 import { chat } from "./chat.js";
 import { empty, forgetColours, h, icon, setText } from "./dom.js";
@@ -177,5 +177,15 @@ at("models").addEventListener("change", () => {
 });
 store.addEventListener("change", onChange);
 store.addEventListener("link", onLink);
+
+const [, ticket] = location.hash.split("#ticket=");
+if (ticket) {
+  history.replaceState(null, "", location.pathname);
+  try {
+    await beginSession(ticket);
+  } catch (error) {
+    openKeys(error.message);
+  }
+}
 route();
 store.listen();

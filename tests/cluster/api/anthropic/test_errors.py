@@ -205,7 +205,8 @@ def test_the_api_key_says_whose_request_it_is(guarded: Served) -> None:
 def raw(served: Served, path: str) -> socket.socket:
     """A call whose body does not come."""
     sock = socket.create_connection(("127.0.0.1", served.port), timeout=20)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nx-api-key: red-key\r\nContent-Length: 99\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: red-key\r\n"
+    head += "Content-Length: 99\r\n\r\n"
     sock.sendall(head.encode() + b"{")
     return sock
 
@@ -233,7 +234,7 @@ def test_more_requests_than_the_limit_are_a_429(guarded: Served) -> None:
     kept, guarded.router.delay_s = guarded.router.delay_s, 60
     num_before = len(guarded.router.submits)
     body = json.dumps({"model": MODEL, "max_tokens": 9, "messages": ASK}).encode()
-    head = f"POST {PATHS[0]} HTTP/1.1\r\nHost: x\r\nx-api-key: red-key\r\n"
+    head = f"POST {PATHS[0]} HTTP/1.1\r\nHost: localhost\r\nx-api-key: red-key\r\n"
     with socket.create_connection(("127.0.0.1", guarded.port), timeout=20) as waiting:
         waiting.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_until(lambda: len(guarded.router.submits) == num_before + 1)
@@ -251,7 +252,7 @@ def test_errors_of_the_server_have_anthropics_form_too(
     assert error_of(served.http.get(path), 405)[0] == "invalid_request_error"
     assert error_of(served.http.post(f"{path}/nowhere"), 404)[0] == "not_found_error"
     too_much = b"x" * (served.ctx.settings.max_body_bytes + 1)
-    assert error_of(served.http.post(path, content=too_much), 413)[0] == "request_too_large"
+    assert error_of(served.post(too_much, path), 413)[0] == "request_too_large"
 
     def fail(*_: Any) -> None:
         raise RuntimeError("what is inside")

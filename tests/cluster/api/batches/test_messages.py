@@ -15,7 +15,7 @@ from kvrelay.cluster.api.batches.messages import JsonText, requests_of
 from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve, wait_until
+from tests.cluster.api.conftest import ANSWER, MODEL, OPERATORS_KEY, Served, serve, wait_until
 
 
 @pytest.fixture
@@ -27,7 +27,9 @@ def running(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def client(running: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=20)
+    return anthropic.Anthropic(
+        base_url=running.url, api_key=OPERATORS_KEY, max_retries=0, timeout=20
+    )
 
 
 def request(name: str, **params: Any) -> Any:

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.api.conftest import OPERATORS_KEY
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+EVIL = "evil.example"  # which a page's owner has bound to this machine
 # As root there is no sandbox; the rest keeps it from calling its maker.
 ARGUMENTS = (
     "--no-sandbox",
@@ -18,6 +21,9 @@ ARGUMENTS = (
     "--disable-sync",
     "--disable-background-networking",
     "--disable-component-update",
+    f"--host-resolver-rules=MAP {EVIL} 127.0.0.1",
+    # What newer ones refuse by themselves, others let through.
+    "--disable-features=LocalNetworkAccessChecks,LocalNetworkAccessChecksWebSockets",
 )
 
 
@@ -35,21 +41,47 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
+def open_tab(browser: Any) -> Iterator[Callable[..., Any]]:
+    """A page of anybody. `document`: what comes in place of the answer at its URL."""
+    context = browser.new_context()
+
+    def open_at(url: str, document: str = "") -> Any:
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        if document:
+            page.route(url, lambda route: route.fulfill(body=document, content_type="text/html"))
+        page.goto(url)
+        return page
+
+    yield open_at
+    context.close()
+
+
+@pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """A page at a URL. At the end: it has logged no error, and has called nobody else."""
     contexts = []
     wrong: list[str] = []
 
     def open_at(
-        url: str, width: int = 1440, height: int = 900, scheme: str = "light", allow: str = "\0"
+        url: str,
+        width: int = 1440,
+        height: int = 900,
+        scheme: str = "light",
+        allow: str = "\0",
+        key: str = OPERATORS_KEY,
     ) -> Any:
-        """`allow`: an error with this text is none, as where the server refuses a key."""
+        """`allow`: an error with this text is none, as where the server refuses a key. `key`: that
+        its tab has; "": none."""
         context = browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme=scheme,
             reduced_motion="reduce",
         )
         contexts.append(context)
+        if key:
+            given = f"sessionStorage['kvrelay-operators-key'] ??= '{key}'"
+            context.add_init_script(f"try {{ {given} }} catch {{}}")  # an error's page has none
         page = context.new_page()
         page.set_default_timeout(15_000)
 

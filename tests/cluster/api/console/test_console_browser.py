@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.server import bind_socket
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.operate import console
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import MODEL, SCALING, Served, serve, wait_until
 from tests.cluster.api.console.demo import ANSWER, NAMES, Fleet, demo
@@ -226,9 +228,30 @@ def test_scaling_decisions_are_shown_once_there_are_any(
         fleet.scaling = None
 
 
+def test_a_printed_address_opens_it_once(open_page: Open, cluster: tuple[Served, Fleet]) -> None:
+    """Sessions and requests too, where clients have no keys."""
+    served, _ = cluster
+    printed = CliRunner().invoke(console, ["--url", served.url]).output.strip()
+    page = open_page(printed, key="")
+    page.wait_for_selector(LIVE)
+    assert page.url == f"{served.url}/console"
+    stored = page.evaluate("JSON.stringify({...sessionStorage, ...localStorage})")
+    assert printed.partition("#ticket=")[2] not in stored
+    assert page.context.cookies() == []
+    page.reload()
+    page.wait_for_selector(LIVE)
+    page.click("#nav a[data-view=sessions]")
+    page.wait_for_selector(f"text={NAMES[0]}")
+    again = open_page(printed, allow="401", key="")
+    again.wait_for_selector("#key-dialog[open]")
+    assert "kvrelay console" in again.inner_text("#key-dialog")
+    for each in (page, again):
+        each.context.close()
+
+
 def test_the_key_is_asked_for_and_stays_in_the_tab(open_page: Open, tokenizer: Tokenizer) -> None:
     with serve(tokenizer, ApiSettings(operations_key="right-key")) as served:
-        page = open_page(f"{served.url}/console", allow="401")
+        page = open_page(f"{served.url}/console", allow="401", key="")
         page.wait_for_selector("#key-dialog[open]")
         assert "api.operations_key" in page.inner_text("#key-problem")
         page.fill("#operator-key", "wrong-key")

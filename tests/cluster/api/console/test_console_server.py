@@ -14,15 +14,19 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from kvrelay.cluster.api.console import routes
 from kvrelay.cluster.api.console.routes import page_files
+from kvrelay.cluster.api.console.sessions import SESSION_S
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli import operate
 from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import (
     MODEL,
+    OPERATORS_KEY,
     SCALING,
     STATUS,
     Served,
@@ -187,7 +191,7 @@ def test_data_is_for_operators_and_the_page_is_not(tokenizer: Tokenizer) -> None
 def test_callers_elsewhere_and_other_sites_pages_are_refused(served: Served) -> None:
     for headers in (
         {"host": "evil.example"},
-        {"x-forwarded-for": "10.0.0.1"},
+        {"origin": "http://evil.example"},
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
     ):
@@ -195,6 +199,27 @@ def test_callers_elsewhere_and_other_sites_pages_are_refused(served: Served) -> 
         assert response.status_code == 403, headers
     ok = served.http.get("/console/snapshot", headers={"sec-fetch-site": "same-origin"})
     assert ok.status_code == 200
+
+
+def test_a_ticket_opens_the_console_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = CliRunner().invoke(operate.console, ["--url", served.url])
+    address, _, ticket = printed.output.strip().partition("#ticket=")
+    assert address == f"{served.url}/console"
+    with httpx.Client(base_url=served.url) as page:
+        assert page.post("/console/ticket").status_code == 401
+        session = page.post("/console/session", json={"ticket": ticket}).json()["session"]
+        again = page.post("/console/session", json={"ticket": ticket})
+        assert (again.status_code, "kvrelay console" in again.text) == (401, True)
+        headers = {"authorization": f"Bearer {session}"}
+        assert page.get("/console/snapshot", headers=headers).status_code == 200
+        assert page.get("/requests", headers=headers).status_code == 200
+        for wrong in (session[:-1], f"{session}0", session.replace(".", ".9", 1)):
+            headers = {"authorization": f"Bearer {wrong}"}
+            assert page.get("/status", headers=headers).status_code == 401
+        later = time.time() + SESSION_S + 1
+        monkeypatch.setattr(time, "time", lambda: later)
+        headers = {"authorization": f"Bearer {session}"}
+        assert page.get("/status", headers=headers).status_code == 401
 
 
 def test_listeners_are_bounded_and_their_places_come_back(
@@ -226,7 +251,7 @@ def test_a_listener_that_does_not_read_loses_its_place(
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", served.port))
-            host = f"host: 127.0.0.1:{served.port}"
+            host = f"host: 127.0.0.1:{served.port}\r\nauthorization: Bearer {OPERATORS_KEY}"
             client.sendall(f"GET /console/events HTTP/1.1\r\n{host}\r\n\r\n".encode())
             listeners = console[-1].listeners
             wait_until(lambda: listeners.num_taken == 1)
@@ -252,7 +277,7 @@ def test_streams_end_when_the_server_stops(
         is_there = threading.Event()
 
         def listen() -> None:
-            with httpx.stream("GET", f"{served.url}/console/events", timeout=20) as response:
+            with listening(served) as response:
                 for _ in events(response):
                     is_there.set()
             ended.append(time.monotonic())

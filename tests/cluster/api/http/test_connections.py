@@ -17,7 +17,9 @@ from kvrelay.cluster.api.http.connection import ConnectionLimits
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 
-GET = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEAD += b"Content-Length: %d\r\n\r\n"
+GET = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SHORT = ConnectionLimits(
     max_connections=3,
     max_head_bytes=16 * 1024,
@@ -85,7 +87,7 @@ def test_headers_have_a_limit(short: Served, one: bool) -> None:
     "begin",
     [
         b"GET /ping HTTP/1.1\r\nx: ",
-        b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nt: ",
+        b"POST /ping HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nt: ",
     ],
     ids=["headers", "trailers"],
 )
@@ -132,7 +134,7 @@ def test_a_body_has_a_timer_in_every_request_of_a_connection(
         for _ in range(num_before):
             sock.sendall(GET)
             assert answer_of(sock)[0] == 200
-        sock.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n")
+        sock.sendall(HEAD.replace(b"/v1/completions", path) % 900)
         began = time.monotonic()
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             for _ in range(100):
@@ -147,7 +149,7 @@ def test_an_idle_connection_is_closed_also_after_a_body_that_came_late(short: Se
         assert answer_of(sock)[0] == 200
         assert closed(sock)
     with connected(short) as sock:
-        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nx")
+        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nx")
         assert answer_of(sock)[0] == 404
         sock.sendall(b"x")  # stops the timer of the idle connection
         assert closed(sock)
@@ -161,7 +163,7 @@ def test_a_client_that_keeps_connections_closes_them_before_the_server_does() ->
 
 def test_a_new_connection_takes_the_place_of_one_that_asks_for_nothing(short: Served) -> None:
     short.http.close()
-    unread = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    unread = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
     for said, status in ((b"", 0), (GET, 200), (unread, 404), (b"GET /pi", 0)):
         with contextlib.ExitStack() as stack:
             idle = []
@@ -185,7 +187,7 @@ def test_one_connection_too_many_is_told_so(short: Served, tokenizer: Tokenizer)
     short.router.answer = lambda submit: tokenizer.encode("word " * 40)
     short.router.delay_s = 0.05
     body = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 40}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = HEAD
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             sock = stack.enter_context(connected(short))
@@ -229,7 +231,7 @@ def test_a_request_that_follows_an_answer_while_the_server_stops_is_answered(
 ) -> None:
     """Its client has kept the connection: nothing of the answer said that it would end."""
     asked = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 20}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = HEAD
     with serve(tokenizer, ApiSettings()) as served, connected(served) as sock:
         served.router.answer = lambda submit: tokenizer.encode("word " * 20)
         served.router.delay_s = 0.03
@@ -259,7 +261,7 @@ def test_a_request_in_line_behind_a_stream_is_answered(short: Served, tokenizer:
     short.router.delay_s = 0.05
     asked = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 20}).encode()
     with connected(short) as sock:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        head = HEAD
         sock.sendall(head % len(asked) + asked + GET)
         received = b""
         while received.count(b"200 OK") < 2:

@@ -29,7 +29,8 @@ def exchanged(served: Served, request: bytes) -> tuple[bytes, bytes]:
 
 
 def old(method: str, path: str, body: bytes = b"") -> bytes:
-    return f"{method} {path} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    head = f"{method} {path} HTTP/1.0\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_its_connection(served: Served) -> None:

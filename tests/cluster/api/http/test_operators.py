@@ -1,10 +1,8 @@
-"""What is for operators: on the server's machine, or with a key of their own."""
+"""What is for operators: who has their key."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.api import incoming
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import (
@@ -27,10 +24,13 @@ from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.client import status
 from kvrelay.cluster.cli.operate import audit, role
 from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config
+from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 from kvrelay.engine.stats import Role
-from tests.cluster.api.conftest import Served, serve
+from kvrelay.router.messages import SessionReply
+from tests.cluster.api.conftest import Served, found_by_commands, serve
+from tests.cluster.api.http.strangers import attack
 
-KEY = "a-key-of-operators"
+KEY = "ab" * 32
 CALLS = [
     ("GET", "/status"),
     ("GET", "/metrics"),
@@ -43,13 +43,6 @@ def server(tokenizer: Tokenizer, **settings: Any) -> Any:
     tenants = Tenants.of((TenantEntry("red", keys=("red-key",)),), b"a secret")
     context = {"tenants": tenants, "set_role": lambda worker, role: Role.BOTH}
     return serve(tokenizer, ApiSettings(**settings), context=context)
-
-
-@pytest.fixture(scope="module")
-def keyless(tokenizer: Tokenizer) -> Iterator[Served]:
-    """Nobody has set a key: one was made."""
-    with server(tokenizer, operations_key=KEY, operators_are_here=True) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
@@ -72,66 +65,28 @@ def ask(
     return asyncio.run(call())
 
 
-@pytest.mark.parametrize(("method", "path"), CALLS)
-def test_without_a_key_operators_are_on_the_machine_of_the_server(
-    keyless: Served, method: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(incoming, "user_of", lambda client, server: os.getuid())
-    for client in ("192.0.2.7", "2001:db8::7", "", "localhost.example"):
-        for headers in ({}, {"authorization": "Bearer red-key"}):
-            response = ask(keyless, method, path, client, **headers)
-            assert response.status_code == 403
-            assert "api.operations_key" in response.json()["error"]["message"]
-    for client in ("127.0.0.1", "::1", "10.0.0.5"):
-        assert ask(keyless, method, path, client).status_code == 200
-    right = {"authorization": f"Bearer {KEY}"}
-    assert ask(keyless, method, path, "192.0.2.7", **right).status_code == 200
+class Orders(list[Any]):
+    """What a server was asked to do, by whoever came through."""
+
+    def take(self, *order: Any) -> Any:
+        self.append(order)
+        return Role.BOTH
+
+    async def take_weights(self, *order: Any) -> None:
+        self.append(order)
 
 
-@pytest.mark.parametrize(("user", "status_code"), [(0, 200), (1, 403), (None, 403)])
-def test_another_user_of_the_machine_may_be_a_proxy(
-    keyless: Served, user: int | None, status_code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As nginx forwards by default: from here, to 127.0.0.1, without a word of whom it serves."""
-    monkeypatch.setattr(incoming, "user_of", lambda client, server: user)
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    for method, path in CALLS:
-        assert ask(keyless, method, path).status_code == status_code
-
-
-@pytest.mark.parametrize(
-    ("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
-)
-def test_the_kernel_knows_whose_a_connection_is(host: str, family: socket.AddressFamily) -> None:
-    with (
-        socket.create_server((host, 0), family=family) as listener,
-        socket.create_connection(listener.getsockname()[:2]) as client,
-    ):
-        mine, server = client.getsockname()[:2], client.getpeername()[:2]
-        assert incoming.user_of(mine, server) == os.getuid()
-        assert incoming.user_of((host, 1), server) is None
-        assert incoming.user_of(None, server) is None
-
-
-@pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-real-ip", "via"])
-def test_a_proxy_on_the_machine_of_the_server_makes_no_operators(
-    keyless: Served, name: str
-) -> None:
-    for method, path in CALLS:
-        assert ask(keyless, method, path, **{name: "127.0.0.1"}).status_code == 403
-    assert keyless.http.get("/status", headers={name: "127.0.0.1"}).status_code == 403
-
-
-@pytest.mark.parametrize("name", ["kvrelay", "inference.example:8000", "192.0.2.7", "a b"])
-def test_a_call_that_names_another_host_comes_from_elsewhere(
-    keyless: Served, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a proxy that says nothing of itself, or from a page whose name has been bound anew."""
-    for method, path in CALLS:
-        assert ask(keyless, method, path, host=name).status_code == 403
-    monkeypatch.setattr(incoming, "user_of", lambda client, server: os.getuid())
-    for own in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "10.0.0.5:80"):
-        assert ask(keyless, "GET", "/status", host=own).status_code == 200
+def test_who_has_no_key_operates_nothing_however_its_sockets_end(tokenizer: Tokenizer) -> None:
+    """Where a call comes from does not count: neither its address nor its user."""
+    orders = Orders()
+    context: dict[str, Any] = dict.fromkeys(("order", "set_role", "change_models"), orders.take)
+    context |= {"pause": orders.take, "change_weights": orders.take_weights}
+    with serve(tokenizer, ApiSettings(), context=context) as served:
+        assert attack(served.port, 1) == []
+        assert served.http.get("/status").status_code == 200  # all calls before it are over
+        assert orders == []
+        assert served.http.post("/drain").status_code == 202
+        assert len(orders) == 1
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
@@ -145,15 +100,35 @@ def test_with_a_key_it_is_the_key_that_counts(keyed: Served, method: str, path: 
     assert ask(keyed, method, path, "192.0.2.7", **right).status_code == 200
 
 
-def test_health_is_for_load_balancers(keyed: Served, keyless: Served) -> None:
-    for served in (keyed, keyless):
-        for path in ("/health", "/ping", "/version"):
-            assert ask(served, "GET", path, "192.0.2.7").status_code == 200
+def test_health_is_for_load_balancers(keyed: Served) -> None:
+    for path in ("/health", "/ping", "/version"):
+        assert ask(keyed, "GET", path, "192.0.2.7").status_code == 200
 
 
 def test_an_operators_key_generates_nothing(keyed: Served) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
-    assert keyed.http.get("/v1/models", headers=headers).status_code == 401
+    answer = keyed.http.get("/v1/models", headers=headers)
+    assert answer.status_code == 401
+    assert "key of operators" in answer.json()["error"]["message"]
+
+
+def test_a_command_finds_the_key_of_a_server_of_its_own_user(
+    keyed: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By any name of the address at which that listens, and at no other."""
+    monkeypatch.delenv("KVRELAY_OPERATIONS_KEY", raising=False)
+    for key, host, is_found in (
+        (KEY, "127.0.0.1", True),
+        (KEY, "localhost", True),
+        ("0" * 64, "127.0.0.1", False),  # of another start
+    ):
+        with found_by_commands(keyed.port, key) as state:
+            result = CliRunner().invoke(status, ["--url", f"http://{host}:{keyed.port}"])
+            assert (result.exit_code == 0) == is_found, result.output
+            (state / OPERATIONS_KEY_FILE).chmod(0o644)  # anybody may have read it
+            result = CliRunner().invoke(status, ["--url", keyed.url])
+            assert result.exit_code == 1
+            assert "no server that this user has started here" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
@@ -221,22 +196,21 @@ def test_at_an_address_that_others_reach_there_is_a_key(
 
 
 @pytest.mark.parametrize("insecure", [False, True])
-def test_without_keys_another_user_sees_no_sessions_and_lists(
-    tokenizer: Tokenizer, insecure: bool, monkeypatch: pytest.MonkeyPatch
+def test_without_keys_sessions_and_lists_are_for_operators(
+    tokenizer: Tokenizer, insecure: bool
 ) -> None:
-    """Who runs a proxy that lets everybody in, for one; the answers of others are listed there."""
-    lists = ("/requests", "/v1/chat/completions")
+    lists = ("/requests", "/v1/chat/completions", "/v1/files", "/v1/batches", "/v1/sessions")
     with serve(tokenizer, ApiSettings(insecure=insecure)) as served:
+        served.router.answer_command = lambda command: SessionReply(command.command_id)
         assert {served.http.get(path).status_code for path in lists} == {200}
-        monkeypatch.setattr("kvrelay.cluster.api.incoming.user_of", lambda *_: 65534)
-        answers = {path: served.http.get(path) for path in lists}
-        codes = {answer.status_code for answer in answers.values()}
-        assert codes == ({200} if insecure else {403})
-        if not insecure:
-            assert "set api.key" in answers["/requests"].json()["error"]["message"]
-            assert served.http.get("/v1/sessions").status_code == 403
-            assert served.http.delete("/v1/sessions/one").status_code == 403
-        assert served.http.get("/v1/models").status_code == 200
+        with httpx.Client(base_url=served.url) as others:
+            answers = {path: others.get(path) for path in lists}
+            codes = {answer.status_code for answer in answers.values()}
+            assert codes == ({200} if insecure else {401})
+            if not insecure:
+                assert "set api.key" in answers["/requests"].json()["error"]["message"]
+                assert others.delete("/v1/sessions/one").status_code == 401
+            assert others.get("/v1/models").status_code == 200
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])

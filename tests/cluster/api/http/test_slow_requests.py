@@ -22,7 +22,8 @@ PATH = "/v1/completions"
 def begun(served: Served, declared: int, sent: bytes) -> Iterator[socket.socket]:
     """A call of which only `sent` has come yet."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as sock:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {declared}\r\n\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {declared}\r\n\r\n"
         sock.sendall(head.encode() + sent)
         yield sock
 

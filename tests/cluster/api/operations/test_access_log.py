@@ -15,7 +15,7 @@ from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
 from kvrelay.engine.logs import REQUEST, LineFormatter, LogSection
-from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
+from tests.cluster.api.conftest import AS_OPERATOR, MODEL, Served, serve, wait_until
 
 KEY = "a-key-that-nobody-may-read"
 QUESTION = "Where did I put my golden locket?"
@@ -74,7 +74,7 @@ def test_a_request_is_a_line_with_its_ids_its_tenant_and_its_tokens(
             server.http.post("/v1/chat/completions", json=body, headers=HEADERS)
             assert lines.next()["outcome"] == "stop"
         server.http.get("/health")
-        server.http.get("/metrics")
+        server.http.get("/metrics", headers=AS_OPERATOR)
         server.http.get("/v1/models?key=x", headers=HEADERS)
         assert lines.next()["path"] == "/v1/models"
         assert not lines.texts
@@ -150,7 +150,7 @@ def test_a_bug_is_logged_with_the_request_and_without_what_it_has(
 
     with logged(LogSection()) as (server, lines):
         monkeypatch.setattr(server.ctx, "status", broken)
-        server.http.get("/status", headers={"x-request-id": "mine-2"})
+        server.http.get("/status", headers={"x-request-id": "mine-2", **AS_OPERATOR})
         line = lines.next()
     assert line["client_request_id"] == "mine-2"
     assert "in broken" in line["exception"]

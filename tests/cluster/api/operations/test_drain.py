@@ -112,4 +112,4 @@ def test_a_page_of_another_site_operates_nothing(
     method = "GET" if path == "/status" else "POST"
     answer = server.http.request(method, path, headers={"sec-fetch-site": "cross-site"})
     assert (answer.status_code, operated.orders) == (403, [])
-    assert "page of another site" in answer.json()["error"]["message"]
+    assert "Pages of another site" in answer.json()["error"]["message"]

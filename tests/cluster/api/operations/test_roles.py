@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +9,6 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.api import incoming
-from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.operate import role
@@ -138,25 +134,6 @@ def test_what_is_no_role_is_refused_and_changes_nothing(
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert says in error["message"]
     assert workers.told == []
-
-
-def test_other_machines_may_not_change_roles(
-    server: Served, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(incoming, "user_of", lambda client, server: os.getuid())
-
-    async def ask(host: str) -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(server.ctx), client=(host, 5))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.post("/workers/decode-0/role", json={"role": "both"})
-
-    for host in ("192.0.2.7", "2001:db8::7", "", "localhost.example"):
-        response = asyncio.run(ask(host))
-        assert response.status_code == 403
-        assert response.json()["error"]["code"] == "forbidden"
-    assert workers.told == []
-    assert asyncio.run(ask("::1")).status_code == 200
-    assert workers.told == [("decode-0", Role.BOTH)]
 
 
 def test_a_router_without_a_controller_has_no_such_call(served: Served, run: Any) -> None:

@@ -16,7 +16,7 @@ from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.config import TenantEntry
 from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
 from kvrelay.router.messages import SessionReply, Submit
-from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.conftest import AS_OPERATOR, MODEL, Served, serve
 from tests.cluster.api.test_bad_input import error_of
 
 BLOCK = 4
@@ -98,9 +98,11 @@ def test_the_openai_client_is_told_in_its_own_way(guarded: Served) -> None:
     assert good.models.list().data[0].id == MODEL
 
 
-def test_operations_need_no_key(guarded: Served) -> None:
-    for path in ("/health", "/metrics", "/status"):
-        assert guarded.http.get(path).status_code == 200
+def test_operations_need_no_key_of_a_tenant(guarded: Served) -> None:
+    assert guarded.http.get("/health").status_code == 200
+    for path in ("/metrics", "/status"):
+        assert guarded.http.get(path, headers=AS_OPERATOR).status_code == 200
+        assert guarded.http.get(path, headers=bearer("red-key")).status_code == 401
 
 
 def test_tenants_have_scopes_of_their_own_which_a_restart_does_not_change(guarded: Served) -> None:
