@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.cluster.api.access import AccessLog
@@ -32,6 +31,7 @@ from kvrelay.cluster.api.console.routes import Console
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.explain import explanation_routes
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import caller
 from kvrelay.cluster.api.openai.chats import ChatsFormat, ChatsRequest, plan_chats
 from kvrelay.cluster.api.openai.embeddings import (
@@ -60,6 +60,8 @@ from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.logs import REQUEST
 
 _log = logging.getLogger("kvrelay.api")
+_NEAR = "How near texts are to each other"
+_RANK = "Documents by how near they are to a query"
 
 
 class _RequestIds:
@@ -151,13 +153,22 @@ def create_app(ctx: ApiContext) -> FastAPI:
         ctx, "rerank", partial(parse, RerankRequest), plan_embeddings, RerankFormat
     )
     app.router.routes += [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/chat/completions/batch", chats, methods=["POST"]),
+        ApiRoute("POST", "/v1/chat/completions", chat, "Answer a conversation", ChatRequest),
+        ApiRoute(
+            "POST",
+            "/v1/chat/completions/batch",
+            chats,
+            "Answer several conversations",
+            ChatsRequest,
+        ),
         *StoredChats(ctx).routes(),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/embeddings", embeddings, methods=["POST"]),
-        *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
-        *(Route(f"{version}/rerank", rerank, methods=["POST"]) for version in ("/v1", "/v2", "")),
+        ApiRoute("POST", "/v1/completions", completions, "Continue a text", CompletionRequest),
+        ApiRoute("POST", "/v1/embeddings", embeddings, "Texts as vectors", EmbeddingRequest),
+        *(ApiRoute("POST", path, score, _NEAR, ScoreRequest) for path in ("/v1/score", "/score")),
+        *(
+            ApiRoute("POST", f"{version}/rerank", rerank, _RANK, RerankRequest)
+            for version in ("/v1", "/v2", "")
+        ),
         *batches.routes(),
         *message_routes(ctx),
         *response_routes(ctx),
@@ -175,7 +186,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     return app
 
 
-def _model_routes(ctx: ApiContext) -> list[Route]:
+def _model_routes(ctx: ApiContext) -> list[ApiRoute]:
     created = int(time.time())
 
     def card(name: str, stands_for: ApiContext, adapter: Adapter | None = None) -> dict[str, Any]:
@@ -203,8 +214,8 @@ def _model_routes(ctx: ApiContext) -> list[Route]:
         return JSONResponse(card(name, chosen, chosen.adapter_of(name)))
 
     return [
-        Route("/v1/models", models, methods=["GET"]),  # and HEAD
-        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        ApiRoute("GET", "/v1/models", models, "The models that are served"),  # and HEAD
+        ApiRoute("GET", "/v1/models/{name:path}", model, "One of them"),
     ]
 
 

@@ -27,7 +27,6 @@ import msgspec
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.cluster.api.console.history import (
@@ -40,6 +39,7 @@ from kvrelay.cluster.api.console.history import (
 )
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, overloaded
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, is_cross_site
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
 from kvrelay.cluster.api.utility.version import VERSION
@@ -276,13 +276,15 @@ class Console:
             "kept_s": KEPT_S,
         }
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         return [
-            Route("/console", self._page, methods=["GET"]),
-            Route("/console/", self._page, methods=["GET"]),
-            Route("/console/events", self._events, methods=["GET"]),
-            Route("/console/snapshot", self._snapshot, methods=["GET"]),
-            Route("/console/{file}", self._file, methods=["GET"]),
+            ApiRoute("GET", "/console", self._page, "A page that shows the server live"),
+            ApiRoute("GET", "/console/", self._page, "A page that shows the server live"),
+            ApiRoute("GET", "/console/events", self._events, "The status as a stream of events"),
+            ApiRoute(
+                "GET", "/console/snapshot", self._snapshot, "The status and its history, once"
+            ),
+            ApiRoute("GET", "/console/{file}", self._file, "Scripts and styles of the page"),
         ]
 
     def start(self) -> None:
