@@ -31,8 +31,9 @@ from kvrelay.cluster.api.console.routes import Console
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.explain import explanation_routes
-from kvrelay.cluster.api.http.route import ApiRoute
+from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
 from kvrelay.cluster.api.incoming import caller
+from kvrelay.cluster.api.metrics import CLIENT_GONE, INTERNAL_ERROR, ApiMetrics
 from kvrelay.cluster.api.openai.chats import ChatsFormat, ChatsRequest, plan_chats
 from kvrelay.cluster.api.openai.embeddings import (
     EmbeddingFormat,
@@ -65,15 +66,19 @@ _RANK = "Documents by how near they are to a query"
 
 
 class _RequestIds:
-    """Outermost: names each call, and stands between a bug and the client. The answer's header and
-    the log have the name that the client gives its request, if it gives one. A slash at the end of
-    a path of the API means nothing."""
+    """Outermost: names each call, counts how it was answered, and stands between a bug and the
+    client. The answer's header and the log have the name that the client gives its request, if it
+    gives one. A slash at the end of a path of the API means nothing."""
 
-    def __init__(self, app: ASGIApp, access: AccessLog) -> None:
+    def __init__(self, app: ASGIApp, access: AccessLog, metrics: ApiMetrics) -> None:
         self._app = app
         self._access = access
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._count_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -85,7 +90,7 @@ class _RequestIds:
         client_id = client_request_id(Headers(scope=scope))
         shown_id = client_id or request_id
         token = REQUEST.set(f"{client_id}/{request_id}" if client_id else request_id)
-        status = 0
+        status, ended = 0, state.setdefault("ended", [])
 
         async def named_send(message: Message) -> None:
             nonlocal status
@@ -99,6 +104,7 @@ class _RequestIds:
             await self._app(scope, receive, named_send)
         except Exception:
             _log.exception("request %s (%s) failed", shown_id, request_id)
+            self._count_bug(scope)
             if status:
                 raise  # the server closes the connection: the client sees that the answer is cut
             bug = ApiError(500, f"Internal error; request {shown_id}", type="server_error")
@@ -107,7 +113,37 @@ class _RequestIds:
             if self._access.is_on and not state.get("is_logged"):
                 elapsed_s = time.monotonic() - began_at
                 self._access.write(scope, status, elapsed_s, state.get("outcome", ""))
+            if status == 200 and ended:  # the head of a stream, and what became of it
+                status = ended[0].status
+            self._metrics.answered(_template(scope), scope["method"], status or CLIENT_GONE)
             REQUEST.reset(token)
+
+    def _count_bug(self, scope: Scope) -> None:
+        """Unless a call that generates has done so."""
+        scope["state"]["outcome"] = INTERNAL_ERROR
+        if not any(each.outcome == INTERNAL_ERROR for each in scope["state"]["ended"]):
+            self._metrics.of("").count(_endpoint_of(scope), INTERNAL_ERROR, 500)
+
+    async def _count_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+
+        async def seen_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "websocket.http.response.start":
+                status = message["status"]
+            elif not status:
+                status = 101 if message["type"] == "websocket.accept" else 403
+            await send(message)
+
+        scope.setdefault("state", {})["ended"] = []
+        try:
+            await self._app(scope, receive, seen_send)
+        except Exception:
+            status = 500
+            self._count_bug(scope)
+            raise
+        finally:
+            self._metrics.answered(_template(scope), "WEBSOCKET", status or CLIENT_GONE)
 
 
 def create_app(ctx: ApiContext) -> FastAPI:
@@ -134,7 +170,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(_RequestIds, access=ctx.access)
+    app.add_middleware(_RequestIds, access=ctx.access, metrics=ctx.metrics)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
     chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
@@ -237,15 +273,22 @@ async def _on_api_error(ctx: ApiContext, request: Request, error: Exception) -> 
     """Answers errors of every route but those that generate, which count how their calls end."""
     assert isinstance(error, ApiError)
     request.state.outcome = error.outcome
-    ctx.metrics.of("").requests.labels(_endpoint_of(request.url.path), error.outcome).inc()
+    ctx.metrics.of("").count(_endpoint_of(request.scope), error.outcome, error.status)
     return _error_response(request.url.path, error)
 
 
-def _endpoint_of(path: str) -> str:
-    """As a metric's label: a route was found for `path`, so clients do not invent new ones."""
+def _template(scope: Scope) -> str:
+    """The path of the route that took a call, as it was registered; "": none did."""
+    route: ApiRoute | ApiWebSocketRoute | None = scope.get("route")
+    return "" if route is None else route.path_format
+
+
+def _endpoint_of(scope: Scope) -> str:
+    """As a metric's label; clients do not invent new ones."""
+    path = _template(scope)
     if path == f"{MESSAGES}/count_tokens":
         return "count_tokens"
-    return path.removeprefix("/v1").split("/")[1]
+    return path.removeprefix("/v1").split("/")[1] if path else ""
 
 
 def _error_response(path: str, error: ApiError) -> JSONResponse:

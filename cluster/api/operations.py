@@ -18,6 +18,7 @@ from kvrelay.cluster.api.context import ApiContext, ControllerAway, Service
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
+from kvrelay.cluster.api.metrics import OfCluster
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.cluster.api.utility.version import VERSION
 from kvrelay.engine.stats import Role
@@ -125,7 +126,8 @@ class _Operations:
 
     async def metrics(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        content = generate_latest(self._ctx.metrics.registry)
+        registry, cluster = self._ctx.metrics.registry, self._ctx.cluster
+        content = generate_latest(OfCluster(registry, cluster) if cluster else registry)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     async def audit(self, http: Request) -> Response:

@@ -16,6 +16,7 @@ from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, session_re
 from kvrelay.cluster.api.http.route import ApiRoute, Body
 from kvrelay.cluster.api.incoming import limit_of, owner, read_body
 from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.metrics import CANCELLED, CLIENT_GONE
 from kvrelay.cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
 from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier
 from kvrelay.router.messages import SessionInfo, SessionOp, SessionReply
@@ -65,13 +66,13 @@ def _counted(
     ctx: ApiContext, call: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def counted(http: Request) -> Response:
-        requests = ctx.metrics.of("").requests
+        metrics = ctx.metrics.of("")
         try:
             response = await call(http)  # its refusals are counted where they are answered
         except ClientDisconnect:  # the client is gone
-            requests.labels("sessions", "cancelled").inc()
+            metrics.count("sessions", CANCELLED, CLIENT_GONE)
             return Response(status_code=400)
-        requests.labels("sessions", "ok").inc()
+        metrics.count("sessions", "ok", response.status_code)
         return response
 
     return counted

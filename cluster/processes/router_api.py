@@ -220,6 +220,7 @@ async def open_context(
         change_models=served.change_models,
         metrics=metrics,
         tracing=tracing,
+        cluster=config.cluster.name,
         tenants=access.tenants,
         retention_s=config.tiers.retention_s,
         responses=await asyncio.to_thread(_open_responses, config),

@@ -72,7 +72,7 @@ class ResponsesSocket:
             reading.cancel()
 
     def _count(self, error: ApiError) -> None:
-        self._ctx.metrics.of("").requests.labels("responses", error.outcome).inc()
+        self._ctx.metrics.of("").count("responses", error.outcome, error.status)
 
     def _check_origin(self, socket: WebSocket) -> None:
         """A browser lets any page open a WebSocket, and says only which one. Raises `ApiError`."""
