@@ -1,8 +1,8 @@
 """The FastAPI application: its routes, its errors, and an id for every call.
 
-All that can be wrong is answered in OpenAI's error format, also unknown paths and methods; below
-`/v1/messages` in Anthropic's. A bug of ours is logged with its traceback and answered with a 500
-that does not show it.
+All that can be wrong is answered in OpenAI's error format, also unknown paths and methods; to who
+calls Anthropic's API, in Anthropic's. A bug of ours is logged with its traceback and answered with
+a 500 that does not show it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -32,7 +31,6 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.explain import explanation_routes
 from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
-from kvrelay.cluster.api.incoming import caller
 from kvrelay.cluster.api.metrics import CLIENT_GONE, INTERNAL_ERROR, ApiMetrics
 from kvrelay.cluster.api.openai.chats import ChatsFormat, ChatsRequest, plan_chats
 from kvrelay.cluster.api.openai.embeddings import (
@@ -53,14 +51,16 @@ from kvrelay.cluster.api.operations import operation_routes
 from kvrelay.cluster.api.responses.routes import response_routes
 from kvrelay.cluster.api.sessions import session_routes
 from kvrelay.cluster.api.utility.adapters import adapter_routes
+from kvrelay.cluster.api.utility.model_list import PATH as MODELS
+from kvrelay.cluster.api.utility.model_list import VERSION_HEADER, model_list_routes
 from kvrelay.cluster.api.utility.models import changing_routes
 from kvrelay.cluster.api.utility.openapi import document_routes
 from kvrelay.cluster.api.utility.tokens import token_routes
 from kvrelay.cluster.api.utility.weights import weight_routes
-from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.logs import REQUEST
 
 _log = logging.getLogger("kvrelay.api")
+_NAMED = (b"x-request-id",)
 _NEAR = "How near texts are to each other"
 _RANK = "Documents by how near they are to a query"
 
@@ -96,8 +96,9 @@ class _RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                header = (b"x-request-id", shown_id.encode())
-                message = {**message, "headers": [*message.get("headers", []), header]}
+                named = (b"x-request-id", b"request-id") if _is_anthropic(scope) else _NAMED
+                more = [(name, shown_id.encode()) for name in named]
+                message = {**message, "headers": [*message.get("headers", []), *more]}
             await send(message)
 
         try:
@@ -108,7 +109,7 @@ class _RequestIds:
             if status:
                 raise  # the server closes the connection: the client sees that the answer is cut
             bug = ApiError(500, f"Internal error; request {shown_id}", type="server_error")
-            await _error_response(scope["path"], bug)(scope, receive, named_send)
+            await _error_response(scope, bug)(scope, receive, named_send)
         finally:
             if self._access.is_on and not state.get("is_logged"):
                 elapsed_s = time.monotonic() - began_at
@@ -217,42 +218,9 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *weight_routes(ctx),
         *changing_routes(ctx),
         *console.routes(),
-        *_model_routes(ctx),
+        *model_list_routes(ctx),
     ]
     return app
-
-
-def _model_routes(ctx: ApiContext) -> list[ApiRoute]:
-    created = int(time.time())
-
-    def card(name: str, stands_for: ApiContext, adapter: Adapter | None = None) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "kvrelay",
-            # As in vLLM and SGLang: the model that the name stands for.
-            "root": stands_for.model_name if adapter is None else adapter.source,
-            "parent": None if adapter is None else stands_for.model_name,
-            "max_model_len": stands_for.max_model_len,
-        }
-
-    async def models(http: Request) -> JSONResponse:
-        names = ctx.names_for(caller(ctx, http))
-        cards = [card(name, each) for name, each in names.items()]
-        for each in {id(each): each for each in names.values()}.values():
-            cards += [card(name, each, adapter) for name, adapter in each.adapters.all().items()]
-        return JSONResponse({"object": "list", "data": cards})
-
-    async def model(http: Request) -> JSONResponse:
-        tenant, name = caller(ctx, http), http.path_params["name"]
-        chosen = ctx.chosen(name, tenant)
-        return JSONResponse(card(name, chosen, chosen.adapter_of(name)))
-
-    return [
-        ApiRoute("GET", "/v1/models", models, "The models that are served"),  # and HEAD
-        ApiRoute("GET", "/v1/models/{name:path}", model, "One of them"),
-    ]
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -264,7 +232,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed for {path}",
     }
     answer = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
-    response = _error_response(request.url.path, answer)
+    response = _error_response(request.scope, answer)
     response.headers.update(error.headers or {})
     return response
 
@@ -274,7 +242,7 @@ async def _on_api_error(ctx: ApiContext, request: Request, error: Exception) -> 
     assert isinstance(error, ApiError)
     request.state.outcome = error.outcome
     ctx.metrics.of("").count(_endpoint_of(request.scope), error.outcome, error.status)
-    return _error_response(request.url.path, error)
+    return _error_response(request.scope, error)
 
 
 def _template(scope: Scope) -> str:
@@ -291,7 +259,14 @@ def _endpoint_of(scope: Scope) -> str:
     return path.removeprefix("/v1").split("/")[1] if path else ""
 
 
-def _error_response(path: str, error: ApiError) -> JSONResponse:
-    """In the form of the API that `path` belongs to."""
-    is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-    return refuse(error) if is_anthropic else error_response(error)
+def _error_response(scope: Scope, error: ApiError) -> JSONResponse:
+    """In the form of the API that is called."""
+    return refuse(error) if _is_anthropic(scope) else error_response(error)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    """Whether the call is of Anthropic's API, by its path or, where both have it, by its header."""
+    path: str = scope["path"]
+    if path == MODELS or path.startswith(f"{MODELS}/"):
+        return VERSION_HEADER in Headers(scope=scope)
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
