@@ -55,7 +55,7 @@ class ModelRouters:
         self.node_id: NodeId = self.routers[self.default].node_id
         self._up: dict[NodeId, WorkerInfo] = {}
         self._others: dict[NodeId, RouterUp] = {}
-        self._removed = Totals()  # of models that are served no more: counters must not fall
+        self._removed = Totals()  # models' counts: they must not fall
 
     def start(self, now: float) -> list[Effect]:
         return [

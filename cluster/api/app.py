@@ -174,38 +174,9 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.add_middleware(_RequestIds, access=ctx.access, metrics=ctx.metrics)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
-    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
-    chats = GenerateEndpoint(ctx, "chat", partial(parse, ChatsRequest), plan_chats, ChatsFormat)
-    read_completion = partial(parse, CompletionRequest)
-    completions = GenerateEndpoint(
-        ctx, "completions", read_completion, plan_completion, CompletionFormat
-    )
-    embeddings = GenerateEndpoint(
-        ctx, "embeddings", partial(parse, EmbeddingRequest), plan_embeddings, EmbeddingFormat
-    )
-    score = GenerateEndpoint(
-        ctx, "score", partial(parse, ScoreRequest), plan_embeddings, ScoreFormat
-    )
-    rerank = GenerateEndpoint(
-        ctx, "rerank", partial(parse, RerankRequest), plan_embeddings, RerankFormat
-    )
     app.router.routes += [
-        ApiRoute("POST", "/v1/chat/completions", chat, "Answer a conversation", ChatRequest),
-        ApiRoute(
-            "POST",
-            "/v1/chat/completions/batch",
-            chats,
-            "Answer several conversations",
-            ChatsRequest,
-        ),
+        *_generating_routes(ctx),
         *StoredChats(ctx).routes(),
-        ApiRoute("POST", "/v1/completions", completions, "Continue a text", CompletionRequest),
-        ApiRoute("POST", "/v1/embeddings", embeddings, "Texts as vectors", EmbeddingRequest),
-        *(ApiRoute("POST", path, score, _NEAR, ScoreRequest) for path in ("/v1/score", "/score")),
-        *(
-            ApiRoute("POST", f"{version}/rerank", rerank, _RANK, RerankRequest)
-            for version in ("/v1", "/v2", "")
-        ),
         *batches.routes(),
         *message_routes(ctx),
         *response_routes(ctx),
@@ -221,6 +192,41 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *model_list_routes(ctx),
     ]
     return app
+
+
+def _generating_routes(ctx: ApiContext) -> list[ApiRoute]:
+    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
+    chats = GenerateEndpoint(ctx, "chat", partial(parse, ChatsRequest), plan_chats, ChatsFormat)
+    read_completion = partial(parse, CompletionRequest)
+    completions = GenerateEndpoint(
+        ctx, "completions", read_completion, plan_completion, CompletionFormat
+    )
+    embeddings = GenerateEndpoint(
+        ctx, "embeddings", partial(parse, EmbeddingRequest), plan_embeddings, EmbeddingFormat
+    )
+    score = GenerateEndpoint(
+        ctx, "score", partial(parse, ScoreRequest), plan_embeddings, ScoreFormat
+    )
+    rerank = GenerateEndpoint(
+        ctx, "rerank", partial(parse, RerankRequest), plan_embeddings, RerankFormat
+    )
+    return [
+        ApiRoute("POST", "/v1/chat/completions", chat, "Answer a conversation", ChatRequest),
+        ApiRoute(
+            "POST",
+            "/v1/chat/completions/batch",
+            chats,
+            "Answer several conversations",
+            ChatsRequest,
+        ),
+        ApiRoute("POST", "/v1/completions", completions, "Continue a text", CompletionRequest),
+        ApiRoute("POST", "/v1/embeddings", embeddings, "Texts as vectors", EmbeddingRequest),
+        *(ApiRoute("POST", path, score, _NEAR, ScoreRequest) for path in ("/v1/score", "/score")),
+        *(
+            ApiRoute("POST", f"{version}/rerank", rerank, _RANK, RerankRequest)
+            for version in ("/v1", "/v2", "")
+        ),
+    ]
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -100,7 +100,7 @@ def num_common(a: array[int], b: array[int]) -> int:
 # By endpoint; those of embeddings have none.
 ANSWER_IDS = {"chat": "chatcmpl-", "completions": "cmpl-", "messages": "msg_", "responses": "resp_"}
 MAX_CALLS = 512  # that are kept to be explained
-MAX_ROWS = 64  # of batches, that are kept beside these
+MAX_ROWS = 64  # batches' rows that are kept beside these
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -137,7 +137,7 @@ class Call:
     status: int = 0  # that says so, or would if the answer had not begun
     result: CallResult | None = None
     model: str = ""  # once it is known which; "": the first
-    is_row: bool = False  # of a batch
+    is_row: bool = False  # a batch's
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ServedCall:
     choices: tuple[ServedChoice, ...]
     sampling: dict[str, Any] = field(default_factory=dict)
     client_id: str = ""  # what the client calls it; others may be called the same
-    is_row: bool = False  # of a batch
+    is_row: bool = False  # a batch's
 
     @property
     def answer_id(self) -> str:
@@ -218,7 +218,7 @@ class Calls:
         return served
 
     def _measure(self, call: Call, result: CallResult, served: ServedCall) -> None:
-        """Into histograms."""
+        """Observes what it took in the histograms."""
         for choice in served.choices:
             self._record_phases(choice)
         for stream in result.streams:

@@ -31,7 +31,7 @@ class AskedMachines:
                 if not await self._ask(wanted):
                     return
                 self._asked, failures = wanted, 0
-            except Exception as error:  # of Ray: what serves goes on with the machines there are
+            except Exception as error:  # Ray's: what serves goes on with the machines there are
                 failures += 1
                 pause_s = RETRY.pause_s(failures)
                 text = "Ray was not asked for %d machines: %s; again in %g s"

@@ -27,7 +27,7 @@ def changing_routes(ctx: ApiContext) -> list[ApiRoute]:
 
 
 def _entry() -> dict[str, Any]:
-    """As OpenAPI's content."""
+    """Says in OpenAPI's words what a body has."""
     _, schemas = msgspec.json.schema_components([ModelEntry])
     schema = msgspec.json.decode(msgspec.json.encode(schemas[ModelEntry.__name__]))
     return {"application/json": {"schema": schema}}
