@@ -17,7 +17,7 @@ from kvrelay.engine.request import Refusal
 from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
 from kvrelay.router.messages import Cancel, Failed, Submit, WorkerDown, WorkerUp
 from kvrelay.router.router import Router
-from kvrelay.router.status import RouterStatus
+from kvrelay.router.status import RouterStatus, Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class ModelRouters:
         self.node_id: NodeId = self.routers[self.default].node_id
         self._up: dict[NodeId, WorkerInfo] = {}
         self._others: dict[NodeId, RouterUp] = {}
+        self._removed = Totals()  # models' counts: they must not fall
 
     def start(self, now: float) -> list[Effect]:
         return [
@@ -109,6 +110,7 @@ class ModelRouters:
             first.num_queued += other.num_queued
             first.bad_links += other.bad_links
         totals = first.totals
+        totals.add(self._removed)
         first.cache_hit_rate = totals.cached_tokens / max(1, totals.prompt_tokens)
         errors = [each.prediction_error for each in (first, *others)]
         first.prediction_error = max((e for e in errors if e is not None), default=None)
@@ -140,6 +142,7 @@ class ModelRouters:
         for record in list(router.live.values()):
             effects.append(_refused(model, record.submit))
             effects += _of_model(model, router.receive(now, Cancel(record.request_id)))
+        self._removed.add(router.status(now).totals)
         return effects
 
     def _tell(self, now: float, model: str, message: Any) -> list[Effect]:

@@ -100,6 +100,7 @@ def num_common(a: array[int], b: array[int]) -> int:
 # By endpoint; those of embeddings have none.
 ANSWER_IDS = {"chat": "chatcmpl-", "completions": "cmpl-", "messages": "msg_", "responses": "resp_"}
 MAX_CALLS = 512  # that are kept to be explained
+MAX_ROWS = 64  # batches' rows that are kept beside these
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -133,8 +134,10 @@ class Call:
     submitted_at: float | None = None
     ended_at: float = 0.0
     outcome: str = ""
+    status: int = 0  # that says so, or would if the answer had not begun
     result: CallResult | None = None
     model: str = ""  # once it is known which; "": the first
+    is_row: bool = False  # a batch's
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,7 @@ class ServedCall:
     choices: tuple[ServedChoice, ...]
     sampling: dict[str, Any] = field(default_factory=dict)
     client_id: str = ""  # what the client calls it; others may be called the same
+    is_row: bool = False  # a batch's
 
     @property
     def answer_id(self) -> str:
@@ -168,8 +172,9 @@ class ServedCall:
 
 
 class Calls:
-    """Owned by the API of one process. Invariant: at most MAX_CALLS are kept, the last that ended.
-    Lives in one asyncio loop."""
+    """Owned by the API of one process. Invariant: at most MAX_CALLS are kept, the last that ended,
+    and MAX_ROWS rows of batches, which take no place of these and are in no histogram. Lives in
+    one asyncio loop."""
 
     def __init__(
         self,
@@ -198,23 +203,31 @@ class Calls:
         if call.result is None or call.submitted_at is None:
             return None
         served = self._served(call, call.result)
+        if not call.is_row:
+            self._measure(call, call.result, served)
+        if self._trace is not None:
+            self._trace(served, call.headers, time.time_ns())
+        if not call.is_row:
+            self.prompts.add(call.request_id, served.tenant, call.ended_at, call.result.prompt)
+        self._kept[call.request_id] = served
+        alike = {name: kept for name, kept in self._kept.items() if kept.is_row is call.is_row}
+        if len(alike) > (MAX_ROWS if call.is_row else MAX_CALLS):
+            # The model with most loses one: it pushes out no other's.
+            ((most, _),) = Counter(kept.model for kept in alike.values()).most_common(1)
+            del self._kept[next(name for name, kept in alike.items() if kept.model == most)]
+        return served
+
+    def _measure(self, call: Call, result: CallResult, served: ServedCall) -> None:
+        """Observes what it took in the histograms."""
         for choice in served.choices:
             self._record_phases(choice)
-        for stream in call.result.streams:
+        for stream in result.streams:
             if stream.first_at is not None:
                 ended_at = call.ended_at if stream.ended_at is None else stream.ended_at
                 first_s, rest_s = stream.first_at - call.arrived_at, ended_at - stream.first_at
                 self._metrics.served(
                     call.endpoint, call.outcome, first_s, rest_s, stream.num_tokens
                 )
-        if self._trace is not None:
-            self._trace(served, call.headers, time.time_ns())
-        self.prompts.add(call.request_id, served.tenant, call.ended_at, call.result.prompt)
-        self._kept[call.request_id] = served
-        if len(self._kept) > MAX_CALLS:  # the model with most loses one: it pushes out no other's
-            ((most, _),) = Counter(kept.model for kept in self._kept.values()).most_common(1)
-            del self._kept[next(name for name, kept in self._kept.items() if kept.model == most)]
-        return served
 
     def find(self, name: str, tenant: str) -> tuple[ServedCall, ServedChoice] | None:
         """`name`: the id of a call or of its answer; with "-2" behind it, of its choice 2; or what
@@ -255,6 +268,7 @@ class Calls:
             choices=tuple(choices),
             sampling=result.sampling,
             client_id=client_request_id(call.headers),
+            is_row=call.is_row,
         )
 
     def _record_phases(self, choice: ServedChoice) -> None:

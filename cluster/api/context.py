@@ -123,6 +123,7 @@ class ApiContext:
     allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
     adapters: Adapters = field(default_factory=Adapters)
     tracing: Tracing | None = None
+    cluster: str = ""  # its name, where several servers share it; a label of all metrics
     rates: RateLimits = field(default_factory=RateLimits)
     log: LogSection = field(default_factory=LogSection)
     access: AccessLog = field(init=False)

@@ -40,6 +40,16 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.WEIGHTS: (409, "conflict_error"),
     Refusal.UNSUPPORTED: (400, "invalid_request_error"),
 }
+WATCHED = {
+    **{refusal.value: status for refusal, (status, _) in _STATUS.items() if status >= 500},
+    # The client is told to change its request, and an operator should know of it all the same.
+    **{
+        refusal.value: _STATUS[refusal][0]
+        for refusal in (Refusal.ADAPTER, Refusal.GRAMMAR, Refusal.NEVER_FITS)
+    },
+    **{refusal.value: 429 for refusal in (Refusal.QUEUE_FULL, Refusal.OVERLOADED)},
+}
+"""Ends of requests that alerts look at: their outcome -> their status."""
 _SESSION_STATUS: dict[SessionRefusal, tuple[int, str]] = {
     SessionRefusal.UNKNOWN: (404, "invalid_request_error"),
     SessionRefusal.CONFLICT: (409, "conflict_error"),

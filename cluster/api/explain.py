@@ -11,11 +11,11 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.calls import ServedCall, ServedChoice
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import limit_of, owner
 from kvrelay.cluster.api.openai.generation import draft_tokens
 from kvrelay.router.explain import Explanation, name_of, reason
@@ -27,7 +27,7 @@ MAX_LIMIT = 512
 SHOWN_TOKENS = 16  # around the place where a prefix ends
 
 
-def explanation_routes(ctx: ApiContext) -> list[Route]:
+def explanation_routes(ctx: ApiContext) -> list[ApiRoute]:
     async def show(http: Request) -> Response:
         tenant = owner(ctx, http)
         name: str = http.path_params["id"]
@@ -53,8 +53,10 @@ def explanation_routes(ctx: ApiContext) -> list[Route]:
         return JSONResponse({"object": "list", "data": data})
 
     return [
-        Route("/requests", recent, methods=["GET"]),
-        Route("/requests/{id}/explanation", show, methods=["GET"]),
+        ApiRoute("GET", "/requests", recent, "Requests that were answered lately"),
+        ApiRoute(
+            "GET", "/requests/{id}/explanation", show, "Why it went where it went, in seconds"
+        ),
     ]
 
 

@@ -14,20 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+from kvrelay.cluster.api.errors import WATCHED
+
+_LATENCY_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(90.0, 120.0, 180.0, 300.0, 600.0, 1200.0),  # a start from no worker, a long queue
+)
 _PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, *_LATENCY_S)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 PROVIDER = "kvrelay"
 _SUCCESS = ("stop", "length")
-_CANCELLED = "cancelled"  # by the client: not an error of the server
+CANCELLED = "cancelled"  # by the client: not an error of the server
+INTERNAL_ERROR = "internal_error"  # a bug of the server
+CLIENT_GONE = 499  # as a status, nginx's, of who was answered nothing
+ENDPOINTS = (
+    *("chat", "completions", "responses", "messages"),
+    *("embeddings", "score", "rerank"),
+)  # that generate
+BATCH = "batch"  # the endpoint of rows of batches, which nobody waits for
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "WEBSOCKET")
 _GEN_AI_DURATION_S = tuple(0.01 * 2**n for n in range(14))
 _GEN_AI_FIRST_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -43,7 +57,7 @@ _OPERATIONS = {
 # Attributes of `ApiMetrics` that each model has
 OWN = (
     *("requests", "live_requests", "prompt_tokens", "cached_tokens", "output_tokens"),
-    *("ttft_s", "itl_s", "e2e_s", "queue_s", "phase_s"),
+    *("tenant_tokens", "ttft_s", "itl_s", "e2e_s", "queue_s", "phase_s"),
     "prediction_ratio",
 )
 OF_ALL = ("requests", "e2e_s")  # calls whose model is not known have these
@@ -99,6 +113,13 @@ class ApiMetrics:
             "Time per output token after the first, mean of a request that succeeded.",
             _GEN_AI_NEXT_S,
         )
+        self._http_requests = Counter(
+            "kvrelay_http_requests",
+            "HTTP requests that were answered, by route, method and status; a stream that failed "
+            "has the status of its error, a WebSocket 101.",
+            ["route", "method", "status"],
+            registry=registry,
+        )
         for outcome in SPAN_OUTCOMES:
             self.spans.labels(outcome)
         self._begin(model)
@@ -118,10 +139,14 @@ class ApiMetrics:
         self.all[model] = self
         self.requests = Counter(
             "kvrelay_requests",
-            "HTTP requests that ended, by outcome: stop, length, cancelled or an error code.",
-            ["endpoint", "outcome"],
+            "Requests that ended, by outcome: stop, length, cancelled or an error code; and by the "
+            "status that says so.",
+            ["endpoint", "outcome", "status"],
             registry=None,
         )
+        for endpoint in ENDPOINTS:  # `increase()` needs a value before the first failure
+            for outcome, status in {INTERNAL_ERROR: 500, **WATCHED}.items():
+                self.requests.labels(endpoint, outcome, str(status))
         self.live_requests = Gauge(
             "kvrelay_live_requests", "HTTP requests being served.", registry=None
         )
@@ -130,6 +155,12 @@ class ApiMetrics:
             "cached_prompt_tokens", "Tokens of prompts whose KV was cached."
         )
         self.output_tokens = _counter("output_tokens", "Tokens generated.")
+        self.tenant_tokens = Counter(
+            "kvrelay_tenant_tokens",
+            "Tokens by tenant and kind: of prompts, those of them that were cached, generated.",
+            ["tenant", "kind"],
+            registry=None,
+        )
         self.ttft_s = _histogram(
             "ttft_seconds", "From the end of the request's body to its first token.", _LATENCY_S
         )
@@ -155,11 +186,34 @@ class ApiMetrics:
             _RATIOS,
         )
 
-    def ended(self, endpoint: str, outcome: str, elapsed_s: float) -> None:
-        """A call is over, whether it was served or not. `outcome`: as in `kvrelay_requests`."""
-        self.requests.labels(endpoint, outcome).inc()
+    def answered(self, route: str, method: str, status: int) -> None:
+        """A request has its answer. `route`: the template of its path; "" is none of ours."""
+        known = method if method in _METHODS else "other"
+        self._http_requests.labels(route, known, str(status)).inc()
+
+    def count(self, endpoint: str, outcome: str, status: int) -> None:
+        """A call is over that did not get so far as to be served, or that generates nothing."""
+        self.requests.labels(endpoint, outcome, str(status)).inc()
+
+    def used(self, tenant: str, usage: Mapping[str, Any]) -> None:
+        """A call has used so many tokens, by OpenAI's names."""
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        used = usage["prompt_tokens"], cached, usage["completion_tokens"]
+        totals = self.prompt_tokens, self.cached_tokens, self.output_tokens
+        for total, kind, tokens in zip(totals, ("prompt", "cached", "output"), used, strict=True):
+            total.inc(tokens)
+            self.tenant_tokens.labels(tenant, kind).inc(tokens)
+
+    def ended(
+        self, endpoint: str, outcome: str, status: int, elapsed_s: float, is_row: bool = False
+    ) -> None:
+        """A call is over, whether it was served or not. `outcome`: as in `kvrelay_requests`. A row
+        of a batch is counted, and no latency that somebody has seen."""
+        self.count(BATCH if is_row else endpoint, outcome, status)
+        if is_row:
+            return
         self.e2e_s.observe(elapsed_s)
-        error = "" if outcome in (*_SUCCESS, _CANCELLED) else outcome
+        error = "" if outcome in (*_SUCCESS, CANCELLED) else outcome
         labels = operation_of(endpoint), PROVIDER, self._model, error
         self._gen_ai_duration_s.labels(*labels).observe(elapsed_s)
 
@@ -188,6 +242,19 @@ def _counter(name: str, text: str) -> Counter:
 
 def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(f"kvrelay_{name}", text, buckets=buckets, registry=None)
+
+
+class OfCluster(Collector):
+    """What is registered, with the cluster's name as a label: one Prometheus may have several."""
+
+    def __init__(self, registry: CollectorRegistry, cluster: str) -> None:
+        self._registry, self._label = registry, {"cluster": cluster}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            samples = metric.samples
+            metric.samples = [s._replace(labels={**self._label, **s.labels}) for s in samples]
+            yield metric
 
 
 class ByModel(Collector):

@@ -13,11 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext, ControllerAway, Service
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
+from kvrelay.cluster.api.metrics import OfCluster
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.cluster.api.utility.version import VERSION
 from kvrelay.engine.stats import Role
@@ -31,25 +32,51 @@ class RoleRequest(BaseModel):
     role: str
 
 
-def operation_routes(ctx: ApiContext) -> list[Route]:
+def operation_routes(ctx: ApiContext) -> list[ApiRoute]:
     calls = _Operations(ctx)
     routes = [
-        Route("/health", calls.health, methods=["GET"]),
-        Route("/health/live", calls.ping, methods=["GET"]),
-        Route("/health/ready", calls.ready, methods=["GET"]),
-        Route("/ping", calls.ping, methods=["GET", "POST"]),
-        Route("/version", calls.version, methods=["GET"]),
-        Route("/status", calls.status, methods=["GET"]),
-        Route("/metrics", calls.metrics, methods=["GET"]),
+        ApiRoute("GET", "/health", calls.health, "Whether requests can be served"),
+        ApiRoute("GET", "/health/live", calls.ping, "Whether the server answers"),
+        ApiRoute("GET", "/health/ready", calls.ready, "Whether new requests should come here"),
+        ApiRoute("GET", "/ping", calls.ping, "Whether the server answers"),
+        ApiRoute("POST", "/ping", calls.ping, "Whether the server answers"),
+        ApiRoute("GET", "/version", calls.version, "Version of the server"),
+        ApiRoute("GET", "/status", calls.status, "Workers, caches and totals"),
+        ApiRoute("GET", "/metrics", calls.metrics, "For Prometheus"),
     ]
     if ctx.audit is not None:
-        routes.append(Route("/audit", calls.audit, methods=["GET"]))
+        routes.append(
+            ApiRoute("GET", "/audit", calls.audit, "What the workers hold, and what nobody owns")
+        )
     if ctx.set_role is not None:
-        routes.append(Route("/workers/{worker}/role", calls.set_role, methods=["POST"]))
+        routes.append(
+            ApiRoute(
+                "POST",
+                "/workers/{worker}/role",
+                calls.set_role,
+                "Prefer a worker for another role",
+                RoleRequest,
+            )
+        )
     if ctx.order is not None:
-        routes.append(Route("/drain", calls.drain, methods=["POST"]))
-        routes.append(Route("/restart", calls.restart, methods=["POST"]))
-        routes.append(Route("/rollback", calls.rollback, methods=["POST"]))
+        routes.append(
+            ApiRoute(
+                "POST", "/drain", calls.drain, "Take no new request, and end when all are answered"
+            )
+        )
+        routes.append(
+            ApiRoute(
+                "POST", "/restart", calls.restart, "Replace every process, one after the other"
+            )
+        )
+        routes.append(
+            ApiRoute(
+                "POST",
+                "/rollback",
+                calls.rollback,
+                "Go back to the version and the settings before",
+            )
+        )
     return routes
 
 
@@ -99,7 +126,8 @@ class _Operations:
 
     async def metrics(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        content = generate_latest(self._ctx.metrics.registry)
+        registry, cluster = self._ctx.metrics.registry, self._ctx.cluster
+        content = generate_latest(OfCluster(registry, cluster) if cluster else registry)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     async def audit(self, http: Request) -> Response:

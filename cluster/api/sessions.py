@@ -10,53 +10,69 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, session_refused
+from kvrelay.cluster.api.http.route import ApiRoute, Body
 from kvrelay.cluster.api.incoming import limit_of, owner, read_body
 from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.metrics import CANCELLED, CLIENT_GONE
 from kvrelay.cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
 from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier
 from kvrelay.router.messages import SessionInfo, SessionOp, SessionReply
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
-ACTIONS = (SessionOp.PARK, SessionOp.RESUME, SessionOp.FORK, SessionOp.PIN, SessionOp.UNPIN)
+ACTIONS = {
+    SessionOp.PARK: "Move its KV to a lower tier",
+    SessionOp.RESUME: "Bring its KV back",
+    SessionOp.PIN: "Keep its KV",
+    SessionOp.UNPIN: "Keep its KV no longer",
+}
 
 
-def session_routes(ctx: ApiContext) -> list[Route]:
+def session_routes(ctx: ApiContext) -> list[ApiRoute]:
     """Names of sessions may have slashes: an action is the last part of a POST's path."""
     calls = SessionCalls(ctx)
 
-    def route(path: str, method: str, call: Callable[[Request], Awaitable[Response]]) -> Route:
-        return Route(path, _counted(ctx, call), methods=[method])
+    def route(
+        method: str,
+        path: str,
+        call: Callable[[Request], Awaitable[Response]],
+        summary: str,
+        body: Body | None = None,
+    ) -> ApiRoute:
+        return ApiRoute(method, f"/v1/sessions{path}", _counted(ctx, call), summary, body)
 
-    routes = [
-        route("/v1/sessions", "GET", calls.list),
-        route("/v1/sessions/{id:path}", "GET", calls.show),
-        route("/v1/sessions/{id:path}", "DELETE", calls.close),
+    return [
+        route("GET", "", calls.list, "Conversations whose KV is kept"),
+        route("GET", "/{id:path}", calls.show, "One of them"),
+        route("DELETE", "/{id:path}", calls.close, "Forget it"),
+        route(
+            "POST",
+            "/{id:path}/fork",
+            calls.fork,
+            "Another session from the same KV",
+            ForkRequest,
+        ),
+        *(
+            route("POST", f"/{{id:path}}/{op}", calls.action(op), summary)
+            for op, summary in ACTIONS.items()
+        ),
     ]
-    routes += [
-        route(f"/v1/sessions/{{id:path}}/{op}", "POST", calls.fork)
-        if op is SessionOp.FORK
-        else route(f"/v1/sessions/{{id:path}}/{op}", "POST", calls.action(op))
-        for op in ACTIONS
-    ]
-    return routes
 
 
 def _counted(
     ctx: ApiContext, call: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def counted(http: Request) -> Response:
-        requests = ctx.metrics.of("").requests
+        metrics = ctx.metrics.of("")
         try:
             response = await call(http)  # its refusals are counted where they are answered
         except ClientDisconnect:  # the client is gone
-            requests.labels("sessions", "cancelled").inc()
+            metrics.count("sessions", CANCELLED, CLIENT_GONE)
             return Response(status_code=400)
-        requests.labels("sessions", "ok").inc()
+        metrics.count("sessions", "ok", response.status_code)
         return response
 
     return counted

@@ -171,7 +171,7 @@ class Autoscaling:
         self._shown: list[Decision] = []  # those that say something new
         self._ticks: Counter[str] = Counter()  # by reason
         self._actions: Counter[str] = Counter()
-        self.num_machines = 0  # that it wants; 0: as many as there are
+        self.num_machines: int | None = None  # that it wants; None: it says nothing, or not yet
         self._has_begun = False
         self._offset_s = 0.0  # from the controller's clock to the wall's
 
@@ -191,6 +191,10 @@ class Autoscaling:
             known = self._seen.get(seen.worker)
             if known is None or known.at_s <= dated.at_s:
                 self._seen[seen.worker] = dated
+
+    @property
+    def asks_for_machines(self) -> bool:
+        return self._config.workers_per_machine > 0
 
     @property
     def demand(self) -> Demand | None:
@@ -223,7 +227,7 @@ class Autoscaling:
         line = self._scaler.tick(snapshot)
         decision = line.decision
         assert decision is not None
-        self.num_machines = decision.machines or self.num_machines
+        self.num_machines = decision.machines
         effects = [LogScaling(line, self._model), self._wake(), *self._show(decision)]
         return fleet.take_orders(), effects
 

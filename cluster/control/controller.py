@@ -81,7 +81,7 @@ class Controller:
         self.worker_set.on_begun = lambda worker, weights: self.rollouts[worker.model].begun(
             worker.incarnation, weights
         )
-        self._num_machines = 0  # that were asked for
+        self._num_machines: int | None = None  # that this controller has asked for
         self._recorded = config.kept
 
     @property
@@ -105,6 +105,8 @@ class Controller:
         kept = self.config.kept
         effects = [effect for each in kept.workers for effect in self.worker_set.adopt(each)]
         effects += self.router_set.resume(now, self.worker_set.listening())
+        if not any(each.asks_for_machines for each in self.scaling.values()) and kept.num_machines:
+            effects.append(RequestMachines(0))  # workers come and go no more
         return self._record(effects)
 
     def _record(self, effects: list[Effect]) -> list[Effect]:
@@ -113,7 +115,8 @@ class Controller:
         num_named = max([each.fleet.num_named for each in self.scaling.values()], default=0)
         routers = self.router_set
         weights = tuple(each.kept for each in self.rollouts.values() if each.is_shown)
-        kept = Checkpoint(workers, routers.epochs, num_named, routers.joined, weights)
+        asked = self._num_machines or 0
+        kept = Checkpoint(workers, routers.epochs, num_named, routers.joined, weights, asked)
         if kept == self._recorded:
             return effects
         self._recorded = kept
@@ -232,11 +235,16 @@ class Controller:
         orders, effects = self.scaling[model].tick(now, self.workers, routers, share)
         for order in orders:
             effects += self._obey(now, order)
-        wanted = sum(each.num_machines for each in self.scaling.values())
-        if wanted != self._num_machines:
-            self._num_machines = wanted
-            effects.append(RequestMachines(wanted))
-        return effects
+        return effects + self._request_machines()
+
+    def _request_machines(self) -> list[Effect]:
+        """The first time in any case: what an earlier controller asked for stands until then."""
+        asking = [each.num_machines for each in self.scaling.values() if each.asks_for_machines]
+        known = [number for number in asking if number is not None]
+        if not asking or len(known) < len(asking) or sum(known) == self._num_machines:
+            return []
+        self._num_machines = sum(known)
+        return [RequestMachines(self._num_machines)]
 
     def _shares(self) -> dict[str, int]:
         """Workers that each model may have of those that all may; empty: as many as it may."""

@@ -100,6 +100,7 @@ class Checkpoint:
     num_named: int = 0
     joined: tuple[RouterStarted, ...] = ()
     weights: tuple[ModelWeights, ...] = ()
+    num_machines: int = 0  # that were asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ it announced. One that is up and makes no progress is ended by force: see `clust
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -53,11 +53,16 @@ class DesiredWorker(DesiredProcess):
     started: WorkerStarted | None = None  # while it listens
     hangs: int = 0  # times that it was ended because it did not answer
     is_leaving: bool = False  # it goes for good when nothing needs it
-    built: str = ""  # what it was started from: `ControllerConfig.built`
+    built: str = ""  # what it runs: as `ControllerConfig.built`, once it listens
 
     @property
     def is_draining(self) -> bool:
         return self.is_leaving or self.state is ProcessState.DRAINING
+
+    @property
+    def package(self) -> str:
+        """The version that it runs."""
+        return self.built.split(" ")[0]
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -124,6 +129,18 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         """Those that serve, and that another version or other settings have started."""
         serving = [w for w in self.by_name.values() if w.is_serving]
         return [w.node for w in serving if w.built != self.config.of(w.model).built]
+
+    def held_back(self, versions: Mapping[str, str]) -> dict[NodeId, str]:
+        """Those that a start would not bring to this version, and the version of each: another one
+        is on their machine. `versions`: of what a start gets there, by machine."""
+        found = {}
+        for node in self.outdated():
+            worker = self.by_name[node]
+            ours, *settings = self.config.of(worker.model).built.split(" ")
+            others = {versions.get(each, ours) for each in worker.machines} - {ours}
+            if others and worker.built.split(" ")[1:] == settings:
+                found[node] = min(others)
+        return found
 
     def listening(self) -> dict[NodeId, Peer]:
         return {w.node: w.peer for w in self.by_name.values() if w.peer is not None}
@@ -242,6 +259,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.on(ProcessEvent.LISTENS)
         worker.info = replace(started.info, role=worker.role, model=worker.model)
         worker.started = started
+        worker.built = built_of(started.package, worker.built)
         worker.pid = started.pid
         versions = started.protocol, started.package
         worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch, *versions)
@@ -378,6 +396,11 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             if worker.node in other.waiting_for:
                 effects += self.updated(now, other, worker.node)
         return effects
+
+
+def built_of(package: str, built: str) -> str:
+    """As `ControllerConfig.built`, of what runs: its machine may have another version."""
+    return " ".join([package, *built.split(" ")[1:]]) if package != "unknown" else built
 
 
 def worker_name(role: Role, model: str, number: int) -> NodeId:

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
-from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation, ProcessState
+from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
     AdoptRouter,
@@ -34,7 +34,6 @@ from kvrelay.cluster.control.messages import (
     MachinesChanged,
     Record,
     RequestMachines,
-    RestartWorker,
     RouterJoined,
     RouterLost,
     RouterStarted,
@@ -50,6 +49,7 @@ from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.specs import controller_config, worker_spec
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.processes.asked_machines import AskedMachines
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.here import run_here
 from kvrelay.cluster.processes.kept_weights import KeptWeights
@@ -67,6 +67,7 @@ from kvrelay.cluster.processes.orders import (
 )
 from kvrelay.cluster.processes.scaling_log import ScalingLog
 from kvrelay.cluster.processes.servers import Leadership
+from kvrelay.cluster.processes.worker_restarts import restart_workers
 from kvrelay.cluster.status import ClusterView, ControllerStatus, RestartStatus
 from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
@@ -92,7 +93,6 @@ log = logging.getLogger("kvrelay.control")
 KEEP_RETRY_S = 5.0  # before a checkpoint that could not be written to the store is tried again
 FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
 END_TIMEOUT_S = 5.0  # for workers to end by themselves
-MAX_FAILURES = 2  # a worker that fails so often leaves the others as they are
 RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 LEASE_WATCH_S = 0.2
 RAY_LATEST_S = 60.0  # after which it is started, whether the first workers are up or not
@@ -117,6 +117,7 @@ class ControlProcess:
         self.controller = Controller(ControllerConfig((), ()))
         self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
         self._workers: Any = None  # RayWorkers, once Ray is there
+        self._machines = AskedMachines(self._request_machines)
         self._are_up = asyncio.Event()  # the first workers
         self._lacks_ray = spec.epoch > 1  # a controller before this one has lost it
         self._listening = spec.listening  # for workers that are started
@@ -257,7 +258,8 @@ class ControlProcess:
             case LogScaling(line, model):
                 self._scaling_logs[model].write(line)
             case RequestMachines(num_machines):
-                self.spawn(self._request_machines(num_machines))
+                self._machines.wanted = num_machines
+                self.spawn(self._machines.settle())
             case AdoptWorker():
                 self._adopt(effect)
             case AdoptRouter(peer):
@@ -287,6 +289,7 @@ class ControlProcess:
             task.cancel()
         if not keep_workers and not self._hands_over():
             await self._end_workers()
+            await self._machines.give_back(END_TIMEOUT_S)
         await self.wire.close()
         await self._leave_ray()
 
@@ -331,38 +334,18 @@ class ControlProcess:
 
         async def restart() -> None:
             try:
-                done(await self._restart_workers(only_outdated))
+                drain_s = self.spec.config.cluster.drain_s
+                how = self.controller, self.say, self._versions, drain_s, only_outdated
+                done(await restart_workers(*how))
             except Exception as error:  # who waits must hear of it
                 log.exception("restarting workers")
                 done(f"{type(error).__name__}: {error}")
 
         self.spawn(restart())
 
-    async def _restart_workers(self, only_outdated: bool) -> str:
-        timeout_s = self.controller.config.start_timeout_s
-        deadline = self._loop.time() + timeout_s
-        while not self.controller.machines:  # a worker that ends now would have nowhere to start
-            if self._loop.time() > deadline:
-                return f"no machine is known after {timeout_s:g} s: Ray does not answer"
-            await asyncio.sleep(0.1)
-        outdated = self.controller.worker_set.outdated()
-        for worker in list(self.controller.workers.values()):
-            if worker.state is not ProcessState.UP or (
-                only_outdated and worker.node not in outdated
-            ):
-                continue  # what is started later is started anew in any case
-            before, failures = worker.epoch, worker.failures
-            self.say(RestartWorker(worker.node, "an operator restarts all workers"))
-            deadline = self._loop.time() + self.spec.config.cluster.drain_s + timeout_s
-            while worker.epoch == before or worker.state is not ProcessState.UP:
-                if self.controller.workers.get(worker.node) is not worker:
-                    break  # the autoscaler has let it go
-                if worker.failures > failures + MAX_FAILURES:
-                    return f"{worker.node} does not come up again: {worker.last_error}"
-                if self._loop.time() > deadline:
-                    return f"{worker.node} is not up again after {timeout_s:g} s"
-                await asyncio.sleep(0.1)
-        return ""
+    async def _versions(self) -> dict[str, str]:
+        found: dict[str, str] = {} if self._workers is None else await self._workers.versions()
+        return found
 
     def show_restart(self, restart: RestartStatus) -> None:
         """To operators, from now on."""
@@ -447,6 +430,7 @@ class ControlProcess:
     async def _watch_machines(self, use_gpus: bool) -> None:
         while True:
             try:
+                self.spawn(self._machines.settle())
                 await self._workers.watch_machines(use_gpus)
             except Exception as error:
                 why = f"Ray does not answer ({type(error).__name__})"
@@ -457,14 +441,13 @@ class ControlProcess:
                 log.warning("%s: no worker is started until it does", why)
                 await asyncio.sleep(RAY_RETRY_S)
 
-    async def _request_machines(self, num_machines: int) -> None:
+    async def _request_machines(self, num_machines: int) -> bool:
         machines, text = self.controller.machines, self.spec.config.scaling.machine
-        if self._workers is None or not (resources := resources_of(text, machines)):
-            return
-        try:
-            await self._workers.request_machines(num_machines, resources)
-        except Exception as error:  # of Ray: what serves goes on with the machines that there are
-            log.warning("Ray was not asked for %d machines: %s", num_machines, error)
+        resources = resources_of(text, machines)
+        if self._workers is None or (num_machines and not resources):
+            return False
+        await self._workers.request_machines(num_machines, resources)
+        return True
 
     def _tell_ray(self, state: str) -> None:
         self._loop.call_soon_threadsafe(self._tell, StartupProgress("ray", state, False))

@@ -27,7 +27,10 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import MachinesChanged, WorkerLost
@@ -179,6 +182,29 @@ class RayWorkers:
                 known = current
                 self._tell(MachinesChanged(known))
             await asyncio.sleep(POLL_MACHINES_S)
+
+    async def versions(self) -> dict[str, str]:
+        """The version that a worker would have, by machine: of those that say it in time."""
+
+        def version() -> str:  # sent by value: there it may be another one of this module
+            from kvrelay.engine.wire.channel import own_version
+
+            return own_version()
+
+        async def ask(machine: str, node: str) -> tuple[str, str] | None:
+            at = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(version).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=at, runtime_env=None
+            )
+            try:
+                async with asyncio.timeout(PLACE_TIMEOUT_S):
+                    return machine, str(await _result(await _apart(task.remote)))
+            except (RayError, TimeoutError) as error:
+                log.warning("%s does not say its version: %s", machine, first_line(error))
+                return None
+
+        nodes = {machine: node for machine, (_, _, node) in self._raylets.items()}
+        return dict(filter(None, await asyncio.gather(*(ask(*each) for each in nodes.items()))))
 
     async def request_machines(self, num_machines: int, resources: dict[str, float]) -> None:
         """Ask Ray's autoscaler for so many machines of these resources: what was asked for before

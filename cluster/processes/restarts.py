@@ -11,8 +11,13 @@ from msgspec.structs import replace
 
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.status import RestartStatus
+from kvrelay.engine.backoff import Backoff
 
 log = logging.getLogger("kvrelay.serve")
+
+STABLE_S = 60.0  # a controller that ran for so long is started again at once
+RAY_AGAIN = Backoff(0.5, 60.0)  # before a start of Ray follows one that failed
+RAY = "ray"  # in StartupProgress
 
 
 class Restarts:
@@ -48,3 +53,38 @@ class Restarts:
             log.error("%s stopped: %s", what, why)
         else:
             log.info("%s: %s", what, state)
+
+
+class Ends:
+    """Ends of controllers in a row, and how long the next one waits. One that ended before it had
+    Ray was in the step that the next one begins with, however long that took: its end is not
+    forgotten, and where two servers of a machine start Ray, they leave each other time for it."""
+
+    def __init__(self, backoff: Backoff, longest_s: float) -> None:
+        """`backoff`: of ends that have nothing to do with Ray. `longest_s`: without a controller,
+        workers end."""
+        self._backoff, self._longest_s = backoff, longest_s
+        self.failures = 0
+        self._ray_failures = 0
+        self._is_starting_ray = False
+
+    def see(self, part: str, is_up: bool) -> None:
+        """The controller says how far it is."""
+        if part == RAY:
+            self._is_starting_ray = not is_up
+            self._ray_failures = 0 if is_up else self._ray_failures
+
+    def ended(self, lived_s: float) -> float:
+        """Returns how long to wait."""
+        if lived_s >= STABLE_S:
+            self.failures = 0
+        if self._is_starting_ray:
+            self._ray_failures += 1
+        self._is_starting_ray = False
+        return self.failed()
+
+    def failed(self) -> float:
+        """It could not even be started."""
+        self.failures += 1
+        pause_s = max(self._backoff.pause_s(self.failures), RAY_AGAIN.pause_s(self._ray_failures))
+        return min(pause_s, self._longest_s)

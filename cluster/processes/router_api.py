@@ -193,26 +193,16 @@ async def offer_model(
     other.constraints.warm_up()
 
 
-async def serve_api(
-    served: RouterHost,
-    tokenizers: Mapping[str, Tokenizer],
-    access: Access,
-    sock: socket.socket,
-    stop: asyncio.Event,
-    on_ready: Callable[[int], None],
-) -> None:
-    """Serve HTTP at `sock` until `stop`. `tokenizers`: by model. `on_ready` gets the port once
-    requests are taken."""
+async def open_context(
+    served: RouterHost, tokenizers: Mapping[str, Tokenizer], access: Access
+) -> ApiContext:
+    """What the application of `served` is made of. `tokenizers`: by model."""
     from prometheus_client import CollectorRegistry
 
-    from kvrelay.cluster.api.app import create_app
     from kvrelay.cluster.api.cluster_metrics import ClusterCollector
     from kvrelay.cluster.api.context import ApiContext
-    from kvrelay.cluster.api.http.connection import ConnectionLimits
     from kvrelay.cluster.api.metrics import ApiMetrics
-    from kvrelay.cluster.api.server import serve_app
 
-    settle_memory()
     config, registry = served.config, CollectorRegistry()
     ClusterCollector(registry, served.status)
     (first, tokenizer), *further = tokenizers.items()
@@ -229,6 +219,7 @@ async def serve_api(
         change_models=served.change_models,
         metrics=metrics,
         tracing=tracing,
+        cluster=config.cluster.name,
         tenants=access.tenants,
         retention_s=config.tiers.retention_s,
         responses=await asyncio.to_thread(_open_responses, config),
@@ -239,7 +230,26 @@ async def serve_api(
     context.constraints.warm_up()
     for model, its in further:
         await offer_model(served, context, model, its, access)
-    served.context = context
+    return context
+
+
+async def serve_api(
+    served: RouterHost,
+    tokenizers: Mapping[str, Tokenizer],
+    access: Access,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None],
+) -> None:
+    """Serve HTTP at `sock` until `stop`. `tokenizers`: by model. `on_ready` gets the port once
+    requests are taken."""
+    from kvrelay.cluster.api.app import create_app
+    from kvrelay.cluster.api.http.connection import ConnectionLimits
+    from kvrelay.cluster.api.server import serve_app
+
+    settle_memory()
+    config = served.config
+    context = served.context = await open_context(served, tokenizers, access)
     await serve_app(
         create_app(context),
         config.api.host,
@@ -252,5 +262,5 @@ async def serve_api(
         max_message_bytes=config.api.max_body_bytes,
         shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
     )
-    if tracing is not None:
-        await asyncio.to_thread(tracing.close)
+    if context.tracing is not None:
+        await asyncio.to_thread(context.tracing.close)

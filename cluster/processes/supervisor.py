@@ -39,7 +39,7 @@ from kvrelay.cluster.processes.life import Life, SharedLife, all_weights
 from kvrelay.cluster.processes.model_changes import ModelChanges, OnModel
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
-from kvrelay.cluster.processes.restarts import Restarts
+from kvrelay.cluster.processes.restarts import Ends, Restarts
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
 from kvrelay.cluster.processes.servers import Servers
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvrelay.serve")
 
 RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
-STABLE_S = 60.0  # one that ran for so long is started again at once
 
 
 class Supervisor:
@@ -116,7 +115,7 @@ class Supervisor:
         self._restarting: asyncio.Future[str] | None = None  # workers, by the controller
         self._is_leaving = False  # to become another program
         self._is_ending = False
-        self._failures = 0
+        self._ends = Ends(RESTART, config.cluster.orphan_s / 2)
         self._servers: Servers | None = None  # this one's part in a cluster with several
         if isinstance(life, SharedLife):
             self._servers = Servers(config, life, self._on_lease)
@@ -341,7 +340,7 @@ class Supervisor:
             and self._restart.status.state != "stopped"
         ):
             self._restart.is_under_way = True
-            log.warning("%d workers are started anew, one by one", num_outdated)
+            log.warning("%d workers have another version or other settings", num_outdated)
             self._spawn(self._restart.finish(self._restart_workers(only_outdated=True)))
 
     async def _restart_router(self, name: NodeId) -> None:
@@ -432,6 +431,7 @@ class Supervisor:
     def _on_controller_message(self, message: Any) -> None:
         match message:
             case orders.StartupProgress(part, state, is_up):
+                self._ends.see(part, is_up)
                 if not self.ready.done():
                     self._on_progress(part, state, is_up)
             case orders.AllUp(lines, num_outdated):
@@ -461,10 +461,7 @@ class Supervisor:
         if not self._leads:
             self._controller = None
             return
-        if self._loop.time() - started_at >= STABLE_S:
-            self._failures = 0
-        self._failures += 1
-        pause_s = RESTART.pause_s(self._failures)
+        pause_s = self._ends.ended(self._loop.time() - started_at)
         log.warning("the controller has ended (%s); again in %g s", shown(code), pause_s)
         if self._restarting is not None and not self._restarting.done():
             self._restarting.set_result("the controller has ended")
@@ -477,8 +474,7 @@ class Supervisor:
             try:
                 await self._start_controller()
             except Exception as error:  # no file, process, thread, memory: each by its own kind
-                self._failures += 1
-                pause_s = RESTART.pause_s(self._failures)
+                pause_s = self._ends.failed()
                 log.error("the controller cannot be started: %s; again in %g s", error, pause_s)
             else:
                 return

@@ -81,7 +81,7 @@ class Decision(Struct, frozen=True):
     starts: tuple[Role, ...] = ()
     drains: tuple[NodeId, ...] = ()
     flips: tuple[tuple[NodeId, Role], ...] = ()
-    machines: int = 0  # to ask for; 0: they are as they are
+    machines: int | None = None  # to ask for; None: they are as they are
 
     @property
     def acts(self) -> bool:

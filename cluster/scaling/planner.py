@@ -318,7 +318,7 @@ class Planner:
             starts=moves.starts,
             drains=moves.drains,
             flips=moves.flips,
-            machines=ceil(min(most, max(least, wanted)) / per_machine) if per_machine else 0,
+            machines=ceil(min(most, max(least, wanted)) / per_machine) if per_machine else None,
         )
 
     def _wanted(

@@ -18,7 +18,14 @@ import pytest
 from kvrelay.cluster.config import ClusterSection, Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
 from kvrelay.cluster.prepare import PreparedModel
-from kvrelay.cluster.processes import control_process, handover, life, ray_access, supervisor
+from kvrelay.cluster.processes import (
+    control_process,
+    handover,
+    life,
+    ray_access,
+    restarts,
+    supervisor,
+)
 from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_weights import KeptWeights
@@ -466,7 +473,7 @@ def test_a_controller_that_ends_at_once_a_thousand_times_is_started_again(
             loop = asyncio.get_running_loop()
             starts.append(loop.time())
             is_stable = len(starts) > 1200
-            loop.call_later(supervisor.STABLE_S if is_stable else 0.5, self.on_end, -6)
+            loop.call_later(restarts.STABLE_S if is_stable else 0.5, self.on_end, -6)
 
     async def run() -> None:
         none: Any = None
@@ -482,8 +489,20 @@ def test_a_controller_that_ends_at_once_a_thousand_times_is_started_again(
     pauses = [b - a for a, b in pairwise(starts)]
     assert pauses[0] == pytest.approx(0.6)
     assert pauses[20:1199] == pytest.approx([0.5 + supervisor.RESTART.max_s] * 1179)
-    assert pauses[1201] == pytest.approx(supervisor.STABLE_S + supervisor.RESTART.base_s)
+    assert pauses[1201] == pytest.approx(restarts.STABLE_S + supervisor.RESTART.base_s)
     assert running.record.controller_epoch == len(starts)
+
+
+def test_the_pause_grows_while_ray_does_not_start_however_long_each_try_takes() -> None:
+    ends = restarts.Ends(supervisor.RESTART, longest_s=20.0)
+    pauses = []
+    for _ in range(8):
+        ends.see("ray", False)
+        pauses.append(ends.ended(lived_s=90.0))
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 20.0, 20.0]
+    ends.see("ray", False)
+    ends.see("ray", True)
+    assert ends.ended(lived_s=90.0) == supervisor.RESTART.base_s, "it was another step"
 
 
 def test_a_log_of_decisions_goes_on_when_there_is_room_again(

@@ -16,7 +16,8 @@ from tests.structure import ROOT
 
 ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
 DASHBOARDS = ROOT / "deploy/grafana"
-OF_PROMETHEUS = ("instance", "job")  # labels that it adds to what it scrapes
+# Labels that Prometheus adds to what it scrapes, or a cluster with a name to what it shows.
+OF_PROMETHEUS = ("instance", "job", "namespace", "cluster")
 _COMPARISON = re.compile(r" (==|!=|>=|<=|>|<) (?!bool)")
 
 

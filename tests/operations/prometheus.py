@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.operations.expressions import ALERTS
 
@@ -102,3 +105,38 @@ class Prometheus:
     def _get(self, path: str, **params: str) -> httpx.Response:
         # It is HTTP, and asked often; certificates would take 28 ms to read each time.
         return httpx.get(self.url + path, params=params, timeout=20, verify=False)
+
+
+def would_fire(alert: str, scrapes: Sequence[str]) -> bool:
+    """Whether `alert` fires on these texts of /metrics, five seconds apart, the last of which
+    stays for a while. By promtool, which has to be there."""
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], list[float | None]] = {}
+    for i, text in enumerate(scrapes):
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if not math.isfinite(sample.value):  # no value of a test
+                    continue
+                key = sample.name, tuple(sorted(sample.labels.items()))
+                found.setdefault(key, [None] * len(scrapes))[i] = sample.value
+    series = [
+        {
+            "series": f"{name}{{{','.join(f'{k}={json.dumps(v)}' for k, v in labels)}}}",
+            "values": " ".join("_" if v is None else str(v) for v in values) + f" {values[-1]}x4",
+        }
+        for (name, labels), values in found.items()
+        if values[-1] is not None
+    ]
+    at = f"{5 * (len(scrapes) + 3)}s"
+    test = {
+        "interval": "5s",
+        "input_series": series,
+        "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": []}],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "test.yaml"
+        rules = {"rule_files": [str(ALERTS)], "evaluation_interval": "5s", "tests": [test]}
+        path.write_text(yaml.safe_dump(rules))
+        command = [binary("promtool") or "promtool", "test", "rules", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or f"alertname: {alert}" in done.stdout + done.stderr, done.stderr
+    return done.returncode != 0  # none was expected

@@ -236,7 +236,9 @@ def test_every_router_is_reached_and_scraped() -> None:
     (service,) = (s for s in of_kind(documents, "Service") if s["metadata"]["name"] == "llm")
     assert {p["targetPort"]: p["port"] for p in service["spec"]["ports"]} == ports
     (monitor,) = of_kind(documents, "PodMonitor")
-    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == [*ports]
+    endpoints = monitor["spec"]["podMetricsEndpoints"]
+    assert [each["port"] for each in endpoints] == [*ports]
+    assert {each["relabelings"][0]["replacement"] for each in endpoints} == {"kvrelay/release"}
     policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(documents, "NetworkPolicy")}
     (rule,) = policies["llm-api"]["ingress"]
     assert [each["port"] for each in rule["ports"]] == [*ports]

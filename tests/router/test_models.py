@@ -372,6 +372,7 @@ def test_what_a_removed_model_has_left_is_refused_and_the_other_goes_on() -> Non
     models.tell(RemoveModel("large"))
     (failed,) = models.take(Failed)
     assert (failed.request_id, failed.reason) == ("l", Refusal.NO_WORKERS)
+    assert models.routers.status(models.now).totals.submitted == 2, "counters never fall"
     assert [each.request_id for each in models.take(Abort, "decode-large")] == ["l"]
     models.submit("large", "late")  # its client had begun before
     assert [each.request_id for each in models.take(Failed)] == ["late"]

@@ -10,19 +10,20 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.anthropic.schema import (
     CHAT_NAMES,
     TTL_S,
     CountRequest,
     MessagesChat,
+    MessagesRequest,
     as_chat,
     read_messages,
     read_request,
 )
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, renamed
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import held_body, utility_call
 from kvrelay.cluster.api.openai.formats import BlockFormat
 from kvrelay.cluster.api.openai.parts import Plan
@@ -178,12 +179,12 @@ def refuse(error: ApiError) -> JSONResponse:
     return error_response(error, error_body(error))
 
 
-def message_routes(ctx: ApiContext) -> list[Route]:
+def message_routes(ctx: ApiContext) -> list[ApiRoute]:
     messages = GenerateEndpoint(ctx, "messages", read_messages, _plan, MessageFormat, refuse)
     count = partial(_count, ctx)
     return [
-        Route(MESSAGES, messages, methods=["POST"]),
-        Route(f"{MESSAGES}/count_tokens", count, methods=["POST"]),
+        ApiRoute("POST", MESSAGES, messages, "Answer Anthropic's messages", MessagesRequest),
+        ApiRoute("POST", f"{MESSAGES}/count_tokens", count, "Tokens of a prompt", CountRequest),
     ]
 
 

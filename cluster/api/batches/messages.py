@@ -16,7 +16,6 @@ import msgspec
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from kvrelay.cluster.api.batches.rows import MESSAGES, Checker
 from kvrelay.cluster.api.batches.store import KEEP_S, Full, Record, private_file
@@ -29,6 +28,7 @@ from kvrelay.cluster.api.batches.uploads import (
 )
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
+from kvrelay.cluster.api.http.route import REF, ApiRoute
 from kvrelay.cluster.api.incoming import caller, limit_of, owner
 from kvrelay.cluster.api.openai.schema import MAX_BRACKETS
 from kvrelay.cluster.api.tenants import Tenant
@@ -126,6 +126,25 @@ def _write_rows(body: Path, rows: Path, max_chars: int) -> None:
             raise invalid(f"requests.{number}: {error}") from None
 
 
+_REQUEST = {
+    "type": "object",
+    "properties": {
+        "custom_id": {"type": "string"},
+        "params": {"$ref": REF.format(model="MessagesRequest")},
+    },
+    "required": ["custom_id", "params"],
+}
+_BODY = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "properties": {"requests": {"type": "array", "items": _REQUEST}},
+            "required": ["requests"],
+        }
+    }
+}
+
+
 class MessageBatches:
     """Answers for message batches. Owned by `BatchCalls`."""
 
@@ -138,15 +157,17 @@ class MessageBatches:
     ) -> None:
         self._ctx, self._uploads, self._wake, self._clock = ctx, uploads, wake, clock
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         batch = f"{PATH}/{{id}}"
         return [
-            Route(PATH, self._create, methods=["POST"]),
-            Route(PATH, self._list, methods=["GET"]),
-            Route(batch, self._get, methods=["GET"]),
-            Route(batch, self._delete, methods=["DELETE"]),
-            Route(f"{batch}/cancel", self._cancel, methods=["POST"]),
-            Route(f"{batch}/results", self._results, methods=["GET"]),
+            ApiRoute(
+                "POST", PATH, self._create, "Answer Anthropic's messages when there is time", _BODY
+            ),
+            ApiRoute("GET", PATH, self._list, "Batches of messages"),
+            ApiRoute("GET", batch, self._get, "One of them"),
+            ApiRoute("DELETE", batch, self._delete, "Delete it, with its results"),
+            ApiRoute("POST", f"{batch}/cancel", self._cancel, "End it before all has run"),
+            ApiRoute("GET", f"{batch}/results", self._results, "What became of each request"),
         ]
 
     async def _create(self, http: Request) -> Response:

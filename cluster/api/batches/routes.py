@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from kvrelay.cluster.api.batches.messages import MessageBatches
 from kvrelay.cluster.api.batches.multipart import FormReader
@@ -19,10 +19,25 @@ from kvrelay.cluster.api.batches.store import KEEP_S, Full, Record
 from kvrelay.cluster.api.batches.uploads import Uploads, batch_record, cancel, file_record, on_disk
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body
 from kvrelay.cluster.api.openai.schema import Metadata, parse
 
 LEAST_KEEP_S = 3600
+_FORM = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "properties": {
+                "file": {"type": "string", "format": "binary"},
+                "purpose": {"const": "batch"},
+                "expires_after[anchor]": {"const": "created_at"},
+                "expires_after[seconds]": {"type": "integer"},
+            },
+            "required": ["file", "purpose"],
+        }
+    }
+}
 _HIDDEN = ("keep_s", "num_unsent")
 
 
@@ -56,7 +71,7 @@ class BatchCalls:
         endpoints = {
             route.path: route.app
             for route in routes
-            if isinstance(route, Route) and "POST" in (route.methods or ())
+            if isinstance(route, ApiRoute) and route.method == "POST"
         }
         self._runner = Runner(self._ctx, {path: endpoints[path] for path in ENDPOINTS})
         self._runner.start()
@@ -65,18 +80,30 @@ class BatchCalls:
         if self._runner is not None:
             await self._runner.close()
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         file, batch = "/v1/files/{id}", "/v1/batches/{id}"
         return [
-            Route("/v1/files", self._upload, methods=["POST"]),
-            Route("/v1/files", self._files, methods=["GET"]),
-            Route(file, self._file, methods=["GET"]),
-            Route(file, self._delete, methods=["DELETE"]),
-            Route(f"{file}/content", self._content, methods=["GET"]),
-            Route("/v1/batches", self._create, methods=["POST"]),
-            Route("/v1/batches", self._batches, methods=["GET"]),
-            Route(batch, self._batch, methods=["GET"]),
-            Route(f"{batch}/cancel", self._cancel, methods=["POST"]),
+            ApiRoute(
+                "POST",
+                "/v1/files",
+                self._upload,
+                "Keep a file for batches, as a form in parts",
+                _FORM,
+            ),
+            ApiRoute("GET", "/v1/files", self._files, "Files that are kept"),
+            ApiRoute("GET", file, self._file, "One of them"),
+            ApiRoute("DELETE", file, self._delete, "Delete it"),
+            ApiRoute("GET", f"{file}/content", self._content, "Its bytes"),
+            ApiRoute(
+                "POST",
+                "/v1/batches",
+                self._create,
+                "Run the requests of a file when there is time",
+                BatchRequest,
+            ),
+            ApiRoute("GET", "/v1/batches", self._batches, "Batches"),
+            ApiRoute("GET", batch, self._batch, "One of them"),
+            ApiRoute("POST", f"{batch}/cancel", self._cancel, "End it before all has run"),
             *MessageBatches(self._ctx, self._uploads, self.wake, self._clock).routes(),
         ]
 

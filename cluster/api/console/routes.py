@@ -28,7 +28,6 @@ from msgspec import structs
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.cluster.api.console.history import (
@@ -41,6 +40,7 @@ from kvrelay.cluster.api.console.history import (
 )
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, overloaded, unauthorized
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
 from kvrelay.cluster.api.openai.schema import parse
@@ -287,15 +287,25 @@ class Console:
             "kept_s": KEPT_S,
         }
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         return [
-            Route("/console", self._page, methods=["GET"]),
-            Route("/console/", self._page, methods=["GET"]),
-            Route("/console/ticket", self._ticket, methods=["POST"]),
-            Route("/console/session", self._begin, methods=["POST"]),
-            Route("/console/events", self._events, methods=["GET"]),
-            Route("/console/snapshot", self._snapshot, methods=["GET"]),
-            Route("/console/{file}", self._file, methods=["GET"]),
+            ApiRoute("GET", "/console", self._page, "A page that shows the server live"),
+            ApiRoute("GET", "/console/", self._page, "A page that shows the server live"),
+            ApiRoute(
+                "POST", "/console/ticket", self._ticket, "A ticket that opens the console once"
+            ),
+            ApiRoute(
+                "POST",
+                "/console/session",
+                self._begin,
+                "A session of the console for a ticket",
+                TicketRequest,
+            ),
+            ApiRoute("GET", "/console/events", self._events, "The status as a stream of events"),
+            ApiRoute(
+                "GET", "/console/snapshot", self._snapshot, "The status and its history, once"
+            ),
+            ApiRoute("GET", "/console/{file}", self._file, "Scripts and styles of the page"),
         ]
 
     def start(self) -> None:

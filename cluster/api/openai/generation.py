@@ -185,9 +185,16 @@ class Generation:
     """
 
     def __init__(
-        self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float, deadline: float
+        self,
+        ctx: ApiContext,
+        plan: Plan,
+        request_id: str,
+        started_at: float,
+        deadline: float,
+        is_timed: bool = True,
     ) -> None:
-        """`started_at`: when the body had come, in loop time, as is `deadline`."""
+        """`started_at`: when the body had come, in loop time, as is `deadline`. `is_timed`: that it
+        counts in the histograms of what clients wait for."""
         self.plan = plan
         self.choices = [Choice(ctx, choice, plan) for choice in plan.choices]
         self.gone = False  # the client went away
@@ -197,7 +204,7 @@ class Generation:
         self._is_tick = False
         self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
         self._unsent = deque(self.choices)
-        self._started_at = started_at
+        self._started_at, self._is_timed = started_at, is_timed
         self._deadline = deadline
 
     async def batches(self, tick_s: float = 0.0) -> AsyncIterator[list[Piece]]:
@@ -354,7 +361,7 @@ class Generation:
 
     def _record_times(self, choice: Choice, num_tokens: int) -> None:
         metrics = self._ctx.metrics
-        if num_tokens == 0:
+        if num_tokens == 0 or not self._is_timed:
             return
         now = asyncio.get_running_loop().time()
         if choice.last_token_at is not None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -24,9 +24,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.cluster.api.calls import Call
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, draining, overloaded, refused
+from kvrelay.cluster.api.errors import ApiError, draining, overloaded, refused, shutting_down
 from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES, caller, held_body, hold
 from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.metrics import CANCELLED, CLIENT_GONE, INTERNAL_ERROR
 from kvrelay.cluster.api.openai.formats import COMMENT, Format
 from kvrelay.cluster.api.openai.generation import Generation
 from kvrelay.cluster.api.openai.parts import Piece, Plan
@@ -39,7 +40,17 @@ from kvrelay.router.messages import Failed
 Request = TypeVar("Request", bound=ModelRequest)
 
 _BYTES_AT_ONCE = 1 << 20  # bytes of an answer
-_CANCELLED = "cancelled"
+
+
+class End(NamedTuple):
+    """How a call ended: as metrics have it, and the status that says so."""
+
+    outcome: str
+    status: int
+
+
+_CANCELLED = End(CANCELLED, CLIENT_GONE)
+_BUG = End(INTERNAL_ERROR, 500)
 
 
 def error_response(error: ApiError, body: dict[str, Any] | None = None) -> JSONResponse:
@@ -91,7 +102,8 @@ class GenerateEndpoint(Generic[Request]):
         clock = asyncio.get_running_loop().time
         http = HttpRequest(scope, receive)
         call = Call(scope["state"]["request_id"], self._name, clock(), http.headers)
-        call.outcome = _CANCELLED
+        call.is_row = "tenant" in scope["state"]  # as `caller` knows one
+        end = _BUG  # whatever does not replace it: it is counted as what it is
         status, access = 0, self._ctx.access
         if access.is_on:
             scope["state"]["is_logged"], send_on = True, send
@@ -102,16 +114,22 @@ class GenerateEndpoint(Generic[Request]):
                 await send_on(message)
 
         try:
-            call.outcome = await self._serve(http, call, send)
+            end = await self._serve(http, call, send)
         except ApiError as error:
-            call.outcome = error.outcome
+            end = _end_of(error)
             await self._refuse(error)(scope, receive, send)
         except ClientDisconnect:
-            pass
+            end = _CANCELLED
+        except asyncio.CancelledError:  # by the server's end alone
+            end = _end_of(shutting_down())
+            raise
         finally:
+            call.outcome, call.status = end
+            scope["state"].setdefault("ended", [])[:] = [end]
             call.ended_at = clock()
             elapsed_s = call.ended_at - call.arrived_at
-            self._ctx.metrics.of(call.model).ended(self._name, call.outcome, elapsed_s)
+            metrics = self._ctx.metrics.of(call.model)
+            metrics.ended(self._name, *end, elapsed_s, call.is_row)
             ctx = self._ctx.models.get(call.model, self._ctx)
             served = ctx.calls.ended(call)
             if access.is_on:
@@ -148,8 +166,8 @@ class GenerateEndpoint(Generic[Request]):
             failed = Failed("", Refusal.DEADLINE, f"not begun within {timeout_s:g} s")
             raise refused(failed) from None
 
-    async def _serve(self, http: HttpRequest, call: Call, send: Send) -> str:
-        """Serve one request; return its outcome. Raises `ApiError` before the first byte only."""
+    async def _serve(self, http: HttpRequest, call: Call, send: Send) -> End:
+        """Serve one request; return how it ended. Raises `ApiError` before the first byte only."""
         if self._ctx.is_draining():
             raise draining()
         tenant = caller(self._ctx, http)
@@ -202,10 +220,12 @@ class GenerateEndpoint(Generic[Request]):
         request: Request,
         plan: Plan,
         deadline: float,
-    ) -> str:
+    ) -> End:
         clock = asyncio.get_running_loop().time
         assert call.received_at is not None
-        generation = Generation(ctx, plan, call.request_id, call.received_at, deadline)
+        generation = Generation(
+            ctx, plan, call.request_id, call.received_at, deadline, is_timed=not call.is_row
+        )
         format = self._format(ctx, plan, request, call.request_id)
         call.submitted_at = clock()
         headers = self._ctx.rates.headers(clock(), plan.tenant)
@@ -217,10 +237,17 @@ class GenerateEndpoint(Generic[Request]):
                 return await _whole(generation, format, send, headers)
         finally:
             call.result = generation.result()
-            usage, metrics = call.result.usage, ctx.metrics
-            metrics.prompt_tokens.inc(usage["prompt_tokens"])
-            metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
-            metrics.output_tokens.inc(usage["completion_tokens"])
+            ctx.metrics.used(plan.tenant.name, call.result.usage)
+
+
+def _end_of(error: ApiError) -> End:
+    return End(error.outcome, error.status)
+
+
+def _finished(generation: Generation) -> End:
+    """Returns how a call ended whose choices all have."""
+    reason = generation.choices[0].finish_reason
+    return _BUG if reason is None else End(reason, 200)
 
 
 def _not_read(body: bytes) -> NoReturn:
@@ -257,7 +284,7 @@ async def _whole(
     format: Format,
     send: Send,
     headers: Mapping[str, str],
-) -> str:
+) -> End:
     pieces: list[Piece] = []
     async for batch in generation.batches():
         pieces.extend(map(format.condensed, batch))
@@ -273,18 +300,17 @@ async def _whole(
         await _send_body(send, body[begin : begin + _BYTES_AT_ONCE])
         await asyncio.sleep(0)
     await _end_body(send)
-    return generation.choices[0].finish_reason or _CANCELLED
+    return _finished(generation)
 
 
 async def _stream(
     generation: Generation, format: Format, send: Send, headers: Mapping[str, str], tick_s: float
-) -> str:
+) -> End:
     """Nothing is sent before the first text, so that a refusal can still be a status, but where
     that takes longer than `tick_s` seconds; 0: however long it takes."""
     more = [(name.encode(), value.encode()) for name, value in headers.items()]
     start = {**_START, "headers": [*_HEADERS, *more]}
     is_started = is_open = has_sent = False
-    outcome = _CANCELLED
     try:
         async for batch in generation.batches(tick_s):
             events = [] if is_open or not batch else format.opening(generation.usage())
@@ -303,18 +329,18 @@ async def _stream(
     except ApiError as error:
         if not is_started:
             raise
-        outcome = error.outcome
+        end = _end_of(error)
         events = format.failed(error) if is_open else format.refused(error, generation.usage())
         await _send_body(send, b"".join(map(format.encode, events)))
     else:
         if generation.gone:
             return _CANCELLED
-        outcome = generation.choices[0].finish_reason or _CANCELLED
+        end = _finished(generation)
         events = format.closing(generation.usage())
         await format.settled()
         await _send_body(send, b"".join(map(format.encode, events)) + format.done)
     await _end_body(send)
-    return outcome
+    return end
 
 
 _START = {"type": "http.response.start", "status": 200}

@@ -16,10 +16,10 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body
 from kvrelay.cluster.api.openai.formats import ChatFormat, message_of
 from kvrelay.cluster.api.openai.parts import Piece, Plan
@@ -94,14 +94,14 @@ class StoredChats:
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         path = "/v1/chat/completions/{id}"
         return [
-            Route("/v1/chat/completions", self._list, methods=["GET"]),
-            Route(path, self._show, methods=["GET"]),
-            Route(path, self._update, methods=["POST"]),
-            Route(path, self._delete, methods=["DELETE"]),
-            Route(f"{path}/messages", self._messages, methods=["GET"]),
+            ApiRoute("GET", "/v1/chat/completions", self._list, "Completions that are kept"),
+            ApiRoute("GET", path, self._show, "One of them"),
+            ApiRoute("POST", path, self._update, "Change its metadata", MetadataRequest),
+            ApiRoute("DELETE", path, self._delete, "Forget it"),
+            ApiRoute("GET", f"{path}/messages", self._messages, "What it was asked with"),
         ]
 
     async def _find(self, tenant: Tenant, name: str) -> Record:

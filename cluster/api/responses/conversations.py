@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import caller, page_of, read_body
 from kvrelay.cluster.api.openai.schema import Metadata, MetadataRequest, parse
 from kvrelay.cluster.api.responses.schema import check_items
@@ -54,17 +54,23 @@ class Conversations:
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
         path = "/v1/conversations/{id}"
         return [
-            Route("/v1/conversations", self._create, methods=["POST"]),
-            Route(path, self._show, methods=["GET"]),
-            Route(path, self._update, methods=["POST"]),
-            Route(path, self._delete, methods=["DELETE"]),
-            Route(f"{path}/items", self._items, methods=["GET"]),
-            Route(f"{path}/items", self._add, methods=["POST"]),
-            Route(f"{path}/items/{{item}}", self._item, methods=["GET"]),
-            Route(f"{path}/items/{{item}}", self._remove, methods=["DELETE"]),
+            ApiRoute(
+                "POST",
+                "/v1/conversations",
+                self._create,
+                "Begin a conversation",
+                ConversationRequest,
+            ),
+            ApiRoute("GET", path, self._show, "A conversation"),
+            ApiRoute("POST", path, self._update, "Change its metadata", MetadataRequest),
+            ApiRoute("DELETE", path, self._delete, "Forget it"),
+            ApiRoute("GET", f"{path}/items", self._items, "Its items"),
+            ApiRoute("POST", f"{path}/items", self._add, "Add to its items", ItemsRequest),
+            ApiRoute("GET", f"{path}/items/{{item}}", self._item, "One of its items"),
+            ApiRoute("DELETE", f"{path}/items/{{item}}", self._remove, "Take an item out"),
         ]
 
     async def find(self, tenant: Tenant, name: str) -> Record:

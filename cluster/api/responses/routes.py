@@ -13,11 +13,12 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, renamed
+from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
 from kvrelay.cluster.api.incoming import caller, held_body, page_of, utility_call
 from kvrelay.cluster.api.openai.formats import Format
 from kvrelay.cluster.api.openai.parts import Plan
@@ -54,15 +55,29 @@ def response_routes(ctx: ApiContext) -> list[BaseRoute]:
     calls = Responses(ctx)
     path = "/v1/responses/{id}"
     return [
-        Route("/v1/responses", calls, methods=["POST"]),
-        WebSocketRoute("/v1/responses", ResponsesSocket(ctx, calls.read).__call__),
-        Route("/v1/responses/compact", Compaction(ctx, calls.kept), methods=["POST"]),
-        Route("/v1/responses/input_tokens", calls.count, methods=["POST"]),
+        ApiRoute(
+            "POST", "/v1/responses", calls, "Answer items, and keep the response", ResponsesRequest
+        ),
+        ApiWebSocketRoute("/v1/responses", ResponsesSocket(ctx, calls.read).__call__),
+        ApiRoute(
+            "POST",
+            "/v1/responses/compact",
+            Compaction(ctx, calls.kept),
+            "Sum a conversation up",
+            CompactRequest,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/responses/input_tokens",
+            calls.count,
+            "Tokens of a prompt",
+            ResponsesRequest,
+        ),
         *calls.kept.conversations.routes(),
-        Route(path, calls.show, methods=["GET"]),
-        Route(path, calls.delete, methods=["DELETE"]),
-        Route(f"{path}/cancel", calls.cancel, methods=["POST"]),
-        Route(f"{path}/input_items", calls.items, methods=["GET"]),
+        ApiRoute("GET", path, calls.show, "A response that was kept"),
+        ApiRoute("DELETE", path, calls.delete, "Forget a response"),
+        ApiRoute("POST", f"{path}/cancel", calls.cancel, "End a response in the background"),
+        ApiRoute("GET", f"{path}/input_items", calls.items, "What a response was asked with"),
     ]
 
 

@@ -72,7 +72,7 @@ class ResponsesSocket:
             reading.cancel()
 
     def _count(self, error: ApiError) -> None:
-        self._ctx.metrics.of("").requests.labels("responses", error.outcome).inc()
+        self._ctx.metrics.of("").count("responses", error.outcome, error.status)
 
 
 class _Connection:

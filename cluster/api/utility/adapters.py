@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.adapters import read_named
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import caller, check_operator, read_body
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.engine.adapters import Adapter, AdapterError
@@ -49,14 +49,24 @@ class UnloadRequest(BaseModel):
     lora_name: str
 
 
-def adapter_routes(ctx: ApiContext) -> list[Route]:
+def adapter_routes(ctx: ApiContext) -> list[ApiRoute]:
     calls = _AdapterCalls(ctx)
     return [
-        Route("/v1/adapters", calls.listed, methods=["GET"]),
-        Route("/v1/adapters", calls.add, methods=["POST"]),
-        Route("/v1/adapters/{name}", calls.remove, methods=["DELETE"]),
-        Route("/v1/load_lora_adapter", calls.load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", calls.unload, methods=["POST"]),
+        ApiRoute(
+            "GET", "/v1/adapters", calls.listed, "Adapters that requests may name as their model"
+        ),
+        ApiRoute("POST", "/v1/adapters", calls.add, "Register an adapter", AdapterRequest),
+        ApiRoute("DELETE", "/v1/adapters/{name}", calls.remove, "Forget it"),
+        ApiRoute(
+            "POST",
+            "/v1/load_lora_adapter",
+            calls.load,
+            "Register an adapter, as in vLLM",
+            LoadRequest,
+        ),
+        ApiRoute(
+            "POST", "/v1/unload_lora_adapter", calls.unload, "Forget it, as in vLLM", UnloadRequest
+        ),
     ]
 
 

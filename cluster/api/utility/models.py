@@ -7,23 +7,30 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext, ControllerAway
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.config import ConfigError, ModelEntry
 from kvrelay.engine.settings import explain_error
 
 
-def changing_routes(ctx: ApiContext) -> list[Route]:
+def changing_routes(ctx: ApiContext) -> list[ApiRoute]:
     if ctx.change_models is None:
         return []
     calls = _ModelCalls(ctx)
     return [
-        Route("/models", calls.add, methods=["POST"]),
-        Route("/models/{name}", calls.remove, methods=["DELETE"]),
+        ApiRoute("POST", "/models", calls.add, "Serve one more model", _entry()),
+        ApiRoute("DELETE", "/models/{name}", calls.remove, "Serve a model no more"),
     ]
+
+
+def _entry() -> dict[str, Any]:
+    """Says in OpenAPI's words what a body has."""
+    _, schemas = msgspec.json.schema_components([ModelEntry])
+    schema = msgspec.json.decode(msgspec.json.encode(schemas[ModelEntry.__name__]))
+    return {"application/json": {"schema": schema}}
 
 
 class _ModelCalls:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_token_ids, held_body, utility_call
 from kvrelay.cluster.api.openai.plan import CHARS_PER_TOKEN, chat_prompt, text_tokens
 from kvrelay.cluster.api.openai.schema import ChatRequest, parse
@@ -45,12 +45,16 @@ class DetokenizeRequest(BaseModel):
     tokens: TokenIds
 
 
-def token_routes(ctx: ApiContext) -> list[Route]:
+def token_routes(ctx: ApiContext) -> list[ApiRoute]:
     calls = _Tokens(ctx)
     return [
-        Route("/tokenize", calls.tokenize, methods=["POST"]),
-        Route("/detokenize", calls.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", calls.info, methods=["GET"]),
+        ApiRoute(
+            "POST", "/tokenize", calls.tokenize, "The tokens of a text or a chat", TokenizeRequest
+        ),
+        ApiRoute("POST", "/detokenize", calls.detokenize, "The text of tokens", DetokenizeRequest),
+        ApiRoute(
+            "GET", "/tokenizer_info", calls.info, "Special tokens and chat template of the model"
+        ),
     ]
 
 

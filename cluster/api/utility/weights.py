@@ -9,10 +9,10 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from kvrelay.cluster.api.context import ApiContext, ControllerAway
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.engine.model.errors import ModelError
@@ -37,16 +37,22 @@ class WeightsRequest(BaseModel):
         return self
 
 
-def weight_routes(ctx: ApiContext) -> list[Route]:
+def weight_routes(ctx: ApiContext) -> list[ApiRoute]:
     if ctx.change_weights is None:
         return []
     calls = _WeightCalls(ctx)
     return [
-        Route("/v1/weights", calls.shown, methods=["GET"]),
-        Route("/v1/weights", calls.update, methods=["POST"]),
-        Route("/pause", calls.pause, methods=["POST"]),
-        Route("/resume", calls.resume, methods=["POST"]),
-        Route("/is_paused", calls.is_paused, methods=["GET"]),
+        ApiRoute("GET", "/v1/weights", calls.shown, "Versions of the weights"),
+        ApiRoute(
+            "POST",
+            "/v1/weights",
+            calls.update,
+            "Load other weights into the workers",
+            WeightsRequest,
+        ),
+        ApiRoute("POST", "/pause", calls.pause, "Generate nothing for a while, as in vLLM"),
+        ApiRoute("POST", "/resume", calls.resume, "Go on"),
+        ApiRoute("GET", "/is_paused", calls.is_paused, "Whether a model is paused"),
     ]
 
 

@@ -268,6 +268,32 @@ def test_workers_that_other_settings_have_started_are_adopted_and_known(lives: L
     assert lives.controller.worker_set.outdated() == ["prefill-0"], "the next controller knows too"
 
 
+def test_workers_count_by_the_version_that_came_and_stay_where_a_start_would_bring_it_again(
+    lives: Lives,
+) -> None:
+    config = replace(CONFIG, built="2.0 abc")
+    for life in range(2):  # the next controller does not begin again
+        lives.begin(RUNNING, config)
+        lives.say(MachinesChanged(ONE))
+        workers = lives.controller.worker_set
+        if not life:  # the pod of one has the old version, that of the other the new one
+            for worker, package in (("prefill-0", "2.0"), ("decode-0", "1.0")):
+                lives.say(WorkerLost(worker, 1, "an operator restarts all workers"))
+                lives.say(Woken(f"backoff 1 {worker}"))
+                new = WorkerStarted(info(worker, 2), "h", 100, 7, package=package)
+                lives.say(new)
+        assert workers.by_name["prefill-0"].built == config.built
+        assert workers.by_name["decode-0"].built == "1.0 abc"
+        assert workers.outdated() == ["decode-0"]
+        (machine,) = workers.by_name["decode-0"].machines
+        assert workers.held_back({machine: "1.0"}) == {"decode-0": "1.0"}
+        assert workers.held_back({machine: "2.0"}) == {}, "it has been installed there"
+    lives.begin(RUNNING, replace(CONFIG, built="2.0 other"))
+    workers = lives.controller.worker_set
+    (machine,) = workers.by_name["decode-0"].machines
+    assert workers.held_back({machine: "1.0"}) == {}, "other settings come in the old version too"
+
+
 def test_a_worker_that_is_not_wanted_any_more_is_drained_before_it_ends(lives: Lives) -> None:
     """It was ended at once, with its streams."""
     lives.begin(RUNNING, replace(CONFIG, workers=(("prefill-0", Role.PREFILL),)))

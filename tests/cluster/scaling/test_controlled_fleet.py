@@ -27,7 +27,9 @@ from kvrelay.cluster.control.messages import (
     StopWorker,
     WorkerLost,
 )
+from kvrelay.cluster.processes import asked_machines
 from kvrelay.cluster.scaling.provider import State
+from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, Role
 from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
@@ -392,3 +394,60 @@ def test_the_next_controller_takes_back_what_was_to_be_restarted(world: Controll
     world.pass_time(2)
     assert worker in [each.message.info.worker for each in world.sent(WorkerUp)]
     assert not world.controller.workers[worker].is_draining
+
+
+def test_machines_are_given_back_with_the_last_worker_and_by_who_comes_after() -> None:
+    scaling = ScalingConfig(
+        enabled=True, min_workers=1, max_workers=8, tick_s=0.5, workers_per_machine=2
+    )
+    idle = structs.replace(scaling, min_workers=0)
+    none = replace(CONFIG, scaling=idle, workers_per_machine=2)
+    world = ControlledWorld(replace(none, scaling=scaling))
+    world.pass_time(3)
+    assert world.of(RequestMachines) == [RequestMachines(1)]
+    world.effects.clear()
+    world.begin(none)  # it wants none, and Ray still has the request of the one before
+    for _ in range(200):
+        world.say(ScalingReport(RouterSeen("router-0", 0.0, {}, {}, 0, 0, 0, 0), ()))
+        world.pass_time(4.0)
+    assert world.controller.workers == {}
+    assert world.of(RequestMachines) == [RequestMachines(1), RequestMachines(0)]
+    world.effects.clear()
+    world.begin(none)
+    world.pass_time(3)
+    assert world.of(RequestMachines) == [RequestMachines(0)], "the first time in any case"
+
+
+def test_who_comes_after_and_does_not_scale_gives_machines_back() -> None:
+    scaling = ScalingConfig(
+        enabled=True, min_workers=1, max_workers=8, tick_s=0.5, workers_per_machine=2
+    )
+    world = ControlledWorld(replace(CONFIG, scaling=scaling, workers_per_machine=2))
+    world.pass_time(3)
+    world.effects.clear()
+    world.begin(replace(CONFIG, scaling=None))
+    assert world.of(RequestMachines) == [RequestMachines(0)]
+
+
+@pytest.mark.anyio
+async def test_ray_is_asked_until_it_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked_machines, "RETRY", Backoff(0.001, 0.001))
+    answers: list[Any] = [False, OSError("Ray does not answer"), True, True]
+    asked: list[int] = []
+
+    async def ask(number: int) -> bool:
+        asked.append(number)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return bool(answer)
+
+    machines = asked_machines.AskedMachines(ask)
+    await machines.settle()
+    machines.wanted = 3
+    await machines.settle()  # Ray is not there yet
+    await machines.settle()
+    await machines.settle()
+    assert asked == [3, 3, 3]
+    await machines.give_back(1.0)
+    assert asked == [3, 3, 3, 0]

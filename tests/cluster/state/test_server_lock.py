@@ -80,7 +80,7 @@ def test_the_key_is_for_the_server_at_its_addresses_alone(tmp_path: Path) -> Non
         ("http://127.0.0.2:8123", "http://127.0.0.2:8123", ""),
         ("http://[::1]:8123", "http://[::1]:8123", ""),
         ("http://127.0.0.9:8124", "http://127.0.0.9:8124", KEY),
-        ("http://192.0.2.7:8124", "http://192.0.2.7:8124", ""),  # of another machine
+        ("http://192.0.2.7:8124", "http://192.0.2.7:8124", ""),  # another machine's
         ("http://127.0.0.1:8125", "http://127.0.0.1:8125", ""),
         ("https://localhost:8123", "https://localhost:8123", KEY),  # its certificate is looked at
         ("nonsense", "nonsense", ""),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 
+import anthropic
 import pytest
 
+from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.anthropic.claude import ASK, THINK, WEATHER, ask, client, shape, stream
-from tests.cluster.api.conftest import ANSWER, MODEL, Served
+from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve
 from tests.cluster.api.tools.templates import CALL, OSLO, SPOKEN, THOUGHT, call_text, prompt, says
 
 REASONED = f"{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
@@ -189,3 +193,29 @@ def test_events_are_lines_that_end_with_an_empty_one(served: Served) -> None:
     assert response.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
     for block in response.text.split("\n\n")[:-1]:
         json.loads(block.partition("\ndata: ")[2])
+
+
+def test_models_are_listed_in_the_form_of_who_asks(tokenizer: Tokenizer) -> None:
+    names = (MODEL, "claude-small", "claude-large")
+    context = {"aliases": names[1:]}
+    with serve(tokenizer, ApiSettings(), context=context) as served:
+        sdk = client(served)
+        page = sdk.models.list(limit=2)
+        assert [each.id for each in page.data] == [MODEL, "claude-small"]
+        assert (page.has_more, page.first_id, page.last_id) == (True, MODEL, "claude-small")
+        assert [each.id for each in page] == [*names], "the SDK pages on by after_id"
+        first = sdk.models.retrieve(MODEL)
+        assert first == page.data[0]
+        assert (first.type, first.display_name, first.lifecycle) == ("model", MODEL, "active")
+        assert abs(first.created_at.timestamp() - time.time()) < 600
+        last = sdk.models.list(before_id="claude-large", limit=1)
+        assert [each.id for each in last.data] == ["claude-small"]
+        with pytest.raises(anthropic.NotFoundError) as error:
+            sdk.models.retrieve("unknown")
+        assert error.value.request_id
+        assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        plain = served.http.get("/v1/models")
+        assert [each["object"] for each in plain.json()["data"]] == ["model"] * 3
+        assert "request-id" not in plain.headers
+        message = sdk.messages.create(model=MODEL, max_tokens=4, messages=ASK)
+        assert message._request_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 
+from kvrelay.cluster.api import calls
 from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
@@ -92,6 +94,24 @@ def test_a_batch_runs_in_the_lowest_class_and_gives_each_row_once(running: Serve
     assert {submit.priority for submit in running.router.submits} == {50}
     assert len({submit.sampling.seed for submit in running.router.submits}) == 40
     assert [each.id for each in client.batches.list()] == [batch.id]
+
+
+def test_rows_are_in_no_histogram_and_push_no_call_out_of_those_that_are_explained(
+    running: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MAX_ROWS", 4)
+    client = running.openai()
+    answer = running.post({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]})
+    assert ended(client, begin(client, lines(12))).request_counts.completed == 12
+    metrics = running.http.get("/metrics").text
+    for name in ("ttft", "itl", "e2e", "queue", "router_ttft_prediction_ratio"):
+        (line,) = re.findall(rf'kvrelay_{name}(?:_seconds)?_count{{model="{MODEL}"}} (.*)', metrics)
+        assert float(line) <= (9 if name == "itl" else 1), name
+    assert 'endpoint="batch",model="smollm2-135m",outcome="stop",status="200"} 12.0' in metrics
+    assert 'kvrelay_tenant_tokens_total{kind="output"' in metrics
+    kept = running.http.get("/requests?limit=100").json()["data"]
+    assert len(kept) == 5
+    assert answer.json()["id"].removeprefix("chatcmpl-") in {each["id"] for each in kept}
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ class Traffic:
         load = 1.0 + 0.6 * (self._second % 120 > 70)
         self._second += 1
         for _ in range(int(14 * load)):
-            metrics.requests.labels("chat", "stop").inc()
+            metrics.count("chat", "stop", 200)
             metrics.ttft_s.observe(draw.lognormvariate(-1.9, 0.5) * load)
             metrics.prompt_tokens.inc(1500)
             metrics.cached_tokens.inc(draw.randrange(700, 1300))

@@ -61,8 +61,8 @@ def test_a_point_is_of_the_last_window_only(metrics: ApiMetrics) -> None:
     for _ in range(100):
         metrics.ttft_s.observe(0.02)
     metrics.output_tokens.inc(50)
-    metrics.requests.labels("chat", "stop").inc(4)
-    metrics.requests.labels("completions", "length").inc()
+    metrics.requests.labels("chat", "stop", "200").inc(4)
+    metrics.count("completions", "length", 200)
     history.sample(2.0)
     point = last(history)
     assert point["at"] == 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -14,13 +15,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.openai.formats import ChatFormat
 from kvrelay.cluster.api.server import PortTaken, bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.utility import tokens
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.stats import Role
 from kvrelay.router.placement.endpoint import LinkLoss
 from kvrelay.router.status import Totals, WorkerStatus
 from tests.cluster.api.conftest import MODEL, STATUS, Served, serve, wait_until
+from tests.operations.prometheus import binary, would_fire
 
 ASK = [{"role": "user", "content": "Hi"}]
 
@@ -56,9 +60,9 @@ def test_metrics_count_requests_tokens_and_latencies(served: Served, tokenizer: 
         return after[key] - before.get(key, 0)
 
     mine = {"model": MODEL}
-    outcomes = {"stop": MODEL, "model_not_found": ""}
-    for outcome, model in outcomes.items():
-        ended = {"endpoint": "chat", "outcome": outcome, "model": model}
+    outcomes = {("stop", "200"): MODEL, ("model_not_found", "404"): ""}
+    for (outcome, status), model in outcomes.items():
+        ended = {"endpoint": "chat", "outcome": outcome, "model": model, "status": status}
         assert grown("kvrelay_requests_total", **ended) == 1
         assert grown("kvrelay_e2e_seconds_count", model=model) == 1
     assert grown("kvrelay_prompt_tokens_total", **mine) == answer["usage"]["prompt_tokens"]
@@ -101,7 +105,84 @@ def test_refusals_of_every_endpoint_are_counted(
 def test_clients_invent_no_labels(served: Served) -> None:
     served.http.get("/v1/no-such-thing")
     served.http.get("/v1/models/no-such-model")
-    assert "no-such" not in served.http.get("/metrics").text
+    served.http.request("NO-SUCH", "/v1/models")
+    assert "no-such" not in served.http.get("/metrics").text.lower()
+
+
+def test_every_answer_is_counted_by_its_route_and_status(served: Served) -> None:
+    def counted() -> dict[tuple[str, ...], float]:
+        names = ("method", "route", "status")
+        return {
+            tuple(dict(on)[each] for each in names): n
+            for (name, on), n in samples(served).items()
+            if name == "kvrelay_http_requests_total"
+        }
+
+    before = counted()
+    served.http.get("/v1/models")
+    served.http.head("/v1/models")
+    served.http.get("/v1/models/unknown")
+    served.http.put("/v1/models")
+    served.http.get("/v1/unknown")
+    served.post({"model": MODEL, "messages": ASK})
+    after = counted()
+    grown = {key: n - before.get(key, 0) for key, n in after.items() if n != before.get(key, 0)}
+    assert grown == {
+        ("GET", "/v1/models", "200"): 1,
+        ("HEAD", "/v1/models", "200"): 1,
+        ("GET", "/v1/models/{name}", "404"): 1,
+        ("PUT", "/v1/models", "405"): 1,
+        ("GET", "", "404"): 1,
+        ("POST", "/v1/chat/completions", "200"): 1,
+        ("GET", "/metrics", "200"): 1,
+    }
+
+
+def _broken(*_: Any) -> Any:
+    raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bugs_are_errors_of_the_server_wherever_they_are_counted(
+    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    scrapes = [served.http.get("/metrics").text]
+    before = samples(served)
+    monkeypatch.setattr(ChatFormat, "chunks" if stream else "whole", _broken)
+    for _ in range(5):
+        with contextlib.suppress(httpx.RemoteProtocolError):  # a stream is cut
+            answer = served.post({"model": MODEL, "messages": ASK, "stream": stream})
+            assert answer.status_code == 500
+    served.wait_idle()
+    after = samples(served)
+    scrapes.append(served.http.get("/metrics").text)
+
+    def grown(name: str, *labels: tuple[str, str]) -> float:
+        found = [key for key in after if key[0] == name and {*labels} <= {*key[1]}]
+        return sum(after[key] - before.get(key, 0) for key in found)
+
+    bug = ("outcome", "internal_error"), ("status", "500")
+    assert grown("kvrelay_requests_total", ("endpoint", "chat"), *bug) == 5
+    assert grown("kvrelay_requests_total") == 5
+    route = ("route", "/v1/chat/completions")
+    assert grown("kvrelay_http_requests_total", route, ("status", "500")) == 5
+    duration = "gen_ai_server_request_duration_seconds_count"
+    assert grown(duration, ("error_type", "internal_error")) == 5
+    last = served.http.get("/requests").json()["data"][0]
+    assert last["outcome"] == "internal_error"
+    if binary("promtool") is not None:
+        assert would_fire("KVRelayRequestsFail", scrapes)
+
+
+def test_a_bug_of_a_route_that_generates_nothing_is_counted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = samples(served)
+    monkeypatch.setattr(tokens, "text_tokens", _broken)
+    assert served.post({"prompt": "a"}, "/tokenize").status_code == 500
+    on = {"endpoint": "tokenize", "outcome": "internal_error", "status": "500", "model": ""}
+    key = ("kvrelay_requests_total", tuple(sorted(on.items())))
+    assert samples(served)[key] == before.get(key, 0) + 1
 
 
 def test_metrics_show_the_cluster(served: Served) -> None:

@@ -11,6 +11,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.responses.format import ResponseFormat
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -156,6 +157,34 @@ def test_keys_and_origins_are_asked_for(tokenizer: Tokenizer) -> None:
                 opened(served, **options)
             assert refused.value.response.status_code == status
             assert json.loads(refused.value.response.body)["error"]["message"]
+
+
+def test_connections_and_bugs_on_them_are_counted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(*labels: str) -> float:
+        lines = served.http.get("/metrics").text.splitlines()
+        found = (line.rsplit(" ", 1) for line in lines if all(each in line for each in labels))
+        return sum(float(count) for name, count in found if "requests_total{" in name)
+
+    sockets = 'method="WEBSOCKET",route="/v1/responses"'
+    bug = ('endpoint="responses"', 'outcome="internal_error"')
+    before = counted(sockets, 'status="101"'), counted(sockets, 'status="500"'), counted(*bug)
+    with opened(served) as socket:
+        send(socket, input="Hi")
+        assert last(socket)["type"] == "response.completed"
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(ResponseFormat, "chunks", broken)
+    with opened(served) as socket:
+        send(socket, input="Hi")
+        with pytest.raises(ConnectionClosed):
+            last(socket)
+    wait_until(lambda: counted(sockets, 'status="500"') == before[1] + 1)
+    assert counted(sockets, 'status="101"') == before[0] + 1
+    assert counted(*bug) == before[2] + 1, "once, though it has passed two that count"
 
 
 def test_other_paths_are_no_websockets(served: Served) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from html import escape
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.limiter import RateLimits
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.api.utility.openapi import CALLS, calls, document
+from kvrelay.cluster.api.utility.openapi import document
 from tests.cluster.api.conftest import MODEL, Served, serve
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
@@ -157,26 +155,6 @@ def choices_of(served: Served, path: str, body: dict[str, Any]) -> list[dict[str
     return [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
 
 
-def test_every_route_is_documented(served: Served) -> None:
-    """With all routes there are, those that a server has only where it can obey them among them."""
-
-    def obey(*_: object) -> Any:
-        raise AssertionError("nothing is called here")
-
-    ctx = replace(served.ctx, audit=obey, set_role=obey, order=obey, change_models=obey)
-    routes = create_app(ctx).routes
-    answered = {
-        (method.lower(), route.path_format)
-        for route in routes
-        for method in getattr(route, "methods", None) or ()
-        if method != "HEAD"
-    }
-    assert ("post", "/workers/{worker}/role") in answered
-    paths = document(routes, [MODEL])["paths"]
-    assert {(method, path) for path, methods in paths.items() for method in methods} == answered
-    assert len(CALLS) == len(answered), "an entry without a route"
-
-
 def test_the_document_has_the_routes_of_this_server(served: Served) -> None:
     found = served.http.get("/openapi.json").json()
     assert found == document(create_app(served.ctx).routes, [MODEL])
@@ -187,12 +165,9 @@ def test_the_document_has_the_routes_of_this_server(served: Served) -> None:
     assert found["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == [MODEL]
 
 
-def test_the_page_shows_every_call_and_loads_nothing(served: Served) -> None:
+def test_the_page_loads_nothing(served: Served) -> None:
     page = served.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    for _, route, summary, _ in calls(create_app(served.ctx).routes):
-        assert route.path_format in page.text
-        assert escape(summary) in page.text
     assert "<script" not in page.text
     assert "http" not in page.text
 
