@@ -93,7 +93,7 @@ class WorkerGuardian:
         try:
             with its, choosing() if spec.num_gpus else contextlib.nullcontext():
                 begun = self._begin(module, spec, its)
-        except OSError as error:  # of the lock
+        except OSError as error:  # from the lock
             begun = StartFailed(spec.worker, spec.epoch, str(error), permanent=False)
         if isinstance(begun, StartFailed):
             mine.close()

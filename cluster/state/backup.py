@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 VERSION = 1  # the layout of the folder
 _DATABASES = (".db", ".sqlite")
 _LEFT_OUT = ("running", "scaling", "logs", "shared-files")
-_FILES, _BATCHES = "files", "batches.db"  # of batches: the second names the first
+_FILES, _BATCHES = "files", "batches.db"  # batches' own: the second names the first
 _TRIES = 5  # to have both as they were at one moment
 _CHUNK = 16 << 20
 
@@ -124,7 +124,7 @@ def _put_back(
     overwrite: bool,
     tell: Tell,
 ) -> None:
-    """Raises BackupError."""
+    """Raises BackupError where a server uses `state`."""
     if holder := _in_use(state):
         raise BackupError(f"a server uses {state} (it holds {holder}): end it first")
     for store in stores:

@@ -25,7 +25,7 @@ from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 
 LOCK = "server.lock"
 WAIT_S = 2.0  # for a predecessor that is ending
-_MAX_BYTES = 64 * 1024  # of a record
+_MAX_BYTES = 64 * 1024  # in a record
 _MADE_KEY = re.compile(r"[0-9a-f]{32,256}")
 
 Address = IPv4Address | IPv6Address
@@ -121,7 +121,7 @@ def _at(url: str, address: Address, port: int) -> str:
 
 
 def _key_in(state: Path) -> str:
-    """Raises OSError."""
+    """Reads the key that the server has made. Raises OSError."""
     number = open_own(state / OPERATIONS_KEY_FILE, os.O_RDONLY, private=True)
     with open(number, encoding="ascii", errors="replace") as file:
         text = file.read(_MAX_BYTES).strip()

@@ -53,7 +53,7 @@ MAX_KNOWN_BYTES = 32 * 2**20
 MAX_CHOICES = 10_000
 _NONE: Mapping[str, int] = MappingProxyType({})
 _NAME = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]")
-# Of Lark: strings, regular expressions, comments, and names of tokens.
+# What Lark has: strings, regular expressions, comments, and names of tokens.
 _LARK_WORD = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>', re.DOTALL)
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 # Types of a structural tag's `format` that are all of the output: what each is here, and the field

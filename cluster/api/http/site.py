@@ -34,7 +34,7 @@ class SiteCheck:
         app: ASGIApp,
         settings: ApiSection,
         tenants: Tenants,
-        answer: Callable[[str, ApiError], JSONResponse],
+        answer: Callable[[Scope, ApiError], JSONResponse],
     ) -> None:
         """`answer`: to a refused call, in the form that its path has."""
         self._app, self._settings = app, settings
@@ -49,7 +49,7 @@ class SiteCheck:
                 check_page(self._settings, headers, scope.get("method", "WEBSOCKET"))
         except ApiError as error:
             scope.setdefault("state", {})["outcome"] = error.outcome
-            answer = self._answer(scope["path"], error)
+            answer = self._answer(scope, error)
             if scope["type"] == "websocket":
                 await WebSocket(scope, receive, send).send_denial_response(answer)
             else:

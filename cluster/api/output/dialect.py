@@ -154,8 +154,8 @@ class Dialect:
     ) -> Dialect:
         """What a chat template implies; either may be set by name instead, or "none"."""
         tools = find_format(tool_parser, template)
-        is_told = not knows_tools(template) and not isinstance(tools, Harmony)
-        if tool_parser == "auto" and (tools is None or is_told):
+        is_silent = not knows_tools(template) and not isinstance(tools, Harmony)
+        if tool_parser == "auto" and (tools is None or is_silent):
             tools = Hermes()  # as models are told whose template shows no tools
         thinks = REASONING_TAGS.get(reasoning_parser)
         if reasoning_parser == "auto":

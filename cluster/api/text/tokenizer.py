@@ -220,8 +220,8 @@ class Tokenizer:
         return token
 
     def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Of those among `texts` that are added tokens: what a text has of them becomes one token,
-        whether it is special or not."""
+        """Returns the ids of those among `texts` that are added tokens: what a text has of them
+        becomes one token, whether it is special or not."""
         return {text: self._added_ids[text] for text in texts if text in self._added_ids}
 
     @cached_property

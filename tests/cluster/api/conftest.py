@@ -36,7 +36,7 @@ from tests.cluster.api.fake_router import FakeRouter
 JSON = "application/json"
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 512
-OPERATORS_KEY = "0123456789abcdef" * 4  # of servers here that have no other
+OPERATORS_KEY = "0123456789abcdef" * 4  # where a server here has no other
 AS_OPERATOR = {"authorization": f"Bearer {OPERATORS_KEY}"}
 ANSWER = " The capital of France is Paris."  # the scripted router's, where a test says nothing
 

@@ -88,7 +88,7 @@ async def reads_body(app: FastAPI, route: ApiRoute) -> bool:
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [*headers, (b"host", b"server")],
+        "headers": [*headers, (b"host", b"localhost")],
         "http_version": "1.1",
         "scheme": "http",
         "client": ("127.0.0.1", 9),
@@ -104,7 +104,7 @@ async def test_all_routes_are_documented(
 ) -> None:
     async with production(settings, tmp_path, tokenizer) as app:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             described = await client.get("/openapi.json", headers=OPERATOR)
             page = await client.get("/docs", headers=OPERATOR)
         assert (described.status_code, page.status_code) == (200, 200)

@@ -119,7 +119,7 @@ def scene(tokenizer: Tokenizer) -> Iterator[Scene]:
 
 
 class Page(BaseHTTPRequestHandler):
-    """A page of somebody else."""
+    """A page that somebody else serves to the browser."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -177,5 +177,5 @@ def test_the_pages_would_get_it_at_home(scene: Scene, open_tab: Callable[..., An
     for name in ("the models", "messages of a chat", "a chat", "a WebSocket"):
         assert what_it_got(scene, page, at, REBOUND[name]), name
     for name in ("the status", "the list of chats", "a drain"):
-        assert what_it_got(scene, page, at, REBOUND[name]) == "", name  # of operators
+        assert what_it_got(scene, page, at, REBOUND[name]) == "", name
     assert httpx.get(f"{at}/status").status_code == 401

@@ -120,7 +120,7 @@ def test_a_command_finds_the_key_of_a_server_of_its_own_user(
     for key, host, is_found in (
         (KEY, "127.0.0.1", True),
         (KEY, "localhost", True),
-        ("0" * 64, "127.0.0.1", False),  # of another start
+        ("0" * 64, "127.0.0.1", False),  # another start's
     ):
         with found_by_commands(keyed.port, key) as state:
             result = CliRunner().invoke(status, ["--url", f"http://{host}:{keyed.port}"])

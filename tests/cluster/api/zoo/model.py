@@ -97,7 +97,7 @@ class Model:
         return isinstance(self.ctx.dialect.tools, Harmony)
 
     def plan(self, **body: Any) -> Plan:
-        """Of a chat that asks a question; `body`: more of its request."""
+        """Plans a chat that asks a question; `body`: more of its request."""
         user = {"role": "user", "content": QUESTION}
         asked = {"model": self.name, "messages": [user], "tools": TOOLS, **body}
         request = ChatRequest.model_validate(asked)
@@ -124,7 +124,7 @@ class Model:
         return f"{thought}\n</think>\n\n{whole[num:]}"
 
     def tokens(self, text: str) -> list[int]:
-        """Of an output, up to where it ends."""
+        """Returns those of an output, up to where it ends."""
         ends = self.tokenizer.eos_token_ids
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         at = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))

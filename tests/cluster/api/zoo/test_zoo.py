@@ -56,7 +56,7 @@ def test_any_output_by_a_grammar_is_read(model: Model, mode: Mode) -> None:
 
 
 def test_users_cannot_write_control_tokens(model: Model) -> None:
-    """Nor in a tool's description."""
+    # nor in a tool's description
 
     def prompt(text: str) -> list[int]:
         tool = {"name": "t", "description": text, "parameters": {"type": "object"}}
