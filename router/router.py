@@ -190,6 +190,10 @@ class Router:
         """Why `call` would be refused, by a cheap check, under overload; None: submit it."""
         return self._requests.refuse(now, call)
 
+    def refuses_adapters(self) -> str:
+        """Why no request with an adapter is served, by the workers that are up; "": they are."""
+        return self._dispatcher.refuses_adapters()
+
     def explain(self, request_id: str) -> tuple[RoutingDecision, ...]:
         """The decisions about `request_id` that are still kept, oldest first."""
         record, ended = self._requests.live.get(request_id), self.explanations.get(request_id)

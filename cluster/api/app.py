@@ -30,9 +30,9 @@ from kvrelay.cluster.api.batches.routes import BatchCalls
 from kvrelay.cluster.api.calls import client_request_id
 from kvrelay.cluster.api.console.routes import Console
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.errors import ApiError, unknown_model
 from kvrelay.cluster.api.explain import explanation_routes
-from kvrelay.cluster.api.incoming import caller
+from kvrelay.cluster.api.incoming import caller, is_operator
 from kvrelay.cluster.api.openai.chats import ChatsFormat, ChatsRequest, plan_chats
 from kvrelay.cluster.api.openai.embeddings import (
     EmbeddingFormat,
@@ -56,7 +56,6 @@ from kvrelay.cluster.api.utility.models import changing_routes
 from kvrelay.cluster.api.utility.openapi import document_routes
 from kvrelay.cluster.api.utility.tokens import token_routes
 from kvrelay.cluster.api.utility.weights import weight_routes
-from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.logs import REQUEST
 
 _log = logging.getLogger("kvrelay.api")
@@ -178,29 +177,35 @@ def create_app(ctx: ApiContext) -> FastAPI:
 def _model_routes(ctx: ApiContext) -> list[Route]:
     created = int(time.time())
 
-    def card(name: str, stands_for: ApiContext, adapter: Adapter | None = None) -> dict[str, Any]:
+    def card(name: str, model: ApiContext, root: str, parent: str | None = None) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "kvrelay",
-            # As in vLLM and SGLang: the model that the name stands for.
-            "root": stands_for.model_name if adapter is None else adapter.source,
-            "parent": None if adapter is None else stands_for.model_name,
-            "max_model_len": stands_for.max_model_len,
+            "root": root,
+            "parent": parent,
+            "max_model_len": model.max_model_len,
         }
 
+    def cards_for(http: Request) -> dict[str, dict[str, Any]]:
+        """As in vLLM and SGLang, `root` is the model that a name stands for, and an adapter's
+        folder: that is for operators."""
+        tenant, sees_paths = caller(ctx, http), is_operator(ctx, http)
+        cards = {n: card(n, each, each.model_name) for n, each in ctx.names_for(tenant).items()}
+        for name, (each, adapter) in ctx.adapters_for(tenant).items():
+            root = adapter.source if sees_paths else name
+            cards[name] = card(name, each, root, each.model_name)
+        return cards
+
     async def models(http: Request) -> JSONResponse:
-        names = ctx.names_for(caller(ctx, http))
-        cards = [card(name, each) for name, each in names.items()]
-        for each in {id(each): each for each in names.values()}.values():
-            cards += [card(name, each, adapter) for name, adapter in each.adapters.all().items()]
-        return JSONResponse({"object": "list", "data": cards})
+        return JSONResponse({"object": "list", "data": list(cards_for(http).values())})
 
     async def model(http: Request) -> JSONResponse:
-        tenant, name = caller(ctx, http), http.path_params["name"]
-        chosen = ctx.chosen(name, tenant)
-        return JSONResponse(card(name, chosen, chosen.adapter_of(name)))
+        cards, name = cards_for(http), http.path_params["name"]
+        if name not in cards:
+            raise unknown_model(name, cards)
+        return JSONResponse(cards[name])
 
     return [
         Route("/v1/models", models, methods=["GET"]),  # and HEAD

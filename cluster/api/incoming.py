@@ -90,6 +90,17 @@ def _key_of(http: HTTPConnection) -> str:
     return key if scheme.lower() == "bearer" else ""
 
 
+def is_operator(ctx: ApiContext, http: Request) -> bool:
+    """Whether `check_operator` lets it pass, and it is not by a tenant's key, from this machine."""
+    if ctx.tenants.key_required and ctx.tenants.find(_key_of(http)) is not None:
+        return False
+    try:
+        check_operator(ctx, http)
+    except ApiError:
+        return False
+    return True
+
+
 def check_operator(ctx: ApiContext, http: Request) -> None:
     """Keys of tenants say who may generate, not who may operate. Raises `ApiError` (401, 403)."""
     wanted = ctx.settings.operations_key.encode()

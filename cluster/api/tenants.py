@@ -21,7 +21,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
+from kvrelay.cluster.config import (
+    Config,
+    ConfigError,
+    TenantEntry,
+    build_config,
+    check_tenants,
+    read_toml,
+)
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.config import MAX_PRIORITY
 from kvrelay.router.messages import SessionLimits, TenantShare
@@ -194,7 +201,9 @@ class Access:
 
 def load_access(config: Config) -> Access:
     """Raises ConfigError."""
-    return Access(load_tenants(config), load_public_prompts(config))
+    tenants = load_tenants(config)
+    check_tenants(config, tenants.names())
+    return Access(tenants, load_public_prompts(config))
 
 
 def load_tenants(config: Config) -> Tenants:

@@ -41,6 +41,7 @@ from kvrelay.cluster.control.process_messages import (
 )
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
+from kvrelay.cluster.processes.adapter_bases import check_change
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
 from kvrelay.cluster.processes.orders import ChangeModels, ModelsUsed
 from kvrelay.cluster.processes.reload import Source, follow
@@ -284,7 +285,7 @@ class RouterProcess:
         if config.cluster.name:
             who = f"the servers of {config.cluster.name} read [[models]] of their files"
             raise ConfigError(f"{who}: change those, then `kvrelay restart`")
-        config.with_model(name, entry)
+        check_change(config, name, entry, self._spec.access.tenants.names())
         restart = self._ask_controller().restart
         if restart.version != channel.own_version():
             raise ConfigError("`kvrelay serve` is of another version: `kvrelay restart` it first")

@@ -25,7 +25,7 @@ def write_adapter(
     rank: int = 8,
     modules: Collection[str] = PROJECTIONS,
     layers: Collection[int] | None = None,
-    ranks: Mapping[str, int] = {},  # noqa: B006  (read only)
+    ranks: Mapping[str, int] = {},
     scale: float = 0.1,
     dtype: torch.dtype = torch.float32,
     **config: Any,
