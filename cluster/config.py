@@ -107,7 +107,8 @@ ToolParser = Literal[
 ]  # fmt: skip
 
 
-Key = Annotated[str, matching("|[!-~]{16,}", "16 characters or more", secret=True)]
+_KEY = "16 characters or more"
+Key = Annotated[str, matching("|[!-~]{16,}", _KEY, secret=True)]
 
 
 class ApiSection(Section, frozen=True):
@@ -125,9 +126,10 @@ class ApiSection(Section, frozen=True):
     max_batch_rows_at_once: Positive = 64  # that run, of all batches, in each router
     # no stream is silent for longer: it sends comments, before its first token too; 0: it may be
     keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
-    # of everybody who calls, where there is no [[tenant]]; "": KVRELAY_API_KEY, or else none at a
-    # loopback address; at others one is made, in the state directory
-    key: Key = ""
+    # of everybody who calls, where there is no [[tenant]], or several with spaces between them; "":
+    # KVRELAY_API_KEY, or else none at a loopback address; at others one is made, in the state
+    # directory
+    key: Annotated[str, matching("|[!-~]{16,}( [!-~]{16,})*", f"{_KEY} for each", secret=True)] = ""
     insecure: bool = False  # no key is made: whoever reaches the address uses the server
     # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else one is made, in
     # the state directory, and callers on the server's machine with its user need none
@@ -384,6 +386,8 @@ def load_config(
     config = build_config(tables, str(path))
     if config.models and ("model.name" in given or "models" in given):
         raise ConfigError(f"command line: a MODEL was given, and {path} has [[models]]: leave one")
+    if config.models and "model.served_name" in given:
+        raise ConfigError(f"command line: model.served_name: {path} has [[models]] with names")
     for key, value in given.items():
         section, _, name = key.partition(".")
         table = tables.get(section, {})

@@ -280,5 +280,9 @@ class ApiContext:
         self.responses.close()
         self.batches.close()
         for each in (self, *self.all):  # it may be of a model that was removed
-            for pool in (each._pool, each._pool_of_large):
-                pool.shutdown(wait=False, cancel_futures=True)
+            each.end_threads()
+
+    def end_threads(self) -> None:
+        """Nothing of this model is tokenised any more."""
+        for pool in (self._pool, self._pool_of_large):
+            pool.shutdown(wait=False, cancel_futures=True)

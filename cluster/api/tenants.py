@@ -219,7 +219,8 @@ def load_tenants(config: Config) -> Tenants:
         if not entries:  # else a file that was emptied would open the server to all
             raise ConfigError(f"{path}: there is no [[tenant]] in it")
     if not entries and config.api.key:
-        entries.append(TenantEntry(DEFAULT_TENANT, (config.api.key,), min_priority=-MAX_PRIORITY))
+        keys = tuple(config.api.key.split())
+        entries.append(TenantEntry(DEFAULT_TENANT, keys, min_priority=-MAX_PRIORITY))
     if not entries:
         return Tenants()
     path = config.sessions.state_path / SECRET_FILE

@@ -66,8 +66,10 @@ def _not_at_all(config: Config, *, on_gpu: bool = False) -> str:
 def model_names(config: Config, served_names: Iterable[str]) -> dict[str, str]:
     """Who has each name that models have; served_names: without [[models]] there is one. Raises
     ConfigError."""
-    own = names_of(config.models) if config.models else ((n, "the model") for n in served_names)
-    return name_table(own)
+    if config.models:
+        return name_table(names_of(config.models))
+    aliases = ((name, "an alias of the model") for name in config.model.served_name.split()[1:])
+    return name_table([*((name, "the model") for name in served_names), *aliases])
 
 
 def check_names(config: Config, served_names: Iterable[str]) -> None:

@@ -162,8 +162,7 @@ def _client(served: RouterHost, model: str) -> RouterClient:
     """Submits to the router of one model."""
     from kvrelay.cluster.api.client import RouterClient
 
-    router = served.routers.node_id
-    name = router.replace("router", "api") + (f"/{model}" if model else "")
+    router, name = served.routers.node_id, _client_name(served, model)
 
     def deliver(to: NodeId, message: Any) -> None:
         served.host.deliver(to, ForModel(model, message))
@@ -172,6 +171,10 @@ def _client(served: RouterHost, model: str) -> RouterClient:
     served.host.nodes.pop(name, None)  # a model of this name was removed
     served.host.add(client)
     return client
+
+
+def _client_name(served: RouterHost, model: str) -> NodeId:
+    return served.routers.node_id.replace("router", "api") + (f"/{model}" if model else "")
 
 
 async def _of_model(
@@ -185,7 +188,7 @@ async def _of_model(
     entry = next((each for each in served.config.models if each.name == model), None)
     return {
         "model_name": served.served_models[model].served_name,
-        "aliases": entry.aliases if entry else (),
+        "aliases": entry.aliases if entry else tuple(config.model.served_name.split()[1:]),
         "allowed": entry.tenants if entry else (),
         "tokenizer": tokenizer,
         "client": _client(served, model),
@@ -217,6 +220,14 @@ async def offer_model(
         context.adapters.know_base(own["model_name"], digest)
     other = context.beside(**own)
     other.constraints.warm_up()
+
+
+def forget_model(served: RouterHost, model: str, context: ApiContext | None) -> None:
+    """What is only there for a model that is offered no more, and has no request left. Bodies of
+    all models are parsed by threads of the first one's."""
+    served.host.nodes.pop(_client_name(served, model), None)
+    if context is not None and context is not served.context:
+        context.end_threads()
 
 
 async def serve_api(

@@ -102,8 +102,8 @@ def test_where_more_are_in_use_than_fit_they_take_turns(monkeypatch):
 def test_a_failure_is_told_at_once_and_tried_again_later(monkeypatch):
     world = World(monkeypatch, 2)
     world.broken = {b"a"}
-    assert world.step("ab", loads=2) == ("b", ["a is broken"])
-    assert world.step("a") == ("", ["a is broken"])
+    assert world.step("ab", loads=2) == ("b", ["the adapter cannot be loaded: a is broken"])
+    assert world.step("a") == ("", ["the adapter cannot be loaded: a is broken"])
     world.now += module.RETRY_S
     world.broken = set()
     assert world.step("a", loads=1) == ("a", [])
