@@ -95,7 +95,7 @@ class AdapterEntry(Section, frozen=True):
 
     name: Annotated[str, matching(r"[^\s/]\S{0,254}", "a name of 1 to 255 characters, no spaces")]
     path: Annotated[str, Meta(min_length=1)]  # a folder that PEFT has written, or a hub id
-    # of [[models]], that it was made for; "": the only one, or that which the adapter's own
+    # in [[models]], that it was made for; "": the only one, or that which the adapter's own
     # base_model_name_or_path names
     model: str = ""
     tenants: tuple[str, ...] = ()  # who may use it; empty: whoever may use the model
@@ -126,7 +126,7 @@ class ApiSection(Section, frozen=True):
     max_batch_rows_at_once: Positive = 64  # that run, of all batches, in each router
     # no stream is silent for longer: it sends comments, before its first token too; 0: it may be
     keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
-    # of everybody who calls, where there is no [[tenant]], or several with spaces between them; "":
+    # for everybody who calls, where there is no [[tenant]], or several with spaces between; "":
     # KVRELAY_API_KEY, or else none at a loopback address; at others one is made, in the state
     # directory
     key: Annotated[str, matching("|[!-~]{16,}( [!-~]{16,})*", f"{_KEY} for each", secret=True)] = ""

@@ -7,28 +7,18 @@ of every byte of both; it is in the name of each KV block that is computed with 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
-import time
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
-from kvrelay.engine.cache_dir import default_cache_dir
-
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_BYTES = 32
 MAX_BYTES = 8 << 30
 MAX_CONFIG_BYTES = 1 << 20
-MAX_COPIES_BYTES = 16 << 30  # of adapters, that a machine keeps
-CHUNK_BYTES = 4 << 20
-LEFT_S = 86_400.0  # a copy that nobody has finished by then, nobody will
 
 _OFF = {"bias": "none", "use_dora": False, "modules_to_save": [], "fan_in_fan_out": False}
 """Fields of the config that change what is computed, and what they have to be. So does every other
@@ -105,132 +95,34 @@ class AdapterFiles:
 
 def read_config(folder: Path) -> Scaling:
     """Reads and checks the config alone. Raises AdapterError."""
-    return _scaling(_read(folder, CONFIG_NAME, MAX_CONFIG_BYTES))
+    return parse_config(read_file(folder, CONFIG_NAME, MAX_CONFIG_BYTES))
 
 
 def read_adapter(folder: Path, most: int = MAX_BYTES) -> AdapterFiles:
     """Reads both files, the second of at most `most` bytes, and checks the first. Raises
     AdapterError."""
-    config = _read(folder, CONFIG_NAME, MAX_CONFIG_BYTES)
-    scaling = _scaling(config)
-    weights = _read(folder, WEIGHTS_NAME, most)
-    digest = _digest_of(config)
+    config = read_file(folder, CONFIG_NAME, MAX_CONFIG_BYTES)
+    scaling = parse_config(config)
+    weights = read_file(folder, WEIGHTS_NAME, most)
+    digest = begin_digest(config)
     digest.update(weights)
     return AdapterFiles(digest.digest(), scaling, config, weights)
 
 
-def read_registered(adapter: Adapter, most: int = MAX_BYTES) -> AdapterFiles:
-    """The bytes that were registered: the copy of them that this machine has, or else those in the
-    folder, of which it gets a copy. Raises AdapterError."""
-    kept = copies_dir() / adapter.digest.hex()
-    with contextlib.suppress(AdapterError):
-        files = read_adapter(kept, most)
-        if files.digest == adapter.digest:
-            with contextlib.suppress(OSError):
-                os.utime(kept)
-            return files
-    files = read_adapter(Path(adapter.source), most)
-    if files.digest != adapter.digest:
-        raise AdapterError("its files have changed since it was registered; register it again")
-    copy = _Copy(files.config, len(files.weights))
-    copy.write(files.weights)
-    copy.keep(files.digest)
-    return files
-
-
-def register(folder: Path) -> Adapter:
-    """Names an adapter by its bytes, of which this machine keeps a copy: what runs with them ends
-    with them, whatever becomes of the folder. Memory holds little of them. Raises AdapterError."""
-    config = _read(folder, CONFIG_NAME, MAX_CONFIG_BYTES)
-    _scaling(config)
-    digest, path = _digest_of(config), folder / WEIGHTS_NAME
-    with _open(path, MAX_BYTES) as source:
-        copy = _Copy(config, path.stat().st_size)
-        try:
-            while chunk := source.read(CHUNK_BYTES):
-                digest.update(chunk)
-                copy.write(chunk)
-        except OSError as error:
-            copy.drop()
-            raise AdapterError(f"{WEIGHTS_NAME} cannot be read: {error.strerror}") from None
-    copy.keep(digest.digest())
-    return Adapter(digest.digest(), str(folder))
-
-
-def copies_dir() -> Path:
-    """Where this machine keeps the bytes of adapters, a folder for each, named by its digest."""
-    return default_cache_dir() / "adapters"
-
-
-class _Copy:
-    """One that is being made. Where there is no room for it, or no folder, there is none, and
-    nobody is the worse for it until the adapter's own folder changes."""
-
-    def __init__(self, config: bytes, size: int) -> None:
-        self._fresh: Path | None = None
-        self._file: IO[bytes] | None = None
-        with contextlib.suppress(OSError):
-            copies = copies_dir()
-            copies.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if size <= MAX_COPIES_BYTES and 2 * size < shutil.disk_usage(copies).free:
-                self._fresh = Path(tempfile.mkdtemp(dir=copies, prefix=".fresh-"))
-                (self._fresh / CONFIG_NAME).write_bytes(config)
-                self._file = (self._fresh / WEIGHTS_NAME).open("wb")
-
-    def write(self, part: bytes) -> None:
-        try:
-            if self._file is not None:
-                self._file.write(part)
-        except OSError:
-            self.drop()
-
-    def keep(self, digest: bytes) -> None:
-        """Puts it in its place, whole, and drops those that were not used for the longest."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-                assert self._fresh is not None
-                kept = self._fresh.with_name(digest.hex())
-                if not kept.exists():
-                    self._fresh.rename(kept)
-                os.utime(kept)
-                _drop_old(kept)
-        self.drop()
-
-    def drop(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-        if self._fresh is not None:
-            shutil.rmtree(self._fresh, ignore_errors=True)
-        self._fresh = self._file = None
-
-
-def _drop_old(newest: Path) -> None:
-    """Copies beyond MAX_COPIES_BYTES, and what a process that died has left of one. Raises
-    OSError."""
-    found = sorted(newest.parent.iterdir(), key=lambda each: -each.stat().st_mtime_ns)
-    total = 0
-    for each in found:
-        total += sum(file.stat().st_size for file in each.iterdir())
-        is_left = each.name.startswith(".") and time.time() - each.stat().st_mtime > LEFT_S
-        if each != newest and (is_left or total > MAX_COPIES_BYTES):
-            shutil.rmtree(each, ignore_errors=True)
-
-
-def _digest_of(config: bytes) -> Any:
-    """Of both files, to which the weights are still to be given."""
+def begin_digest(config: bytes) -> Any:
+    """Returns the digest of both files, to which the weights are still to be given."""
     digest = blake2b(len(config).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
     digest.update(config)
     return digest
 
 
-def _read(folder: Path, name: str, most: int) -> bytes:
-    with _open(folder / name, most) as file:
+def read_file(folder: Path, name: str, most: int) -> bytes:
+    """Raises AdapterError as `open_file` does."""
+    with open_file(folder / name, most) as file:
         return file.read()
 
 
-def _open(path: Path, most: int) -> IO[bytes]:
+def open_file(path: Path, most: int) -> IO[bytes]:
     """Raises AdapterError where the file has more than `most` bytes, or cannot be read."""
     name = path.name
     try:
@@ -246,7 +138,7 @@ def _open(path: Path, most: int) -> IO[bytes]:
         raise AdapterError(f"{name} cannot be read: {why}{hint}") from None
 
 
-def _scaling(text: bytes) -> Scaling:
+def parse_config(text: bytes) -> Scaling:
     """Raises AdapterError for what is no LoRA, or of a kind that is not handled."""
     path = CONFIG_NAME
     try:

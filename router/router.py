@@ -337,10 +337,10 @@ class Router:
                 | Refusal.INVALID_TOKENS
                 | Refusal.UNSUPPORTED
                 | Refusal.UNENCODABLE
-            ):
-                requests.fail(record, Rejection(refused.reason, detail))
+            ):  # clients read why: which worker it was is nothing to them
+                requests.fail(record, Rejection(refused.reason, refused.detail))
             case Refusal.NEVER_FITS | Refusal.CONTEXT_LENGTH if from_decode:
-                requests.fail(record, Rejection(refused.reason, detail))
+                requests.fail(record, Rejection(refused.reason, refused.detail))
             case Refusal.EXECUTION | Refusal.SAMPLING:
                 requests.on_own_failure(now, record, endpoint, Rejection(refused.reason, detail))
             case Refusal.WORKER_FAILED | Refusal.BLOCK_TABLE:

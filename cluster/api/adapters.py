@@ -23,13 +23,13 @@ import msgspec
 
 from kvrelay.cluster.api.errors import invalid
 from kvrelay.cluster.config import AdapterEntry, ConfigError
+from kvrelay.engine.adapter_copies import register
 from kvrelay.engine.adapters import (
     CONFIG_NAME,
     WEIGHTS_NAME,
     Adapter,
     AdapterError,
     read_config,
-    register,
 )
 from kvrelay.engine.files import write_private
 
@@ -117,8 +117,10 @@ def model_of(source: str, named: str, models: Mapping[str, str]) -> str:
     base = read_config(find_folder(source)).base
     fit = [name for name, path in models.items() if _last(path) == _last(base) or name == base]
     if len(fit) != 1:
-        told = f"its base_model_name_or_path is {_last(base)!r}" if base else "it names none itself"
-        raise AdapterError(f"say which model it was made for ({there}): {told}")
+        stated = (
+            f"its base_model_name_or_path is {_last(base)!r}" if base else "it names none itself"
+        )
+        raise AdapterError(f"say which model it was made for ({there}): {stated}")
     return fit[0]
 
 
@@ -127,7 +129,7 @@ def _last(path: str) -> str:
 
 
 class Adapters:
-    """Of all models of the API of one router, which owns it. Invariant: `_kept` is what the file
+    """Those of all models. Owned by the API of one router. Invariant: `_kept` is what the file
     had when it was last looked at."""
 
     def __init__(

@@ -121,7 +121,7 @@ class ApiContext:
     retention_s: float = DEFAULT_RETENTION.keep_s  # for KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
-    adapters: Adapters = field(default_factory=Adapters)  # of all models
+    adapters: Adapters = field(default_factory=Adapters)  # all models' have one
     adapter_base: AdapterBase = field(default_factory=AdapterBase)
     # Names of models, those that are being added too, and who each is (`config.name_table`).
     reserved: Callable[[], Mapping[str, str]] = dict

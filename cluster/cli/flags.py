@@ -271,8 +271,8 @@ def spelled(word: str) -> str:
 
 def _answer(name: str) -> tuple[str, bool]:
     """What is said of a flag that sets nothing, and whether that is all; "": it is another one."""
-    if why := next((HARMLESS[n] for n in (name, f"{name}=", f"{name}=+") if n in HARMLESS), ""):
-        return why, True
+    if found := [HARMLESS[n] for n in (name, f"{name}=", f"{name}=+") if n in HARMLESS]:
+        return found[0], True
     if why := REFUSED.get(name):
         return why, False
     off = name.removeprefix("no-")
@@ -311,7 +311,8 @@ def known(words: Iterable[str], tell: Callable[[str], None]) -> Iterator[str]:
                 _check_switched_on(given, why, left)
             tell(f"{given}: {why}")
         else:
-            value = value if sign or name not in ALLOWED or not left else left.popleft()
+            if not sign and name in ALLOWED and left:
+                value = left.popleft()
             if value not in ALLOWED.get(name, ()):
                 raise click.UsageError(f"{given}: {why}")
 
@@ -407,8 +408,8 @@ class FlagsCommand(click.Command):
         for name in (name for name, flag in FLAGS.items() if flag.takes_several):
             count = len((ctx.params.get(name.replace("-", "_")) or "").split())
             if count > 1:
-                told = f"--{name} takes the {count} words behind it, and no MODEL is left"
-                raise click.UsageError(f"{told}: put MODEL before it", ctx)
+                why = f"--{name} takes the {count} words behind it, and no MODEL is left"
+                raise click.UsageError(f"{why}: put MODEL before it", ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)

@@ -78,7 +78,7 @@ def added_alias(folder: Path, name: str) -> None:
 
 
 def kept(folder: Path, name: str) -> None:
-    """models-PORT.json, at the start."""
+    """At the start, models-PORT.json is read."""
     config = settings(folder, [CHAT, BASE], ["fixed"])
     keep_change(config, "new", ModelEntry("new", "x", aliases=(name,)))
     check_names(with_changes(config), ())

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.adapters import Adapter, read_adapter, register
+from kvrelay.engine.adapter_copies import register
+from kvrelay.engine.adapters import Adapter, read_adapter
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
 from kvrelay.engine.request import Refusal, SamplingParams

@@ -163,7 +163,7 @@ def _unwritten(error: OSError) -> ApiError:
 
 
 def _shown(name: str, adapter: Registered) -> dict[str, Any]:
-    """For operators."""
+    """Returns what operators see."""
     return {
         "id": name,
         "object": "adapter",

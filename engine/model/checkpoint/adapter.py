@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvrelay.engine.adapter_copies import read_registered
 from kvrelay.engine.adapters import (
     CONFIG_NAME,
     MAX_BYTES,
@@ -25,7 +26,6 @@ from kvrelay.engine.adapters import (
     AdapterError,
     Scaling,
     read_config,
-    read_registered,
 )
 from kvrelay.engine.model.batch import LoadedAdapter
 from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
@@ -122,7 +122,7 @@ def check_adapter(folder: Path, model_dir: Path, config: ModelConfig) -> int:
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raises AdapterError."""
+    """Raises AdapterError where one of its numbers is none."""
     if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
         raise AdapterError(f"{name} has values that are no finite numbers")
 

@@ -48,7 +48,7 @@ def why_not(folder: Path, model_dir: Path, dtype: str, adapter_bytes: int, num_r
         count = check_adapter(folder, model_dir, read_config(model_dir))
     except (AdapterError, ModelError) as error:
         return str(error)
-    except Exception as error:  # of the loader's: it would fail there as well
+    except Exception as error:  # the loader's own: it would fail in a worker too
         return f"it does not fit the model: {type(error).__name__}"
     if dtype == "auto":
         dtype = "bfloat16" if is_bf16_faster() else "float32"

@@ -14,7 +14,7 @@ CLOSE = {"rtol": 0.0, "atol": 1e-4}
 
 
 def logits(driver):
-    """After a chunk, and after a decode."""
+    """Returns those after a chunk and after a decode."""
     return torch.cat([driver.feed(("x", LONG[:39])), driver.feed(("x", LONG[39:]))])
 
 
@@ -31,7 +31,7 @@ def test_every_subset_of_the_linear_layers_is_computed(tmp_path, llama, part):
     torch.testing.assert_close(*found, **CLOSE)
 
 
-DEFAULT = ("q_proj", "v_proj")  # of PEFT
+DEFAULT = ("q_proj", "v_proj")  # where PEFT is told nothing
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrelay.engine import adapters
-from kvrelay.engine.adapters import (
-    AdapterError,
-    copies_dir,
-    read_adapter,
-    read_registered,
-    register,
-)
+from kvrelay.engine import adapter_copies
+from kvrelay.engine.adapter_copies import copies_dir, read_registered, register
+from kvrelay.engine.adapters import AdapterError, read_adapter
 from kvrelay.engine.model.checkpoint.adapter import check_adapter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
@@ -201,7 +196,7 @@ def test_registered_bytes_stay_whatever_becomes_of_their_folder(tmp_path, llama,
     (kept / "adapter_config.json").write_text("{")  # and a copy that is damaged counts for none
     with pytest.raises(AdapterError, match="cannot be read"):
         read_registered(first)
-    monkeypatch.setattr(adapters, "MAX_COPIES_BYTES", len(files.weights) + 9999)
+    monkeypatch.setattr(adapter_copies, "MAX_COPIES_BYTES", len(files.weights) + 9999)
     third = register(write_adapter(folder, llama, seed=2))
     assert [each.name for each in copies_dir().iterdir()] == [third.digest.hex()]
 
