@@ -163,7 +163,7 @@ def _unwritten(error: OSError) -> ApiError:
 
 
 def _shown(name: str, adapter: Registered) -> dict[str, Any]:
-    """Returns what operators see."""
+    """Returns an adapter as operators see it."""
     return {
         "id": name,
         "object": "adapter",
