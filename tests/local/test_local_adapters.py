@@ -241,10 +241,7 @@ def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(worl
 
 
 @pytest.mark.usefixtures("unhurried")
-def test_what_runs_ends_with_the_bytes_that_were_registered(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+def test_what_runs_ends_with_the_bytes_that_were_registered(world: World) -> None:
     path = world.folder / "replaced"
     old = world.adapter(path)
     assert register(path) == old

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.engine import adapter_copies
-from kvrelay.engine.adapter_copies import copies_dir, read_registered, register
+from kvrelay.engine.adapter_copies import read_registered, register
 from kvrelay.engine.adapters import AdapterError, read_adapter
 from kvrelay.engine.model.checkpoint.adapter import check_adapter
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -183,7 +183,8 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path, llama):
 
 
 def test_registered_bytes_stay_whatever_becomes_of_their_folder(tmp_path, llama, monkeypatch):
-    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    copies = tmp_path / "copies"
+    monkeypatch.setattr(adapter_copies, "copies_dir", lambda: copies)
     folder = write_adapter(tmp_path / "adapter", llama)
     first, files = register(folder), read_adapter(folder)
     assert first.digest == files.digest
@@ -192,13 +193,13 @@ def test_registered_bytes_stay_whatever_becomes_of_their_folder(tmp_path, llama,
     shutil.rmtree(folder)
     assert read_registered(first) == files
     assert read_registered(second).digest == second.digest != first.digest
-    kept = copies_dir() / first.digest.hex()
+    kept = copies / first.digest.hex()
     (kept / "adapter_config.json").write_text("{")  # and a copy that is damaged counts for none
     with pytest.raises(AdapterError, match="cannot be read"):
         read_registered(first)
     monkeypatch.setattr(adapter_copies, "MAX_COPIES_BYTES", len(files.weights) + 9999)
     third = register(write_adapter(folder, llama, seed=2))
-    assert [each.name for each in copies_dir().iterdir()] == [third.digest.hex()]
+    assert [each.name for each in copies.iterdir()] == [third.digest.hex()]
 
 
 def test_files_that_are_not_there_are_named(tmp_path, llama):
