@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -97,6 +96,10 @@ class AdapterEntry(Section, frozen=True):
 
     name: Annotated[str, matching(r"[^\s/]\S{0,254}", "a name of 1 to 255 characters, no spaces")]
     path: Annotated[str, Meta(min_length=1)]  # a folder that PEFT has written, or a hub id
+    # in [[models]], that it was made for; "": the only one, or that which the adapter's own
+    # base_model_name_or_path names
+    model: str = ""
+    tenants: tuple[str, ...] = ()  # who may use it; empty: whoever may use the model
 
 
 ToolParser = Literal[
@@ -105,7 +108,8 @@ ToolParser = Literal[
 ]  # fmt: skip
 
 
-Key = Annotated[str, matching("|[!-~]{16,}", "16 characters or more", secret=True)]
+_KEY = "16 characters or more"
+Key = Annotated[str, matching("|[!-~]{16,}", _KEY, secret=True)]
 
 
 class ApiSection(Section, frozen=True):
@@ -123,9 +127,10 @@ class ApiSection(Section, frozen=True):
     max_batch_rows_at_once: Positive = 64  # that run, of all batches, in each router
     # no stream is silent for longer: it sends comments, before its first token too; 0: it may be
     keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
-    # of everybody who calls, where there is no [[tenant]]; "": KVRELAY_API_KEY, or else none at a
-    # loopback address; at others one is made, in the state directory
-    key: Key = ""
+    # for everybody who calls, where there is no [[tenant]], or several with spaces between; "":
+    # KVRELAY_API_KEY, or else none at a loopback address; at others one is made, in the state
+    # directory
+    key: Annotated[str, matching("|[!-~]{16,}( [!-~]{16,})*", f"{_KEY} for each", secret=True)] = ""
     insecure: bool = False  # no key is made: whoever reaches the address uses the server
     # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else one is made, in
     # operations.key of the state directory, where commands of the server's user find it
@@ -410,6 +415,8 @@ def load_config(
     config = build_config(tables, str(path))
     if config.models and ("model.name" in given or "models" in given):
         raise ConfigError(f"command line: a MODEL was given, and {path} has [[models]]: leave one")
+    if config.models and "model.served_name" in given:
+        raise ConfigError(f"command line: model.served_name: {path} has [[models]] with names")
     for key, value in given.items():
         section, _, name = key.partition(".")
         table = tables.get(section, {})
@@ -491,9 +498,9 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
             raise ConfigError(f"{where}: {who} has neither keys nor key_hashes")
     try:
         _check(config)
+        return _for_their_models(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return config
 
 
 def check_added(entry: ModelEntry) -> None:
@@ -536,11 +543,56 @@ def _not_with_vllm(config: Config) -> str:
     return ""
 
 
+def names_of(models: Iterable[ModelEntry]) -> Iterator[tuple[str, str]]:
+    """What clients may call models, and who each is, as `name_table` takes them."""
+    for each in models:
+        yield each.name, "the name of a model"
+        yield from ((alias, f"an alias of the model {each.name!r}") for alias in each.aliases)
+
+
+def name_table(given: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Who has each name: models, aliases and adapters share one space of names. `given`: a name,
+    and who has it, in words. Raises ConfigError where a name has two."""
+    table: dict[str, str] = {}
+    for name, who in given:
+        if name in table:
+            told = f"{name!r} is {table[name]}" + ("" if who == table[name] else f", and {who}")
+            twice = ", twice" if who == table[name] else ""
+            raise ConfigError(f"{told}{twice}: give each a name of its own")
+        table[name] = who
+    return table
+
+
 def _check_names(config: Config) -> None:
-    """Raises ConfigError where one name would stand for two models."""
-    models = [name for each in config.models for name in (each.name, *each.aliases)]
-    for section, names in (("models", models), ("adapters", [e.name for e in config.adapters])):
-        for name in (name for name, number in Counter(names).items() if number > 1):
-            raise ConfigError(f"{section}: {name!r} is there twice: give each a name of its own")
-    for name in (e.name for e in config.adapters if e.name in models):
-        raise ConfigError(f"adapters: {name!r} is the name of a model")
+    """Raises ConfigError where one name would stand for two."""
+    own = ((each.name, "an adapter in [[adapters]]") for each in config.adapters)
+    name_table([*names_of(config.models), *own])
+
+
+def check_tenants(config: Config, known: Collection[str]) -> None:
+    """Whether those who may use a model or an adapter are among the `known`. Raises ConfigError:
+    nobody else is kept out by a name that is misspelt, and nobody is let in."""
+    there = f"there are {', '.join(sorted(known))}" if known else "there is no [[tenant]]"
+    for section, entries in (("models", config.models), ("adapters", config.adapters)):
+        for each in entries:
+            for name in each.tenants:
+                if name not in known:
+                    raise ConfigError(
+                        f"{section}: {each.name}: tenants has {name!r}, which is none; {there}"
+                    )
+
+
+def _for_their_models(config: Config) -> Config:
+    """Adapters that name no model have the only one, whatever is added later. Raises
+    ConfigError."""
+    known = [each.name for each in config.models]
+    for each in config.adapters:
+        if each.model and known and each.model not in known:
+            raise ConfigError(
+                f"adapters: {each.name}: model = {each.model!r} is not in [[models]]; there are"
+                f" {', '.join(known)}"
+            )
+    if len(known) != 1:
+        return config
+    own = tuple(replace(each, model=each.model or known[0]) for each in config.adapters)
+    return replace(config, adapters=own)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config
 from kvrelay.decode_worker.vllm.build import check_blocks
-from kvrelay.engine.config import EngineSection
+from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
@@ -116,10 +116,15 @@ def prepare_model(
     return PreparedModel(
         path=path,
         config=model,
-        served_name=section.served_name or Path(section.name).name.removesuffix(".gguf"),
+        served_name=served_names(section)[0],
         max_model_len=min(resolve_max_model_len(model, engines[r], plans[r]) for r in engines),
         plan=max(plans.values(), key=lambda plan: plan.num_ranks),
     )
+
+
+def served_names(section: ModelSection) -> list[str]:
+    """What clients may call the model, its own name first."""
+    return section.served_name.split() or [Path(section.name).name.removesuffix(".gguf")]
 
 
 def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:

@@ -7,6 +7,8 @@ left out; docs/status.md lists them all.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
@@ -88,6 +90,16 @@ class StateFolderStatus(Struct, omit_defaults=True, kw_only=True):
 
     free_bytes: int | None = None
     free_files: int | None = None  # inodes; None: its file system does not count them
+
+    @classmethod
+    def of(cls, folder: Path) -> StateFolderStatus:
+        """Empty if there is no such folder. It waits as long as the disk does."""
+        try:
+            stat = os.statvfs(folder)
+        except OSError:
+            return cls()
+        files = stat.f_favail if stat.f_files else None
+        return cls(free_bytes=stat.f_bavail * stat.f_frsize, free_files=files)
 
 
 class StoreStatus(Struct, omit_defaults=True, kw_only=True):

@@ -232,13 +232,8 @@ class Dispatcher:
         cut = clamp_max_tokens(record.num_prompt_tokens, record.sampling.max_tokens, self._shapes)
         if isinstance(cut, Rejection):
             return cut
-        unfit = next((info for info in self._shapes if not info.serves_adapters), None)
-        if record.submit.adapter is not None and unfit is not None:
-            return Rejection(
-                Refusal.ADAPTER,
-                f"{unfit.worker} serves no adapters: on a GPU, with tensor parallelism and in"
-                " earlier versions they are not computed",
-            )
+        if record.submit.adapter is not None and (why := self.refuses_adapters()):
+            return Rejection(Refusal.ADAPTER, why)
         pinned, known = record.submit.weights, sorted({i.weights for i in self._kinds.values()})
         if pinned and pinned not in known:
             return Rejection(
@@ -511,6 +506,12 @@ class Dispatcher:
     def _update(self, now: float, endpoint: Endpoint) -> None:
         self._now = max(self._now, now)
         self._fleets[POOL[endpoint.info.role]].update(now, endpoint)
+
+    def refuses_adapters(self) -> str:
+        """Why, "" where all workers that are up compute them."""
+        if all(info.serves_adapters for info in self._shapes):
+            return ""
+        return "the model's workers compute no adapters: on GPUs, and by vLLM, they are not served"
 
     def _retire(self, endpoint: Endpoint) -> None:
         endpoint.alive = False

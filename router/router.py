@@ -190,6 +190,10 @@ class Router:
         """Why `call` would be refused, by a cheap check, under overload; None: submit it."""
         return self._requests.refuse(now, call)
 
+    def refuses_adapters(self) -> str:
+        """Why no request with an adapter is served, by the workers that are up; "": they are."""
+        return self._dispatcher.refuses_adapters()
+
     def explain(self, request_id: str) -> tuple[RoutingDecision, ...]:
         """The decisions about `request_id` that are still kept, oldest first."""
         record, ended = self._requests.live.get(request_id), self.explanations.get(request_id)
@@ -333,10 +337,10 @@ class Router:
                 | Refusal.INVALID_TOKENS
                 | Refusal.UNSUPPORTED
                 | Refusal.UNENCODABLE
-            ):
-                requests.fail(record, Rejection(refused.reason, detail))
+            ):  # clients read why: which worker it was is nothing to them
+                requests.fail(record, Rejection(refused.reason, refused.detail))
             case Refusal.NEVER_FITS | Refusal.CONTEXT_LENGTH if from_decode:
-                requests.fail(record, Rejection(refused.reason, detail))
+                requests.fail(record, Rejection(refused.reason, refused.detail))
             case Refusal.EXECUTION | Refusal.SAMPLING:
                 requests.on_own_failure(now, record, endpoint, Rejection(refused.reason, detail))
             case Refusal.WORKER_FAILED | Refusal.BLOCK_TABLE:

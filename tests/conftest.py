@@ -3,7 +3,7 @@
 import functools
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 if not Path("/dev/nvidiactl").exists():  # before anything imports Triton, as transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kvrelay.engine import adapter_copies
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, PACKAGED, resolve_model
 from kvrelay.engine.model.errors import ModelError
 
@@ -48,6 +49,15 @@ def _real_model(name: str) -> Path:
         return resolve_model(name, progress=lambda _: None)
     except ModelError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def adapter_copies_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests register fills no cache of the user's."""
+    folder = tmp_path_factory.mktemp("adapters")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_copies, "copies_dir", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
 """Adapters by the names that clients have for them: `[[adapters]]` of the settings, and those that
 operators register while the server serves (`/v1/adapters`, and vLLM's two routes).
 
-A name stands for bytes: an adapter that is registered again with other bytes is another one, which
-shares no KV with the one before; requests that run go on with the one that they began with.
+A name stands for bytes, and for the model that they were made for: an adapter that is registered
+again with other bytes is another one, which shares no KV with the one before; requests that run go
+on with the one that they began with. Where its model is not served, or is another one by now, an
+adapter is not offered.
 
 What is registered is in a file of the state directory, which all routers of a machine read again
 when it changes, and which outlives the server.
@@ -12,15 +14,23 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 
 import msgspec
 
 from kvrelay.cluster.api.errors import invalid
 from kvrelay.cluster.config import AdapterEntry, ConfigError
-from kvrelay.engine.adapters import CONFIG_NAME, WEIGHTS_NAME, Adapter, AdapterError, read_adapter
+from kvrelay.engine.adapter_copies import register
+from kvrelay.engine.adapters import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    Adapter,
+    AdapterError,
+    read_config,
+)
 from kvrelay.engine.files import write_private
 
 FILE = "adapters.json"
@@ -28,14 +38,54 @@ MAX_ADAPTERS = 10_000
 HUB_TIMEOUT_S = 10.0
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """An adapter as the file has it; no source: one of the settings that was removed."""
+class Registered(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An adapter by its name, as the file has it; no source: one of the settings that was
+    removed."""
 
     source: str = ""
     digest: bytes = b""
+    model: str = ""  # that it was made for; "": an earlier version did not say: the first one
+    base: bytes = b""  # that model's digest when it was registered
+    tenants: tuple[str, ...] = ()  # who may use it; empty: whoever may use the model
+
+    @property
+    def adapter(self) -> Adapter:
+        return Adapter(self.digest, self.source)
 
 
-_decode = msgspec.json.Decoder(dict[str, _Kept]).decode
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """A model as its adapters need it."""
+
+    checkpoint: str = ""  # as the settings name it
+    digest: Callable[[], bytes] = lambda: b""  # reads files
+    # Why its workers will not be able to load the adapter in a folder; "": they will. Takes
+    # seconds.
+    why_not: Callable[[Path], str] = lambda _: ""
+    refuses: Callable[[], str] = lambda: ""  # why they compute no adapters at all; "": they do
+
+    def read(self, source: str, model: str, tenants: tuple[str, ...] = ()) -> Registered:
+        """Finds, reads and checks an adapter. `model`: what this one is called. Raises
+        AdapterError."""
+        if why := self.refuses():
+            raise AdapterError(why)
+        folder = find_folder(source)
+        adapter = register(folder)
+        if why := self.why_not(folder):
+            raise AdapterError(why)
+        return Registered(adapter.source, adapter.digest, model, self.digest(), tenants)
+
+
+_decode = msgspec.json.Decoder(dict[str, Registered]).decode
+
+
+def read_kept(file: Path) -> dict[str, Registered]:
+    """What operators have registered; empty where the file is not there. Raises OSError and
+    msgspec.DecodeError."""
+    try:
+        return _decode(file.read_bytes())
+    except FileNotFoundError:
+        return {}
 
 
 def find_folder(source: str) -> Path:
@@ -54,67 +104,144 @@ def find_folder(source: str) -> Path:
     return Path(found)
 
 
-def read_named(source: str) -> Adapter:
-    """Finds and reads an adapter. Raises AdapterError."""
-    folder = find_folder(source)
-    return Adapter(read_adapter(folder).digest, str(folder))
+def model_of(source: str, named: str, models: Mapping[str, str]) -> str:
+    """Which of `models` (names, and their checkpoints) the adapter at `source` is for: the one that
+    is `named`, or else the only one, or that which its config names. Raises AdapterError."""
+    there = ", ".join(models)
+    if named:
+        if named not in models:
+            raise AdapterError(f"there is no model {named!r}; there are: {there}")
+        return named
+    if len(models) == 1:
+        return next(iter(models))
+    base = read_config(find_folder(source)).base
+    fit = [name for name, path in models.items() if _last(path) == _last(base) or name == base]
+    if len(fit) != 1:
+        stated = (
+            f"its base_model_name_or_path is {_last(base)!r}" if base else "it names none itself"
+        )
+        raise AdapterError(f"say which model it was made for ({there}): {stated}")
+    return fit[0]
+
+
+def _last(path: str) -> str:
+    return PurePath(path).name.lower().removesuffix(".gguf")
 
 
 class Adapters:
-    """Owned by the API of one router. Invariant: `_kept` is what the file had when it was last
-    looked at."""
+    """Those of all models. Owned by the API of one router. Invariant: `_kept` is what the file
+    had when it was last looked at."""
 
     def __init__(
-        self, fixed: Mapping[str, Adapter] | None = None, file: Path | None = None
+        self,
+        fixed: Mapping[str, Registered] | None = None,
+        file: Path | None = None,
+        bases: Mapping[str, bytes] | None = None,
     ) -> None:
-        """fixed: of the settings; file: None: what is registered is forgotten at the end."""
+        """fixed: of the settings; file: None: what is registered is forgotten at the end. bases:
+        digests of models, by their names; the first one has adapters that name no model."""
         self._fixed, self._file = dict(fixed or {}), file
-        self._kept: dict[str, _Kept] = {}
+        self._bases = dict(bases or {})
+        self._first = next(iter(self._bases), "")
+        self._kept: dict[str, Registered] = {}
         self._stamp: tuple[int, ...] | None = None
 
     @staticmethod
-    def open(entries: Sequence[AdapterEntry], file: Path) -> Adapters:
-        """Reads the adapters of the settings. Raises ConfigError."""
-        fixed: dict[str, Adapter] = {}
+    def open(
+        entries: Sequence[AdapterEntry], file: Path, models: Mapping[str, AdapterBase]
+    ) -> Adapters:
+        """Reads the adapters of the settings, which were checked. `models`: by name. Raises
+        ConfigError."""
+        fixed: dict[str, Registered] = {}
+        checkpoints = {name: each.checkpoint for name, each in models.items()}
         for entry in entries:
+            if entry.model and entry.model not in models:
+                continue  # the model was removed while the server served
             try:
-                fixed[entry.name] = read_named(entry.path)
+                model = model_of(entry.path, entry.model, checkpoints)
+                own = register(find_folder(entry.path))
             except AdapterError as error:
-                raise ConfigError(f"adapters: {entry.name}: {error}") from None
-        return Adapters(fixed, file)
+                raise ConfigError(f"adapters: {entry.name}: {entry.path}: {error}") from None
+            fixed[entry.name] = Registered(
+                own.source, own.digest, model, models[model].digest(), entry.tenants
+            )
+        adapters = Adapters(fixed, file)
+        adapters._first = next(iter(models))
+        for name in {each.model or adapters._first for each in adapters.every().values()}:
+            if name in models:
+                adapters.know_base(name, models[name].digest())
+        adapters._fill_in()
+        return adapters
 
-    def all(self) -> dict[str, Adapter]:
-        """Returns those that are there now, by name."""
+    def know_base(self, model: str, digest: bytes) -> None:
+        """Adapters that were registered for this name, and for another digest, are not offered."""
+        self._bases[model] = digest
+
+    def every(self) -> dict[str, Registered]:
+        """Returns those that there are now, by name, those of models that are not served too."""
         self._look()
-        found = dict(self._fixed)
-        for name, kept in self._kept.items():
-            found.pop(name, None)
-            if kept.source:
-                found[name] = Adapter(kept.digest, kept.source)
-        return found
+        found = self._fixed | self._kept
+        return {name: each for name, each in found.items() if each.source}
 
-    def find(self, name: str) -> Adapter | None:
+    def of_model(self, model: str) -> dict[str, Registered]:
+        """Returns those that are offered with a model."""
+        return {
+            name: each
+            for name, each in self.every().items()
+            if self._model_of(each) == model and self._fits(each)
+        }
+
+    def find(self, name: str) -> Registered | None:
+        """The adapter of this name, with its model; None: there is none for what is served."""
         self._look()
-        kept = self._kept.get(name)
-        if kept is None:
-            return self._fixed.get(name)
-        return Adapter(kept.digest, kept.source) if kept.source else None
+        found = self._kept.get(name) or self._fixed.get(name)
+        if found is None or not found.source or not self._fits(found):
+            return None
+        return found if found.model else msgspec.structs.replace(found, model=self._first)
 
-    def add(self, name: str, adapter: Adapter) -> None:
-        """In place of one of the same name. Raises OSError."""
+    def add(self, name: str, new: Registered) -> None:
+        """In place of one of the same name and model. Raises OSError, and ApiError (400) where the
+        name is another model's adapter's."""
         with self._changing():
+            before = self.every().get(name)
+            if before is not None and self._model_of(before) != new.model:
+                raise invalid(
+                    f"'name': {name!r} is an adapter of {self._model_of(before)!r} already: take"
+                    " another name, or remove that one first",
+                    "name",
+                )
             if name not in self._kept and len(self._kept) >= MAX_ADAPTERS:
                 raise invalid(f"{MAX_ADAPTERS} adapters are registered, the limit")
-            self._kept[name] = _Kept(adapter.source, adapter.digest)
+            self._kept[name] = new
+            self._bases[new.model] = new.base
 
     def remove(self, name: str) -> bool:
         """Whether there was one. Raises OSError."""
         with self._changing():
-            was_there = self.find(name) is not None
+            was_there = name in self.every()
             self._kept.pop(name, None)
             if name in self._fixed:
-                self._kept[name] = _Kept()
+                self._kept[name] = Registered()
         return was_there
+
+    def _model_of(self, entry: Registered) -> str:
+        return entry.model or self._first
+
+    def _fits(self, entry: Registered) -> bool:
+        return not entry.base or self._bases.get(self._model_of(entry), entry.base) == entry.base
+
+    def _fill_in(self) -> None:
+        """An earlier version has kept no models: they are those of the first one, whichever is the
+        first at the next start."""
+        first, base = self._first, self._bases.get(self._first, b"")
+        if any(each.source and not each.model for each in self._kept.values()):
+            with self._changing():
+                self._kept = {
+                    name: msgspec.structs.replace(each, model=first, base=base)
+                    if each.source and not each.model
+                    else each
+                    for name, each in self._kept.items()
+                }
 
     def _look(self) -> None:
         """Reads the file again if it has changed. One that is damaged counts for nothing new."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kvrelay.cluster.api.access import AccessLog
-from kvrelay.cluster.api.adapters import Adapters
+from kvrelay.cluster.api.adapters import AdapterBase, Adapters, Registered
 from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
@@ -121,7 +121,10 @@ class ApiContext:
     retention_s: float = DEFAULT_RETENTION.keep_s  # for KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
-    adapters: Adapters = field(default_factory=Adapters)
+    adapters: Adapters = field(default_factory=Adapters)  # all models' have one
+    adapter_base: AdapterBase = field(default_factory=AdapterBase)
+    # Names of models, those that are being added too, and who each is (`config.name_table`).
+    reserved: Callable[[], Mapping[str, str]] = dict
     tracing: Tracing | None = None
     cluster: str = ""  # its name, where several servers share it; a label of all metrics
     rates: RateLimits = field(default_factory=RateLimits)
@@ -156,7 +159,6 @@ class ApiContext:
     def beside(self, **own: Any) -> ApiContext:
         """Another model. `own`: the fields that follow from it."""
         other = copy(self)
-        other.adapters = Adapters()
         for name, value in own.items():
             setattr(other, name, value)
         other.calls = self.calls.beside(other.model_name, other.explanations)
@@ -199,22 +201,45 @@ class ApiContext:
         return tuple({each.model_name: each for each in self.models.values()}.values())
 
     def names_for(self, tenant: Tenant) -> dict[str, ApiContext]:
-        """What `tenant` may call models, and what each name stands for."""
+        """What `tenant` may call models, and what each name stands for; adapters aside."""
+        return {name: each for name, each in self.models.items() if each.is_for(tenant)}
+
+    def is_for(self, tenant: Tenant, adapter: Registered | None = None) -> bool:
+        """Whether `tenant` may use this model, or an adapter of it."""
+        allowed = adapter.tenants if adapter is not None and adapter.tenants else self.allowed
+        return not allowed or tenant.name in allowed
+
+    def adapters_for(self, tenant: Tenant) -> dict[str, tuple[ApiContext, Registered]]:
+        """Adapters that `tenant` may use, of all models that are offered."""
         return {
-            name: each
-            for name, each in self.models.items()
-            if not each.allowed or tenant.name in each.allowed
+            name: (each, adapter)
+            for each in self.all
+            for name, adapter in each.adapters.of_model(each.model_name).items()
+            if name not in self.models and each.is_for(tenant, adapter)
         }
 
+    def who_has(self, name: str) -> str:
+        """Whose name that is, other than an adapter's, in words; "": nobody's."""
+        of_models = [(each.model_name, each.aliases) for each in self.all]
+        own = {alias: f"an alias of the model {m!r}" for m, all_of in of_models for alias in all_of}
+        own |= {model: "the name of a model" for model, _ in of_models}
+        return own.get(name, "") or self.reserved().get(name, "")
+
     def chosen(self, name: str | None, tenant: Tenant) -> ApiContext:
-        """The model that a call names; if it names none, the first. Raises ApiError (404)."""
-        known = self.names_for(tenant)
-        found = known.get(name) if name else next(iter(known.values()), None)
+        """The model that a call names, itself or by an adapter of it; if it names none, the first.
+        Raises ApiError (404)."""
+        found, adapter = self.models.get(name or ""), None
+        if not name:
+            found = next((each for each in self.all if each.is_for(tenant)), None)
+        elif found is None and (adapter := self.adapters.find(name)) is not None:
+            found = self.models.get(adapter.model)
+            if found is not None and found.model_name != adapter.model:
+                found = None  # that is an alias of another model now
+        if found is not None and not found.is_for(tenant, adapter):
+            found = None
         if found is None:
-            its = {adapter: each for each in known.values() for adapter in each.adapters.all()}
-            found = its.get(name or "")
-            if found is None:
-                raise unknown_model(name or "", [*known, *its])
+            known = [*self.names_for(tenant), *self.adapters_for(tenant)]
+            raise unknown_model(name or "", known)
         return found
 
     def adapter_of(self, name: str | None) -> Adapter | None:
@@ -222,10 +247,10 @@ class ApiContext:
         ApiError (404)."""
         if not name or self.models.get(name) is self:
             return None
-        adapter = self.adapters.find(name)
-        if adapter is None:  # it was removed meanwhile
-            raise unknown_model(name, [self.model_name, *self.adapters.all()])
-        return adapter
+        found = self.adapters.find(name)
+        if found is None or found.model != self.model_name:  # it was removed meanwhile
+            raise unknown_model(name, [self.model_name])
+        return found.adapter
 
     def _limiter(self, limit: int, what: str) -> ConcurrencyLimiter:
         return ConcurrencyLimiter(limit, what=what, is_shared=lambda: self.tenants.are_several)
@@ -258,5 +283,9 @@ class ApiContext:
         self.responses.close()
         self.batches.close()
         for each in (self, *self.all):  # it may be of a model that was removed
-            for pool in (each._pool, each._pool_of_large):
-                pool.shutdown(wait=False, cancel_futures=True)
+            each.end_threads()
+
+    def end_threads(self) -> None:
+        """Nothing of this model is tokenised any more."""
+        for pool in (self._pool, self._pool_of_large):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -69,6 +69,8 @@ _INTERNAL = {
 }
 """Refusal -> what clients are told, where its detail is about the inside of the server."""
 
+MAX_NAMES = 20  # that an error lists
+
 _log = logging.getLogger("kvrelay.api")
 
 
@@ -153,7 +155,9 @@ def unauthorized(message: str) -> ApiError:
 
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
     """`known`: names of those that the caller may use."""
-    there = ", ".join(f"'{each}'" for each in known) or "none for this API key"
+    names = [f"'{each}'" for each in known]
+    there = ", ".join(names[:MAX_NAMES]) or "none for this API key"
+    there += f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ApiError(
         404,
         f"The model '{name[:200]}' does not exist; this server has {there}",

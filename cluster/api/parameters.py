@@ -77,7 +77,7 @@ _CANNOT = {
     "extra_key": Refused("use 'cache_salt', which keeps a cache apart"),
     "kv_transfer_params": Refused(_NOT_MOVED),
     "logits_processors": Refused("code of a request is not run"),
-    "lora_path": Refused("adapters are not supported"),
+    "lora_path": Refused("name a registered adapter as the model"),
     "moderation": Refused("moderation is not supported"),
     "nvext": Refused("Dynamo's extensions are not supported; vLLM's fields are"),
     "repetition_detection": Refused("an output is not ended for its repetitions"),
@@ -129,7 +129,7 @@ EMBEDDING = Fields(
         "chat_template": Refused(_NO_TEMPLATE),
         "embed_dtype": Refused("vectors are float32", but=("float32",)),
         "endianness": Refused("vectors are little-endian", but=("native", "little")),
-        "lora_path": Refused("adapters are not supported"),
+        "lora_path": Refused("name a registered adapter as the model"),
         "messages": Refused("chats are not embedded; use 'input'"),
         "nvext": Refused("Dynamo's extensions are not supported; vLLM's fields are"),
         "normalize": Refused("vectors have length 1", but=(True,)),
@@ -147,7 +147,7 @@ _SCORING = {
     "chat_template_kwargs": Refused("texts are embedded as they are, without a template"),
     "instruct": Refused("texts are embedded as they are; put it into the query"),
     "instruction": Refused("texts are embedded as they are; put it into the query"),
-    "lora_path": Refused("adapters are not supported"),
+    "lora_path": Refused("name a registered adapter as the model"),
     "padding": _PADDING,
 }
 _SCORED = {

@@ -21,7 +21,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
+from kvrelay.cluster.config import (
+    Config,
+    ConfigError,
+    TenantEntry,
+    build_config,
+    check_tenants,
+    read_toml,
+)
 from kvrelay.engine.files import NotOwn, given_folder, open_own
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.engine.settings import OPERATIONS_KEY_FILE
@@ -195,7 +202,9 @@ class Access:
 
 def load_access(config: Config) -> Access:
     """Raises ConfigError."""
-    return Access(load_tenants(config), load_public_prompts(config))
+    tenants = load_tenants(config)
+    check_tenants(config, tenants.names())
+    return Access(tenants, load_public_prompts(config))
 
 
 def load_tenants(config: Config) -> Tenants:
@@ -211,7 +220,8 @@ def load_tenants(config: Config) -> Tenants:
         if not entries:  # else a file that was emptied would open the server to all
             raise ConfigError(f"{path}: there is no [[tenant]] in it")
     if not entries and config.api.key:
-        entries.append(TenantEntry(DEFAULT_TENANT, (config.api.key,), min_priority=-MAX_PRIORITY))
+        keys = tuple(config.api.key.split())
+        entries.append(TenantEntry(DEFAULT_TENANT, keys, min_priority=-MAX_PRIORITY))
     if not entries:
         return Tenants()
     path = config.sessions.state_path / SECRET_FILE

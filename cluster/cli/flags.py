@@ -12,6 +12,7 @@ import difflib
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ class Flag:
     read: Callable[[str], str] = str
     switch: Any = None  # what it sets, where it is given without a value
     also: Mapping[str, Any] = field(default_factory=dict)  # what it sets beside it
+    takes_several: bool = False  # all words up to the next flag, as nargs="+" of argparse
 
 
 OWN = {
@@ -101,7 +103,7 @@ _TOOLS |= dict.fromkeys(("glm45", "glm47"), "glm") | {"kimi_k2": "kimi", "minima
 _TOOLS |= {"openai": "harmony", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder"}
 _THINKS = ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "qwen3", "minimax_m2", "kimi_k2")
 VLLM = {
-    "served-model-name": Flag("model.served_name"),
+    "served-model-name": Flag("model.served_name", takes_several=True),
     "quantization": Flag("model.quantization", short="q", values=_IN_CHECKPOINT),
     "device": Flag("model.device"),
     "max-model-len": Flag("engine.max_model_len", read=length),
@@ -127,7 +129,7 @@ VLLM = {
         "api.reasoning_parser",
         values=dict.fromkeys(_THINKS, "think") | {"openai_gptoss": "auto"},
     ),
-    "api-key": Flag("api.key"),
+    "api-key": Flag("api.key", takes_several=True),
     "allowed-origins": Flag("api.cors_origins", read=origins),
     "ssl-certfile": Flag("tls.cert", also={"tls.api": True}),
     "ssl-keyfile": Flag("tls.key", also={"tls.api": True}),
@@ -147,7 +149,7 @@ def _names(listed: Mapping[str, str]) -> dict[str, str]:
     return {name: why for why, names in listed.items() for name in names.split()}
 
 
-# By why: those that are so anyway. With "=" they have a value.
+# By why: those that are so anyway. With "=" they have a value, with "=+" one or more.
 HARMLESS = _names(
     {
         "prefixes are always cached": "enable-prefix-caching prefix-caching-hash-algo=",
@@ -177,13 +179,13 @@ HARMLESS = _names(
         "grammars are llguidance's": "structured-outputs-config= guided-decoding-backend=",
         "each token and head has a scale": "calculate-kv-scales",
         "decode steps are captured in every size, and nothing else is compiled": "max-seq-len"
-        "-to-capture= cudagraph-capture-sizes= max-cudagraph-capture-size= compilation-config="
+        "-to-capture= cudagraph-capture-sizes=+ max-cudagraph-capture-size= compilation-config="
         " optimization-level= disable-cascade-attn enable-flashinfer-autotune"
         " O0 O1 O2 O3",
         "sequences that are preempted keep KV in the host tier (tiers.host_gib)": "swap-space=",
         "an event has what a step gave": "stream-interval=",
-        "adapters of any rank are served, as many as engine.adapter_bytes hold at once": "enable"
-        "-lora max-loras= max-lora-rank= max-cpu-loras=",
+        "on CPUs adapters of any rank are served, engine.adapter_bytes at once": "enable-lora"
+        " max-loras= max-lora-rank= max-cpu-loras=",
     }
 )
 # By what to do instead.
@@ -192,7 +194,7 @@ REFUSED = _names(
         "name adapters in [[adapters]] of the settings file, or by POST /v1/adapters": "lora"
         "-modules",
         "adapters are computed in the dtype of the model": "lora-dtype",
-        "adapters need --tensor-parallel-size 1": "fully-sharded-loras",
+        "each rank has its part of an adapter anyway": "fully-sharded-loras",
         "prefixes are always cached; requests with a 'cache_salt' keep theirs apart": "no-enable"
         "-prefix-caching",
         "prompts are always computed in chunks, of engine.max_num_batched_tokens": "no-enable"
@@ -294,8 +296,8 @@ def warn_of_secrets(console: Any) -> None:
 
 def _answer(name: str) -> tuple[str, bool]:
     """What is said of a flag that sets nothing, and whether that is all; "": it is another one."""
-    if why := HARMLESS.get(name) or HARMLESS.get(f"{name}="):
-        return why, True
+    if found := [HARMLESS[n] for n in (name, f"{name}=", f"{name}=+") if n in HARMLESS]:
+        return found[0], True
     if why := REFUSED.get(name):
         return why, False
     off = name.removeprefix("no-")
@@ -306,26 +308,53 @@ def _answer(name: str) -> tuple[str, bool]:
 
 
 def known(words: Iterable[str], tell: Callable[[str], None]) -> Iterator[str]:
-    """Those of `words` that are for click: without the harmless ones, of which `tell` hears. Raises
-    click.UsageError for one that is refused, and for one that nobody knows."""
-    left = iter(words)
-    for word in left:
+    """Those of `words` that are for click: without the harmless ones, of which `tell` hears, and
+    with several values of a flag as one, which has spaces. Raises click.UsageError for one that is
+    refused, and for one that nobody knows."""
+    left = deque(words)
+    while left:
+        word = left.popleft()
         name, (given, sign, value) = spelled(word), word.partition("=")
         why, is_harmless = _answer(name)
         if word == "--":
             yield from (word, *left)
-        elif name == "model" and word.startswith("--"):
-            yield value if sign else next(left, word)
+            return
+        if name == "model" and word.startswith("--"):
+            yield value if sign else left.popleft() if left else word
+        elif name in FLAGS and FLAGS[name].takes_several and word.startswith("-") and not sign:
+            yield from (word, *([" ".join(found)] if (found := _values(left)) else []))
         elif not why or not word.startswith("-"):
             yield word
+            if word.startswith("-") and name in FLAGS and FLAGS[name].switch is not None:
+                _check_switched_on(given, "it has no value", left)
         elif is_harmless:
-            if f"{name}=" in HARMLESS and not sign:
-                next(left, None)
+            if f"{name}=+" in HARMLESS and not sign:
+                _values(left)
+            elif f"{name}=" in HARMLESS and not sign and left:
+                left.popleft()
+            elif not sign:
+                _check_switched_on(given, why, left)
             tell(f"{given}: {why}")
         else:
-            value = value if sign or name not in ALLOWED else next(left, "")
+            if not sign and name in ALLOWED and left:
+                value = left.popleft()
             if value not in ALLOWED.get(name, ()):
                 raise click.UsageError(f"{given}: {why}")
+
+
+def _values(left: deque[str]) -> list[str]:
+    """Takes the words up to the next flag."""
+    found = []
+    while left and not left[0].startswith("-"):
+        found.append(left.popleft())
+    return found
+
+
+def _check_switched_on(given: str, why: str, left: deque[str]) -> None:
+    """A switch may have a word that says so, and may not have one that says otherwise. Raises
+    click.UsageError."""
+    if left and left[0].lower() in ("true", "false") and left.popleft().lower() == "false":
+        raise click.UsageError(f"{given} false: {why}; leave it out")
 
 
 def nearest(name: str, further: Iterable[str] = ()) -> str:
@@ -340,7 +369,7 @@ def nearest(name: str, further: Iterable[str] = ()) -> str:
     key = name.replace("-", "_")
     if exact := [each for each in settings if each.partition(".")[2] == key]:
         return " or ".join(f"--set {each}=VALUE" for each in exact)
-    flags = [*FLAGS, *(each.rstrip("=") for each in (*HARMLESS, *REFUSED)), *further]
+    flags = [*FLAGS, *(each.rstrip("=+") for each in (*HARMLESS, *REFUSED)), *further]
     if close := difflib.get_close_matches(name, flags, n=1):
         return f"did you mean --{close[0]}?"
     keys = {each.partition(".")[2]: each for each in settings}
@@ -360,7 +389,9 @@ def settings_of(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
         if given is None:
             continue
         value = flag.switch
-        if value is None:
+        if value is None and flag.takes_several:
+            value = given
+        elif value is None:
             text = flag.read(flag.values.get(given, given))
             _, value = parse_override(f"{flag.setting}={text}")
         for key, wanted in {flag.setting: value, **flag.also}.items():
@@ -385,11 +416,25 @@ class FlagsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, [*known(args, lambda line: click.echo(line, err=True))])
+            words = [*known(args, lambda line: click.echo(line, err=True))]
+            rest = super().parse_args(ctx, words)
         except click.NoSuchOption as error:
             own = [name.lstrip("-") for param in self.params for name in param.opts]
             meant = nearest(spelled(error.option_name), own)
             raise click.UsageError(f"no such option: {error.option_name}; {meant}", ctx) from None
+        self._check_model_is_left(ctx)
+        return rest
+
+    def _check_model_is_left(self, ctx: click.Context) -> None:
+        """A flag that takes several values takes a MODEL behind it too. Raises click.UsageError,
+        which shows no key."""
+        if ctx.params.get("models") or ctx.params.get("model") or ctx.params.get("config_path"):
+            return
+        for name in (name for name, flag in FLAGS.items() if flag.takes_several):
+            count = len((ctx.params.get(name.replace("-", "_")) or "").split())
+            if count > 1:
+                why = f"--{name} takes the {count} words behind it, and no MODEL is left"
+                raise click.UsageError(f"{why}: put MODEL before it", ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)

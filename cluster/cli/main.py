@@ -128,6 +128,9 @@ def _models(given: tuple[str, ...], overrides: dict[str, Any]) -> dict[str, Any]
     """With the settings that name the models."""
     if len(given) < 2 and not re.match(r"[\w.-]{1,64}=", "".join(given)):  # a NAME
         return overrides | ({"model.name": given[0]} if given else {})
+    if "model.served_name" in overrides:
+        why = "--served-model-name names one model that has no other name"
+        raise click.UsageError(f"{why}: give several as NAME=MODEL, with aliases in [[models]]")
     roles = {role: overrides.get(f"cluster.{role}") for role in ("prefill", "decode")}
     numbers = {role: number for role, number in roles.items() if number is not None}
     entries = []

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvrelay.cluster.api.tenants import Access, load_access, with_keys
-from kvrelay.cluster.config import Config
+from kvrelay.cluster.config import Config, ConfigError
 from kvrelay.cluster.prepare import (
     PreparedModel,
     check_machines,
@@ -28,6 +28,7 @@ from kvrelay.cluster.prepare import (
     prepare_models,
     uses_gpus,
 )
+from kvrelay.cluster.processes.adapter_bases import check_settings
 from kvrelay.cluster.processes.certificates import (
     identity_of,
     keep_certificates,
@@ -323,7 +324,9 @@ async def _prepare(
 
         try:
             model = prepare_models(config, progress, are_here=are_here, on_gpu=on_gpu)
-        except BuildError as error:
+            own = {name: (each.served_name, each.path) for name, each in model.by_name.items()}
+            check_settings(config, own, on_gpu=on_gpu)
+        except (BuildError, ConfigError) as error:
             raise ServeError(str(error)) from error
         on_progress("model", ", ".join(map(str, model.paths.values())), True)
         return model

@@ -24,6 +24,7 @@ from kvrelay.cluster.prepare import (
     prepare_models,
     uses_gpus,
 )
+from kvrelay.cluster.processes.adapter_bases import check_names
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import changes_file, keep_change
 from kvrelay.cluster.processes.orders import ChangeModels
@@ -74,6 +75,7 @@ class ModelChanges:
         name, entry = order.name, order.entry
         try:
             after = config.with_model(name, entry)
+            check_names(after, ())
             found = await in_thread(partial(_prepared, after, model, entry), "prepare-model")
         except (ConfigError, BuildError) as error:
             raise HandoverError(str(error)) from None
@@ -82,6 +84,7 @@ class ModelChanges:
         self._server.serve_models(*union)
         try:
             await self._tell(*union, staying, order.drain_s)
+            _check_still_free(after)
             self._server.serve_models(after, found)
             await self._server.replace_controller()
         except HandoverError:
@@ -124,6 +127,15 @@ class ModelChanges:
         """One that has ended starts anew with what is served then."""
         there = self._server.serving
         return [r for (r, _), answer in self._answers.items() if r in there and not answer.done()]
+
+
+def _check_still_free(config: Config) -> None:
+    """Routers refuse the new model's names to adapters from now on; one that was registered just
+    before keeps its name. Raises HandoverError."""
+    try:
+        check_names(config, ())
+    except ConfigError as error:
+        raise HandoverError(str(error)) from None
 
 
 def _prepared(config: Config, model: PreparedModel, entry: ModelEntry | None) -> PreparedModel:

@@ -18,6 +18,7 @@ from msgspec import structs
 from kvrelay.cluster.api.tenants import Access, made_operations_key
 from kvrelay.cluster.config import Config, ModelEntry
 from kvrelay.cluster.control.process_messages import RouterLoad
+from kvrelay.cluster.processes.adapter_bases import adapter_base, model_names
 from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.host import NodeHost
 from kvrelay.engine.node import NodeId
@@ -115,11 +116,23 @@ def _open_batches(config: Config) -> Any:
     return BatchStore()
 
 
-def _open_adapters(config: Config) -> Any:
+def _open_adapters(served: RouterHost) -> Any:
     """Those of the settings are read here. Raises ConfigError."""
     from kvrelay.cluster.api.adapters import FILE, Adapters
 
-    return Adapters.open(config.adapters, config.sessions.state_path / FILE)
+    config = served.config
+    models = {
+        each.served_name: adapter_base(served.configs[name], each.path)
+        for name, each in served.served_models.items()
+    }
+    return Adapters.open(config.adapters, config.sessions.state_path / FILE, models)
+
+
+async def _know_bases(context: ApiContext) -> None:
+    """Adapters that others have registered for another model of this name are not offered then."""
+    for each in context.all:
+        digest = await asyncio.to_thread(each.adapter_base.digest)
+        context.adapters.know_base(each.model_name, digest)
 
 
 def _settings(config: Config) -> ApiSettings:
@@ -148,8 +161,7 @@ def _client(served: RouterHost, model: str) -> RouterClient:
     """Submits to the router of one model."""
     from kvrelay.cluster.api.client import RouterClient
 
-    router = served.routers.node_id
-    name = router.replace("router", "api") + (f"/{model}" if model else "")
+    router, name = served.routers.node_id, _client_name(served, model)
 
     def deliver(to: NodeId, message: Any) -> None:
         served.host.deliver(to, ForModel(model, message))
@@ -158,6 +170,10 @@ def _client(served: RouterHost, model: str) -> RouterClient:
     served.host.nodes.pop(name, None)  # a model of this name was removed
     served.host.add(client)
     return client
+
+
+def _client_name(served: RouterHost, model: str) -> NodeId:
+    return served.routers.node_id.replace("router", "api") + (f"/{model}" if model else "")
 
 
 async def _of_model(
@@ -171,7 +187,7 @@ async def _of_model(
     entry = next((each for each in served.config.models if each.name == model), None)
     return {
         "model_name": served.served_models[model].served_name,
-        "aliases": entry.aliases if entry else (),
+        "aliases": entry.aliases if entry else tuple(config.model.served_name.split()[1:]),
         "allowed": entry.tenants if entry else (),
         "tokenizer": tokenizer,
         "client": _client(served, model),
@@ -182,15 +198,35 @@ async def _of_model(
         "pause": partial(served.pause, model),
         "settings": _settings(config),
         "public_prompts": prompts,
+        "adapter_base": adapter_base(
+            config, served.served_models[model].path, router.refuses_adapters
+        ),
+        "reserved": partial(_reserved, served),
     }
+
+
+def _reserved(served: RouterHost) -> dict[str, str]:
+    return model_names(served.config, (each.served_name for each in served.served_models.values()))
 
 
 async def offer_model(
     served: RouterHost, context: ApiContext, model: str, tokenizer: Tokenizer, access: Access
 ) -> None:
     """To clients, beside those that they have."""
-    other = context.beside(**await _of_model(served, model, tokenizer, access))
+    own = await _of_model(served, model, tokenizer, access)
+    if served.context is not None:  # another model may have had this name, and adapters
+        digest = await asyncio.to_thread(own["adapter_base"].digest)
+        context.adapters.know_base(own["model_name"], digest)
+    other = context.beside(**own)
     other.constraints.warm_up()
+
+
+def forget_model(served: RouterHost, model: str, context: ApiContext | None) -> None:
+    """What is only there for a model that is offered no more, and has no request left. Bodies of
+    all models are parsed by threads of the first one's."""
+    served.host.nodes.pop(_client_name(served, model), None)
+    if context is not None and context is not served.context:
+        context.end_threads()
 
 
 async def open_context(
@@ -224,7 +260,7 @@ async def open_context(
         retention_s=config.tiers.retention_s,
         responses=await asyncio.to_thread(_open_responses, config),
         batches=await asyncio.to_thread(_open_batches, config),
-        adapters=await asyncio.to_thread(_open_adapters, config),
+        adapters=await asyncio.to_thread(_open_adapters, served),
         log=config.log,
     )
     context.constraints.warm_up()
@@ -250,6 +286,7 @@ async def serve_api(
     settle_memory()
     config = served.config
     context = served.context = await open_context(served, tokenizers, access)
+    knowing = asyncio.create_task(_know_bases(context))
     await serve_app(
         create_app(context),
         config.api.host,
@@ -262,5 +299,6 @@ async def serve_api(
         max_message_bytes=config.api.max_body_bytes,
         shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
     )
+    knowing.cancel()
     if context.tracing is not None:
         await asyncio.to_thread(context.tracing.close)

@@ -41,10 +41,17 @@ from kvrelay.cluster.control.process_messages import (
 )
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
+from kvrelay.cluster.processes.adapter_bases import check_change
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
 from kvrelay.cluster.processes.orders import ChangeModels, ModelsUsed
 from kvrelay.cluster.processes.reload import Source, follow
-from kvrelay.cluster.processes.router_api import ServedModel, load_of, offer_model, serve_api
+from kvrelay.cluster.processes.router_api import (
+    ServedModel,
+    forget_model,
+    load_of,
+    offer_model,
+    serve_api,
+)
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
 from kvrelay.cluster.scaling.planner import router_config
 from kvrelay.cluster.state.opening import ModelStores, OpenedState, open_state
@@ -267,10 +274,13 @@ class RouterProcess:
                 loaded = await asyncio.to_thread(_load_tokenizer, models[name].path, configs[name])
                 await offer_model(self, self.context, name, loaded, self._spec.access)
         gone = [name for name in self.routers.routers if name not in order.offered]
+        contexts = {each.model_name: each for each in self.context.all}
         self.context.offer(order.offered)
         deadline = self._loop.time() + order.drain_s
         while any(self.routers.routers[n].live for n in gone) and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
+        for name in gone:
+            forget_model(self, name, contexts.get(name))
         for name in self.routers.routers.keys() - models.keys():
             self.host.deliver(self._spec.router, RemoveModel(name))
             del self._opened[name], self.configs[name], self.served_models[name]
@@ -284,7 +294,7 @@ class RouterProcess:
         if config.cluster.name:
             who = f"the servers of {config.cluster.name} read [[models]] of their files"
             raise ConfigError(f"{who}: change those, then `kvrelay restart`")
-        config.with_model(name, entry)
+        check_change(config, name, entry, self._spec.access.tenants.names())
         restart = self._ask_controller().restart
         if restart.version != channel.own_version():
             raise ConfigError("`kvrelay serve` is of another version: `kvrelay restart` it first")
@@ -459,7 +469,7 @@ class RouterProcess:
         that is said of it."""
         folder = self._spec.config.sessions.state_path
         while True:
-            looking = in_thread(partial(free_room, folder), "state-folder")
+            looking = in_thread(partial(StateFolderStatus.of, folder), "state-folder")
             done, _ = await asyncio.wait([looking], timeout=LOOK_TIMEOUT_S)
             self._state_folder = StateFolderStatus()
             if not done:
@@ -558,16 +568,6 @@ class RouterProcess:
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
-
-
-def free_room(folder: Path) -> StateFolderStatus:
-    """Empty if there is no such folder."""
-    try:
-        stat = os.statvfs(folder)
-    except OSError:
-        return StateFolderStatus()
-    files = stat.f_favail if stat.f_files else None
-    return StateFolderStatus(free_bytes=stat.f_bavail * stat.f_frsize, free_files=files)
 
 
 def _router_config(config: Config) -> RouterConfig:

@@ -172,19 +172,19 @@ class Adapters:
     def _fault(self, adapter: Adapter, entry: _Entry) -> str:
         if entry.is_loaded and entry.nbytes > self._max_bytes:
             return (
-                f"adapter {adapter.source} takes {entry.nbytes:.0f} bytes, engine.adapter_bytes"
-                f" allows {self._max_bytes}"
+                f"the adapter takes {entry.nbytes:.0f} bytes, engine.adapter_bytes allows"
+                f" {self._max_bytes}"
             )
         if not entry.has_failed:
             return ""
         error = entry.future.exception() if entry.future.done() else None
         if error is None:
-            return f"adapter {adapter.source} cannot be loaded by another rank of this worker"
+            return "the adapter cannot be loaded by another rank of this worker"
         if isinstance(error, AdapterError):
-            return str(error)
+            logger.warning("adapter %s cannot be loaded: %s", adapter.source, error)
+            return f"the adapter cannot be loaded: {error}"
         logger.error("adapter %s cannot be loaded", adapter.source, exc_info=error)
-        text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        return f"adapter {adapter.source} cannot be loaded: {text}"
+        return "the adapter cannot be loaded; the worker's log says why"
 
     def _excess(self, more: float) -> float:
         return sum(entry.nbytes for entry in self._entries.values()) + more - self._max_bytes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvrelay.engine.adapters import Adapter, AdapterError
+from kvrelay.engine.adapters import MAX_CONFIG_BYTES, Adapter, AdapterError
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.kv.spec import KVSpec
@@ -269,12 +269,10 @@ class ModelRunner:
     ) -> LoadedAdapter:
         """Runs beside steps. Raises AdapterError."""
         if self.device.type != "cpu":
-            raise AdapterError(f"{adapter.source}: adapters are computed on CPUs, not on a GPU")
-        try:
-            with torch.inference_mode():
-                return load_adapter(adapter, model_dir, self.config, ops, weights)
-        except ModelError as error:
-            raise AdapterError(f"{adapter.source}: {error}") from error
+            raise AdapterError("adapters are computed on CPUs, not on a GPU")
+        most = 2 * self._engine.adapter_bytes + MAX_CONFIG_BYTES  # a file may be twice as wide
+        with torch.inference_mode():
+            return load_adapter(adapter, model_dir, self.config, ops, weights, most)
 
     def _weights(self, path: Path, ops: Ops, progress: Callable[[str], None]) -> Weights:
         """Those that the process it was forked from has kept, or loaded."""

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
+from kvrelay.cluster.api.tenants import load_tenants
 from kvrelay.cluster.cli import main
 from kvrelay.cluster.cli.flags import ALLOWED, FLAGS, HARMLESS, REFUSED, SHORT
-from kvrelay.cluster.config import Config, ConfigError, load_config, parse_override
+from kvrelay.cluster.config import Config, ConfigError, TenantsSection, load_config, parse_override
+from kvrelay.cluster.prepare import served_names
 from tests.docs.flags import PAGE, with_flags
 
 Serve = Callable[..., tuple[Result, Config | None]]
@@ -130,6 +133,40 @@ def test_flags_of_vllm_set_what_they_set_there(serve: Serve, tmp_path: Path) -> 
     assert api.cors_origins == "https://a.b https://c.d"
     assert (found.tls.api, found.tls.key, found.tls.cert) == (True, "k.pem", "c.pem")
     assert (found.cluster.routers, found.tiers.host_gib, found.log.level) == (2, 8.0, "debug")
+
+
+KEYS = "sk-0123456789abcdef", "sk-fedcba9876543210"
+
+
+def test_flags_with_several_values_take_them_as_vllm_does(serve: Serve) -> None:
+    words = ["x/y", "--served-model-name", "gpt-4o", "gpt-4o-mini", "--async-scheduling", "true"]
+    words += ["--cudagraph-capture-sizes", "1", "2", "4", "--api-key", *KEYS, "--port", "81"]
+    result, found = serve(*words)
+    assert found is not None, result.output
+    assert (found.model.name, found.models, found.api.port) == ("x/y", (), 81)
+    assert served_names(found.model) == ["gpt-4o", "gpt-4o-mini"]
+    tenants = load_tenants(replace(found, tenants=TenantsSection(salt_secret=16 * "s")))
+    assert {tenants.find(key) is None for key in KEYS} == {False}
+    assert tenants.find(" ".join(KEYS)) is tenants.find("") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--api-key", *KEYS], "--api-key takes the 2 words behind it, and no MODEL is left"),
+        (["--served-model-name", "a", "x/y"], "put MODEL before it"),
+        (["x", "--async-scheduling", "false"], "--async-scheduling false: the next step always"),
+        (["x", "y", "--served-model-name", "a"], "--served-model-name names one model"),
+        (["x", "--api-key", KEYS[0], "hunter2"], "api.key = ...: expected 16 characters or more"),
+    ],
+)
+def test_what_several_values_leave_open_is_told_without_a_key(
+    serve: Serve, words: list[str], said: str
+) -> None:
+    result, _ = serve(*words)
+    assert result.exit_code
+    assert said in " ".join(result.output.split())
+    assert not any(key in result.output for key in (*KEYS, "hunter2"))
 
 
 @pytest.mark.parametrize("given", ["auto", "-1"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.processes.router_process import RouterProcess, free_room
+from kvrelay.cluster.processes.router_process import RouterProcess
 from kvrelay.cluster.status import StateFolderStatus
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.host import NodeExit, NodeHost, keep_running
@@ -298,7 +298,7 @@ def test_a_router_says_once_what_runs_out_and_again_when_it_does_again(
     router = object.__new__(RouterProcess)  # without its node and its API
     router._runs_out = set()
     little = StateFolderStatus(free_bytes=3 << 20, free_files=5)
-    for room in (little, little, free_room(tmp_path), little):
+    for room in (little, little, StateFolderStatus.of(tmp_path), little):
         router._say_what_runs_out(room, tmp_path)
     said = [record.getMessage() for record in caplog.records]
     assert (
@@ -309,7 +309,7 @@ def test_a_router_says_once_what_runs_out_and_again_when_it_does_again(
         ]
         * 2
     )
-    assert free_room(tmp_path / "nowhere") == StateFolderStatus()
+    assert StateFolderStatus.of(tmp_path / "nowhere") == StateFolderStatus()
 
 
 def test_a_node_that_asks_for_the_end_of_its_process_gets_no_more_messages() -> None:

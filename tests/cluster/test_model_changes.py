@@ -112,7 +112,11 @@ async def test_what_does_not_come_up_changes_nothing(
         ("c", None, "there is no model 'c'; there are a, b"),
         ("a", ModelEntry(name="a", checkpoint="x"), "there is a model 'a'"),
         ("c", ModelEntry(name="c", checkpoint="x", engine={"max_num_seqs": -1}), "of c: .*max_num"),
-        ("c", ModelEntry(name="c", checkpoint="x", aliases=("b",)), "'b' is there twice"),
+        (
+            "c",
+            ModelEntry(name="c", checkpoint="x", aliases=("b",)),
+            "'b' is the name of a model, and",
+        ),
         ("c", entry_of("c", runs="vllm", python="/tmp/x"), "engine.python of c.*only the server's"),
         ("c", entry_of("c", arguments={"worker_cls": "x"}), "engine.arguments of c: it says which"),
     ],

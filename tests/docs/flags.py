@@ -29,7 +29,7 @@ def _by_reason(listed: Mapping[str, str]) -> str:
         allowed = ALLOWED.get(name, ())
         shown = allowed if len(allowed) < 4 else (f"{allowed[0]} to {allowed[-1]}",)
         but = f" (but {', '.join(shown)})" if shown else ""
-        found.setdefault(why, []).append(f"`--{name.rstrip('=')}`{but}".replace("--O", "-O"))
+        found.setdefault(why, []).append(f"`--{name.rstrip('=+')}`{but}".replace("--O", "-O"))
     wrap = textwrap.TextWrapper(
         99, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.engine.adapter_copies import register
 from kvrelay.engine.adapters import Adapter, read_adapter
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
@@ -235,8 +236,22 @@ def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(worl
                 continue
             assert answer.failed is not None
             assert answer.failed.reason is Refusal.ADAPTER
-            assert "has changed since it was registered" in answer.failed.detail
+            assert "have changed since it was registered" in answer.failed.detail
         assert_clean(cluster)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_what_runs_ends_with_the_bytes_that_were_registered(world: World) -> None:
+    path = world.folder / "replaced"
+    old = world.adapter(path)
+    assert register(path) == old
+    with LocalCluster(world.model, prefill=1, decode=2, engine=ENGINE) as cluster:
+        futures = [cluster.submit(PROMPTS[0], GREEDY, adapter=old)]
+        world.check(cluster, [world.adapter(path)])  # in place of the one that runs
+        cluster.kill("decode-0")
+        futures += [cluster.submit(PROMPTS[0], GREEDY, adapter=old) for _ in range(2)]
+        for future in futures:
+            assert tuple(future.result(300).tokens) == world.expected[old][0]
 
 
 def test_ten_thousand_adapters_and_salts_share_no_hash() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,26 @@ def write_adapter(
     seed: int = 0,
     rank: int = 8,
     modules: Collection[str] = PROJECTIONS,
+    layers: Collection[int] | None = None,
+    ranks: Mapping[str, int] = {},
     scale: float = 0.1,
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """modules: last parts of the names of those that have it. The product that is added to a weight
-    is as large as `scale` times random numbers."""
+    """modules: last parts of the names of those that have it; layers: those that have it, None:
+    all; ranks: of modules that have another than `rank`. The product that is added to a weight is
+    as large as `scale` times random numbers."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in _weights(model).items():
         module = name.removesuffix(".weight")
         if not _is_handled(name, weight) or module.split(".")[-1] not in modules:
             continue
-        out, width = weight.shape
-        down = torch.randn(rank, width, generator=generator) / math.sqrt(rank)
-        up = scale * torch.randn(out, rank, generator=generator)
+        if layers is not None and int(module.split("layers.")[1].split(".")[0]) not in layers:
+            continue
+        (out, width), own = weight.shape, ranks.get(module.split(".")[-1], rank)
+        down = torch.randn(own, width, generator=generator) / math.sqrt(own)
+        up = scale * torch.randn(out, own, generator=generator)
         tensors[f"base_model.model.{module}.lora_A.weight"] = down.to(dtype)
         tensors[f"base_model.model.{module}.lora_B.weight"] = up.to(dtype)
     assert tensors, f"no weight of {model} is one of {modules}"
@@ -46,12 +51,17 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     stated = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
     stated |= {"target_modules": sorted(modules), "modules_to_save": None, "use_dora": False}
+    stated |= {"rank_pattern": dict(ranks)}
+    stated |= {"layers_to_transform": None if layers is None else sorted(layers)}
     (folder / "adapter_config.json").write_text(json.dumps(stated | config))
     return folder
 
 
-def merge(folder: Path, model: Path, adapter: Path, scaling: float = 1.0) -> Path:
-    """A copy of `model` with an adapter in its weights, in float64 and rounded once."""
+def merge(
+    folder: Path, model: Path, adapter: Path, scaling: float | Callable[[str, int], float] = 1.0
+) -> Path:
+    """A copy of `model` with an adapter in its weights, in float64 and rounded once. scaling: one
+    for all, or of a module's name and rank."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     weights = _weights(model)
     parts = load_file(adapter / "adapter_model.safetensors")
@@ -59,7 +69,8 @@ def merge(folder: Path, model: Path, adapter: Path, scaling: float = 1.0) -> Pat
         if ".lora_A." in name:
             key = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
             up = parts[name.replace("lora_A", "lora_B")]
-            change = scaling * (up.double() @ down.double())
+            factor = scaling if isinstance(scaling, float) else scaling(key, len(down))
+            change = factor * (up.double() @ down.double())
             weights[key] = (weights[key].double() + change).to(weights[key].dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

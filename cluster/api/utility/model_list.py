@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import invalid
+from kvrelay.cluster.api.errors import invalid, unknown_model
 from kvrelay.cluster.api.http.route import ApiRoute
-from kvrelay.cluster.api.incoming import caller, limit_of
-from kvrelay.engine.adapters import Adapter
+from kvrelay.cluster.api.incoming import caller, is_operator, limit_of
 
 PATH = "/v1/models"
 VERSION_HEADER = "anthropic-version"
@@ -42,29 +41,32 @@ class _ModelList:
         return JSONResponse({"object": "list", "data": cards})
 
     async def show(self, http: Request) -> Response:
-        tenant, name = caller(self._ctx, http), http.path_params["name"]
-        chosen = self._ctx.chosen(name, tenant)
-        card = self._card(name, chosen, chosen.adapter_of(name))
+        name, cards = http.path_params["name"], {each["id"]: each for each in self._cards(http)}
+        card = cards.get(name)
+        if card is None:
+            raise unknown_model(name, cards)
         return JSONResponse(self._anthropic(card) if VERSION_HEADER in http.headers else card)
 
     def _cards(self, http: Request) -> Iterator[Card]:
-        names = self._ctx.names_for(caller(self._ctx, http))
-        for name, each in names.items():
-            yield self._card(name, each)
-        for each in {id(each): each for each in names.values()}.values():
-            for name, adapter in each.adapters.all().items():
-                yield self._card(name, each, adapter)
+        """As in vLLM and SGLang, `root` is the model that a name stands for, and an adapter's
+        folder: that is for operators."""
+        ctx, tenant = self._ctx, caller(self._ctx, http)
+        sees_paths = is_operator(ctx, http)
+        for name, each in ctx.names_for(tenant).items():
+            yield self._card(name, each, each.model_name)
+        for name, (each, adapter) in ctx.adapters_for(tenant).items():
+            root = adapter.source if sees_paths else name
+            yield self._card(name, each, root, each.model_name)
 
-    def _card(self, name: str, stands_for: ApiContext, adapter: Adapter | None = None) -> Card:
+    def _card(self, name: str, model: ApiContext, root: str, parent: str | None = None) -> Card:
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvrelay",
-            # As in vLLM and SGLang: the model that the name stands for.
-            "root": stands_for.model_name if adapter is None else adapter.source,
-            "parent": None if adapter is None else stands_for.model_name,
-            "max_model_len": stands_for.max_model_len,
+            "root": root,
+            "parent": parent,
+            "max_model_len": model.max_model_len,
         }
 
     def _anthropic(self, card: Card) -> Card:

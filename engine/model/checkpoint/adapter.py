@@ -8,16 +8,25 @@ weights [out, in] and gets [out, rank], where each projection of a layer has ran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from kvrelay.engine.adapters import Adapter, AdapterError, AdapterFiles, read_adapter
+from kvrelay.engine.adapter_copies import read_registered
+from kvrelay.engine.adapters import (
+    CONFIG_NAME,
+    MAX_BYTES,
+    WEIGHTS_NAME,
+    Adapter,
+    AdapterError,
+    Scaling,
+    read_config,
+)
 from kvrelay.engine.model.batch import LoadedAdapter
 from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
 from kvrelay.engine.model.checkpoint.names import ROOTS, renamed
@@ -40,6 +49,7 @@ class _Module:
     """One projection of a layer: `down` [rank, in] and `up` [out, rank], already scaled."""
 
     name: str
+    root: str  # what its full name begins with
     down: torch.Tensor
     up: torch.Tensor
     first: int  # its ranks among those of the layer
@@ -55,67 +65,113 @@ class _Rows:
 
 
 def load_adapter(
-    adapter: Adapter, model_dir: Path, config: ModelConfig, ops: Ops, weights: Weights
+    adapter: Adapter,
+    model_dir: Path,
+    config: ModelConfig,
+    ops: Ops,
+    weights: Weights,
+    most: int = MAX_BYTES,
 ) -> LoadedAdapter:
-    """For the model that was loaded from `model_dir` with `ops`. Raises AdapterError."""
-    files = read_adapter(Path(adapter.source))
-    if files.digest != adapter.digest:
-        raise AdapterError(
-            f"{adapter.source} has changed since it was registered; register it again"
-        )
-    modules = _modules(adapter.source, files)
-    checkpoint = Checkpoint(model_dir)
-    root = next((r for r in ROOTS if checkpoint.has(r + "embed_tokens.weight")), ROOTS[0])
-    last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
-    pairs: list[tuple[Any, Any]] = []
-    memory = HugePages()
-    for index, base in enumerate(weights.layers):
-        mine = modules.pop(index, [])
-        if not mine:
-            continue
-        prefix = f"{root}layers.{index}."
-        part: Any = _Part(adapter.source, checkpoint, mine, prefix)
-        recorder: Any = getattr(ops, "recording", lambda alone: alone)(_Recorder())
-        names = MODULE_NAMES[last]
-        found = _AdapterLayer(part, config, recorder, prefix, index, names).load()
-        _check_all_asked(adapter.source, index, mine)
-        for matrix, rows in _pairs(base, found):
-            low_rank = _low_rank(matrix, rows, mine, ops, memory)
-            if low_rank is not None:
-                pairs.append((matrix, low_rank))
-    if modules:
-        raise AdapterError(
-            f"{adapter.source} has layer {min(modules)}, the model has {len(weights.layers)} layers"
-        )
-    return LoadedAdapter(tuple(pairs))
-
-
-def _modules(source: str, files: AdapterFiles) -> dict[int, list[_Module]]:
-    """Reads the matrices, layer by layer. Raises AdapterError."""
+    """For the model that was loaded from `model_dir` with `ops`; of at most `most` bytes on disk.
+    Raises AdapterError."""
+    files = read_registered(adapter, most)
     try:
         tensors = safetensors.torch.load(files.weights)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise AdapterError(f"{source}: its safetensors file is damaged: {error}") from None
-    parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+        raise AdapterError(f"{WEIGHTS_NAME} is damaged: {error}") from None
+    for name, tensor in tensors.items():
+        _check_finite(name, tensor)
+    modules = _modules(tensors, files.scaling)
+    recorder: Any = getattr(ops, "recording", lambda alone: alone)(_Recorder())
+    pairs: list[tuple[Any, Any]] = []
+    memory = HugePages()
+    for index, mine, found in _layers(modules, model_dir, config, recorder):
+        for matrix, rows in _pairs(weights.layers[index], found):
+            low_rank = _low_rank(matrix, rows, mine, ops, memory)
+            if low_rank is not None:
+                pairs.append((matrix, low_rank))
+    return LoadedAdapter(tuple(pairs))
+
+
+def check_adapter(folder: Path, model_dir: Path, config: ModelConfig) -> int:
+    """Whether `load_adapter` will load it for the model in `model_dir`: its shapes go the way that
+    its matrices will. Returns how many numbers a worker keeps of it. Raises AdapterError."""
+    try:
+        with safe_open(str(folder / WEIGHTS_NAME), framework="pt") as file:
+            shapes = {}
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)  # mapped, and read one after the other
+                _check_finite(name, tensor)
+                shapes[name] = tensor.to("meta")
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise AdapterError(f"{WEIGHTS_NAME} is damaged: {error}") from None
+    scaling = read_config(folder)
+    modules = _modules(shapes, scaling)
+    total = 0
+    for index, mine in modules.items():
+        for each in mine:
+            full, rank = f"{each.root}layers.{index}.{each.name}", len(each.down)
+            if rank != (stated := scaling.rank_of(full)):
+                raise AdapterError(
+                    f"{full} has rank {rank}, and {CONFIG_NAME} says {stated} (r, rank_pattern)"
+                )
+            total += each.down.numel() + each.up.numel()
+    for _ in _layers(modules, model_dir, config, _Recorder()):
+        pass
+    return total
+
+
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raises AdapterError where one of its numbers is none."""
+    if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        raise AdapterError(f"{name} has values that are no finite numbers")
+
+
+def _layers(
+    modules: dict[int, list[_Module]], model_dir: Path, config: ModelConfig, recorder: Any
+) -> Iterator[tuple[int, list[_Module], Any]]:
+    """Has the model's loader read each layer that an adapter changes: its number, its modules, and
+    what the loader made of them. Raises AdapterError, ModelError."""
+    checkpoint = Checkpoint(model_dir)
+    root = next((r for r in ROOTS if checkpoint.has(r + "embed_tokens.weight")), ROOTS[0])
+    last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
+    for index, mine in sorted(modules.items()):
+        if index >= config.num_layers:
+            raise AdapterError(f"it has layer {index}, the model has {config.num_layers} layers")
+        prefix = f"{root}layers.{index}."
+        part: Any = _Part(checkpoint, mine, prefix)
+        found = _AdapterLayer(part, config, recorder, prefix, index, MODULE_NAMES[last]).load()
+        for module in mine:
+            if not module.was_asked:
+                raise AdapterError(
+                    f"layer {index}, {module.name} is not handled in this model; {_LINEAR}"
+                )
+        yield index, mine, found
+
+
+def _modules(tensors: Mapping[str, torch.Tensor], scaling: Scaling) -> dict[int, list[_Module]]:
+    """Sorts the matrices, layer by layer. Raises AdapterError."""
+    parts: dict[tuple[str, int, str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None or match["root"] not in _ROOTS or tensor.dim() != 2:
-            raise AdapterError(f"{source}: {name} is not handled; {_LINEAR}")
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise AdapterError(f"{source}: {name} has values that are no finite numbers")
-        parts.setdefault((int(match["layer"]), match["module"]), {})[match["part"]] = tensor
+            raise AdapterError(f"{name} is not handled; {_LINEAR}")
+        place = match["root"], int(match["layer"]), match["module"]
+        parts.setdefault(place, {})[match["part"]] = tensor
     if not parts:
-        raise AdapterError(f"{source} has no lora_A and lora_B")
+        raise AdapterError("it has no lora_A and lora_B")
     modules: dict[int, list[_Module]] = {}
-    for (index, name), both in parts.items():
+    for (root, index, name), both in parts.items():
         down, up = both.get("A"), both.get("B")
         if down is None or up is None or len(down) != up.shape[1]:
             shapes = {f"lora_{part}": [*tensor.shape] for part, tensor in both.items()}
-            raise AdapterError(f"{source}: layer {index}, {name}: {shapes} do not fit each other")
-        scale = files.scaling.of(f"layers.{index}.{name}", len(down))
+            raise AdapterError(f"layer {index}, {name}: {shapes} do not fit each other")
         others = modules.setdefault(index, [])
+        if any(each.name == name for each in others):
+            raise AdapterError(f"layer {index}, {name} is there twice, by two names")
+        scale = scaling.of(f"{root}layers.{index}.{name}", len(down))
         first = sum(len(other.down) for other in others)
-        others.append(_Module(name, down.float(), up.float() * scale, first))
+        others.append(_Module(name, root, down.float(), up.float() * scale, first))
     return modules
 
 
@@ -125,12 +181,11 @@ class _Part:
     is_interleaved = False  # adapters are made for transformers' order of rows
     quantized = None
 
-    def __init__(
-        self, source: str, checkpoint: Checkpoint, modules: list[_Module], prefix: str
-    ) -> None:
-        self._source, self._checkpoint, self._prefix = source, checkpoint, prefix
+    def __init__(self, checkpoint: Checkpoint, modules: list[_Module], prefix: str) -> None:
+        self._checkpoint, self._prefix = checkpoint, prefix
         self._modules = {module.name: module for module in modules}
         self._num_ranks = sum(len(module.down) for module in modules)
+        self._device = modules[0].up.device
 
     def has(self, name: str) -> bool:
         return self._checkpoint.has(name)
@@ -140,12 +195,12 @@ class _Part:
         if len(shape) != 2 or not name.endswith(".weight") or ".kv_b_proj." in name:
             return torch.zeros(1).expand(shape)
         rows, width = shape
-        whole = torch.zeros(rows, self._num_ranks)
+        whole = torch.zeros(rows, self._num_ranks, device=self._device)
         module = self._module(name.removesuffix(".weight"))
         if module is not None:
             if (len(module.up), module.down.shape[1]) != (rows, width):
                 raise AdapterError(
-                    f"{self._source}: {self._prefix}{module.name} is for"
+                    f"{self._prefix}{module.name} is for"
                     f" {module.down.shape[1]} inputs and {len(module.up)} outputs,"
                     f" the model has {width} and {rows}"
                 )
@@ -160,14 +215,6 @@ class _Part:
             if own in self._modules:
                 return self._modules[own]
         return None
-
-
-def _check_all_asked(source: str, index: int, modules: list[_Module]) -> None:
-    for module in modules:
-        if not module.was_asked:
-            raise AdapterError(
-                f"{source}: layer {index}, {module.name} is not handled in this model; {_LINEAR}"
-            )
 
 
 class _AdapterLayer(Layer):

@@ -172,6 +172,8 @@ class CpuLinear:
         packed = torch.empty(down.numel() + int(sizes.sum()), dtype=kind)
         packed[: down.numel()] = _words(down, vector, per_word).flatten()
         for start, count in spans.unique(dim=0).tolist():
+            if not count:  # rows of a projection that the adapter does not change
+                continue
             chosen = (spans == torch.tensor([start, count])).all(1)
             ranks = up.unflatten(0, (-1, vector))[chosen][:, :, start * per_word :]
             ranks = ranks[:, :, : count * per_word].flatten(0, 1)

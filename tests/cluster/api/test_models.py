@@ -363,3 +363,14 @@ def test_operators_add_and_remove_models_and_bad_ones_are_said(
             assert answer[0] == status, answer
             assert why in answer[1]
         assert len(asked) == 2
+
+
+def test_a_model_that_was_removed_leaves_no_thread(both: Two) -> None:
+    other = both.ctx
+    assert both.served.post({"model": OTHER, **CHAT}).status_code == 200
+    own = {*other._pool._threads, *other._pool_of_large._threads}
+    assert any(each.is_alive() for each in own)
+    both.served.ctx.offer([MODEL])
+    other.end_threads()
+    wait_until(lambda: not any(each.is_alive() for each in own))
+    assert both.served.post({"model": MODEL, **CHAT}).status_code == 200

@@ -102,8 +102,8 @@ def test_where_more_are_in_use_than_fit_they_take_turns(monkeypatch):
 def test_a_failure_is_told_at_once_and_tried_again_later(monkeypatch):
     world = World(monkeypatch, 2)
     world.broken = {b"a"}
-    assert world.step("ab", loads=2) == ("b", ["a is broken"])
-    assert world.step("a") == ("", ["a is broken"])
+    assert world.step("ab", loads=2) == ("b", ["the adapter cannot be loaded: a is broken"])
+    assert world.step("a") == ("", ["the adapter cannot be loaded: a is broken"])
     world.now += module.RETRY_S
     world.broken = set()
     assert world.step("a", loads=1) == ("a", [])
@@ -111,7 +111,7 @@ def test_a_failure_is_told_at_once_and_tried_again_later(monkeypatch):
 
 def test_one_that_exceeds_the_bound_alone_is_refused(monkeypatch):
     world = World(monkeypatch, 0)
-    told = "adapter a takes 10 bytes, engine.adapter_bytes allows 0"
+    told = "the adapter takes 10 bytes, engine.adapter_bytes allows 0"
     assert world.step("a", loads=1) == ("", [told])
 
 
@@ -179,4 +179,5 @@ def test_a_changed_adapter_is_that_requests_own_failure(tmp_path, llama):
     assert done.sampled[1] is not None
     reason, why = done.fault(0)
     assert reason is Refusal.ADAPTER
-    assert why == f"{folder} has changed since it was registered; register it again"
+    changed = "its files have changed since it was registered; register it again"
+    assert why == f"the adapter cannot be loaded: {changed}", "and not where it lay"

@@ -2,12 +2,17 @@
 
 import functools
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvrelay.engine import adapter_copies
+from kvrelay.engine.adapter_copies import read_registered, register
 from kvrelay.engine.adapters import AdapterError, read_adapter
+from kvrelay.engine.model.checkpoint.adapter import check_adapter
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from tests.engine.model.tiny import FAMILIES, Driver, low_precision_kind, make_checkpoint, tokens_of
 from tests.support.adapters import linear_modules, merge, write_adapter
@@ -52,6 +57,7 @@ def test_an_adapter_gives_the_logits_of_merged_weights(adapted_model, family, ki
     is_exact = kind == "cpu" or mixed.config.experts is None
     merged_of = {name: driver_of(path, kind) for name, path in zip("xy", merged, strict=True)}
     for name, adapter in zip("xy", adapters, strict=True):
+        assert check_adapter(adapter, model, mixed.config) > 0
         mixed.adapt(name, adapter)
     order = sorted("xy", key=lambda name: mixed.adapter_of[name].digest)
     starts = {"b": 0, "x": 0, "y": 0}
@@ -116,7 +122,8 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda t, c: c.update(use_dora=True), "use_dora = True is not handled, False is"),
+        (lambda t, c: c.update(use_kasa=True), "use_kasa = True is not handled"),
+        (lambda t, c: c.update(use_dora=True), "use_dora = True is not handled"),
         (lambda t, c: c.update(bias="all"), "bias = 'all' is not handled, 'none' is"),
         (lambda t, c: c.update(modules_to_save=["lm_head"]), "modules_to_save = ['lm_head']"),
         (lambda t, c: c.update(peft_type="IA3"), "peft_type is 'IA3', LORA is needed"),
@@ -149,9 +156,50 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     ],
 )
 def test_what_is_not_handled_is_refused_in_words(tmp_path, llama, change, told):
-    with pytest.raises(AdapterError) as refused:
-        Driver(llama, "torch").adapt("x", changed(tmp_path, llama, change))
-    assert told in str(refused.value)
+    """Where it is registered, and by a worker."""
+    folder, driver = changed(tmp_path, llama, change), Driver(llama, "torch")
+    for use in (
+        lambda: check_adapter(folder, llama, driver.config),
+        lambda: driver.adapt("x", folder),
+    ):
+        with pytest.raises(AdapterError) as refused:
+            use()
+        assert told in str(refused.value)
+        assert str(tmp_path) not in str(refused.value)
+
+
+def test_a_rank_that_the_config_does_not_say_is_refused(tmp_path, llama):
+    folder = changed(tmp_path, llama, lambda _, c: c.update(r=4, rank_pattern={"q_proj": 8}))
+    with pytest.raises(AdapterError, match=r"_proj has rank 8, and adapter_config.json says 4"):
+        check_adapter(folder, llama, read_config(llama))
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path, llama):
+    folder = write_adapter(tmp_path / "adapter", llama)
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors is damaged"):
+        check_adapter(folder, llama, read_config(llama))
+
+
+def test_registered_bytes_stay_whatever_becomes_of_their_folder(tmp_path, llama, monkeypatch):
+    copies = tmp_path / "copies"
+    monkeypatch.setattr(adapter_copies, "copies_dir", lambda: copies)
+    folder = write_adapter(tmp_path / "adapter", llama)
+    first, files = register(folder), read_adapter(folder)
+    assert first.digest == files.digest
+    second = register(write_adapter(folder, llama, seed=1))
+    assert read_registered(first) == files
+    shutil.rmtree(folder)
+    assert read_registered(first) == files
+    assert read_registered(second).digest == second.digest != first.digest
+    kept = copies / first.digest.hex()
+    (kept / "adapter_config.json").write_text("{")  # and a copy that is damaged counts for none
+    with pytest.raises(AdapterError, match="cannot be read"):
+        read_registered(first)
+    monkeypatch.setattr(adapter_copies, "MAX_COPIES_BYTES", len(files.weights) + 9999)
+    third = register(write_adapter(folder, llama, seed=2))
+    assert [each.name for each in copies.iterdir()] == [third.digest.hex()]
 
 
 def test_files_that_are_not_there_are_named(tmp_path, llama):
