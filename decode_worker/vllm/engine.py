@@ -195,7 +195,6 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
         kv_connector_module_path=KVRelayConnector.__module__,
         engine_id=name,
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
     )
     # A step is over when its tokens come: what it has computed is copied by then.
     return {"kv_transfer_config": config, "async_scheduling": False}

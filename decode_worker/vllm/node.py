@@ -49,6 +49,7 @@ from kvrelay.engine.weights import NO_VERSION, UpdateWeights, WeightsUpdated
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.node import RoleHandler, Worker
 
+MAX_NAMED = 8  # damaged blocks, in a line of the log
 FIXED_WEIGHTS = "workers that run vllm keep their weights: restart the server with the new ones"
 
 
@@ -89,7 +90,6 @@ class VllmWorker(Worker):
             self.core.publisher = KVPublisher(config, self._held)
             self._handlers = self._make_handlers()
         self._runs: dict[str, Run] = {}
-        self._damaged: set[bytes] = set()  # blocks to be forgotten, once nothing uses them
         self._last = Stepped(())
         self._prompts_s = 0.0  # that steps took with prompts that have no token yet
         self._is_stepping = False
@@ -161,12 +161,12 @@ class VllmWorker(Worker):
         self._held.take(step.events)
         effects: list[Effect] = []
         for each in step.copied:
-            run = self._runs.get(each.key)
-            if run is None or run.seq.state is SeqState.DEAD:
+            if (run := self._runs.get(each.key)) is None:
                 continue
-            effects += (
-                self._damage(run, each) if isinstance(each, Damaged) else self._copied(run, each)
-            )
+            if isinstance(each, Damaged):
+                effects += self._damage(run, each)
+            elif run.seq.state is not SeqState.DEAD:
+                effects += self._copied(run, each)
         for generated in step.generated:
             run = self._runs.get(generated.key)
             if generated.finish:
@@ -190,16 +190,21 @@ class VllmWorker(Worker):
         return [] if seq.reserve_growth else self._role_of(seq).on_computed(seq)
 
     def _damage(self, run: Run, damaged: Damaged) -> list[Effect]:
-        """vLLM computes the rest, and copies nothing more of it."""
-        seq, name = run.seq, run.seq.block_hashes[damaged.index]
-        self._damaged.add(name)
-        self.core.count("kv_blocks_damaged")
+        """vLLM computes what was damaged and what follows. Nobody is to find these blocks again,
+        but they stay in the table: what is read of them does not fit its checksum."""
+        seq = run.seq
+        for index in damaged.indices:
+            self.core.kv.pool.forget(seq.block_hashes[index])
+        self.core.count("kv_blocks_damaged", len(damaged.indices))
         text = (
-            f"block {damaged.index} of {seq.request_id} does not have the bytes that were stored in"
-            f" {self.node_id}'s memory; it is computed again"
+            f"blocks {', '.join(map(str, damaged.indices[:MAX_NAMED]))} of {seq.request_id} do not"
+            f" have the bytes that were stored in {self.node_id}'s memory; what they held is"
+            " computed again"
         )
-        failed = [] if seq.reserve_growth else self._fail(seq, Refusal.WORKER_FAILED, text)
-        return [Note("error", "kv_checksum_mismatch", text), *failed]
+        note = Note("error", "kv_checksum_mismatch", text)
+        if seq.reserve_growth or seq.state is SeqState.DEAD:
+            return [note]
+        return [note, *self._fail(seq, Refusal.WORKER_FAILED, text)]
 
     def _take(self, run: Run, generated: Generated) -> list[Effect]:
         """The tokens of `generated` go into the next frame, but for those that the router has."""
@@ -309,12 +314,6 @@ class VllmWorker(Worker):
             features = prompt_features(num_new, 0, self.config.max_num_batched_tokens)
             timing.on_prompts(num_new, features, self._prompts_s)
             self._prompts_s = 0.0
-
-    def _on_tick(self, now: float) -> list[Effect]:
-        pool = self.core.kv.pool
-        pool.evict(self._damaged)
-        self._damaged = {name for name in self._damaged if pool.is_cached(name)}
-        return super()._on_tick(now)
 
     def _stats(self) -> WorkerStats:
         preempted = self._last.num_preempted

@@ -235,6 +235,12 @@ class BlockPool:
             count += 1
         return count
 
+    def forget(self, block_hash: bytes) -> None:
+        """Its block is damaged: nobody is to find it. Who uses it keeps it; then it is blank."""
+        block = self._by_hash.get(block_hash)
+        if block is not None and not self.evict([block_hash]):
+            self._forget_hash(block)
+
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Net (stored, removed) hashes since the last call."""
         return self._changes.take()

@@ -99,6 +99,18 @@ class PoolMachine(RuleBasedStateMachine):
             self.evictable.remove(block)
             self.low.discard(block)
 
+    @rule(name=st.integers(0, 12))
+    def forget(self, name: int) -> None:
+        label = bytes([name])
+        gone = [block for block, known in self.content.items() if known == label]
+        self.pool.forget(label)
+        assert not self.pool.is_cached(label)
+        for block in gone:  # who has it goes on with it
+            del self.content[block]
+            if block in self.evictable:
+                self.evictable.remove(block)
+                self.low.discard(block)
+
     @rule()
     def listen(self) -> None:
         stored, removed = self.pool.take_changes()
