@@ -100,6 +100,16 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreRoom:
+    """To a node: the machine has memory for the first `num_slots` slots of `tier` now, as `why`
+    says. The others are not to be written."""
+
+    tier: Tier
+    num_slots: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFound:
     """To a node: `num_slots` slots of `tier` from `first_slot` on can be read, and hold these. The
     tier is as large as its slots; more records of the same slots may follow."""
@@ -107,8 +117,20 @@ class StoreFound:
     tier: Tier
     first_slot: int
     num_slots: int
-    records: tuple[DiskRecord, ...]  # with slots of the tier, the last used first
+    records: tuple[DiskRecord, ...]  # with slots of the tier; those that were asked for go first
     place: str = ""  # what they lie in, as each rank calls its part
+    has_more: bool = False  # of what was asked for
+    was_asked_for: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FindStored:
+    """Effect: find blocks of these names in what workers of this machine have left, before all
+    others, in this order. Answered by `StoreFound`s, of which the last has no more, if any are
+    found within a second."""
+
+    names: tuple[bytes, ...]
+    tier: Tier = Tier.ORPHANED
 
 
 @dataclass(frozen=True, slots=True)

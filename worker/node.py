@@ -40,6 +40,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFound,
     StoreGone,
     StoreListed,
+    StoreRoom,
 )
 from kvrelay.kvtransfer.messages import (
     CacheOrder,
@@ -94,6 +95,7 @@ class KVExchange:
             StoreFound: self._on_store_found,
             StoreListed: lambda now, message: self.tiers.on_store_listed(now, message),
             StoreGone: lambda now, message: self.tiers.on_store_gone(message),
+            StoreRoom: lambda now, message: self.tiers.on_store_room(message),
         }
 
     def has_external_kv(self, seq: Sequence) -> bool:
@@ -225,7 +227,7 @@ class KVExchange:
 
     def _on_store_found(self, now: float, message: StoreFound) -> list[Effect]:
         effects = self.tiers.on_store_found(now, message)
-        self.left_kv.on_found(now)
+        self.left_kv.on_found(now, message)
         return effects
 
     def _refuse(self, message: KVConfirmRequest) -> Send:
