@@ -110,7 +110,8 @@ class Copies:
             sums = self._checksums([table.blocks[index] for index in wanted])
             pairs = zip(wanted, sums, strict=True)
             if bad := tuple(at for at, found in pairs if found != table.checksums[at]):
-                self.done.append(Damaged(key, bad))
+                about = tuple((table.blocks[at], table.checksums[at]) for at in bad)
+                self.done.append(Damaged(key, about))
                 table.num_good = bad[0]
             table.checked = range(first, max(first, min(end, table.num_good)))
         return table.checked

@@ -99,7 +99,7 @@ class Damaged:
     not given to vLLM, which computes it. No block of the table that has a checksum is written."""
 
     key: str
-    indices: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]  # in the worker's memory, each with its checksum
 
 
 @dataclass(frozen=True, slots=True)

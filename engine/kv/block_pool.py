@@ -235,10 +235,10 @@ class BlockPool:
             count += 1
         return count
 
-    def forget(self, block_hash: bytes) -> None:
-        """Its block is damaged: nobody is to find it. Who uses it keeps it; then it is blank."""
-        block = self._by_hash.get(block_hash)
-        if block is not None and not self.evict([block_hash]):
+    def forget(self, block: int) -> None:
+        """It is damaged: nobody is to find it. Who uses it keeps it; then it is blank."""
+        block_hash = self._hashes[block]
+        if block_hash is not None and not self.evict([block_hash]):
             self._forget_hash(block)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:

@@ -99,17 +99,12 @@ class PoolMachine(RuleBasedStateMachine):
             self.evictable.remove(block)
             self.low.discard(block)
 
-    @rule(name=st.integers(0, 12))
-    def forget(self, name: int) -> None:
-        label = bytes([name])
-        gone = [block for block, known in self.content.items() if known == label]
-        self.pool.forget(label)
-        assert not self.pool.is_cached(label)
-        for block in gone:  # who has it goes on with it
-            del self.content[block]
-            if block in self.evictable:
-                self.evictable.remove(block)
-                self.low.discard(block)
+    @rule(block=st.integers(0, NUM_BLOCKS - 1))
+    def forget(self, block: int) -> None:
+        self.pool.forget(block)
+        if self.content.pop(block, None) is not None and block in self.evictable:
+            self.evictable.remove(block)
+            self.low.discard(block)
 
     @rule()
     def listen(self) -> None:

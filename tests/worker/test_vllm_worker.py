@@ -18,7 +18,7 @@ from msgspec import structs
 from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.decode_worker.vllm.build import build, check_blocks
+from kvrelay.decode_worker.vllm.build import arguments, build, check_blocks
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
@@ -43,6 +43,8 @@ from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout
+from kvrelay.kvtransfer.messages import KVConnect, KVConnected
+from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.guardian import WorkerGuardian, in_environment
 from kvrelay.worker.kv_plan import BuildError
@@ -324,6 +326,41 @@ def test_what_vllm_says_that_it_holds_is_announced_where_nothing_is_copied() -> 
     effects = node.receive(0.1, step(Generated("r/1", (4,)), events=events))
     [announced] = sent(effects, KVEvents)
     assert announced.stored == tuple(hash_blocks(b"f", UNSALTED, (1, 2, 3, 4), 4))
+
+
+def test_what_no_vllm_copies_is_asked_for_in_vain_and_nothing_dies() -> None:
+    node = VllmWorker(CONFIG, ROLES, copies=False)
+    connected = node.receive(0.0, KVConnect("decode-1", CONFIG.fingerprint))
+    [answer] = sent(connected, KVConnected)
+    assert answer.fingerprint != CONFIG.fingerprint
+    assert not answer.metadata
+    for asked in (
+        replace(WORK, prefill_from="prefill-0"),
+        Prefill("p", 1, ROUTER, (1, 2, 3), 3, GREEDY, 30.0, decode_to="decode-1"),
+    ):
+        [refused] = sent(node.receive(0.0, asked), Refused)
+        assert refused.reason is Refusal.WORKER_FAILED
+        assert "hands no KV over" in refused.detail
+    [begin] = [e for e in node.receive(0.0, replace(WORK, fetch_from="b")) if isinstance(e, Begin)]
+    assert begin.tokens == WORK.tokens
+
+
+def test_a_grammar_says_by_itself_when_it_may_end() -> None:
+    work = replace(WORK, sampling=replace(GREEDY, grammar="start: /a/", min_tokens=9))
+    [begin] = [each for each in worker().receive(0.0, work) if isinstance(each, Begin)]
+    assert begin.options["min_tokens"] == 0
+
+
+def test_settings_of_ours_have_the_names_of_vllm() -> None:
+    engine = replace_section(kv_dtype="float8_e4m3", cuda_graphs=False)
+    model = ModelSection(dtype="bfloat16", quantization="fp8")
+    spec = WorkerSpec("none", "decode-0", Role.DECODE, 1, "", model, engine, TiersSection())
+    found = arguments(spec, engine, Path("m"))
+    assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
+    assert "enforce_eager" not in found, "its graphs on CPUs are the compiler's"
+    on_gpu = replace(spec, model=structs.replace(model, device="cuda"))
+    found = arguments(on_gpu, engine, Path("m"))
+    assert found["enforce_eager"]
 
 
 def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
