@@ -125,9 +125,10 @@ class StoreFound:
 
 @dataclass(frozen=True, slots=True)
 class FindStored:
-    """Effect: find blocks of these names in what workers of this machine have left, before all
-    others, in this order. Answered by `StoreFound`s, of which the last has no more, if any are
-    found within a second."""
+    """Effect: find blocks of these names, the first ones first. In what workers of this machine
+    have left, before all others: answered by `StoreFound`s, of which the last has no more, if any
+    are found within a second. In storage that has keys: answered by a `StoreListed` of those that
+    are there without a gap, unless the storage cannot be asked."""
 
     names: tuple[bytes, ...]
     tier: Tier = Tier.ORPHANED
@@ -150,6 +151,7 @@ class StoreListed:
 
     tier: Tier
     names: tuple[bytes, ...]
+    asked: bytes = b""  # the first one of a `FindStored`, whose answer it is
 
 
 @dataclass(frozen=True, slots=True)

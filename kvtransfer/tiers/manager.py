@@ -152,7 +152,8 @@ class Tiers:
 
     def on_store_listed(self, now: float, listed: StoreListed) -> list[Effect]:
         keep_s, tier = self._config.retention.keep_s, listed.tier
-        found = self._blocks.on_listed(now, tier, listed.names, keep_s, evict=False)
+        is_wanted = bool(listed.asked)  # else there are more names than can be remembered
+        found = self._blocks.on_listed(now, tier, listed.names, keep_s, evict=is_wanted)
         self._blocks.count(f"tier_found_{tier}", found)
         return []
 
