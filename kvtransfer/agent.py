@@ -119,7 +119,7 @@ class StoreFound:
     num_slots: int
     records: tuple[DiskRecord, ...]  # with slots of the tier; those that were asked for go first
     place: str = ""  # what they lie in, as each rank calls its part
-    has_more: bool = False  # of what was asked for
+    has_more: bool = False  # more that was asked for follows
     was_asked_for: bool = True
 
 

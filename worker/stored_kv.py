@@ -40,9 +40,9 @@ class StoredKV:
         num_had = len(kv.pool.lookup(names))
         num_had += len(self._tiers.find(names[num_had:]))
         missing = names[num_had:]
-        rate = core.timing.prefill_tokens_per_s.value or UNKNOWN_RATE
+        rate = core.timing.prefill_tokens_per_s or UNKNOWN_RATE
         compute_s = len(missing) * core.config.block_size / rate
-        if compute_s < WORTH_S or now < self._absent.get(missing[0], now):
+        if not missing or compute_s < WORTH_S or now < self._absent.get(missing[0], now):
             return []
         wait_s = min(WAIT_S, compute_s / 2)
         seq.not_before, seq.awaits_stored = now + wait_s, missing[0]

@@ -53,7 +53,7 @@ class Found(NamedTuple):
     """Seconds from the kill, but for the last."""
 
     prefix_s: float
-    num_tokens: int  # of the stream's context that it need not compute
+    num_tokens: int  # they need not be computed
     all_s: float
     longest_s: float  # that the node was busy with one message, beside the stream's own
     own_s: float  # with one that begins or ends the read of its whole context

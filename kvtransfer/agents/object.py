@@ -339,7 +339,7 @@ class ObjectAgent(OwnAgent):
         return has_next and bool(transport.free) and len(copy.live) < most
 
     def _begin_next(self, now: float, copy: ObjectCopy) -> None:
-        """Raises AgentError."""
+        """Begins the transfer of one more block. Raises AgentError."""
         transport, index = copy.transport, copy.begun
         slot, name = transport.free[-1], copy.names[index]
         size = transport.staging.shape[1] if copy.reads else self._pack(copy, index, slot)
@@ -351,7 +351,7 @@ class ObjectAgent(OwnAgent):
         copy.begun += 1
 
     def _note_speed(self, now: float, took_s: float) -> None:
-        """An object has come."""
+        """Takes note of an object that has come, for how many are asked for at once."""
         self._moved_at = now
         self._took_s += (took_s - self._took_s) / 4
         if took_s < PROMPT_S:

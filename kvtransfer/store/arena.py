@@ -79,7 +79,7 @@ class ArenaIndex:
         self._number = 0
 
     def read(self, now: float) -> Listed:
-        """What is listed now."""
+        """Copies what is listed now, to be looked at later."""
         listed = Listed(self._rows.copy(), now)
         self._number = max(self._number, listed.number)
         return listed
@@ -114,7 +114,7 @@ class Listed:
         self._by_key: tuple[NDArray[np.uint64], NDArray[Any]] | None = None
 
     def records(self) -> Iterator[DiskRecord]:
-        """All, the last written first; each block once."""
+        """Yields all, the last written first, each block once."""
         seen = set[bytes]()
         for slot in self._slots.tolist():
             record = self._record(slot)

@@ -25,7 +25,7 @@ class S3StandIn:
         self.access_key = ACCESS_KEY  # another one is refused
         self.refuse_with: HTTPStatus | None = None  # every request, from now on
         self.requests: list[str] = []  # method and path of each
-        self.bytes_per_s = 0.0  # of the link that all answers share; 0: as fast as it goes
+        self.bytes_per_s = 0.0  # all answers share it; 0: as fast as it goes
         self.link = threading.Lock()
         self.goes_on = threading.Event()  # cleared: no request is answered
         self.goes_on.set()

@@ -178,7 +178,7 @@ class LLMEngine:
         return outputs
 
     def _compute(self, requests: list[_Request]) -> None:
-        """KV of all tokens."""
+        """Writes KV of all tokens that have none, and lets the connector copy."""
         size, new = self.vllm_config.cache_config.block_size, []
         for each in requests:
             if each.num_computed < 0:
@@ -312,7 +312,7 @@ class LLMEngine:
         )
 
     def _names(self, request: _Request) -> list[tuple[int, int | None, list[int]]]:
-        """Of each full block before the last token: its hash, that before it, its tokens."""
+        """Returns, for each full block before the last token, its hash, that before it, tokens."""
         size, parent, found = self.vllm_config.cache_config.block_size, None, []
         for start in range(0, len(request.tokens) - size, size):
             tokens = request.tokens[start : start + size]

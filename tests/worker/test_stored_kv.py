@@ -13,6 +13,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Wake, Woken
 from kvrelay.kvtransfer.agent import FindStored, StoreListed
 from kvrelay.kvtransfer.store.bucket import Bucket
+from kvrelay.worker import stored_kv
 from kvrelay.worker.object_tier import ObjectStore
 from kvrelay.worker.stored_kv import WAIT_S
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
@@ -88,13 +89,17 @@ def test_a_search_that_fails_is_not_an_answer(server: S3StandIn) -> None:
 PROMPT = [*range(1, 22)]
 
 
+@pytest.fixture(autouse=True)
+def is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_kv, "WORTH_S", 0.0)
+
+
 class Machine(World):
-    """Its decode worker computes a token in a second, as far as it knows."""
+    """Its decode worker asks for whatever it lacks."""
 
     def __init__(self) -> None:
         self.asked: list[FindStored] = []
         super().__init__(num_object_blocks=64, num_host_blocks=40)
-        self.decode.core.timing.prefill_tokens_per_s.add(10, 10.0)
 
     def perform(self, node: str, effects: list[Any]) -> None:
         self.asked += [each for each in effects if isinstance(each, FindStored)]
