@@ -31,7 +31,7 @@ class StoredKV:
         self._absent: dict[bytes, float] = {}  # until when
 
     def begin(self, now: float, seq: Sequence) -> list[Effect]:
-        """`seq` has just come."""
+        """Asks the store for what `seq`, which has just come, lacks."""
         core, kv = self._core, self._core.kv
         waits = seq.is_remote or now < seq.not_before
         if not core.config.num_object_blocks or kv.windows.any or waits:
