@@ -533,11 +533,14 @@ def _not_with_vllm(config: Config) -> str:
         return "" if not python else f"engine.python = '{python}' is for engine.runs = 'vllm'"
     if not python:
         return "engine.runs = 'vllm' without engine.python: the bin/python that has vLLM"
-    if config.cluster.prefill and (ranks := config.engine.tensor_parallel_size) > 1:
+    ranks = max(config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE))
+    if config.cluster.prefill and ranks > 1:
         told = (
             f"workers that run vllm with tensor_parallel_size = {ranks} compute their own prompts"
         )
         return f"prefill = {config.cluster.prefill}: {told}: set it to 0"
+    if why := _not_of_vllm(config):
+        return why
     if config.scaling.enabled:
         return "scaling.enabled: the number of workers that run vllm is fixed: set it to false"
     return ""
@@ -561,6 +564,28 @@ def name_table(given: Iterable[tuple[str, str]]) -> dict[str, str]:
             raise ConfigError(f"{told}{twice}: give each a name of its own")
         table[name] = who
     return table
+
+
+def _not_of_vllm(config: Config) -> str:
+    """Which setting vLLM would not obey, and what does what it does; "": none."""
+    engine, model, default = config.engine, config.model, EngineSection()
+    by_arguments = "set it by engine.arguments, as vLLM calls it"
+    refused = {
+        "model.quantization": (model.quantization, ("none", "fp8"), by_arguments),
+        "engine.attention_backend": (engine.attention_backend, ("auto",), by_arguments),
+        "engine.moe_backend": (engine.moe_backend, ("auto",), by_arguments),
+        "engine.drafter": (engine.drafter, ("",), "leave it out"),
+        "engine.num_speculative_tokens": (
+            *(engine.num_speculative_tokens, (default.num_speculative_tokens, 0)),
+            "leave it out: it generates without draft tokens",
+        ),
+        "engine.window": (engine.window, (0,), "leave it out"),
+        "engine.sinks": (engine.sinks, (0,), "leave it out"),
+    }
+    for name, (value, obeyed, instead) in refused.items():
+        if value not in obeyed:
+            return f"{name} = {value!r}: vLLM does not obey it: {instead}"
+    return ""
 
 
 def _check_names(config: Config) -> None:

@@ -31,6 +31,7 @@ from kvrelay.worker.kv_plan import (
     KVPlan,
     check_memory,
     model_config,
+    most_dtype,
     plan_kv,
     resolve_max_model_len,
 )
@@ -102,10 +103,11 @@ def prepare_model(
             check_blocks(config.engine, on_gpu=on_gpu)
     except ModelError as error:
         raise BuildError(str(error)) from error
-    # The workers choose what "auto" is; float32 is the most that it can cost.
-    dtype = "float32" if section.dtype == "auto" else section.dtype
+    dtype = most_dtype(section.dtype, config.engine)  # the workers choose what "auto" is
     weights = dtype, section.quantization, on_gpu
     plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}
+    if config.engine.runs == "vllm" and config.cluster.prefill:
+        _check_hands_over(config, plans)
     host_bytes = int(config.tiers.memory_gib * GIB) if num_workers_here else 0
     here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
     here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
@@ -125,6 +127,16 @@ def prepare_model(
 def served_names(section: ModelSection) -> list[str]:
     """What clients may call the model, its own name first."""
     return section.served_name.split() or [Path(section.name).name.removesuffix(".gguf")]
+
+
+def _check_hands_over(config: Config, plans: Mapping[Role, KVPlan]) -> None:
+    """Raises BuildError where prompts would be computed for others by workers that copy no KV."""
+    if not all(plan.is_copied for plan in plans.values()):
+        raise BuildError(
+            f"prefill = {config.cluster.prefill}: workers that run vllm compute their own prompts"
+            " where the model has recurrent layers, KV is in 8 bits or they have several ranks:"
+            " set it to 0"
+        )
 
 
 def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:

@@ -373,6 +373,7 @@ class EngineCore:
             low_decoding_tokens=sum(len(s.tokens) for s in low),
             adapters=self.adapters.digests,
             adapter_load_s=self.adapters.load_s,
+            num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
         )
 
     def count(self, name: str, amount: float = 1) -> None:

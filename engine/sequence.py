@@ -63,6 +63,7 @@ class Sequence:
     num_held: int = 0  # tokens whose KV is in some cache, as far as its router knew
     num_had: int = 0  # blocks that it found here when it came, if it waits for more
     not_before: float = 0.0  # it has no use for blocks until then: KV may be found
+    awaits_stored: bytes = b""  # the first block that a store was asked for, until it answers
     is_remote: bool = False  # its KV comes from a producer
     is_offered: bool = False  # the producer has announced some of its blocks
     first_token_sent: bool = False  # the producer has sent it to the router

@@ -153,6 +153,7 @@ class WorkerStats:
     low_decoding_tokens: int = 0  # among decoding_tokens
     adapters: tuple[bytes, ...] = ()  # digests of those in memory
     adapter_load_s: float = 0.0  # how long it takes to load another
+    num_host_lacking: int = 0  # blocks of the host tier that the machine has no memory for
 
 
 @dataclass(frozen=True, slots=True)

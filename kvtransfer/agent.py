@@ -100,6 +100,16 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreRoom:
+    """To a node: the machine has memory for the first `num_slots` slots of `tier` now, as `why`
+    says. The others are not to be written."""
+
+    tier: Tier
+    num_slots: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFound:
     """To a node: `num_slots` slots of `tier` from `first_slot` on can be read, and hold these. The
     tier is as large as its slots; more records of the same slots may follow."""
@@ -107,8 +117,21 @@ class StoreFound:
     tier: Tier
     first_slot: int
     num_slots: int
-    records: tuple[DiskRecord, ...]  # with slots of the tier, the last used first
+    records: tuple[DiskRecord, ...]  # with slots of the tier; those that were asked for go first
     place: str = ""  # what they lie in, as each rank calls its part
+    has_more: bool = False  # more that was asked for follows
+    was_asked_for: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FindStored:
+    """Effect: find blocks of these names, the first ones first. In what workers of this machine
+    have left, before all others: answered by `StoreFound`s, of which the last has no more, if any
+    are found within a second. In storage that has keys: answered by a `StoreListed` of those that
+    are there without a gap, unless the storage cannot be asked."""
+
+    names: tuple[bytes, ...]
+    tier: Tier = Tier.ORPHANED
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +151,7 @@ class StoreListed:
 
     tier: Tier
     names: tuple[bytes, ...]
+    asked: bytes = b""  # the first one of a `FindStored`, whose answer it is
 
 
 @dataclass(frozen=True, slots=True)

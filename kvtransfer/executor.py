@@ -23,12 +23,14 @@ from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
     CopyDone,
+    FindStored,
     PeerConnected,
     StoreFailed,
     StoreFound,
     StoreGone,
     StoreIndex,
     StoreListed,
+    StoreRoom,
     TransferId,
 )
 from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
@@ -41,6 +43,7 @@ from kvrelay.kvtransfer.tiers.registry import is_storage
 
 logger = logging.getLogger(__name__)
 
+StoreChange = StoreFailed | StoreFound | StoreGone | StoreListed | StoreRoom
 Clock = Callable[[], float]
 Corrupt = Callable[[CopyBlocks, Any], None]
 
@@ -295,10 +298,11 @@ class Store(Protocol):
         ...
 
     def update(self, change: Any) -> StoreFailed | None:
-        """A `StoreIndex` or an `AttachStore`, in the order of the copies to and from the tier."""
+        """A `StoreIndex`, an `AttachStore` or a `FindStored`, in the order of the copies to and
+        from the tier."""
         ...
 
-    def check(self, busy: bool) -> Sequence[StoreFailed | StoreFound | StoreGone | StoreListed]:
+    def check(self, busy: bool) -> Sequence[StoreChange]:
         """Called often; what the node has to know that is new."""
         ...
 
@@ -310,14 +314,16 @@ class ArenaExecutor:
 
     wait_s = IDLE_WAIT_S
 
-    def __init__(self, arena: HostArena) -> None:
+    def __init__(self, arena: HostArena, tier: Tier = Tier.HOST) -> None:
         self._arena = arena
+        self._tier = tier
 
     def update(self, change: StoreIndex) -> None:
         self._arena.update(change)
 
-    def check(self, busy: bool) -> Sequence[StoreFailed]:
-        return ()
+    def check(self, busy: bool) -> Sequence[StoreRoom]:
+        found = self._arena.find_room()
+        return () if found is None else (StoreRoom(self._tier, *found),)
 
     def close(self) -> None:
         self._arena.close(remove=not self._arena.has_heir)
@@ -333,8 +339,11 @@ class OrphanedExecutor:
     def wait_s(self) -> float:
         return self._agent.wait_s
 
-    def update(self, change: AttachStore) -> None:
-        self._agent.attach(change)
+    def update(self, change: AttachStore | FindStored) -> None:
+        if isinstance(change, FindStored):
+            self._agent.find(change.names)
+        else:
+            self._agent.attach(change)
 
     def check(self, busy: bool) -> Sequence[StoreFound | StoreGone]:
         return self._agent.look()

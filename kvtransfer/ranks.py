@@ -23,6 +23,7 @@ from kvrelay.kvtransfer.agent import (
     PeerConnected,
     StoreFound,
     StoreGone,
+    StoreRoom,
 )
 from kvrelay.kvtransfer.checksum import MOD
 from kvrelay.kvtransfer.layout import HeadShare
@@ -84,6 +85,7 @@ class RankAnswers:
         self._deliver = deliver
         self._lock = threading.Lock()
         self._found = FoundInAll(len(counted))
+        self._room: dict[Tier, dict[int, int]] = {}  # slots that ranks have memory for, if not all
         # By what an answer names; connections to one peer may be asked for more than once.
         self._asked: dict[Hashable, deque[dict[int, Answer]]] = {}  # answers by rank
 
@@ -105,6 +107,11 @@ class RankAnswers:
             if found is not None:
                 self._deliver(found)
             return
+        if isinstance(answer, StoreRoom):
+            with self._lock:
+                of_ranks = self._room.setdefault(answer.tier, {})
+                of_ranks[rank] = answer.num_slots
+                answer = replace(answer, num_slots=min(of_ranks.values()))
         if isinstance(answer, StoreGone):
             with self._lock:
                 self._found.drop(answer)

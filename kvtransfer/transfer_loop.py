@@ -18,25 +18,25 @@ from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
     CopyDone,
+    FindStored,
     PeerConnected,
     StoreFailed,
-    StoreFound,
     StoreGone,
     StoreIndex,
-    StoreListed,
 )
 from kvrelay.kvtransfer.executor import (
     IDLE_WAIT_S,
     SHUTS_DOWN,
     Store,
+    StoreChange,
     TransferExecutor,
     failed_copy,
 )
 
 log = logging.getLogger("kvrelay.transfers")
 
-Request = ConnectPeer | CopyBlocks | StoreIndex | AttachStore
-Answer = PeerConnected | CopyDone | StoreFailed | StoreFound | StoreGone | StoreListed
+Request = ConnectPeer | CopyBlocks | StoreIndex | AttachStore | FindStored
+Answer = PeerConnected | CopyDone | StoreChange
 
 SPINS = 20
 """Polls without a pause after something happened: a copy within one host is done in as many."""
@@ -85,7 +85,9 @@ class TransferLoop:
                 self._outstanding += 1
                 self._requests.put(request)
         if refusal is not None:
-            self._on_done(_refused(request, refusal))
+            answer = _refused(request, refusal)
+            if answer is not None:
+                self._on_done(answer)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Begin to end, without waiting: refuse what is new, give up what runs, answer everything,
@@ -155,7 +157,7 @@ class TransferLoop:
                 self._answer(failed_copy(request, SHUTS_DOWN))
             case CopyBlocks():
                 self._executor.post(request)
-            case StoreIndex() | AttachStore():
+            case StoreIndex() | AttachStore() | FindStored():
                 assert self._store is not None, request
                 self._answer(self._store.update(request))
 
@@ -176,7 +178,7 @@ def _wait_s(quiet: int) -> float:
     return WAIT.pause_s(1 + quiet - SPINS)
 
 
-def _refused(request: Request, reason: str) -> Answer:
+def _refused(request: Request, reason: str) -> Answer | None:
     match request:
         case ConnectPeer():
             return PeerConnected(request.peer, request.epoch, reason)
@@ -186,3 +188,5 @@ def _refused(request: Request, reason: str) -> Answer:
             return StoreFailed(f"the index was not changed: {reason}", tier=request.tier)
         case AttachStore(tier, _, first, num_slots):
             return StoreGone(tier, first, num_slots)
+        case FindStored():
+            return None  # what is not found is computed

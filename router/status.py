@@ -103,6 +103,7 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     read_bytes_per_s: float | None = None  # KV transfers
     counters: dict[str, float] | None = None  # totals since its start
     num_host_blocks: int | None = None  # blocks of its host memory that hold KV
+    num_host_lacking: int | None = None  # that the machine has no memory for
     num_disk_blocks: int | None = None
     disk_used_bytes: int | None = None  # that these take there
     disk_ratio: float | None = None  # bytes of KV to these; 0: none is there
@@ -166,6 +167,7 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         read_bytes_per_s=stats.read_bytes_per_s if stats else 0.0,
         counters=dict(stats.counters) if stats else {},
         num_host_blocks=stats.num_host_blocks if stats else 0,
+        num_host_lacking=stats.num_host_lacking if stats else 0,
         num_disk_blocks=num_on_disk,
         disk_used_bytes=disk_bytes,
         disk_ratio=num_on_disk * info.bytes_per_block / disk_bytes if disk_bytes else 0.0,

@@ -75,6 +75,7 @@ def _open_arena(root: Path, config: WorkerConfig, num_slots: int) -> HostArena:
                 bytes_per_block=config.bytes_per_block,
                 num_slots=num_slots,
                 lock_timeout_s=LOCK_TIMEOUT_S,
+                among=arena_root(),
             )
         except StoreInUse as error:
             in_use = error
@@ -117,7 +118,8 @@ def open_packed(
         return None, [f"serving without tiers.packed_gib: {error}"]
     agent = PackedAgent(config.node_id, memory, arena, quantizer, share)
     copies = make_copies(agent, changed=agent.changed)
-    return Packed(Storage(copies, ArenaExecutor(arena), tuple(arena.records)), arena), []
+    index = ArenaExecutor(arena, Tier.PACKED)
+    return Packed(Storage(copies, index, tuple(arena.records)), arena), []
 
 
 def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:

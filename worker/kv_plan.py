@@ -113,6 +113,9 @@ def plan_kv(
     a block, ModelError for a drafter that is none of this model."""
     kv_dtype = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
     spec, drafter = model.kv_spec(engine.block_size, kv_dtype), None
+    if engine.runs == "vllm" and not spec.num_state_groups:  # a block of it has all layers
+        layers = spec.num_layers * spec.num_groups
+        spec = replace(spec, num_layers=layers, windows=(0,), heads=())
     if engine.drafter:
         drafter = read_drafter(drafter_path(engine.drafter), model)
         spec = drafter.added_to(spec)
@@ -143,10 +146,18 @@ def plan_kv(
 
 
 def copies_kv(engine: EngineSection, spec: KVSpec) -> bool:
-    """Whether KV of vLLM is copied to the worker's memory. Ranks are other processes, and a state
-    is not in blocks of tokens."""
+    """Whether KV of vLLM is copied to the worker's memory. Ranks are other processes, a state is
+    not in blocks of tokens, and FP8 has scales beside them."""
     is_alone = engine.tensor_parallel_size == 1
-    return engine.runs == "vllm" and is_alone and not spec.num_state_groups
+    is_exact = spec.dtype in ("float32", "bfloat16", "float16")
+    return engine.runs == "vllm" and is_alone and is_exact and not spec.num_state_groups
+
+
+def most_dtype(dtype: str, engine: EngineSection) -> str:
+    """What "auto" costs at most. vLLM computes models in float32 in 16 bits, too."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if engine.runs == "vllm" else "float32"
 
 
 def fit_gpu(

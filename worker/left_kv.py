@@ -2,14 +2,18 @@
 
 Their router hands them over within milliseconds. The host memory of the dead worker can be read
 once the kernel has freed its lock, a moment later; a stream that begins before that computes its
-whole context again.
+whole context again. It asks for its blocks by name, since much else may be there, and goes on when
+all of them that are left have been found.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.node import Effect, Wake
 from kvrelay.engine.sequence import Sequence
+from kvrelay.kvtransfer.agent import FindStored, StoreFound
 from kvrelay.kvtransfer.tiers.manager import Tiers
 
 WAIT_S = 0.25  # what is not found by then is computed
@@ -28,25 +32,33 @@ class LeftKV:
         """`seq` has just come. What its router knows to be held somewhere is not missing."""
         if not self._core.config.reads_left_kv or not seq.is_stream or seq.is_remote:
             return []
-        seq.num_had, windows = self._num_had(seq), self._core.kv.windows
+        names = tuple(self._core.kv.usable_hashes(seq))
+        seq.num_had, windows = self._num_had(names), self._core.kv.windows
         num_held = max(windows.tokens(seq.num_had), seq.num_held)
         if len(seq.tokens) - num_held < MIN_MISSING_BLOCKS * windows.block_size:
             return []
         seq.not_before = now + WAIT_S
         self._core.count("left_kv_waits")
-        return [Wake(WAIT_S + _LATER_S, "left_kv")]
+        wanted = names if windows.any else names[seq.num_had :]
+        return [Wake(WAIT_S + _LATER_S, "left_kv"), FindStored(wanted)]
 
-    def on_found(self, now: float) -> None:
-        """Lower tiers have more than before: those that can use it go on."""
+    def on_found(self, now: float, found: StoreFound) -> None:
+        """Lower tiers have more than before: those that can use it go on, once they have all that
+        they asked for. While that comes, they wait on."""
+        if not found.was_asked_for:
+            return
         for seq in self._core.scheduler.waiting:
-            if now < seq.not_before and self._num_had(seq) > seq.num_had:
+            if now >= seq.not_before:
+                continue
+            if found.has_more:
+                seq.not_before = now + WAIT_S
+            elif self._num_had(self._core.kv.usable_hashes(seq)) > seq.num_had:
                 seq.not_before = now
                 self._core.count("left_kv_found")
 
-    def _num_had(self, seq: Sequence) -> int:
-        """Blocks of its prefix, from the first, that need not be computed."""
+    def _num_had(self, names: Seq[bytes]) -> int:
+        """How many of the blocks of a prefix, from the first, need not be computed."""
         kv, tiers = self._core.kv, self._tiers
-        names = kv.usable_hashes(seq)
         if not kv.windows.any:
             count = len(kv.pool.lookup(names))
             return count + len(tiers.find(names[count:]))

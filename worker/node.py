@@ -40,6 +40,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFound,
     StoreGone,
     StoreListed,
+    StoreRoom,
 )
 from kvrelay.kvtransfer.messages import (
     CacheOrder,
@@ -60,6 +61,7 @@ from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.kvtransfer.tiers.manager import AS_HOST, Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 from kvrelay.worker.left_kv import LeftKV
+from kvrelay.worker.stored_kv import StoredKV
 from kvrelay.worker.weights import WeightUpdates
 
 Handler = Callable[[float, Any], list[Effect]]
@@ -74,6 +76,7 @@ class KVExchange:
         self._core = core
         self.tiers = Tiers(config, core.kv)
         self.left_kv = LeftKV(core, self.tiers)
+        self.stored_kv = StoredKV(core, self.tiers)
         self.orphans = Orphans(core.kv.pool, self.tiers)
         self.connector = Connector(config, core.kv, self.tiers, self.orphans)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
@@ -92,8 +95,9 @@ class KVExchange:
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
             StoreFound: self._on_store_found,
-            StoreListed: lambda now, message: self.tiers.on_store_listed(now, message),
+            StoreListed: self._on_store_listed,
             StoreGone: lambda now, message: self.tiers.on_store_gone(message),
+            StoreRoom: lambda now, message: self.tiers.on_store_room(message),
         }
 
     def has_external_kv(self, seq: Sequence) -> bool:
@@ -225,7 +229,12 @@ class KVExchange:
 
     def _on_store_found(self, now: float, message: StoreFound) -> list[Effect]:
         effects = self.tiers.on_store_found(now, message)
-        self.left_kv.on_found(now)
+        self.left_kv.on_found(now, message)
+        return effects
+
+    def _on_store_listed(self, now: float, message: StoreListed) -> list[Effect]:
+        effects = self.tiers.on_store_listed(now, message)
+        self.stored_kv.on_listed(now, message)
         return effects
 
     def _refuse(self, message: KVConfirmRequest) -> Send:
@@ -394,7 +403,8 @@ class Worker:
         grammar = accepted.sampling.grammar
         prepared: list[Effect] = [PrepareGrammar(grammar)] if grammar else []
         begun = role.begin(now, accepted, request)
-        return [*prepared, *begun, *self.exchange.left_kv.begin(now, accepted)]
+        left_kv, stored_kv = self.exchange.left_kv, self.exchange.stored_kv
+        return [*prepared, *begun, *left_kv.begin(now, accepted), *stored_kv.begin(now, accepted)]
 
     def _on_abort(self, abort: Abort) -> list[Effect]:
         mine = [seq for seq in self.core.seqs.values() if seq.request_id == abort.request_id]

@@ -1,7 +1,10 @@
 """The object store as a tier of a worker: shared with all workers that have the same hashes.
 
 Life of its list: read page by page from the start on, on a thread of its own, so that a store that
-does not answer holds up no copies; a page that fails is asked for again, later and later.
+does not answer holds up no copies; a page that fails is asked for again, later and later. It ends
+where the worker remembers no more names. What requests lack is asked for by name: whether the first
+is there, then the second, fourth, eighth and so on at once, then between the last that is and the
+first that is not.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import TiersSection, WorkerConfig
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.native import NativeBuildError
-from kvrelay.kvtransfer.agent import StoreIndex, StoreListed
+from kvrelay.kvtransfer.agent import FindStored, StoreIndex, StoreListed
 from kvrelay.kvtransfer.executor import IDLE_WAIT_S
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.worker.disk_tier import MakeCopies, Storage
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     from kvrelay.kvtransfer.store.bucket import Bucket
 
 RETRY = Backoff(5.0, 300.0)
+PAGE_WAIT_S = 0.02  # between two looks while pages of the list come
+ASKED_WAIT_S = 0.005  # while requests wait
+MAX_ASKED = 4  # searches at a time; what others lack is computed
+NUM_LOOKUPS = 8  # objects that are asked for at once
 
 log = logging.getLogger("kvrelay.objects")
 
@@ -34,9 +41,8 @@ Page = tuple[list[str], bool]
 class ObjectStore:
     """Implements kvtransfer.executor.Store: says what the bucket holds. Owned by the tier's thread.
 
-    Invariant: at most one request is on its way; at most `most` names are announced."""
-
-    wait_s = IDLE_WAIT_S
+    Invariant: at most one page is on its way; at most `most` names are listed; at most MAX_ASKED
+    searches are on their way."""
 
     def __init__(
         self,
@@ -55,21 +61,63 @@ class ObjectStore:
         self._thread = ThreadPoolExecutor(1, "kv-object-list")
         self._page: Future[Page] | None = None
         self.is_listed = False
+        self._searches = ThreadPoolExecutor(MAX_ASKED, "kv-object-search")
+        self._lookups = ThreadPoolExecutor(NUM_LOOKUPS, "kv-object-lookup")
+        self._asked: dict[Future[int], tuple[bytes, ...]] = {}
 
-    def update(self, change: StoreIndex) -> None:
+    @property
+    def wait_s(self) -> float:
+        if self._asked:
+            return ASKED_WAIT_S
+        is_listing = self._page is not None or not self.is_listed
+        return PAGE_WAIT_S if is_listing and not self._failures else IDLE_WAIT_S
+
+    def update(self, change: StoreIndex | FindStored) -> None:
         """Keys are the index."""
+        if isinstance(change, FindStored) and len(self._asked) < MAX_ASKED:
+            self._asked[self._searches.submit(self._count, change.names)] = change.names
 
     def check(self, busy: bool) -> Sequence[StoreListed]:
-        """The next page, if it has come."""
-        if self._page is None:
-            if not self.is_listed and self._clock() >= self._ask_at:
-                ask = self._bucket.list
-                self._page = self._thread.submit(ask, self._prefix, self._after)
-            return []
-        if not self._page.done():
-            return []
-        page, self._page = self._page, None
-        return self._take(page)
+        """The next page, if it has come, and what was asked for."""
+        found = []
+        for search in [search for search in self._asked if search.done()]:
+            names = self._asked.pop(search)
+            if search.exception() is None:
+                found.append(StoreListed(Tier.OBJECT, names[: search.result()], names[0]))
+        if self._page is not None and self._page.done():
+            page, self._page = self._page, None
+            found += self._take(page)
+        if self._page is None and not self.is_listed and self._clock() >= self._ask_at:
+            self._page = self._thread.submit(self._bucket.list, self._prefix, self._after)
+        return found
+
+    def _count(self, names: Sequence[bytes]) -> int:
+        """How many of the first are there, if those before one that is are too. On a thread of its
+        own. Raises BucketError."""
+        if not self._has(names[0]):
+            return 0
+        end = len(names)
+        doubling = [(1 << i) - 1 for i in range(1, end.bit_length())]
+        have, lacks = self._between(0, end, doubling, names)
+        while lacks - have > 1:
+            step = max(1, (lacks - have) // (NUM_LOOKUPS + 1))
+            places = [*range(have + step, lacks, step)][: 2 * NUM_LOOKUPS]
+            have, lacks = self._between(have, lacks, places, names)
+        return have + 1
+
+    def _between(
+        self, have: int, lacks: int, places: Sequence[int], names: Sequence[bytes]
+    ) -> tuple[int, int]:
+        """The last place that is known to be there before the first that is not."""
+        found = self._lookups.map(lambda place: self._has(names[place]), places)
+        for place, is_there in zip(places, [*found], strict=True):
+            if not is_there:
+                return have, place
+            have = place
+        return have, lacks
+
+    def _has(self, name: bytes) -> bool:
+        return self._bucket.has(self._prefix + name.hex())
 
     def _take(self, page: Future[Page]) -> list[StoreListed]:
         from kvrelay.kvtransfer.store.bucket import BucketError, name_in
@@ -91,7 +139,8 @@ class ObjectStore:
         return [StoreListed(Tier.OBJECT, names)] if names else []
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._thread, self._searches, self._lookups):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def bucket_of(tiers: TiersSection) -> Bucket:

@@ -32,6 +32,7 @@ from kvrelay.kvtransfer.agent import (
     AttachStore,
     ConnectPeer,
     CopyBlocks,
+    FindStored,
     StoreFailed,
     StoreIndex,
 )
@@ -149,7 +150,9 @@ class TransferLoops:
 
     def submit(self, request: Request) -> None:
         match request:
-            case StoreIndex(tier=tier) | AttachStore(tier=tier) if is_storage(tier):
+            case StoreIndex(tier=tier) | AttachStore(tier=tier) | FindStored(tier=tier) if (
+                is_storage(tier)
+            ):
                 self._submit_to(tier, request)
             case CopyBlocks(src_tier=tier) if is_storage(tier):
                 self._submit_to(tier, request)
@@ -223,7 +226,8 @@ class WorkerThreads:
             case LoadWeights() | UseWeights():
                 self._weights.submit(effect)
             case _:
-                assert isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex), effect
+                asked = ConnectPeer | CopyBlocks | StoreIndex | FindStored
+                assert isinstance(effect, asked), effect
                 if self._ranks is not None:
                     self._ranks.begin(effect)
                 self._copies.submit(effect)

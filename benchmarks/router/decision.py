@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.router.load import RoutingLoad
-from kvrelay.cluster.processes.router_api import settle_memory
+from kvrelay.engine.host import settle_memory
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
 from kvrelay.router.dispatch import Dispatcher

@@ -275,6 +275,10 @@ _WORKER_GAUGES = {
     "decode_step_s": ("decode_step_seconds", "Time of a decode step, recent."),
     "read_bytes_per_s": ("read_bytes_per_second", "Rate of KV transfers, recent."),
     "num_host_blocks": ("host_blocks", "Blocks of the worker's host memory that hold KV."),
+    "num_host_lacking": (
+        "host_blocks_lacking",
+        "Blocks of the worker's host memory that its machine has no memory for.",
+    ),
     "num_disk_blocks": ("disk_blocks", "Blocks of the worker's disk that hold KV."),
     "disk_used_bytes": ("disk_used_bytes", "What these take there."),
     "disk_ratio": ("disk_ratio", "Bytes of KV on the disk to those that it takes there."),

@@ -30,7 +30,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
 
     def shared() -> Finding:
         stat = os.statvfs("/dev/shm")
-        return system.check_shared_memory(stat.f_blocks * stat.f_frsize)
+        return system.check_shared_memory(stat.f_blocks * stat.f_frsize, config)
 
     def left() -> Finding:
         from kvrelay.kvtransfer.store.arena import abandoned_arenas, arena_root

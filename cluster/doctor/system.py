@@ -52,17 +52,31 @@ def check_locked_memory(limit: int, config: Config, root: Path) -> Finding:
     )
 
 
-def check_shared_memory(total: int) -> Finding:
-    """`total`: bytes of /dev/shm. A container has 64 MiB unless it is given more."""
+def check_shared_memory(total: int, config: Config) -> Finding:
+    """`total`: bytes of /dev/shm. A container has 64 MiB unless it is given more. The host tiers of
+    all workers of a machine are there."""
     check = "shared memory"
-    if total >= LEAST_SHM:
-        return ok(check, f"{total / GIB:.1f} GiB at /dev/shm")
-    return fail(
-        check,
-        f"{total / MIB:.0f} MiB at /dev/shm, and processes of a machine pass KV and tasks by it",
-        "--shm-size=2g of a container, an emptyDir of medium Memory in a pod, or "
-        "mount -o remount,size=2g /dev/shm",
+    tiers = int(config.tiers.memory_gib * GIB)
+    size = f"{-(-(LEAST_SHM + tiers) // GIB):.0f}g"
+    how = (
+        f"--shm-size={size} of a container, an emptyDir of medium Memory in a pod, or "
+        f"mount -o remount,size={size} /dev/shm"
     )
+    if total < LEAST_SHM:
+        return fail(
+            check,
+            f"{total / MIB:.0f} MiB at /dev/shm, and processes of a machine pass KV and tasks by"
+            " it",
+            how,
+        )
+    if total < tiers:
+        return warn(
+            check,
+            f"{total / GIB:.1f} GiB at /dev/shm, and the host tiers of a machine's workers take"
+            f" {tiers / GIB:.1f} GiB there: of some, KV ends with their worker",
+            f"{how}; or lower tiers.host_gib",
+        )
+    return ok(check, f"{total / GIB:.1f} GiB at /dev/shm")
 
 
 def check_left_memory(left: Iterable[tuple[Path, int]]) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 import sqlite3
@@ -20,7 +19,7 @@ from kvrelay.cluster.config import Config, ModelEntry
 from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.cluster.processes.adapter_bases import adapter_base, model_names
 from kvrelay.cluster.status import ClusterStatus, StoreStatus
-from kvrelay.engine.host import NodeHost
+from kvrelay.engine.host import NodeHost, settle_memory
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
@@ -79,14 +78,6 @@ class RouterHost(Protocol):
 def load_of(router: ModelRouters, now: float, state: StoreStatus) -> RouterLoad:
     status = router.status(now)
     return RouterLoad(status.num_live, status.num_queued, state.up)
-
-
-def settle_memory() -> None:
-    """What is there when serving begins stays: the garbage collector need not look at it again.
-    Prompts are long lists, and to look at all of them takes it a tenth of a second."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 200)
 
 
 def _open_responses(config: Config) -> Any:

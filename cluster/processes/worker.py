@@ -15,7 +15,7 @@ import sys
 from typing import NoReturn
 
 from kvrelay.engine import logs
-from kvrelay.engine.host import NodeExit, first_line
+from kvrelay.engine.host import NodeExit, first_line, settle_memory
 from kvrelay.engine.stderr import set_up_process
 from kvrelay.engine.wire.channel import BlockingChannel, inherited
 from kvrelay.worker.core_dumps import CoreDumps
@@ -33,6 +33,7 @@ def start(
     try:
         log = str(spec.log.path / f"{spec.worker}.log") if spec.log.file_mib else ""
         process = WorkerProcess(_build(spec), listening, spec.model.device, log)
+        settle_memory()
         return process, process.start()
     except BuildError as error:
         return None, StartFailed(spec.worker, spec.epoch, str(error), permanent=True)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 from msgspec import structs
 
 from kvrelay.decode_worker.vllm.engine import VllmEngine
@@ -26,7 +27,10 @@ from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.worker.kv_plan import (
     BuildError,
     KVPlan,
+    check_memory,
+    fit_gpu,
     model_config,
+    most_dtype,
     plan_kv,
     resolve_max_model_len,
 )
@@ -39,6 +43,7 @@ NEEDED = {
     "xxhash": ("xxhash",),
     "nixl": ("nixl_cu13", "nixl_cu12"),
 }  # by modules, any of which will do
+VLLM_KV_DTYPES = {"float8_e4m3": "fp8_e4m3"}
 CPU_BLOCK = 32  # vLLM's attention on CPUs takes multiples of it
 
 
@@ -51,8 +56,12 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
     engine = spec.engine.sized(gpu=spec.on_gpu)
     path = spec.find_model()
     shape = model_config(path, engine)
-    dtype = spec.model.dtype
-    plan = plan_kv(shape, engine, "float32" if dtype == "auto" else dtype, on_gpu=spec.on_gpu)
+    dtype = most_dtype(spec.model.dtype, engine)
+    plan = plan_kv(shape, engine, dtype, spec.model.quantization, on_gpu=spec.on_gpu)
+    if spec.on_gpu and plan.is_copied:
+        from kvrelay.engine.model.device import gpu_bytes  # not where clusters are planned
+
+        _check_copy(fit_gpu(plan, shape, engine, dtype, gpu_bytes()))
     longest = resolve_max_model_len(shape, engine, plan)
     engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
     check_blocks(engine, on_gpu=spec.on_gpu)
@@ -64,6 +73,12 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
     except (TypeError, ValueError) as error:
         raise BuildError(f"vLLM refuses its settings: {first_line(error)}") from error
     return _built(replace(spec, engine=engine), path, plan, vllm, roles, make_agent)
+
+
+def _check_copy(plan: KVPlan) -> None:
+    """Whether the machine has memory for the copy of KV that a GPU will hold, before the model is
+    loaded. Raises BuildError."""
+    check_memory([], psutil.virtual_memory().available, plan.copied_bytes)
 
 
 def _built(
@@ -160,8 +175,13 @@ def arguments(spec: WorkerSpec, engine: EngineSection, path: Path) -> dict[str, 
     }
     if engine.num_blocks:
         found["num_gpu_blocks_override"] = engine.num_blocks + 1  # on CPUs as well
+    if spec.model.quantization != "none":
+        found["quantization"] = spec.model.quantization
+    if engine.kv_dtype != "auto":
+        found["kv_cache_dtype"] = VLLM_KV_DTYPES[engine.kv_dtype]
     if spec.on_gpu:
         found["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        found["enforce_eager"] = not engine.cuda_graphs
     return found | engine.arguments
 
 

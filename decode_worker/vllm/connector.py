@@ -22,8 +22,8 @@ class Moves(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Invariant: what `get_num_new_matched_tokens` promises of a request is in its table until the
-    request has ended."""
+    """Invariant: what `get_num_new_matched_tokens` promises of a request was compared with its
+    checksums, and is in its table until the request has ended."""
 
     made_for: ClassVar[dict[str, Copies]] = {}  # by the engine's id
 
@@ -43,16 +43,15 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        held = self._copies.num_loadable(_key(request.request_id)) * self._block_size
-        most = (request.num_tokens - 1) // self._block_size * self._block_size
-        return max(0, min(held, most) - num_computed_tokens), False
+        first = num_computed_tokens // self._block_size
+        end = (request.num_tokens - 1) // self._block_size
+        more = self._copies.check(_key(request.request_id), first, end)
+        return len(more) * self._block_size, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            key, size = _key(request.request_id), self._block_size
-            end = (request.num_tokens - 1) // size
-            end = min(self._copies.num_loadable(key), end)
-            self._loads[request.request_id] = range(end - num_external_tokens // size, end)
+            more = self._copies.checked(_key(request.request_id))
+            self._loads[request.request_id] = more[: num_external_tokens // self._block_size]
 
     def build_connector_meta(self, scheduler_output: Any) -> Moves:
         loads, self._loads = self._loads, {}
@@ -86,9 +85,6 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         self._copies.save(self._get_connector_metadata().each, self._block_size)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._copies.take_bad_blocks()
 
 
 def _key(request_id: str) -> str:

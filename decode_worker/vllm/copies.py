@@ -1,10 +1,12 @@
 """KV of vLLM in the worker's own memory: what a request computes is copied there block by block,
 and what is there already is not computed.
 
-Life of a table: begun with its request, some of its blocks full -> these are copied to vLLM, each
-compared with its checksum -> each block that a step fills is copied out, and reported -> ended
-with the request, at the end of a step or between two. All of it on the thread that steps vLLM; the
-node gives a block of a table to nobody else before it has heard of the table's end.
+Life of a table: begun with its request, some of its blocks full -> as vLLM schedules the request,
+those that it lacks are compared with their checksums, and it counts on those before the first
+that does not fit -> these are copied to it -> each block that a step fills is copied out, and
+reported -> ended with the request, at the end of a step or between two. All of it on the thread
+that steps vLLM; the node gives a block of a table to nobody else before it has heard of the
+table's end.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ class _Table:
     checksums: list[int]  # one for each, from the first, that has KV
     num_tokens: int
     saves_tail: bool
+    num_good: int  # blocks, from the first, before one that was found damaged
+    checked: range = range(0)  # those that were compared last
 
 
 class Move(NamedTuple):
@@ -50,12 +54,12 @@ class Layer(NamedTuple):
 @dataclass(slots=True)
 class Copies:
     """Owned by a worker's vLLM thread. Invariant: a block of vLLM that is loaded has the bytes that
-    were saved, or is reported in `bad_blocks`; what is reported as `Copied` was written before."""
+    were saved: they were compared before vLLM gave memory to its request, so damage never reaches
+    vLLM's prefix cache. What is reported as `Copied` was written before, and only once."""
 
     pool: NDArray[np.uint8] | None = None  # [num_blocks, bytes_per_block]; None: nothing is copied
     tables: dict[str, _Table] = field(default_factory=dict)
     done: list[Copied | Damaged] = field(default_factory=list)
-    bad_blocks: set[int] = field(default_factory=set)  # as vLLM numbers them
     _layers: list[Layer] = field(default_factory=list)
     _checksums: Callable[[Sequence[int]], list[int]] = lambda blocks: []
 
@@ -84,7 +88,7 @@ class Copies:
         self.pool, self._checksums = pool, partial(checksum_blocks, pool, share=share)
 
     def begin(self, begin: Begin) -> None:
-        about = len(begin.tokens), begin.saves_tail
+        about = len(begin.tokens), begin.saves_tail, len(begin.checksums)
         self.tables[begin.key] = _Table([*begin.table], [*begin.checksums], *about)
 
     def extend(self, key: str, blocks: Sequence[int]) -> None:
@@ -94,10 +98,27 @@ class Copies:
     def end(self, key: str) -> None:
         self.tables.pop(key, None)
 
-    def num_loadable(self, key: str) -> int:
-        """Blocks, from the first, that vLLM need not compute."""
-        is_used = key in self.tables and self.pool is not None
-        return len(self.tables[key].checksums) if is_used else 0
+    def check(self, key: str, first: int, end: int) -> range:
+        """Compare the blocks of a table from `first` on, before which vLLM has all, up to `end`,
+        with their checksums. Returns those that it need not compute; those that do not have their
+        bytes are reported."""
+        table = self.tables.get(key)
+        if table is None or self.pool is None:
+            return range(0)
+        wanted = range(first, max(first, min(end, table.num_good)))
+        if wanted != table.checked:  # else vLLM had no memory for it then
+            sums = self._checksums([table.blocks[index] for index in wanted])
+            pairs = zip(wanted, sums, strict=True)
+            if bad := tuple(at for at, found in pairs if found != table.checksums[at]):
+                about = tuple((table.blocks[at], table.checksums[at]) for at in bad)
+                self.done.append(Damaged(key, about))
+                table.num_good = bad[0]
+            table.checked = range(first, max(first, min(end, table.num_good)))
+        return table.checked
+
+    def checked(self, key: str) -> range:
+        """What `check` has returned last; a table that has ended has none."""
+        return self.tables[key].checked if key in self.tables else range(0)
 
     def load(self, moves: Sequence[Move]) -> None:
         """Fill vLLM's blocks, before a step."""
@@ -105,21 +126,8 @@ class Copies:
             if (table := self.tables.get(move.key)) is None:
                 continue
             for index in move.loads:
-                if self._load(move, table, index):
-                    continue
-                self.done.append(Damaged(move.key, index))
-                self.bad_blocks.update(move.block_ids[index : move.loads.stop])
-                self.end(move.key)  # what this step computes of it is wrong
-                break
-
-    def _load(self, move: Move, table: _Table, index: int) -> bool:
-        assert self.pool is not None
-        block = table.blocks[index]
-        if self._checksums([block]) != [table.checksums[index]]:
-            return False
-        for layer, part in self._parts(block, move.block_ids[index]):
-            layer.copy_(part)
-        return True
+                for layer, part in self._parts(table.blocks[index], move.block_ids[index]):
+                    layer.copy_(part)
 
     def save(self, moves: Sequence[Move], block_size: int) -> None:
         """Copy the blocks that a step has filled, after it."""
@@ -137,6 +145,8 @@ class Copies:
                 for layer, part in self._parts(table.blocks[index], move.block_ids[index]):
                     part.copy_(layer)
             sums = self._checksums([table.blocks[index] for index in new])
+            if table.num_good == new.start:
+                table.num_good = new.stop
             table.checksums += sums
             self.done.append(Copied(move.key, new.start, tuple(sums)))
 
@@ -156,7 +166,3 @@ class Copies:
     def take_done(self) -> tuple[Copied | Damaged, ...]:
         done, self.done = tuple(self.done), []
         return done
-
-    def take_bad_blocks(self) -> set[int]:
-        bad, self.bad_blocks = self.bad_blocks, set()
-        return bad

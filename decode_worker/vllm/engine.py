@@ -34,7 +34,7 @@ from kvrelay.engine.host import Deliver, first_line
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import TokenLogprobs
 from kvrelay.engine.step import PrepareGrammar
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, FindStored, StoreIndex
 
 if TYPE_CHECKING:
     from kvrelay.worker.threads import TransferLoops
@@ -125,7 +125,7 @@ class VllmEngine:
         return self
 
     def perform(self, effect: Effect) -> None:
-        if isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex):
+        if isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex | FindStored):
             assert self._transfers is not None, effect
             self._transfers.submit(effect)
         else:
@@ -195,7 +195,6 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
         kv_connector_module_path=KVRelayConnector.__module__,
         engine_id=name,
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
     )
     # A step is over when its tokens come: what it has computed is copied by then.
     return {"kv_transfer_config": config, "async_scheduling": False}

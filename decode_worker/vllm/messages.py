@@ -95,10 +95,11 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """This block of its table did not have the bytes that it should; it is computed again."""
+    """These blocks of its table did not have the bytes that they should: they and what follows were
+    not given to vLLM, which computes it. No block of the table that has a checksum is written."""
 
     key: str
-    index: int
+    blocks: tuple[tuple[int, int], ...]  # in the worker's memory, each with its checksum
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,11 @@ from kvrelay.engine.request import (
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import WorkerStats
 from kvrelay.engine.weights import NO_VERSION, UpdateWeights, WeightsUpdated
+from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.node import RoleHandler, Worker
 
+NO_COPIES = "KV of this model stays in vLLM's memory"
 FIXED_WEIGHTS = "workers that run vllm keep their weights: restart the server with the new ones"
 
 
@@ -89,7 +91,6 @@ class VllmWorker(Worker):
             self.core.publisher = KVPublisher(config, self._held)
             self._handlers = self._make_handlers()
         self._runs: dict[str, Run] = {}
-        self._damaged: set[bytes] = set()  # blocks to be forgotten, once nothing uses them
         self._last = Stepped(())
         self._prompts_s = 0.0  # that steps took with prompts that have no token yet
         self._is_stepping = False
@@ -100,11 +101,18 @@ class VllmWorker(Worker):
             EngineLost: lambda now, lost: self._on_lost(lost.why),
             UpdateWeights: lambda now, asked: [self._keep_weights(asked)],
         }
+        if not copies:
+            self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
         if what := unsupported(request.sampling):
             why = f"{what}: {self.node_id} computes with vLLM, which has none"
             return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
+        if not self._copies:
+            if getattr(request, "prefill_from", None) or getattr(request, "decode_to", None):
+                why = f"{self.node_id} hands no KV over: {NO_COPIES}"
+                return [Send(request.router, self._refusal(request, Refusal.WORKER_FAILED, why))]
+            request = replace(request, fetch_from=None)  # it computes that itself
         return super()._begin(role, now, request)
 
     def _schedule(self, now: float) -> list[Effect]:
@@ -162,11 +170,10 @@ class VllmWorker(Worker):
         effects: list[Effect] = []
         for each in step.copied:
             run = self._runs.get(each.key)
-            if run is None or run.seq.state is SeqState.DEAD:
-                continue
-            effects += (
-                self._damage(run, each) if isinstance(each, Damaged) else self._copied(run, each)
-            )
+            if isinstance(each, Damaged):
+                effects += self._damage(run, each)
+            elif run is not None and run.seq.state is not SeqState.DEAD:
+                effects += self._copied(run, each)
         for generated in step.generated:
             run = self._runs.get(generated.key)
             if generated.finish:
@@ -189,17 +196,22 @@ class VllmWorker(Worker):
             return []
         return [] if seq.reserve_growth else self._role_of(seq).on_computed(seq)
 
-    def _damage(self, run: Run, damaged: Damaged) -> list[Effect]:
-        """vLLM computes the rest, and copies nothing more of it."""
-        seq, name = run.seq, run.seq.block_hashes[damaged.index]
-        self._damaged.add(name)
-        self.core.count("kv_blocks_damaged")
+    def _damage(self, run: Run | None, damaged: Damaged) -> list[Effect]:
+        """vLLM computes what was damaged and what follows. Nobody is to find these blocks again,
+        but they stay in the table: what is read of them does not fit its checksum."""
+        kv = self.core.kv
+        for block, checksum in damaged.blocks:
+            if kv.checksums.get(block) == checksum:  # else it has become another one meanwhile
+                kv.pool.forget(block)
+        self.core.count("kv_blocks_damaged", len(damaged.blocks))
         text = (
-            f"block {damaged.index} of {seq.request_id} does not have the bytes that were stored in"
-            f" {self.node_id}'s memory; it is computed again"
+            f"{len(damaged.blocks)} blocks of {damaged.key} do not have the bytes that were stored"
+            f" in {self.node_id}'s memory; what they held is computed again"
         )
-        failed = [] if seq.reserve_growth else self._fail(seq, Refusal.WORKER_FAILED, text)
-        return [Note("error", "kv_checksum_mismatch", text), *failed]
+        note = Note("error", "kv_checksum_mismatch", text)
+        if run is None or run.seq.reserve_growth or run.seq.state is SeqState.DEAD:
+            return [note]
+        return [note, *self._fail(run.seq, Refusal.WORKER_FAILED, text)]
 
     def _take(self, run: Run, generated: Generated) -> list[Effect]:
         """The tokens of `generated` go into the next frame, but for those that the router has."""
@@ -290,6 +302,13 @@ class VllmWorker(Worker):
         about = self.node_id, self.config.epoch, NO_VERSION, self.config.fingerprint
         return Send(asked.reply_to, WeightsUpdated(*about, asked.version.digest, FIXED_WEIGHTS))
 
+    def _keep_kv(self, asked: KVConnect) -> Send:
+        """Nobody can read it. Who asks compares what both say of it, for a line in its log."""
+        config = self.config
+        about = tuple((name, NO_COPIES) for name, _ in config.compatibility)
+        answer = KVConnected(config.node_id, config.epoch, b"", config.num_blocks, b"", about)
+        return Send(asked.consumer, answer)
+
     def _measure(self, step: Stepped) -> None:
         timing = self.core.timing
         awaiting = [run for run in self._runs.values() if not run.has_begun]
@@ -309,12 +328,6 @@ class VllmWorker(Worker):
             features = prompt_features(num_new, 0, self.config.max_num_batched_tokens)
             timing.on_prompts(num_new, features, self._prompts_s)
             self._prompts_s = 0.0
-
-    def _on_tick(self, now: float) -> list[Effect]:
-        pool = self.core.kv.pool
-        pool.evict(self._damaged)
-        self._damaged = {name for name in self._damaged if pool.is_cached(name)}
-        return super()._on_tick(now)
 
     def _stats(self) -> WorkerStats:
         preempted = self._last.num_preempted

@@ -79,6 +79,6 @@ def options(sampling: SamplingParams, num_output_tokens: int, *, sent: bool) -> 
         found["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if sampling.logprob_token_ids:
         found |= {"logprob_token_ids": list(sampling.logprob_token_ids), "logprobs": None}
-    if sampling.grammar:
-        found["structured_outputs"] = structure(sampling.grammar)
+    if sampling.grammar:  # which says when it may end: vLLM would be left without any token
+        found |= {"structured_outputs": structure(sampling.grammar), "min_tokens": 0}
     return found

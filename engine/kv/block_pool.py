@@ -235,6 +235,12 @@ class BlockPool:
             count += 1
         return count
 
+    def forget(self, block: int) -> None:
+        """It is damaged: nobody is to find it. Who uses it keeps it; then it is blank."""
+        block_hash = self._hashes[block]
+        if block_hash is not None and not self.evict([block_hash]):
+            self._forget_hash(block)
+
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Net (stored, removed) hashes since the last call."""
         return self._changes.take()

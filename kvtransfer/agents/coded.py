@@ -113,6 +113,7 @@ class CodedAgent:
         self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._num_threads, "kv-codec")
         self._live: set[CodedCopy] = set()
+        self._refused: list[CodedCopy] = []  # some of it was begun
 
     @property
     def can_reach_device(self) -> bool:
@@ -149,13 +150,19 @@ class CodedAgent:
         blocks, slots = (dst, src) if reads else (src, dst)
         results, quantised = [0] * len(blocks), frozenset(approximate)
         copy = CodedCopy(peer, reads, memory, blocks, slots, results, quantised)
+        self._release_refused()
         self._live.add(copy)
         try:
             self._begin(copy)
-        except AgentError:
-            self.release(copy)
+        except Exception:  # what was begun of it is nobody else's
+            self._refused.append(copy)
+            self._release_refused()
             raise
         return copy
+
+    def _release_refused(self) -> None:
+        """Slots of copies that failed as they were posted are free again once they have settled."""
+        self._refused = [copy for copy in self._refused if not self.release(copy)]
 
     def poll(self, handle: CodedCopy) -> bool:
         """What is in the page cache is read at once: so the next batch is begun here, and not when

@@ -8,6 +8,10 @@ What NIXL says of a read proves nothing. An object that is too short reads as do
 one the text of the error is where the block should be; and while a server does not answer, a
 transfer goes on for minutes. So NIXL knows the staging area only. A copy that is given up leaves
 its slots behind, and settles at once: nothing but this agent writes to the worker's memory.
+
+Copies take turns: the next object is one of the copy that has the fewest on their way. As many are
+on their way as come within a fraction of a second: over a slow link they share it, and if it has
+many of them at once, nothing comes for long.
 """
 
 from __future__ import annotations
@@ -63,6 +67,8 @@ MIN_STAGING, MAX_STAGING = 8, 128  # slots
 WRITE_SHARE = 4  # writes have at most 1 / 4 of them
 NUM_THREADS = 16  # NIXL's, each of which waits for one answer
 STALL_S = 1.0  # a store from which nothing has come for so long does not answer
+PROMPT_S = 0.25  # while objects take less, one more each time is on its way; twice that, fewer
+FIRST_LIVE = 2  # on their way at the beginning
 RETRY = Backoff(5.0, 60.0)  # before one that has failed is asked again
 CLOSE_S = 1.0
 CLOSE_POLL_S = 1e-3
@@ -76,6 +82,7 @@ _abandoned: list[object] = []  # what NIXL may still write to: never to be used 
 class ObjectTransfer(Transfer):
     slot: int  # in the staging area
     registered: Any  # its key, with NIXL
+    begun_at: float = 0.0
 
 
 class ObjectTransport(Transfers[ObjectTransfer]):
@@ -175,11 +182,11 @@ class ObjectCopy:
     names: Sequence[bytes]
     checksums: Sequence[int]  # where it writes
     results: list[int]  # as CopyDone has them; where it writes: bytes of each object
-    moved_at: float  # when something has come last
     transport: ObjectTransport
     begun: int = 0
     done: int = 0
     live: dict[ObjectTransfer, int] = field(default_factory=dict)  # -> number in `blocks`
+    error: str = ""  # why its next object could not be begun
 
 
 class ObjectAgent(OwnAgent):
@@ -213,6 +220,10 @@ class ObjectAgent(OwnAgent):
         self._clock = clock
         self._block = np.empty((1, self._size), np.uint8)  # one that was decoded
         self._coded = np.empty(self._size + MORE_BYTES, np.uint8)
+        self._copies: dict[ObjectCopy, None] = {}  # not done, and not given up
+        self._most_live = float(FIRST_LIVE)  # objects on their way
+        self._took_s = 0.0  # how long the last ones took
+        self._moved_at = float("-inf")  # something has come, or was asked for when nothing was
         self._left: dict[ObjectTransfer, ObjectTransport] = {}  # their copies were given up
         self._retired: list[ObjectTransport] = []  # with other credentials
         self._failures = 0  # each soon after the one before
@@ -251,12 +262,13 @@ class ObjectAgent(OwnAgent):
         if not self._transport.free and self.num_left >= len(self._transport.staging):
             raise AgentError(f"{text}: {self.num_left} transfers that were given up have not ended")
         results = [0] * len(blocks)
-        facts = reads, tier, blocks, names, checksums, results, now
+        facts = reads, tier, blocks, names, checksums, results
         copy = ObjectCopy(text, *facts, self._transport)
-        try:
-            self._begin(copy)
-        except AgentError as error:
-            raise self._failed(copy, str(error)) from error
+        self._copies[copy] = None
+        self._begin(now)
+        if copy.error:
+            self.release(copy)
+            raise self._failed(copy, copy.error)
         return copy
 
     def poll(self, handle: ObjectCopy) -> bool:
@@ -269,20 +281,27 @@ class ObjectAgent(OwnAgent):
                 error = ""
             except AgentError as failure:
                 error = str(failure)
-            handle.moved_at = now
+            self._note_speed(now, now - transfer.begun_at)
             handle.results[index] = self._end(handle, transfer, index, error)
             del handle.live[transfer]
             transport.release(transfer)
             handle.done += 1
-        self._begin(handle)
+        self._begin(now)
+        if handle.error:
+            raise self._failed(handle, handle.error)
         if handle.done == len(handle.blocks):
+            self._copies.pop(handle, None)
             self._failures = 0
             return True
-        if now - handle.moved_at >= STALL_S:
-            raise self._failed(handle, f"nothing has come for {STALL_S:g} s")
+        if now < self._retry_at:  # another copy has found that
+            raise AgentError(f"{handle.text}: {self._why}")
+        silent_s = now - self._moved_at
+        if handle.live and silent_s >= STALL_S + 2 * self._took_s and not self._has_come():
+            raise self._failed(handle, f"nothing has come for {silent_s:.0f} s")
         return False
 
     def release(self, handle: ObjectCopy) -> bool:
+        self._copies.pop(handle, None)
         self._left |= dict.fromkeys(handle.live, handle.transport)
         handle.live.clear()
         self._forget_settled()
@@ -301,17 +320,55 @@ class ObjectAgent(OwnAgent):
             transport.abandon()
         _abandoned.extend(self._retired)
 
-    def _begin(self, copy: ObjectCopy) -> None:
-        """As many transfers as there are slots for. Raises AgentError."""
+    def _begin(self, now: float) -> None:
+        """As many transfers as may be on their way, of all copies in turns."""
+        while sum(len(copy.live) for copy in self._copies) < int(self._most_live):
+            able = [copy for copy in self._copies if self._may_begin(copy)]
+            if not able:
+                return
+            copy = min(able, key=lambda each: len(each.live))
+            try:
+                self._begin_next(now, copy)
+            except AgentError as error:
+                copy.error = str(error)
+
+    def _may_begin(self, copy: ObjectCopy) -> bool:
         transport = copy.transport
         most = len(transport.staging) if copy.reads else len(transport.staging) // WRITE_SHARE
-        while copy.begun < len(copy.blocks) and transport.free and len(copy.live) < most:
-            index, slot = copy.begun, transport.free[-1]
-            name = copy.names[index]
-            size = transport.staging.shape[1] if copy.reads else self._pack(copy, index, slot)
-            key = self._prefix + name.hex()
-            copy.live[transport.start(copy.reads, key, slot, size)] = index
-            copy.begun += 1
+        has_next = copy.begun < len(copy.blocks) and not copy.error
+        return has_next and bool(transport.free) and len(copy.live) < most
+
+    def _begin_next(self, now: float, copy: ObjectCopy) -> None:
+        """Begins the transfer of one more block. Raises AgentError."""
+        transport, index = copy.transport, copy.begun
+        slot, name = transport.free[-1], copy.names[index]
+        size = transport.staging.shape[1] if copy.reads else self._pack(copy, index, slot)
+        transfer = transport.start(copy.reads, self._prefix + name.hex(), slot, size)
+        if not any(each.live for each in self._copies):
+            self._moved_at = now
+        transfer.begun_at = now
+        copy.live[transfer] = index
+        copy.begun += 1
+
+    def _note_speed(self, now: float, took_s: float) -> None:
+        """Takes note of an object that has come, for how many are asked for at once."""
+        self._moved_at = now
+        self._took_s += (took_s - self._took_s) / 4
+        if took_s < PROMPT_S:
+            self._most_live = min(self._most_live + 1, MAX_STAGING)
+        elif took_s > 2 * PROMPT_S:
+            self._most_live = max(1.0, self._most_live * 0.8)
+
+    def _has_come(self) -> bool:
+        """Whether something has, of a copy that was not looked at since."""
+        for copy in self._copies:
+            for transfer in copy.live:
+                try:
+                    if copy.transport.poll(transfer):
+                        return True
+                except AgentError:
+                    return True
+        return False
 
     def _end(self, copy: ObjectCopy, transfer: ObjectTransfer, index: int, error: str) -> int:
         """The result of a transfer that has settled. Raises AgentError if it says that the store
@@ -367,6 +424,7 @@ class ObjectAgent(OwnAgent):
         now = self._clock()
         if now >= self._retry_at:
             self._failures += 1
+            self._most_live = FIRST_LIVE
             self._retry_at = now + RETRY.pause_s(self._failures)
         self._why = f"{self._bucket} does not serve: {why}"
         return AgentError(f"{copy.text}: {self._why}")

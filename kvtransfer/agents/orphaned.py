@@ -1,8 +1,9 @@
 """Reads blocks that workers of this machine had in host memory when they died.
 
 Life of an arena here: its worker has died, so that its lock is free -> attached, its blocks are
-announced to the node -> read, by copies that the calling thread makes -> left: another worker wants
-it, or has removed it.
+announced to the node: first those whose names the node has asked for, from the beginning of a
+prefix on, then all others, slowly -> read, by copies that the calling thread makes -> left: another
+worker wants it, or has removed it.
 
 Where a worker has several ranks, each reads its own parts of arenas. Rank 0 looks for them and says
 to which slots they are attached; the others attach the same as soon as theirs are free.
@@ -13,8 +14,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,10 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.02
 """Between two looks for a worker that has died. What it was doing is here within milliseconds."""
 LIST_S = 1.0  # between two looks for arenas that are new
-MAX_FOUND = 2048  # records that are announced in one look
+MAX_FOUND = 256  # records that are announced at a time: a node has other messages between
+PACE_S = 0.002  # between two of those that were asked for; of others, LOOK_S
+ASKED_S = 1.0  # names are looked for in arenas that come within this time
+MAX_ASKED = 64  # streams that wait for theirs
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +49,15 @@ class Attached:
     until: float  # by the clock of the agent: what was announced of it has expired by then
     announced: bool = False  # some of its records
     has_more: bool = True  # records to announce
+    asked: deque[list[int]] = field(default_factory=deque)  # slots, to be announced first
 
     @property
     def end(self) -> int:
         return self.first + self.num_slots
+
+    def ask(self, names: tuple[bytes, ...]) -> None:
+        found = self.arena.listed.find(names)
+        self.asked += (found[at : at + MAX_FOUND] for at in range(0, len(found), MAX_FOUND))
 
 
 class OrphanedAgent(OwnAgent):
@@ -79,6 +89,8 @@ class OrphanedAgent(OwnAgent):
         self._watched: dict[Path, FolderLock] = {}  # not held, as long as a worker has it
         self._list_at = float("-inf")
         self._follows = follows
+        self._names: deque[tuple[float, tuple[bytes, ...]]] = deque()  # asked for, until when
+        self._announce_at = float("-inf")
         self._asked: dict[Path, AttachStore] = {}  # those of `_watched`, where it follows
 
     def look(self) -> list[StoreFound | StoreGone]:
@@ -106,6 +118,14 @@ class OrphanedAgent(OwnAgent):
             else:
                 self._attach(now, path, lock, asked)
         return [*changes, *self._announce(now)]
+
+    def find(self, names: tuple[bytes, ...]) -> None:
+        """Announce these first, of what is attached, and of what soon will be."""
+        self._names.append((self._clock() + ASKED_S, names))
+        if len(self._names) > MAX_ASKED:
+            self._names.popleft()
+        for each in self._attached:
+            each.ask(names)
 
     def attach(self, asked: AttachStore) -> None:
         """As soon as it can be read; what was attached to these slots is left."""
@@ -147,29 +167,49 @@ class OrphanedAgent(OwnAgent):
         else:
             num_slots = min(asked.num_slots, arena.num_slots)
             each = Attached(arena, asked.first_slot, num_slots, now)
+        for until, names in self._names:
+            if now < until:
+                each.ask(names)
         self._attached.append(each)
         self._attached.sort(key=lambda each: each.first)
 
     @property
     def wait_s(self) -> float:
         """How long the next look may wait."""
+        if any(each.asked for each in self._attached):
+            return PACE_S
         return LOOK_S if self._watched or self._attached else LIST_S
 
     def _announce(self, now: float) -> list[StoreFound | StoreGone]:
-        found: list[StoreFound | StoreGone] = []
+        """The next records, of one arena after the other."""
+        while self._names and self._names[0][0] <= now:
+            self._names.popleft()
+        if now < self._announce_at:
+            return []
         for each in self._attached:
-            records = tuple(
-                DiskRecord(each.first + r.slot, r.block_hash, r.checksum, r.keep_s)
-                for r in islice(each.arena.records, MAX_FOUND)
-            )
+            if each.asked:
+                self._announce_at = now + PACE_S
+                records = each.arena.listed.records_of(each.asked.popleft())
+                found = self._found(now, each, records)
+                return [replace(found, has_more=bool(each.asked), was_asked_for=True)]
+        for each in self._attached:
+            if not each.has_more:
+                continue
+            records = [*islice(each.arena.records, MAX_FOUND)]
             each.has_more = len(records) == MAX_FOUND
             if records:
-                each.announced = True
-                each.until = max(each.until, now + max(record.keep_s for record in records))
-                place = each.arena.folder.name
-                where = Tier.ORPHANED, each.first, each.num_slots
-                found.append(StoreFound(*where, records, place))
-        return found
+                self._announce_at = now + LOOK_S
+                return [self._found(now, each, records)]
+        return []
+
+    def _found(self, now: float, each: Attached, records: list[DiskRecord]) -> StoreFound:
+        each.announced = True
+        each.until = max([each.until, *(now + record.keep_s for record in records)])
+        moved = tuple(
+            DiskRecord(each.first + r.slot, r.block_hash, r.checksum, r.keep_s) for r in records
+        )
+        place = Tier.ORPHANED, each.first, each.num_slots
+        return StoreFound(*place, moved, each.arena.folder.name, was_asked_for=False)
 
     def _room_for(self, num_slots: int) -> int:
         """The first gap between the arenas that are attached."""

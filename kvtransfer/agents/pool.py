@@ -16,6 +16,7 @@ from kvrelay.kvtransfer.agents.metadata import Space
 from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks, head_weights
 from kvrelay.kvtransfer.layout import HeadShare
 
+WRITTEN_AT_ONCE = 32  # blocks that are copied to a GPU; a stack of them is on both sides
 CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for every CUDA context
 
 
@@ -111,7 +112,10 @@ def write_blocks(
     import torch
 
     memory = pool.flatten(1).view(torch.uint8)
-    memory[list(blocks)] = torch.from_numpy(np.stack(list(found))).to(memory.device)
+    for at in range(0, len(blocks), WRITTEN_AT_ONCE):
+        some = slice(at, at + WRITTEN_AT_ONCE)
+        stack = np.stack([*found[some]])
+        memory[list(blocks[some])] = torch.from_numpy(stack).to(memory.device)
     torch.cuda.current_stream(memory.device).synchronize()
 
 

@@ -37,10 +37,13 @@ from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK, FolderLock
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "index.kv"
 WANTED = "wanted"  # locked by who waits for the folder
+PLAN_S = 1.0  # the most that one waits for another to have been sized
 REMOVE_S = 3.0  # workers that were killed take a moment to end
 VERSION = 1
 HEADER_BYTES = mmap.PAGESIZE
 RESERVE_BYTES = 16 << 20  # memory is taken in such pieces, in a few milliseconds each
+KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no half of a name is lost
+RETRY_S = 10.0  # before memory that was lacking is asked for again
 RECORD = np.dtype(
     [
         ("name", "V16"),
@@ -75,15 +78,11 @@ class ArenaIndex:
         self._rows = np.frombuffer(self._map, RECORD, num_slots, HEADER_BYTES)
         self._number = 0
 
-    def read(self, now: float) -> Iterator[DiskRecord]:
-        """What is listed now, the last written first; each block once. Records are checked as they
-        are taken: there may be a hundred thousand."""
-        rows = self._rows.copy()
-        slots = np.flatnonzero((rows["check"] != 0) & (rows["expires_at"] > now))
-        slots = slots[np.argsort(rows["number"][slots])[::-1]]
-        if len(slots):
-            self._number = int(rows["number"][slots[0]])
-        return _checked(rows, slots, now)
+    def read(self, now: float) -> Listed:
+        """Copies what is listed now, to be looked at later."""
+        listed = Listed(self._rows.copy(), now)
+        self._number = max(self._number, listed.number)
+        return listed
 
     def update(self, change: StoreIndex, now: float) -> None:
         for slot in change.remove:
@@ -102,17 +101,64 @@ class ArenaIndex:
         self._map.close()
 
 
-def _checked(rows: NDArray[Any], slots: NDArray[Any], now: float) -> Iterator[DiskRecord]:
-    """Records of `slots`, in this order, that are as they were written."""
-    raw, seen = rows.tobytes(), set[bytes]()
-    chosen = rows[slots]
-    columns = (chosen[name].tolist() for name in ("checksum", "expires_at", "check"))
-    for slot, checksum, until, check in zip(slots.tolist(), *columns, strict=True):
-        at = slot * RECORD.itemsize
-        name = raw[at : at + 16]
-        if name not in seen and _check(raw[at : at + _FIELDS.size]) == check:
-            seen.add(name)
-            yield DiskRecord(slot, name, checksum, until - now)
+class Listed:
+    """What an index has listed at one time. Records are checked as they are taken: there may be a
+    hundred thousand."""
+
+    def __init__(self, rows: NDArray[Any], now: float) -> None:
+        self._rows = rows
+        self._now = now
+        slots = np.flatnonzero((rows["check"] != 0) & (rows["expires_at"] > now))
+        self._slots = slots[np.argsort(rows["number"][slots])[::-1]]
+        self.number = int(rows["number"][self._slots[0]]) if len(slots) else 0
+        self._by_key: tuple[NDArray[np.uint64], NDArray[Any]] | None = None
+
+    def records(self) -> Iterator[DiskRecord]:
+        """Yields all, the last written first, each block once."""
+        seen = set[bytes]()
+        for slot in self._slots.tolist():
+            record = self._record(slot)
+            if record is not None and record.block_hash not in seen:
+                seen.add(record.block_hash)
+                yield record
+
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """Slots of those of these names that are there, in this order."""
+        if not len(self._slots) or not names:
+            return []
+        if self._by_key is None:  # the last written of a name is the last
+            slots = self._slots[::-1]
+            keys = _keys(np.ascontiguousarray(self._rows["name"][slots]))
+            order = np.argsort(keys, kind="stable")
+            self._by_key = keys[order], slots[order]
+        keys, slots = self._by_key
+        wanted = np.frombuffer(b"".join(names), "V16")
+        places = np.searchsorted(keys, _keys(wanted), side="right") - 1
+        found = slots[np.maximum(places, 0)]
+        is_there = (places >= 0) & (self._rows["name"][found] == wanted)
+        listed: list[int] = found[is_there].tolist()
+        return listed
+
+    def records_of(self, slots: Sequence[int]) -> list[DiskRecord]:
+        """What these hold, as far as it is as it was written."""
+        found = map(self._record, slots)
+        return [record for record in found if record is not None]
+
+    def _record(self, slot: int) -> DiskRecord | None:
+        """None if it is not as it was written."""
+        fields = self._rows[slot].tobytes()
+        name, checksum, until, _ = _FIELDS.unpack_from(fields)
+        (check,) = _CHECK.unpack_from(fields, _FIELDS.size)
+        if _check(fields[: _FIELDS.size]) != check:
+            return None
+        return DiskRecord(slot, name, checksum, until - self._now)
+
+
+def _keys(names: NDArray[Any]) -> NDArray[np.uint64]:
+    """64 bits of each name, by which it is looked up."""
+    halves = names.view(np.uint64).reshape(-1, 2)
+    keys: NDArray[np.uint64] = halves[:, 0] ^ (halves[:, 1] * KEY_FACTOR)
+    return keys
 
 
 def _place(slot: int) -> int:
@@ -130,7 +176,13 @@ class HostArena:
     index lists was written, and has memory of its own."""
 
     def __init__(
-        self, folder: Path, lock: FolderLock, memory: NDArray[np.uint8], fd: int, clock: Clock
+        self,
+        folder: Path,
+        lock: FolderLock,
+        memory: NDArray[np.uint8],
+        fd: int,
+        clock: Clock,
+        monotonic: Clock = time.monotonic,
     ) -> None:
         """`lock`: held, and owned from now on; `fd`: that of the blocks, too."""
         self.folder = folder
@@ -142,6 +194,10 @@ class HostArena:
         self._index: ArenaIndex | None = None
         self._clock = clock
         self._reserved_bytes = 0
+        self._monotonic = monotonic
+        self._retry_at: float | None = None  # memory was lacking, and is asked for again then
+        self._room_to_say = False  # it has changed
+        self._why = ""
 
     @classmethod
     def open(
@@ -153,13 +209,16 @@ class HostArena:
         num_slots: int,
         lock_timeout_s: float,
         clock: Clock = time.time,
+        among: Path | None = None,
     ) -> HostArena:
-        """Takes the folder, or makes it; blocks of another identity are forgotten. Raises
-        StoreError, StoreInUse."""
+        """Takes the folder, or makes it; blocks of another identity are forgotten. `among`: the
+        folder of all arenas that have the machine's shared memory together. Raises StoreError,
+        StoreInUse."""
         try:
             lock = _lock(folder, lock_timeout_s)
             try:
-                return cls._open(folder, lock, identity, bytes_per_block, num_slots, clock)
+                what = identity, bytes_per_block, num_slots, clock
+                return cls._open(folder, among or folder, lock, *what)
             except BaseException:
                 lock.release()
                 raise
@@ -170,6 +229,7 @@ class HostArena:
     def _open(
         cls,
         folder: Path,
+        among: Path,
         lock: FolderLock,
         identity: Mapping[str, str],
         bytes_per_block: int,
@@ -186,8 +246,10 @@ class HostArena:
                 os.ftruncate(blocks, 0)
                 os.ftruncate(index, 0)
                 os.pwrite(index, header, 0)
-            _check_room(folder, size - os.fstat(blocks).st_blocks * 512)
-            os.ftruncate(blocks, size)
+            with _planning(among):
+                promised = size - _taken(os.fstat(blocks))
+                _check_room(folder, promised, _promised_bytes(among, besides=folder))
+                os.ftruncate(blocks, size)
             os.ftruncate(index, HEADER_BYTES + num_slots * RECORD.itemsize)
             mapped = mmap.mmap(blocks, size)
             with contextlib.suppress(OSError):  # a kernel that has none for shared memory
@@ -195,7 +257,7 @@ class HostArena:
             memory = np.frombuffer(mapped, np.uint8).reshape(num_slots, bytes_per_block)
             arena = cls(folder, lock, memory, blocks, clock)
             arena._index = ArenaIndex(index, num_slots, writable=True)
-            arena.records = [*arena._index.read(clock())]
+            arena.records = [*arena._index.read(clock()).records()]
         except BaseException:
             os.close(blocks)
             raise
@@ -209,16 +271,48 @@ class HostArena:
         end = (max(slots) + 1) * self.memory.shape[1]
         if end <= self._reserved_bytes:
             return
-        first, size = self._reserved_bytes, self.memory.nbytes
-        wanted = min(size, -(-end // RESERVE_BYTES) * RESERVE_BYTES)
-        try:
-            os.posix_fallocate(self._fd, first, wanted - first)
-        except OSError as error:
-            raise AgentError(
-                f"{wanted / 2**30:.2f} GiB of host memory for KV: {os.strerror(error.errno or 0)};"
-                f" make room in {self.folder}, or lower tiers.host_gib"
-            ) from error
-        self._reserved_bytes = wanted
+        error = self._extend(end)
+        if error is not None:
+            self._retry_at = self._monotonic() + RETRY_S
+            self._room_to_say = True
+            self._why = (
+                f"{os.strerror(error.errno or 0)} in {self.folder}; make room there, or lower"
+                " tiers.host_gib"
+            )
+            raise AgentError(f"{end / 2**30:.2f} GiB of host memory for KV: {self._why}")
+
+    def find_room(self) -> tuple[int, str] | None:
+        """(slots that have memory, why no more), where that has changed since the last call: after
+        a `reserve` for which there was none, and as more is found, which is asked for now and
+        then."""
+        if self._retry_at is not None and self._monotonic() >= self._retry_at:
+            before, size = self._reserved_bytes, self.memory.nbytes
+            if self._extend(min(size, before + RESERVE_BYTES)) is not None:
+                self._retry_at = self._monotonic() + RETRY_S  # else on with the next piece
+            elif self._reserved_bytes == size:
+                self._retry_at, self._why = None, "others have given some back"
+            self._room_to_say |= self._reserved_bytes > before
+        if not self._room_to_say:
+            return None
+        self._room_to_say = False
+        return self._reserved_bytes // self.memory.shape[1], self._why
+
+    def _extend(self, end: int) -> OSError | None:
+        """Take memory up to `end` bytes and a little more; or, with the error, as much as there
+        is."""
+        size, block = self.memory.nbytes, self.memory.shape[1]
+        until = -(-end // RESERVE_BYTES) * RESERVE_BYTES
+        while (first := self._reserved_bytes) < end:
+            until = min(until, size)
+            try:
+                os.posix_fallocate(self._fd, first, until - first)
+                self._reserved_bytes, until = until, 2 * until - first
+            except OSError as error:
+                one_more = (first // block + 1) * block
+                if until <= one_more:
+                    return error
+                until = max((first + until) // 2 // block * block, one_more)
+        return None
 
     def update(self, change: StoreIndex) -> None:
         """Change the index; it is kept from when this returns, whatever happens to the process."""
@@ -261,14 +355,52 @@ def _header(identity: Mapping[str, str], bytes_per_block: int) -> bytes:
     return header.ljust(HEADER_BYTES, b"\0")
 
 
-def _check_room(folder: Path, missing_bytes: int) -> None:
-    """Raises StoreError where the file system could not hold the blocks."""
+@contextlib.contextmanager
+def _planning(root: Path) -> Iterator[None]:
+    """Arenas below `root` are sized one after the other; one that has stopped is not waited for."""
+    fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + PLAN_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.001)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _promised_bytes(root: Path, besides: Path) -> int:
+    """What processes that have others below `root` have not taken yet of their size."""
+    found = 0
+    for path in root.rglob(BLOCKS):
+        if path.parent == besides:
+            continue
+        if (lock := FolderLock.try_take(path.parent / LOCK)) is not None:
+            lock.release()
+            continue  # nobody writes there
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found += status.st_size - _taken(status)
+    return found
+
+
+def _taken(status: os.stat_result) -> int:
+    return min(status.st_size, status.st_blocks * 512)
+
+
+def _check_room(folder: Path, missing_bytes: int, promised_bytes: int) -> None:
+    """Raises StoreError where the file system could not hold the blocks, beside what it has
+    promised to others."""
     found = os.statvfs(folder)
     free_bytes = found.f_bavail * found.f_frsize
-    if missing_bytes > free_bytes:
+    if missing_bytes + promised_bytes > free_bytes:
+        others = f", {promised_bytes / 2**30:.1f} of them for others" if promised_bytes else ""
         raise StoreError(
             f"host memory {folder}: {missing_bytes / 2**30:.1f} GiB are needed,"
-            f" {free_bytes / 2**30:.1f} GiB are free in that file system"
+            f" {free_bytes / 2**30:.1f} GiB are free in that file system{others}; give more"
+            " shared memory (--shm-size of a container), or lower tiers.host_gib"
         )
 
 
@@ -287,7 +419,8 @@ class OrphanedArena:
             self.num_slots = min(num_bytes // self.bytes_per_block, num_records)
             self._map = mmap.mmap(blocks.fileno(), num_bytes, prot=mmap.PROT_READ)
             rows = ArenaIndex(index.fileno(), self.num_slots, writable=False)
-            self.records = rows.read(clock())  # those that nobody has taken yet
+            self.listed = rows.read(clock())
+            self.records = self.listed.records()  # those that nobody has taken yet
             rows.close()
         size = self.num_slots * self.bytes_per_block
         memory = np.frombuffer(self._map, np.uint8, size)

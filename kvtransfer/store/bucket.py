@@ -26,6 +26,7 @@ REQUEST_S = 5.0  # a request that is not answered by then has failed
 MAX_BODY = 8 << 20  # bytes of a page of a list; a page of 1,000 keys has 0.4 MB
 PAGE = 1000
 EMPTY = hashlib.sha256(b"").hexdigest()
+ABSENT = ("NoSuchKey", "InvalidRange")  # the other: it is empty
 PROFILE = "AWS_PROFILE"
 CA_BUNDLE = "AWS_CA_BUNDLE"
 VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -104,23 +105,39 @@ class Bucket:
         keys = [each.text or "" for each in root.iterfind("{*}Contents/{*}Key")]
         return keys, root.findtext("{*}IsTruncated") == "true"
 
+    def has(self, key: str) -> bool:
+        """Whether there is an object of this key. Raises BucketError."""
+        return self._ask(key, {}, {"Range": "bytes=0-0"}, absent=True) is not None
+
     def _get(self, query: Mapping[str, str]) -> bytes:
+        body = self._ask("", query, {})
+        assert body is not None
+        return body
+
+    def _ask(
+        self, key: str, query: Mapping[str, str], fields: Mapping[str, str], *, absent: bool = False
+    ) -> bytes | None:
+        """`absent`: that there is no such key is an answer, None."""
         at = urlsplit(self.url)
-        path = at.path.rstrip("/") + ("/" if self.is_in_host else f"/{quote(self.name)}")
+        path = at.path.rstrip("/") + ("" if self.is_in_host else f"/{quote(self.name)}")
+        path += f"/{quote(key)}" if key or self.is_in_host else ""
         sent = "&".join(f"{name}={quote(query[name], safe='-_.~')}" for name in sorted(query))
         headers = sign(self.credentials(), self.region, at.netloc, path, sent)
         try:
             connection = _connect(at.scheme, at.netloc)
             try:
-                connection.request("GET", f"{path}?{sent}", headers=headers)
+                target = f"{path}?{sent}" if sent else path
+                connection.request("GET", target, headers={**headers, **fields})
                 answer = connection.getresponse()
                 body = answer.read(MAX_BODY)
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException) as error:
             raise BucketError(f"{self}: {error or type(error).__name__}") from error
-        if answer.status != http.HTTPStatus.OK:
+        if answer.status not in (http.HTTPStatus.OK, http.HTTPStatus.PARTIAL_CONTENT):
             says = error_code(body) or answer.reason
+            if absent and says in ABSENT:
+                return None
             raise BucketError(f"{self}: {answer.status} {says}{_ADVICE.get(says, '')}")
         return body
 

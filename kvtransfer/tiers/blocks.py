@@ -128,7 +128,9 @@ class BackingTier:
         self.to_promote: OrderedDict[bytes, None] = OrderedDict()  # to the first tier
         self._first = first
         self._to_park: OrderedDict[bytes, None] = OrderedDict()  # to be written at once
-        self._to_write = LeastFirst[Entry](self._last_used)  # once they were not used for a while
+        self._to_write = LeastFirst[Entry](
+            self._last_used, first.num_entries
+        )  # once they were not used for a while
         self._write_after_s = write_after_s
 
     def park(self, block_hash: bytes) -> None:
@@ -172,7 +174,7 @@ class BackingTier:
         """Not used for a while; or about to be evicted, while there is still room here."""
         if entry is None:
             return False
-        crowded = self._first.num_blank < WRITE_AHEAD_SHARE * self._first.num_blocks
+        crowded = self._first.num_blank < WRITE_AHEAD_SHARE * self._first.num_usable
         if crowded and self.pool.num_blank > 0:
             return True
         return entry.usage.last_used + self._write_after_s <= now

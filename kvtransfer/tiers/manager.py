@@ -24,6 +24,7 @@ from kvrelay.kvtransfer.agent import (
     StoreFound,
     StoreGone,
     StoreListed,
+    StoreRoom,
 )
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
@@ -151,7 +152,8 @@ class Tiers:
 
     def on_store_listed(self, now: float, listed: StoreListed) -> list[Effect]:
         keep_s, tier = self._config.retention.keep_s, listed.tier
-        found = self._blocks.on_listed(now, tier, listed.names, keep_s, evict=False)
+        is_wanted = bool(listed.asked)  # else there are more names than can be remembered
+        found = self._blocks.on_listed(now, tier, listed.names, keep_s, evict=is_wanted)
         self._blocks.count(f"tier_found_{tier}", found)
         return []
 
@@ -161,6 +163,24 @@ class Tiers:
             self._blocks.on_listed(
                 now, Tier.OBJECT, block_hashes, self._config.retention.keep_s, evict=True
             )
+
+    def on_store_room(self, room: StoreRoom) -> list[Effect]:
+        pool = self._pools.get(room.tier)
+        if pool is None:
+            return []
+        before = pool.num_usable
+        pool.limit(room.num_slots)
+        text = (
+            f"{self._config.node_id}: the {room.tier} tier has memory for {room.num_slots} of"
+            f" {pool.num_blocks} blocks: {room.why}"
+        )
+        if pool.num_usable < before:
+            return [Note("warning", f"{room.tier}_memory_short", text)]
+        return [] if pool.num_lacking else [Note("info", f"{room.tier}_memory_found", text)]
+
+    def num_lacking(self, tier: Tier) -> int:
+        """Slots that there is no memory for."""
+        return self._pools[tier].num_lacking if tier in self._pools else 0
 
     def on_store_gone(self, gone: StoreGone) -> list[Effect]:
         self._blocks.on_gone(gone)

@@ -207,7 +207,7 @@ class TierMoves:
 
     def _size(self, tier: Tier) -> int:
         pool = self._blocks.pools.get(tier)
-        return self._config.num_blocks if pool is None else pool.num_blocks
+        return self._config.num_blocks if pool is None else pool.num_usable
 
     def _allocate(self, now: float, pool: TierPool, block_hash: bytes) -> Entry | None:
         entry = pool.allocate(now, self._blocks.usages[block_hash])

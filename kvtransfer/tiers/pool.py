@@ -24,6 +24,8 @@ compared finds 0.5 more (`python -m benchmarks.kv.tier_trace TRACE --policies`).
 KEPT_SHARE = 0.5  # at most, so much of a tier is kept by orders
 FORGOTTEN_HERE = ("evicted", "expired")  # what others may find in storage that has keys
 
+FEW = 64  # items that are not worth to be cleared away
+
 Item = TypeVar("Item")
 
 
@@ -31,14 +33,16 @@ class LeastFirst(Generic[Item]):
     """Items by a key that may grow at any time and never shrinks; None: it belongs here no more.
 
     Invariant: each member is in the heap once, under a key that is at most its present one. So
-    nothing has to be done when a key grows."""
+    nothing has to be done when a key grows. At most half of the heap, and a few, belong here no
+    more."""
 
-    def __init__(self, key: Callable[[Item], float | None]) -> None:
+    def __init__(self, key: Callable[[Item], float | None], most: Callable[[], int]) -> None:
+        """`most`: how many items may belong here now."""
         self._key = key
+        self._most = most
         self._heap: list[tuple[float, int, Item]] = []
         self._members: set[Item] = set()
         self._num_added = 0  # breaks ties: items are not compared
-        self._compact_at = 64
 
     def add(self, item: Item) -> None:
         """Nothing happens if it is here already."""
@@ -48,7 +52,7 @@ class LeastFirst(Generic[Item]):
         self._members.add(item)
         self._num_added += 1
         heapq.heappush(self._heap, (key, self._num_added, item))
-        if len(self._heap) > self._compact_at:
+        if len(self._heap) > FEW + 2 * self._most():
             self._compact()
 
     def first(self) -> Item | None:
@@ -69,11 +73,10 @@ class LeastFirst(Generic[Item]):
         self._members.remove(heapq.heappop(self._heap)[2])
 
     def _compact(self) -> None:
-        """Drop what belongs here no more; the next time at twice the size that is left."""
+        """Drop what belongs here no more, which is half of it at least."""
         self._heap = [element for element in self._heap if self._key(element[2]) is not None]
         heapq.heapify(self._heap)
         self._members = {item for _, _, item in self._heap}
-        self._compact_at = max(64, 2 * len(self._heap))
 
 
 @dataclass(slots=True, eq=False)
@@ -141,18 +144,31 @@ class TierPool:
         self._owners: list[Entry | None] = [None] * num_blocks
         self._pins = [0] * num_blocks
         self._bytes = [0] * num_blocks  # that slots take of the room
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        # Blank slots, the next one last; those that a limit leaves out are beside them.
+        self._blank = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        self._left_out: dict[int, None] = {}
+        self._limit: int | None = None  # slots from here on are not written
         self._forgotten: list[Entry] = []
         self._changes = NetChanges()
-        self._expiry = LeastFirst(self._expires_at)
-        self._probation = LeastFirst(self._recency_if_new)
-        self._protected = LeastFirst(self._recency_if_reused)
-        self._low = LeastFirst(self._recency_if_low)
+        self._expiry = LeastFirst(self._expires_at, self.num_entries)
+        self._probation = LeastFirst(self._recency_if_new, self.num_entries)
+        self._protected = LeastFirst(self._recency_if_reused, self.num_entries)
+        self._low = LeastFirst(self._recency_if_low, self.num_entries)
 
     @property
     def num_used(self) -> int:
         """Slots that are not blank."""
-        return self.num_blocks - len(self._blank)
+        return self.num_blocks - len(self._blank) - len(self._left_out)
+
+    @property
+    def num_lacking(self) -> int:
+        """Blank slots that are not to be written."""
+        return len(self._left_out)
+
+    @property
+    def num_usable(self) -> int:
+        """Slots that are in use, or may be."""
+        return self.num_blocks - len(self._left_out)
 
     @property
     def num_blank(self) -> int:
@@ -169,7 +185,10 @@ class TierPool:
     def _least_blocks(self) -> int:
         """For how many there is room if each takes the most."""
         in_bytes = self._room_bytes // self._block_bytes if self._block_bytes else self.num_blocks
-        return min(self.num_blocks, in_bytes)
+        return min(self.num_usable, in_bytes)
+
+    def num_entries(self) -> int:
+        return len(self._entries)
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether it is here or on its way."""
@@ -198,16 +217,28 @@ class TierPool:
             entry.indexed_until = usage.expires_at
             self._changes.note(usage.block_hash, stored=True)
             self._enlist(entry)
-        slots = range(self.num_blocks - 1, -1, -1)
-        self._blank = [s for s in slots if self._owners[s] is None and not self._pins[s]]
+            self._blank.pop(slot, None)
+            self._left_out.pop(slot, None)
+
+    def limit(self, num_slots: int) -> None:
+        """Write no slot from this one on, until the next call: there is no memory. What is there
+        already can be read, and leaves its slot for good when it is forgotten."""
+        self._limit = num_slots
+        self._left_out |= {slot: None for slot in self._blank if slot >= num_slots}
+        back = [slot for slot in self._left_out if slot < num_slots]
+        for slot in back:
+            del self._left_out[slot]
+        for slot in self._left_out:
+            self._blank.pop(slot, None)
+        self._blank |= dict.fromkeys(back)
 
     def grow(self, num_blocks: int) -> None:
         """Have as many slots, if there are fewer."""
         more = range(self.num_blocks, num_blocks)
-        self._owners += [None for _ in more]
-        self._pins += [0 for _ in more]
-        self._bytes += [0 for _ in more]
-        self._blank += more
+        self._owners += [None] * len(more)
+        self._pins += [0] * len(more)
+        self._bytes += [0] * len(more)
+        self._blank |= dict.fromkeys(more)
         self.num_blocks = len(self._owners)
 
     def forget_slots(self, slots: range, why: str) -> None:
@@ -224,7 +255,7 @@ class TierPool:
         while self.num_blank < 1:
             if not (self.expire(now, 1) or self._evict(only_low=usage.is_low)):
                 return None
-        entry = self._enter(usage, self._blank.pop(), self._block_bytes)
+        entry = self._enter(usage, self._blank.popitem()[0], self._block_bytes)
         self._pins[entry.slot] = 1
         return entry
 
@@ -334,10 +365,11 @@ class TierPool:
 
     def check_integrity(self) -> None:
         """Assert the class invariant. Cost: O(num_blocks)."""
-        blank = set(self._blank)
+        blank = {*self._blank, *self._left_out}
+        assert not self._left_out or min(self._left_out) >= (self._limit or 0)
         assert self.used_bytes == sum(self._bytes) <= self._room_bytes
         assert not any(self._bytes[slot] for slot in blank)
-        assert len(blank) == len(self._blank)
+        assert len(blank) == len(self._blank) + len(self._left_out)
         for slot, entry in enumerate(self._owners):
             pins = self._pins[slot]
             assert pins >= 0
@@ -367,12 +399,13 @@ class TierPool:
 
     def _give_back(self, slot: int) -> None:
         self._take(slot, 0)
-        self._blank.append(slot)
+        is_out = self._limit is not None and slot >= self._limit
+        (self._left_out if is_out else self._blank)[slot] = None
 
     def _evict(self, *, only_low: bool) -> bool:
         num_new = len(self._entries) - self.num_reused
         parts = [self._probation, self._protected]
-        if num_new <= PROBATION_SHARE * self.num_blocks:
+        if num_new <= PROBATION_SHARE * self.num_usable:
             parts.reverse()
         for part in [self._low] if only_low else [self._low, *parts]:
             entry = part.first()

@@ -33,6 +33,7 @@ from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
     CopyDone,
+    FindStored,
     StoreFailed,
     StoreFound,
     StoreGone,
@@ -359,6 +360,8 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
                 life.agent.read(effect, fates, lambda done: self._read_done(life, done))
             case StoreIndex():
                 self._store(life, effect)
+            case FindStored():  # what is left is found whole
+                pass
             case ConnectPeer():
                 error = self.faults.connect()
                 after_s = 0.001 + 0.01 * self.rng.random()

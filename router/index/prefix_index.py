@@ -44,7 +44,7 @@ FACT = {Tier.DEVICE: constants.DEVICE, Tier.HOST: constants.HOST, Tier.DISK: con
 EXPECTED: int = constants.EXPECTED
 SAID: int = constants.SAID  # all that a worker has said itself, in whatever tier
 STORE_GROUP = 2  # slots of object stores are in none of workers
-MAX_STORED = 1 << 22  # blocks of one object store; then what is known of it is begun anew
+MAX_STORED = 1 << 22  # blocks of one object store; workers find others by asking for them
 NUM_RUNS: int = constants.NUM_RUNS  # in device memory, any memory, any tier, said by the worker
 
 
@@ -342,7 +342,8 @@ class PrefixIndex:
                 if not (change.stored or change.removed):
                     continue
                 slot, fact = self._place_of(view, change.tier)
-                self.table.change(slot, b"".join(change.stored), add=fact)
+                if change.tier is not Tier.OBJECT or self.table.held(slot, fact) < MAX_STORED:
+                    self.table.change(slot, b"".join(change.stored), add=fact)
                 self.table.change(slot, b"".join(change.removed), drop=fact)
             view.seq = events.seq
         self._check_gap(view)
@@ -441,8 +442,6 @@ class PrefixIndex:
         if slot is None:
             slot = self.stores[view.kind] = self.table.open(STORE_GROUP)
             self.on_store(view.kind, slot)
-        elif self.table.held(slot, fact) > MAX_STORED:
-            self.table.drop_all(slot, fact)
         return slot, fact
 
     def _current_view(self, worker: NodeId, epoch: int, seq: int) -> _View | None:

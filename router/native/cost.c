@@ -124,10 +124,14 @@ static bool intake_with_fetch(const cost_model *c, const worker *w, const work *
     int64_t start = asked->num_tokens - own->computed;
     double tokens_per_s = RATE(c, w, prefill_tokens_per_s), best_gain_s = -INFINITY;
     *fetched = *own;
+    if (!w->hands_over)
+        return false;
     for (int64_t i = 0; i < asked->num_fetch_sources; i++) {
         const fetch_source *source = &asked->fetch_sources[i];
         int64_t tokens = source->held.said - start;
         if (tokens <= 0 || source->worker == w || source->worker->model != w->model)
+            continue;
+        if (!source->worker->hands_over)
             continue;
         double fetch_s = c->handoff_s + read_s(w, tokens, RATE(c, w, read_bytes_per_s));
         fetch_s += promote_s(c, source, start);

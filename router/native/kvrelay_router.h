@@ -144,6 +144,7 @@ typedef struct worker {
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     int64_t roles;
     bool alive, has_stats, is_ranked;
+    bool hands_over; /* it computes prompts for others, and reads their KV */
 } worker;
 
 /* `fleet`: rates of workers that have measured none. */

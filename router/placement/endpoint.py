@@ -180,6 +180,7 @@ class Endpoint:
             "prompt_slowdown": 1.0,
             "roles": ROLE_BITS[info.role],
             "alive": True,
+            "hands_over": info.hands_over,
         }
         self.struct = ffi.new("worker *", fields)
         self.address = address_of(self.struct)

@@ -96,6 +96,25 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
             " prompts: set it to 0",
         ),
         (
+            "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\ndecode_tensor_parallel_size = 2",
+            "prefill = 1: workers that run vllm with tensor_parallel_size = 2 compute their own"
+            " prompts: set it to 0",
+        ),
+        (
+            "[model]\nquantization = 'int8'\n[engine]\nruns = 'vllm'\npython = 'p'",
+            "model.quantization = 'int8': vLLM does not obey it: set it by engine.arguments, as"
+            " vLLM calls it",
+        ),
+        (
+            "[engine]\nruns = 'vllm'\npython = 'p'\nwindow = 512",
+            "engine.window = 512: vLLM does not obey it: leave it out",
+        ),
+        (
+            "[engine]\nruns = 'vllm'\npython = 'p'\nattention_backend = 'triton'",
+            "engine.attention_backend = 'triton': vLLM does not obey it: set it by"
+            " engine.arguments, as vLLM calls it",
+        ),
+        (
             "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\nprefill = 0\n"
             "[scaling]\nenabled = true",
             "scaling.enabled: the number of workers that run vllm is fixed: set it to false",

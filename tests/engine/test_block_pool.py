@@ -99,6 +99,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.evictable.remove(block)
             self.low.discard(block)
 
+    @rule(block=st.integers(0, NUM_BLOCKS - 1))
+    def forget(self, block: int) -> None:
+        self.pool.forget(block)
+        if self.content.pop(block, None) is not None and block in self.evictable:
+            self.evictable.remove(block)
+            self.low.discard(block)
+
     @rule()
     def listen(self) -> None:
         stored, removed = self.pool.take_changes()

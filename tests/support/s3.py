@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
@@ -12,6 +13,7 @@ from xml.sax.saxutils import escape
 
 ACCESS_KEY, SECRET_KEY = "standin", "standin-secret"
 PAGE = 1000
+PACKET = 4096
 
 
 class S3StandIn:
@@ -23,6 +25,8 @@ class S3StandIn:
         self.access_key = ACCESS_KEY  # another one is refused
         self.refuse_with: HTTPStatus | None = None  # every request, from now on
         self.requests: list[str] = []  # method and path of each
+        self.bytes_per_s = 0.0  # all answers share it; 0: as fast as it goes
+        self.link = threading.Lock()
         self.goes_on = threading.Event()  # cleared: no request is answered
         self.goes_on.set()
         self._server = ThreadingHTTPServer(
@@ -127,6 +131,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", '"0"')
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        for first in range(0, len(body) if self.store.bytes_per_s else 0, PACKET):
+            with self.store.link:
+                time.sleep(len(body[first : first + PACKET]) / self.store.bytes_per_s)
         with suppress(BrokenPipeError, ConnectionResetError):  # who asked has given up
             self.wfile.write(b"" if self.command == "HEAD" else body)
 

@@ -5,7 +5,8 @@ Recorded from it: names and types of outputs, KV events (integers as hashes, the
 step, what is raised for a token that the model does not have, and how a KV connector is called. The
 model is a hash: the next token depends on all before it, and with a temperature on the seed and on
 how many were drawn. KV of a token is a hash of all up to it; where what is in a block is not that,
-another token comes.
+another token comes, and other KV of those that follow. Blocks are cached as they are allocated, and
+shared by requests that begin alike, in the same step too.
 """
 
 from __future__ import annotations
@@ -101,8 +102,10 @@ class LLMEngine:
     kv: list[torch.Tensor]  # by layer: [num_blocks, 1, block_size, WIDTH]
     free: list[int]
     requests: dict[str, _Request] = field(default_factory=dict)
-    cached: dict[int, None] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)  # hash -> block, the oldest first
+    users: dict[int, int] = field(default_factory=dict)  # block -> requests
 
+    made: ClassVar[list[LLMEngine]] = []
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
     fails: ClassVar[str] = ""  # what a step raises
 
@@ -134,7 +137,9 @@ class LLMEngine:
             connectors = [made_by(config, role, sizes) for role in ("scheduler", "worker")]
             connectors[1].register_kv_caches({f"layer {i}": each for i, each in enumerate(kv)})
         loggers = [each(config) for each in stat_loggers]
-        return cls(config, publisher(0), loggers, connectors, kv, list(range(1, num_blocks)))
+        made = cls(config, publisher(0), loggers, connectors, kv, list(range(1, num_blocks)))
+        cls.made.append(made)
+        return made
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -151,7 +156,9 @@ class LLMEngine:
 
     def _end(self, key: str) -> None:
         if key in self.requests:
-            self.free += self.requests.pop(key).block_ids
+            for block in self.requests.pop(key).block_ids:
+                self.users[block] -= 1
+                self._free_unused(block)
 
     def step(self) -> list[Any]:
         if self.turns is not None:
@@ -159,8 +166,8 @@ class LLMEngine:
         if self.fails:
             raise RuntimeError(self.fails)
         requests = [*self.requests.values()]
-        failed = self._compute(requests)
-        outputs = [self._advance(each) for each in requests if each not in failed]
+        self._compute(requests)
+        outputs = [self._advance(each) for each in requests]
         size = self.vllm_config.cache_config.block_size
         blocks = self.vllm_config.cache_config.num_gpu_blocks - 1
         used = sum(-(-len(each.tokens) // size) for each in self.requests.values()) / blocks
@@ -170,39 +177,60 @@ class LLMEngine:
             each.record(stats, SimpleNamespace(num_preempted_reqs=0), None, 0)
         return outputs
 
-    def _compute(self, requests: list[_Request]) -> list[_Request]:
-        """KV of all tokens; returns those for which it could not be loaded."""
+    def _compute(self, requests: list[_Request]) -> None:
+        """Writes KV of all tokens that have none, and lets the connector copy."""
         size, new = self.vllm_config.cache_config.block_size, []
         for each in requests:
             if each.num_computed < 0:
                 new.append(each)
                 self._begin(each)
             while len(each.block_ids) * size < len(each.tokens):
-                each.block_ids.append(self.free.pop())
+                each.block_ids.append(self._allocate())
         if self.connectors:
-            bad = self._connect(requests, new)
+            self._connect(requests, new)
         else:
-            bad = set()
             self._forward(requests)
-        failed = []
         for each in requests:
-            places = [i for i, block in enumerate(each.block_ids) if block in bad]
-            each.num_computed = places[0] * size if places else len(each.tokens)
-            failed += [each] if places else []
-        return failed
+            each.num_computed = len(each.tokens)
+
+    def _allocate(self) -> int:
+        while not self.free:  # what is cached alone
+            oldest = next(each for each, block in self.cached.items() if not self.users[block])
+            self._uncache(oldest)
+        block = self.free.pop()
+        self.users[block] = 1
+        return block
+
+    def _free_unused(self, block: int) -> None:
+        if not self.users[block] and block not in self.cached.values():
+            self.free.append(block)
+
+    def _uncache(self, name: int) -> None:
+        block = self.cached.pop(name)
+        self._free_unused(block)
+        self.publisher.publish(
+            SimpleNamespace(events=[BlockRemoved(block_hashes=[name], group_idx=0)])
+        )
 
     def _begin(self, request: _Request) -> None:
         size = self.vllm_config.cache_config.block_size
-        request.num_computed = request.num_cached = self._cache(request)
-        request.block_ids = [self.free.pop() for _ in range(-(-len(request.tokens) // size))]
-        self._write(request, 0, request.num_cached)
+        hits = []
+        for name, *_ in self._names(request):
+            if name not in self.cached:
+                break
+            hits.append(self.cached[name])
+            self.users[hits[-1]] += 1
+        request.num_computed = request.num_cached = len(hits) * size
+        rest = -(-len(request.tokens) // size) - len(hits)
+        request.block_ids = hits + [self._allocate() for _ in range(rest)]
         if self.connectors:
             asked = self.connectors[0]
             more, _ = asked.get_num_new_matched_tokens(request, request.num_cached)
             asked.update_state_after_alloc(request, None, more)
             request.num_computed = request.num_cached = request.num_cached + more
+        self._cache(request)
 
-    def _connect(self, requests: list[_Request], new: list[_Request]) -> set[int]:
+    def _connect(self, requests: list[_Request], new: list[_Request]) -> None:
         tables = {each.request_id: (each.block_ids,) for each in requests}
         known = [each for each in requests if each not in new]
         output = SimpleNamespace(
@@ -223,8 +251,6 @@ class LLMEngine:
         worker.start_load_kv(None)
         self._forward(requests)
         worker.wait_for_save()
-        bad: set[int] = worker.get_block_ids_with_load_errors()
-        return bad
 
     def _forward(self, requests: list[_Request]) -> None:
         for each in requests:
@@ -233,11 +259,12 @@ class LLMEngine:
     def _write(self, request: _Request, first: int, end: int) -> None:
         size = self.vllm_config.cache_config.block_size
         for at in range(first, end):
+            is_right = at % size or not at or self._reads_its_own(request, at)
             for number, layer in enumerate(self.kv):
-                kv = kv_of(request.tokens[: at + 1]) + number
+                kv = kv_of(request.tokens[: at + 1]) + number + (not is_right)
                 layer[request.block_ids[at // size], 0, at % size] = kv
 
-    def _reads_its_own(self, request: _Request) -> bool:
+    def _reads_its_own(self, request: _Request, end: int) -> bool:
         size = self.vllm_config.cache_config.block_size
         return all(
             bool(
@@ -246,7 +273,7 @@ class LLMEngine:
                     == kv_of(request.tokens[: at + 1]) + n
                 ).all()
             )
-            for at in range(size - 1, len(request.tokens), size)
+            for at in range(size - 1, end, size)
             for n, layer in enumerate(self.kv)
         )
 
@@ -254,7 +281,7 @@ class LLMEngine:
         params, is_first = request.params, request.num_drawn == 0
         drawn = f"{params.seed} {request.num_drawn}" if params.temperature else ""
         token = next_token(request.tokens, drawn)
-        if not self._reads_its_own(request):
+        if not self._reads_its_own(request, len(request.tokens)):
             token = (token + 1) % VOCAB
         request.tokens.append(token)
         request.num_drawn += 1
@@ -284,31 +311,31 @@ class LLMEngine:
             finished=finish is not None,
         )
 
-    def _cache(self, request: _Request) -> int:
-        """Full blocks, whose events are published; how many of the first tokens were there."""
-        size = self.vllm_config.cache_config.block_size
-        parent, events, num_hits, hits = None, [], 0, True
+    def _names(self, request: _Request) -> list[tuple[int, int | None, list[int]]]:
+        """Returns, for each full block before the last token, its hash, that before it, tokens."""
+        size, parent, found = self.vllm_config.cache_config.block_size, None, []
         for start in range(0, len(request.tokens) - size, size):
             tokens = request.tokens[start : start + size]
-            block = int.from_bytes(blake2b(f"{parent} {tokens} {request.salt}".encode()).digest())
-            hits = hits and block in self.cached
-            num_hits += hits
-            self.cached.pop(block, None)
-            self.cached[block] = None
+            name = int.from_bytes(blake2b(f"{parent} {tokens} {request.salt}".encode()).digest())
+            found.append((name, parent, tokens))
+            parent = name
+        return found
+
+    def _cache(self, request: _Request) -> None:
+        """Its full blocks, whose events are published."""
+        size, events = self.vllm_config.cache_config.block_size, []
+        for (name, parent, tokens), block in zip(
+            self._names(request), request.block_ids, strict=False
+        ):
+            self.cached[name] = self.cached.pop(name, block)
             keys = [(request.salt,)] if request.salt and parent is None else [None]
             about = {"block_size": size, "extra_keys": keys, "group_idx": 0}
             events.append(
                 BlockStored(
-                    block_hashes=[block], parent_block_hash=parent, token_ids=tokens, **about
+                    block_hashes=[name], parent_block_hash=parent, token_ids=tokens, **about
                 )
             )
-            parent = block
-        while len(self.cached) > self.vllm_config.cache_config.num_gpu_blocks - 1:
-            oldest = next(iter(self.cached))
-            del self.cached[oldest]
-            events.append(BlockRemoved(block_hashes=[oldest], group_idx=0))
         self.publisher.publish(SimpleNamespace(events=events))
-        return num_hits * size
 
 
 class EngineArgs(SimpleNamespace): ...
@@ -360,6 +387,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, name, module)
     patch.delitem(sys.modules, "kvrelay.decode_worker.vllm.connector", raising=False)
     patch.setattr(EventPublisherFactory, "registered", {})
+    patch.setattr(LLMEngine, "made", [])
     patch.setattr(LLMEngine, "turns", None)
     patch.setattr(LLMEngine, "fails", "")
 

@@ -12,7 +12,7 @@ from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.node import Wake, Woken
 from kvrelay.engine.request import SamplingParams
-from kvrelay.kvtransfer.agent import StoreFound
+from kvrelay.kvtransfer.agent import FindStored, StoreFound
 from kvrelay.worker.left_kv import WAIT_S
 from tests.worker.world import BLOCK_SIZE, World, checksum, reference
 
@@ -26,11 +26,13 @@ class Machine(World):
 
     def __init__(self, **limits: Any) -> None:
         self.wakes: list[tuple[float, str]] = []
+        self.asked: list[tuple[bytes, ...]] = []
         options = {"num_host_blocks": 40, "host_outlives": True, "reads_left_kv": True}
         super().__init__(**{**options, **limits})
 
     def perform(self, node: str, effects: list[Any]) -> None:
         wakes = [each for each in effects if isinstance(each, Wake) and each.tag != "tick"]
+        self.asked += [each.names for each in effects if isinstance(each, FindStored)]
         self.wakes += [(self.now + each.after_s, each.tag) for each in wakes]
         super().perform(node, effects)
 
@@ -43,7 +45,7 @@ class Machine(World):
                 self.deliver("decode", Woken(tag))
         self.now = until
 
-    def leave(self, tokens: list[int], *, first: int = 0) -> None:
+    def leave(self, tokens: list[int], *, first: int = 0, has_more: bool = False) -> None:
         """Blocks of `tokens` from `first` on were left by a worker that has died."""
         chain = BlockChain(b"tiny", UNSALTED, BLOCK_SIZE)
         slots = self.lower["decode"][Tier.ORPHANED]
@@ -52,7 +54,8 @@ class Machine(World):
             slots.append(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             if index >= first:
                 found.append(DiskRecord(at + index, name, checksum(slots[-1]), 60.0))
-        self.queue.append(("decode", StoreFound(Tier.ORPHANED, at, len(slots) - at, tuple(found))))
+        place = Tier.ORPHANED, at, len(slots) - at
+        self.queue.append(("decode", StoreFound(*place, tuple(found), has_more=has_more)))
 
     def take_over(self, name: str = "a", count: int = 20, **options: Any) -> None:
         """The router hands over a stream of which it has `BEFORE`."""
@@ -84,6 +87,20 @@ def test_it_goes_on_with_what_is_found_at_once() -> None:
     machine.leave(TOKENS)
     machine.assert_right()
     assert machine.now == 0.0
+    assert machine.cached() == {"orphaned": len(TOKENS) - BLOCK_SIZE}
+
+
+def test_it_asks_for_what_it_lacks_and_waits_for_all_of_that() -> None:
+    machine = Machine()
+    machine.take_over()
+    machine.drain()
+    (asked,) = machine.asked
+    assert asked == tuple(BlockChain(b"tiny", UNSALTED, BLOCK_SIZE).extend(TOKENS)[:-1])
+    machine.leave(TOKENS[:16], has_more=True)
+    machine.drain()
+    assert machine.num_steps == 0
+    machine.leave(TOKENS)
+    machine.assert_right()
     assert machine.cached() == {"orphaned": len(TOKENS) - BLOCK_SIZE}
 
 

@@ -13,20 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from msgspec import structs
 
 from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.decode_worker.vllm.build import build, check_blocks
-from kvrelay.decode_worker.vllm.copies import Copies, Move
+from kvrelay.decode_worker.vllm.build import arguments, build, check_blocks
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Cleared,
-    Copied,
-    Damaged,
     Generated,
     NotBegun,
     Removed,
@@ -39,12 +35,16 @@ from kvrelay.decode_worker.vllm.parameters import structure
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
 from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Exit, Send, Woken
 from kvrelay.engine.request import FinishReason, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout
+from kvrelay.kvtransfer.messages import KVConnect, KVConnected
+from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.guardian import WorkerGuardian, in_environment
 from kvrelay.worker.kv_plan import BuildError
@@ -240,33 +240,46 @@ def test_prompts_are_computed_by_one_worker_and_decoded_by_another(
         assert_clean(cluster)
 
 
-def test_what_is_damaged_in_memory_is_not_given_to_vllm() -> None:
-    kv = {f"layer {i}": torch.rand(5, 1, 4, 4) for i in range(2)}
-    copies = Copies()
-    copies.register(kv, 5)
-    spec = copies.spec(4, 1)
-    assert spec is not None
-    pool = np.zeros((4, spec.bytes_per_block), np.uint8)
-    copies.use(pool, BlockLayout(spec).share(0, 1))
-    before = {name: layer.clone() for name, layer in kv.items()}
-    copies.begin(Begin("r", tuple(range(9)), "", {}, (3, 1, 0)))
-    copies.save([Move("r", [2, 4, 1], range(0), 9)], 4)
-    [copied] = copies.take_done()
-    assert isinstance(copied, Copied)
-    copies.end("r")
-    for layer in kv.values():
-        layer.zero_()
-    copies.begin(Begin("s", tuple(range(9)), "", {}, (3, 1, 2), copied.checksums))
-    assert copies.num_loadable("s") == 2
-    pool[1, 7] ^= 1
-    copies.load([Move("s", [4, 2, 3], range(2), 9)])
-    assert copies.take_done() == (Damaged("s", 1),)
-    assert copies.take_bad_blocks() == {2}
-    for name, layer in kv.items():
-        assert torch.equal(layer[4], before[name][2])
-        assert not layer[2].any()
-    copies.save([Move("s", [4, 2, 3], range(2), 9)], 4)
-    assert copies.take_done() == ()  # it was computed from what was not there
+@pytest.mark.parametrize("who", ["another request", "client leaves", "for another worker"])
+def test_damage_in_memory_reaches_no_request_and_not_what_vllm_caches(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    vllm_stand_in.install(monkeypatch)
+    monkeypatch.setattr(
+        "tests.support.local.build_worker",
+        lambda spec, options: build(spec, ROLES, options.make_agent),
+    )
+    few, prompt = replace(GREEDY, max_tokens=3), PROMPTS[5]
+    alike = [*prompt[:140], 9, 9]
+    prefill = int(who == "for another worker")
+    with LocalCluster(
+        model_dir, prefill=prefill, decode=1, engine=VLLM, router=HANDS_OVER
+    ) as cluster:
+        cluster.generate([prompt], few)
+        engine = LLMEngine.made[-1 if not prefill else 0]
+        for name in list(engine.cached):
+            engine._uncache(name)  # it has to be loaded again
+        pool = engine.connectors[1]._copies.pool
+        pool[np.flatnonzero(pool.any(axis=1)), 7] ^= 1
+        turns = vllm_stand_in.turns(0)
+        futures = [cluster.submit(prompt, few, request_id="leaves"), cluster.submit(alike, few)]
+        if who == "client leaves":
+            cluster.cancel("leaves")
+        turns.release(100_000)
+        assert futures[1].result(30.0).tokens == greedy(alike, 3)
+        again = [cluster.submit(each, few).result(30.0) for each in (prompt, alike)]
+        assert [each.tokens for each in again] == [greedy(prompt, 3), greedy(alike, 3)]
+        nodes = [each.node for each in cluster.workers.values()]
+        assert sum(node.core.counters.get("kv_blocks_damaged", 0) for node in nodes)
+        pools = [each.connectors[1]._copies.pool for each in LLMEngine.made]
+        # What only the client that left would have read may be there still: nobody has compared it.
+        for node, memory in zip(nodes, pools, strict=True) if who != "client leaves" else ():
+            share = BlockLayout(KVSpec(2, 1, 2, 32, "float32")).share(0, 1)
+            kv = node.core.kv
+            sealed = [kv.pool.lookup([name])[0] for name in kv.pool.block_hashes()]
+            sums = checksum_blocks(memory, sealed, share)
+            assert sums == [kv.checksums[block] for block in sealed]
+        assert_clean(cluster)
 
 
 # The node alone
@@ -314,6 +327,41 @@ def test_what_vllm_says_that_it_holds_is_announced_where_nothing_is_copied() -> 
     effects = node.receive(0.1, step(Generated("r/1", (4,)), events=events))
     [announced] = sent(effects, KVEvents)
     assert announced.stored == tuple(hash_blocks(b"f", UNSALTED, (1, 2, 3, 4), 4))
+
+
+def test_what_no_vllm_copies_is_asked_for_in_vain_and_nothing_dies() -> None:
+    node = VllmWorker(CONFIG, ROLES, copies=False)
+    connected = node.receive(0.0, KVConnect("decode-1", CONFIG.fingerprint))
+    [answer] = sent(connected, KVConnected)
+    assert answer.fingerprint != CONFIG.fingerprint
+    assert not answer.metadata
+    for asked in (
+        replace(WORK, prefill_from="prefill-0"),
+        Prefill("p", 1, ROUTER, (1, 2, 3), 3, GREEDY, 30.0, decode_to="decode-1"),
+    ):
+        [refused] = sent(node.receive(0.0, asked), Refused)
+        assert refused.reason is Refusal.WORKER_FAILED
+        assert "hands no KV over" in refused.detail
+    [begin] = [e for e in node.receive(0.0, replace(WORK, fetch_from="b")) if isinstance(e, Begin)]
+    assert begin.tokens == WORK.tokens
+
+
+def test_a_grammar_says_by_itself_when_it_may_end() -> None:
+    work = replace(WORK, sampling=replace(GREEDY, grammar="start: /a/", min_tokens=9))
+    [begin] = [each for each in worker().receive(0.0, work) if isinstance(each, Begin)]
+    assert begin.options["min_tokens"] == 0
+
+
+def test_settings_of_ours_have_the_names_of_vllm() -> None:
+    engine = replace_section(kv_dtype="float8_e4m3", cuda_graphs=False)
+    model = ModelSection(dtype="bfloat16", quantization="fp8")
+    spec = WorkerSpec("none", "decode-0", Role.DECODE, 1, "", model, engine, TiersSection())
+    found = arguments(spec, engine, Path("m"))
+    assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
+    assert "enforce_eager" not in found, "its graphs on CPUs are the compiler's"
+    on_gpu = replace(spec, model=structs.replace(model, device="cuda"))
+    found = arguments(on_gpu, engine, Path("m"))
+    assert found["enforce_eager"]
 
 
 def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:

@@ -133,8 +133,10 @@ def test_locked_memory_is_needed_with_rdma_only(rdma: Path, tmp_path: Path) -> N
 
 
 def test_little_memory_is_found(rdma: Path, tmp_path: Path) -> None:
-    is_fault(system.check_shared_memory(64 * MIB), "64 MiB", "--shm-size")
-    is_well(system.check_shared_memory(2 * GIB))
+    config = settings(tiers={"host_gib": 12.0})
+    is_fault(system.check_shared_memory(64 * MIB, config), "64 MiB", "--shm-size=13g")
+    is_fault(system.check_shared_memory(8 * GIB, config), "8.0 GiB", "host_gib", Verdict.WARN)
+    is_well(system.check_shared_memory(16 * GIB, config))
     config = settings(engine={"kv_cache_gib": 3.0}, cluster={"prefill": 2, "decode": 2})
     is_fault(system.check_memory(8 * GIB, config, tmp_path / "no devices"), "12.0", "kv_cache_gib")
     is_well(system.check_memory(8 * GIB, config, rdma))
@@ -303,7 +305,7 @@ def test_a_check_that_cannot_be_made_has_failed_and_the_others_go_on() -> None:
     def broken() -> Finding:
         raise PermissionError(13, "Permission denied", "/dev/shm")
 
-    checks = {"first": broken, "second": lambda: system.check_shared_memory(GIB)}
+    checks = {"first": broken, "second": lambda: system.check_shared_memory(GIB, settings())}
     first, second = examine(checks)
     is_fault(first, "/dev/shm", "user")
     is_well(second)

@@ -89,6 +89,32 @@ def world(
         world.store.close()
 
 
+def test_a_read_that_fails_as_it_is_posted_leaves_no_slots_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = [*range(12)]
+    world.write(slots, slots)
+    inner, posted = world.agent._agent, []
+    post, release = inner.post_copy, inner.release
+
+    def fails_the_second_time(*given: Any, **options: Any) -> Any:
+        if posted:
+            raise AgentError("no")
+        posted.append(post(*given, **options))
+        return posted[0]
+
+    monkeypatch.setitem(world.agent._most, True, 2)
+    monkeypatch.setattr(inner, "post_copy", fails_the_second_time)
+    monkeypatch.setattr(inner, "release", lambda handle: False)  # it has not settled
+    with pytest.raises(AgentError, match="no"):
+        world.agent.post_copy("me", slots, slots, DISK, DEVICE)
+    monkeypatch.setattr(inner, "release", release)
+    monkeypatch.setattr(inner, "post_copy", post)
+    while not inner.poll(posted[0]):
+        time.sleep(0.001)
+    world.read([1], [2])  # the fixture looks whether all slots are free
+
+
 def test_blocks_come_back_and_take_the_pages_that_they_need(world: World) -> None:
     before, host = world.device.copy(), world.host.copy()
     slots = list(range(NUM_SLOTS - 1, NUM_SLOTS - 1 - NUM_DEVICE, -1))

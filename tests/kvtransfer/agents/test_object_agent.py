@@ -191,6 +191,53 @@ def test_a_store_that_does_not_answer_is_given_up_and_left_alone(world: World) -
     assert world.read([1, 2], [1, 2]) == tuple(checksum_blocks(world.host, [1, 2]))
 
 
+def test_a_slow_store_serves_all_copies_in_turns(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as slow for one as a silent one is for all."""
+    monkeypatch.setattr(objects, "STALL_S", 0.6)
+    monkeypatch.setattr(objects, "PROMPT_S", 0.15)
+    world.agent._clock = time.monotonic
+    first, second = [*range(32)], [*range(32, 40)]
+    world.write([*first, *second], [*first, *second])
+    size = len(world.server.objects[world.key(1)])
+    world.server.bytes_per_s = size / 0.03
+    world.agent._most_live = objects.FIRST_LIVE
+    handles = [
+        world.agent.post_copy("me", each, each, OBJECT, DEVICE, [*map(name_of, each)])
+        for each in (first, second)
+    ]
+    done: list[int] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(done) < 2:
+        assert time.monotonic() < deadline
+        done += [i for i in range(2) if i not in done and world.agent.poll(handles[i])]
+        time.sleep(0.002)
+    assert done == [1, 0], "the short one had its turns"
+    assert (world.device[:40] == world.host[:40]).all()
+
+
+def test_a_copy_that_fails_as_it_is_posted_leaves_no_slots_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.write([1, 2], [1, 2])
+    start, begun = objects.ObjectTransport.start, []
+
+    def fails_the_second_time(*given: object) -> object:
+        begun.append(given)
+        if len(begun) % 2 == 0:
+            raise AgentError("no")
+        return start(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(objects.ObjectTransport, "start", fails_the_second_time)
+    for _ in range(3):
+        with pytest.raises(AgentError, match="does not serve: no"):
+            world.read([1, 2], [1, 2])
+        world.now += 100.0
+    monkeypatch.setattr(objects.ObjectTransport, "start", start)
+    world.polls(lambda: not world.agent.num_left)  # the fixture looks whether all slots are free
+
+
 def test_slots_that_a_silent_store_holds_are_not_used_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import AgentError, AttachStore, StoreFound, StoreGone, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LIST_S, LOOK_S, MAX_FOUND, OrphanedAgent
+from kvrelay.kvtransfer.agents.orphaned import LIST_S, LOOK_S, MAX_FOUND, PACE_S, OrphanedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.store import StoreError, StoreInUse
 from kvrelay.kvtransfer.store.arena import (
@@ -166,6 +167,19 @@ class TestMemory:
         with pytest.raises(StoreError, match=r"GiB are needed, .* GiB are free"):
             open_arena(folder, num_slots=1 << 30)
 
+    def test_workers_of_a_machine_share_its_memory(
+        self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        room = SimpleNamespace(f_bavail=3 * SLOTS * SIZE // 2, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda path: room)
+        first = open_arena(folder, among=tmp_path)
+        beside = folder.parent / "decode-1"
+        with pytest.raises(StoreError, match="of them for others; give more shared memory"):
+            open_arena(beside, among=tmp_path)
+        open_arena(beside, among=tmp_path, num_slots=SLOTS // 2).close()
+        first.close()
+        open_arena(beside, among=tmp_path).close()
+
     def test_a_root_that_others_can_read_is_refused(self, tmp_path: Path) -> None:
         root = arena_root(tmp_path)
         assert root.stat().st_mode & 0o777 == 0o700
@@ -228,20 +242,47 @@ class TestSurvivors:
         with pytest.raises(AgentError, match="is back"):
             agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
 
-    def test_many_records_come_in_parts_the_last_written_first(
+    def test_what_is_asked_for_comes_first_and_the_rest_slowly(
         self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
     ) -> None:
         agent, clock, _ = reader
-        num_slots = MAX_FOUND + 10
+        num_slots = 4 * MAX_FOUND + 10
         arena = open_arena(folder, num_slots=num_slots)
         records = [DiskRecord(slot, name_of(slot), 7 * slot, 60.0) for slot in range(num_slots)]
         arena.update(StoreIndex(put=tuple(records), tier=HOST))
+        session = tuple(map(name_of, range(MAX_FOUND + 5)))  # the oldest
+        look(agent, clock)
+        agent.find((*session, name_of(num_slots + 3)))
         arena.close()
-        parts = [look(agent, clock), agent.look(), agent.look()]
-        assert [len(part) for part in parts] == [1, 1, 0]
-        found = [record for (part,) in parts[:2] for record in part.records]
-        assert [record.slot for record in found] == list(range(num_slots))[::-1]
-        assert all(r.block_hash == name_of(r.slot) and r.checksum == 7 * r.slot for r in found)
+
+        def parts(pause_s: float) -> list[StoreFound]:
+            found: list[StoreFound] = []
+            while not found or found[-1].has_more or not found[-1].was_asked_for:
+                changes = agent.look()
+                found += [change for change in changes if isinstance(change, StoreFound)]
+                clock.now += pause_s
+                if not changes:
+                    break
+            records = [record for part in found for record in part.records]
+            assert all((r.block_hash, r.checksum) == (name_of(r.slot), 7 * r.slot) for r in records)
+            return found
+
+        first = parts(PACE_S)
+        assert [[r.slot for r in part.records] for part in first] == [
+            [*range(MAX_FOUND)],
+            [*range(MAX_FOUND, MAX_FOUND + 5)],
+        ]
+        clock.now -= PACE_S
+        assert agent.look() == []  # the node has a turn
+        clock.now += LOOK_S
+        rest = parts(LOOK_S)
+        assert not any(part.was_asked_for for part in rest)
+        slots = [[record.slot for record in part.records] for part in rest]
+        assert max(map(len, slots)) == MAX_FOUND
+        assert [slot for part in slots for slot in part] == [*range(num_slots)][::-1]
+        agent.find(session[:3])  # by a stream that comes later
+        (part,) = parts(PACE_S)
+        assert [record.slot for record in part.records] == [0, 1, 2]
 
     def test_a_worker_that_is_alone_looks_seldom(
         self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
@@ -286,7 +327,7 @@ class TestSurvivors:
             arena = open_arena(folder.with_name(f"w{number}"))
             write(arena, 2, number)
             arena.close()
-        found = look(agent, clock)
+        found = [change for _ in range(3) for change in look(agent, clock)]
         firsts = {each.first_slot for each in found}
         assert firsts == {0, SLOTS, 2 * SLOTS}
         for each in found:
@@ -334,7 +375,7 @@ class TestRanks:
             arena.close()
         for name in ("a", "b"):
             follower.attach(AttachStore(ORPHANED, name, 0, SLOTS))
-            (found,) = follower.look()
+            (found,) = look(follower, follower._clock)  # type: ignore[arg-type]
             assert isinstance(found, StoreFound)
             assert [r.block_hash for r in found.records] == [name_of(ord(name))]
         open_arena(folder.with_name("a")).close()  # nobody reads it any more

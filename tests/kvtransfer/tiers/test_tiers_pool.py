@@ -228,7 +228,7 @@ def test_as_many_blocks_fit_as_there_are_bytes_for() -> None:
 
 def test_least_first_follows_keys_that_grow_and_forgets_what_has_none() -> None:
     keys: dict[str, float | None] = {"a": 1, "b": 2, "c": 3}
-    order = LeastFirst[str](keys.__getitem__)
+    order = LeastFirst[str](keys.__getitem__, lambda: len(keys))
     for item in keys:
         order.add(item)
     keys["a"] = 2.5
@@ -243,7 +243,7 @@ def test_least_first_follows_keys_that_grow_and_forgets_what_has_none() -> None:
 
 def test_least_first_does_not_grow_with_what_has_gone() -> None:
     live: set[int] = set()
-    order = LeastFirst[int](lambda item: float(item) if item in live else None)
+    order = LeastFirst[int](lambda item: float(item) if item in live else None, lambda: len(live))
     for item in range(10_000):
         live.add(item)
         order.add(item)

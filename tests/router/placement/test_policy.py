@@ -17,7 +17,8 @@ from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.request import FinishReason
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import POLICIES
-from tests.router.fleet import Chooser, choose, endpoint, names_of, on, work
+from kvrelay.router.placement.cost import CostModel
+from tests.router.fleet import Chooser, choose, endpoint, local_cost, names_of, on, work
 from tests.router.script import BLOCK, Script, worker_info, worker_stats
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -28,6 +29,23 @@ WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 def test_a_long_prompt_is_handed_over_when_others_decode() -> None:
     busy = endpoint("decode-0", num_running=5)
     assert names_of(choose(work(2000), busy, endpoint("prefill-0"))) == ("decode-0", "prefill-0")
+
+
+@pytest.mark.parametrize("policy", ["prefix", "round_robin"])
+@pytest.mark.parametrize("keeps", ["decode-0", "prefill-0"])
+def test_a_worker_that_hands_no_kv_over_is_asked_for_none(policy: str, keeps: str) -> None:
+    s = Script(policy=policy)
+    for name in ("decode-0", "prefill-0"):
+        s.up(name, hands_over=name != keeps)
+        s.tell(worker_stats(name, num_running=5 if name == "decode-0" else 0))
+    s.submit(tokens=tuple(range(200)))
+    assert not [m for _, m in s.sent if isinstance(m, Prefill)]
+    (order,) = [m for _, m in s.sent if isinstance(m, Decode)]
+    assert order.prefill_from is None
+    holder = endpoint("decode-1", info={"hands_over": keeps != "prefill-0"})
+    reader = endpoint("decode-0", info={"hands_over": keeps != "decode-0"})
+    todo = work(1000, decode_1=on(device=900), sources=(holder,))
+    assert local_cost(CostModel(handoff_s=0.0), 0.0, reader, todo).intake.fetch_from is None
 
 
 def test_a_short_missing_suffix_is_computed_where_the_prefix_is() -> None:

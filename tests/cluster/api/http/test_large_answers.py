@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.processes.router_api import settle_memory
+from kvrelay.engine.host import settle_memory
 from kvrelay.router.messages import Submit
 from tests.cluster.api.conftest import MODEL, Served, serve
 
