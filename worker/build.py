@@ -19,8 +19,9 @@ from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import Deliver, Executor
+from kvrelay.engine.identity import files_of
 from kvrelay.engine.kv.tier import DiskRecord, Tier
-from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
+from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import Node

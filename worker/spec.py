@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.identity import checkpoint_identity, shown
 from kvrelay.engine.logs import LogSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
@@ -51,6 +53,10 @@ class WorkerSpec:
     log: LogSection = field(default_factory=LogSection)
     fork_server: bool = False  # fork its process, where that is possible (`worker.fork_server`)
     weights: WeightVersion | None = None  # in place of the model's own
+    # Of what the server serves (`engine.identity`), and the commit on the hub that it is; b"", "":
+    # an earlier version has not said.
+    checkpoint: bytes = b""
+    commit: str = ""
 
     @property
     def on_gpu(self) -> bool:
@@ -71,12 +77,22 @@ class WorkerSpec:
         return here * self.num_machines
 
     def find_model(self) -> Path:
-        """The checkpoint on this machine. Raises ModelError."""
+        """The checkpoint on this machine, which is what the server serves. Raises ModelError."""
         path = Path(self.model_dir)
-        if path.is_dir():
-            return path
-        cache_dir = Path(self.model.cache_dir) if self.model.cache_dir else None
-        return resolve_model(self.model.name, cache_dir=cache_dir, progress=log.info)
+        if not path.is_dir():
+            cache_dir = Path(self.model.cache_dir) if self.model.cache_dir else None
+            path = resolve_model(
+                self.model.name, self.commit, cache_dir=cache_dir, progress=log.info
+            )
+        found = checkpoint_identity(path, self.engine.runs, self.engine.arguments)
+        if self.checkpoint not in (b"", found):
+            raise ModelError(
+                f"{path} on this machine is {shown(found)}, and the server serves"
+                f" {shown(self.checkpoint)}: other weights, configuration, vocabulary or"
+                " engine.arguments; have it hold the same files, or set model.revision where the"
+                " model comes from the hub"
+            )
+        return path
 
 
 @dataclass(frozen=True, slots=True)

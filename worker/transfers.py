@@ -214,7 +214,8 @@ def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> Worke
     # On a GPU both may follow from the memory that was left.
     plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
     quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
-    digest = model.digest(path, max_model_len, quantization)
+    dtype = "" if spec.engine.kv_dtype == "auto" else spec.model.dtype
+    digest = model.digest(path, max_model_len, quantization, dtype=dtype)
     config = worker_config(spec, plan, max_model_len, digest)
     base = read_version(path)
     return structs.replace(config, weights=spec.weights or base, base_weights=base.digest)

@@ -7,9 +7,8 @@ needs the source alone, and xxhash and NIXL, by which KV is checked and moved.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,10 @@ from kvrelay.decode_worker.vllm.engine import VllmEngine
 from kvrelay.decode_worker.vllm.node import FIXED_WEIGHTS, VllmWorker
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.host import Deliver, Executor, first_line
+from kvrelay.engine.identity import VLLM, files_of, telling_arguments
 from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.model.config import ModelConfig, check_unchanged, versions_of
+from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.worker.kv_plan import (
@@ -54,8 +56,12 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
         raise BuildError(f"{spec.weights.name}: {FIXED_WEIGHTS}")
     _check_environment(spec.engine.python)
     engine = spec.engine.sized(gpu=spec.on_gpu)
-    path = spec.find_model()
-    shape = model_config(path, engine)
+    try:
+        path = spec.find_model()
+        before = versions_of(files_of(path, VLLM))
+        shape = model_config(path, engine)
+    except ModelError as error:
+        raise BuildError(str(error)) from error
     dtype = most_dtype(spec.model.dtype, engine)
     plan = plan_kv(shape, engine, dtype, spec.model.quantization, on_gpu=spec.on_gpu)
     if spec.on_gpu and plan.is_copied:
@@ -72,7 +78,12 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
         raise BuildError(f"engine.python = '{engine.python}' has no vLLM: {error}") from error
     except (TypeError, ValueError) as error:
         raise BuildError(f"vLLM refuses its settings: {first_line(error)}") from error
-    return _built(replace(spec, engine=engine), path, plan, vllm, roles, make_agent)
+    built = _built(replace(spec, engine=engine), path, shape, plan, vllm, roles, make_agent)
+    try:
+        check_unchanged(before, files_of(path, VLLM))
+    except ModelError as error:
+        raise BuildError(str(error)) from error
+    return built
 
 
 def _check_copy(plan: KVPlan) -> None:
@@ -84,6 +95,7 @@ def _check_copy(plan: KVPlan) -> None:
 def _built(
     spec: WorkerSpec,
     path: Path,
+    shape: ModelConfig,
     plan: KVPlan,
     vllm: VllmEngine,
     roles: Roles,
@@ -103,7 +115,8 @@ def _built(
     plan = replace(
         plan, spec=copied or plan.spec, num_blocks=num_blocks, window=whole, group_windows=()
     )
-    digest = model_digest(path, str(model.dtype))
+    facts = engine_facts(spec.engine.arguments, vllm, on_gpu=spec.on_gpu)
+    digest = shape.digest(path, model.max_model_len, runs=VLLM, engine=facts)
     if copied is not None:  # its weights are there; memory for its KV comes into use as it fills
         plan = with_tiers(replace(plan, weights_bytes=0), spec)
     longest = min(model.max_model_len, num_blocks * cache.block_size)
@@ -185,12 +198,16 @@ def arguments(spec: WorkerSpec, engine: EngineSection, path: Path) -> dict[str, 
     return found | engine.arguments
 
 
-def model_digest(path: Path, dtype: str) -> bytes:
-    """Names what its blocks hold, whatever their shape. No other worker's are like them, whatever
-    its model: none of ours reads vLLM's blocks."""
-    digest = blake2b(f"{dtype}\n".encode(), digest_size=16, person=b"kvrelay-vllm")
-    digest.update((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        with file.open("rb") as opened:  # the names and places of its tensors
-            digest.update(opened.read(int.from_bytes(opened.read(8), "little")))
-    return digest.digest()
+def engine_facts(arguments: Mapping[str, Any], vllm: VllmEngine, *, on_gpu: bool) -> dict[str, Any]:
+    """All that decides what its blocks hold, beside the model: who reads them has the same."""
+    from kvrelay.engine.model.device import cpu_tiles
+
+    return {
+        "version": vllm.version,
+        "dtype": str(vllm.config.model_config.dtype),
+        "arguments": telling_arguments(arguments),
+        "attention": vllm.attention_backends,
+        "layers": vllm.copies.form(),
+        # vLLM's attention on CPUs keeps keys in the order of the instructions that read them.
+        "device": "cuda" if on_gpu else cpu_tiles(),
+    }

@@ -81,6 +81,16 @@ class Copies:
             return None
         return KVSpec(len(self._layers), num_heads, head_dim, block_size, dtypes.pop())
 
+    def form(self) -> list[list[Any]]:
+        """What vLLM keeps of a block in each layer: two workers mean the same by the bytes of a
+        block only if this is the same."""
+        found: list[list[Any]] = []
+        for tensor, dim in self._layers:
+            kept = [i for i in range(tensor.dim()) if i != dim]
+            order = sorted(kept, key=tensor.stride, reverse=True)
+            found.append([str(tensor.dtype), dim, [tensor.shape[i] for i in kept], order])
+        return found
+
     def use(self, pool: NDArray[np.uint8], share: HeadShare) -> None:
         """The worker's memory, and how checksums of its blocks are taken."""
         from kvrelay.kvtransfer.checksum import checksum_blocks  # not where there are no copies

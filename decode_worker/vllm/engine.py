@@ -117,6 +117,19 @@ class VllmEngine:
         """Returns what vLLM has made of the arguments."""
         return self._engine.vllm_config
 
+    @property
+    def version(self) -> str:
+        import vllm
+
+        return str(vllm.__version__)
+
+    @property
+    def attention_backends(self) -> list[str]:
+        """Classes that compute attention, by which the order of numbers in a block goes."""
+        layers = self.config.compilation_config.static_forward_context.values()
+        found = [each.get_attn_backend() for each in layers if hasattr(each, "get_attn_backend")]
+        return sorted({f"{each.__module__}.{each.__qualname__}" for each in found})
+
     def start(self, deliver: Deliver, transfers: TransferLoops | None = None) -> VllmEngine:
         """`transfers`: what moves KV below and between workers; owned from now on."""
         self._deliver, self._transfers = deliver, transfers

@@ -6,25 +6,21 @@ transformers is imported here.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from hashlib import blake2b
 from itertools import count as count_from
 from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.cache_dir import file_digest, version_of
+from kvrelay.engine.cache_dir import version_of
+from kvrelay.engine.identity import OWN, files_of, identity_of
 from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVHeads, KVSpec
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.kv_layout import Layers, kv_groups, mixed_spec
 from kvrelay.engine.model.state_layout import Recurrent, StateLayout
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
-# Beside the weights: how they are stored, and which text each token id stands for.
-QUANTIZATION_FILES = ("config.json", "params.json", "hf_quant_config.json")
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 # What a digest always tells, beside fields without a default. Others, which came later, count where
 # they are not at their default: a further field leaves the KV of models without it as it was.
@@ -59,13 +55,6 @@ def _digested(value: Any) -> Any:
         for field, own in pairs
         if field.name in always or field.default is MISSING or own != field.default
     }
-
-
-def files_of(path: Path) -> list[Path]:
-    """Those of a checkpoint that its digest covers."""
-    weights = sorted(path.glob("*.safetensors"))
-    others = (path / name for name in QUANTIZATION_FILES + VOCABULARY_FILES)
-    return [file for file in (*weights, *others) if file.is_file()]
 
 
 def versions_of(files: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
@@ -417,11 +406,19 @@ class ModelConfig:
         }
 
     def digest(
-        self, path: Path, max_model_len: int | None = None, quantization: str = "none"
+        self,
+        path: Path,
+        max_model_len: int | None = None,
+        quantization: str = "none",
+        *,
+        dtype: str = "",
+        runs: str = OWN,
+        engine: Mapping[str, Any] | None = None,
     ) -> bytes:
         """32 bytes; differs between two checkpoints that compute different KV from the same tokens.
-        That depends on how weights are quantized (named by `quantize.scheme`), and with longrope on
-        the length that is served.
+        That depends on how weights are quantized (named by `quantize.scheme`), with longrope on the
+        length that is served, on `dtype`, where KV has another one than what computes it, and on
+        what `engine` says of another one that `runs`.
 
         Every byte of the weights, of config.json and of the vocabulary counts (see `file_digest`
         for what is kept of an earlier start). Chat templates and generation_config.json do not:
@@ -434,11 +431,11 @@ class ModelConfig:
         shape["long"] = [rope.scaling.is_long(length) for rope in self.ropes if rope.scaling]
         if quantization != "none":
             shape["quantization"] = quantization
-        digest = blake2b(digest_size=32, person=b"kvrelay-model")
-        digest.update(json.dumps(shape).encode())
-        for file in files_of(path):
-            digest.update(file.name.encode() + b"\0" + file_digest(file))
-        return digest.digest()
+        if dtype:
+            shape["dtype"] = dtype
+        if engine is not None:
+            shape["engine"] = {"runs": runs, **engine}
+        return identity_of(files_of(path, runs), shape)
 
     @property
     def num_parameters(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import torch
@@ -39,6 +40,13 @@ def is_bf16_faster() -> bool:
         return fastest_kind(kernels.load(default_cache_dir())) > 0
     except kernels.KernelsUnavailable:
         return cpu_has_bf16()
+
+
+def cpu_tiles() -> str:
+    """Names this kind of CPU, and whether it multiplies in tiles: those who do keep numbers in
+    another order."""
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return f"cpu {platform.machine()}{' amx' if has_tiles else ''}"
 
 
 def cpu_has_bf16() -> bool:

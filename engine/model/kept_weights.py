@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.engine.model.config import ModelConfig, files_of, versions_of
+from kvrelay.engine.identity import files_of
+from kvrelay.engine.model.config import ModelConfig, versions_of
 from kvrelay.engine.model.weights import Weights
 
 

@@ -21,6 +21,7 @@ import torch
 from kvrelay.engine.adapters import MAX_CONFIG_BYTES, Adapter, AdapterError
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.engine.identity import files_of
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.adapters import Adapters
@@ -31,13 +32,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.checkpoint.resolve import drafter_path
 from kvrelay.engine.model.checkpoint.version import read_version
-from kvrelay.engine.model.config import (
-    ModelConfig,
-    check_unchanged,
-    files_of,
-    versions_of,
-    with_window,
-)
+from kvrelay.engine.model.config import ModelConfig, check_unchanged, versions_of, with_window
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
 from kvrelay.engine.model.cpu.ops import CpuOps

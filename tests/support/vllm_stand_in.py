@@ -93,6 +93,14 @@ class VLLMValidationError(Exception):
     """No ValueError, as vLLM's is none."""
 
 
+class Attention:
+    """A layer that attends, and its backend."""
+
+    @classmethod
+    def get_attn_backend(cls) -> type[Attention]:
+        return cls
+
+
 @dataclass
 class LLMEngine:
     vllm_config: Any
@@ -124,6 +132,7 @@ class LLMEngine:
             model_config=model,
             kv_transfer_config=transfer,
             parallel_config=None,
+            compilation_config=SimpleNamespace(static_forward_context={"layer 0": Attention}),
         )
         publisher = EventPublisherFactory.registered[args.kv_events_config.publisher]
         kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(2)]
@@ -358,6 +367,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "EngineArgs": EngineArgs,
             "LLMEngine": LLMEngine,
             "SamplingParams": SamplingParams,
+            "__version__": "0.32.0",
         },
         "vllm.config": {"KVEventsConfig": KVEventsConfig, "KVTransferConfig": SimpleNamespace},
         "vllm.distributed": {},

@@ -4,12 +4,12 @@ whether it fits."""
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from hashlib import blake2b
 from pathlib import Path
 
 from kvrelay.engine.cache_dir import file_digest
+from kvrelay.engine.identity import VOCABULARY_FILES, WEIGHTS, identity_of
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.config import VOCABULARY_FILES, ModelConfig
+from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.weights import NAME_DIGITS, WeightVersion
 
@@ -19,15 +19,12 @@ def read_version(path: Path, name: str = "", base: Path | None = None) -> Weight
     take the place of. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"{path} is no folder; expected one with the *.safetensors of a model")
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(path.glob(WEIGHTS))
     if not files:
         raise ModelError(f"{path} has no *.safetensors")
     if base is not None:
         _check(path, base)
-    digest = blake2b(digest_size=32, person=b"kvrelay-version")
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file_digest(file))
-    found = digest.digest()
+    found = identity_of(files, None, b"kvrelay-version")
     return WeightVersion(name or found.hex()[:NAME_DIGITS], found, str(path))
 
 

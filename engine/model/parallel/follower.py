@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from kvrelay.engine.identity import files_of
 from kvrelay.engine.logs import set_up_rank
-from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
+from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.parallel.link import Broken, Checksums, Companion, Ready
 from kvrelay.engine.model.parallel.ops import Group, RankSetup
 from kvrelay.engine.model.runner import ModelRunner
