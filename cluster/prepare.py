@@ -20,6 +20,9 @@ from kvrelay.cluster.config import ClusterSection, Config
 from kvrelay.decode_worker.vllm.build import check_blocks
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.config import EngineSection
+from kvrelay.engine.identity import checkpoint_identity
+from kvrelay.engine.model.checkpoint.resolve import commit_of, resolve_model
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import check_divides, num_machines
@@ -51,6 +54,8 @@ class PlannedModel:
     max_model_len: int
     plan: KVPlan  # of the workers with the most ranks
     name: str = ""  # in [[models]]
+    checkpoint: bytes = b""  # its identity: `engine.identity`
+    commit: str = ""  # on the hub, if it comes from there
 
     @property
     def load_s(self) -> float:
@@ -71,6 +76,11 @@ class PreparedModel(PlannedModel):
     @property
     def served_names(self) -> tuple[str, ...]:
         return tuple(each.served_name for each in self.by_name.values())
+
+    @property
+    def checkpoints(self) -> dict[str, str]:
+        """By name the identity of each."""
+        return {name: each.checkpoint.hex() for name, each in self.by_name.items()}
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -96,12 +106,14 @@ def prepare_model(
     section = config.model
     try:
         cache_dir = Path(section.cache_dir) if section.cache_dir else None
-        path = resolve_model(section.name, cache_dir=cache_dir, progress=progress)
+        path = resolve_model(section.name, section.revision, cache_dir=cache_dir, progress=progress)
         model = model_config(path, config.engine)
         engines = _engines(config, model, on_gpu)
         if config.engine.runs == "vllm":
             check_blocks(config.engine, on_gpu=on_gpu)
-    except ModelError as error:
+        progress(f"reading all of {path}")  # a later start finds the digests
+        checkpoint = checkpoint_identity(path, config.engine.runs, config.engine.arguments)
+    except (ModelError, OSError) as error:
         raise BuildError(str(error)) from error
     dtype = most_dtype(section.dtype, config.engine)  # the workers choose what "auto" is
     weights = dtype, section.quantization, on_gpu
@@ -121,6 +133,8 @@ def prepare_model(
         served_name=served_names(section)[0],
         max_model_len=min(resolve_max_model_len(model, engines[r], plans[r]) for r in engines),
         plan=max(plans.values(), key=lambda plan: plan.num_ranks),
+        checkpoint=checkpoint,
+        commit=commit_of(path),
     )
 
 

@@ -53,7 +53,7 @@ ONLY_SPEED = frozenset(_ONLY_SPEED.split())
 def files_of(path: Path, runs: str = OWN) -> list[Path]:
     """Those of a checkpoint that count, for the engine that `runs`."""
     further = FURTHER_OF_VLLM if runs == VLLM else ()
-    names = QUANTIZATION_FILES + VOCABULARY_FILES
+    names: tuple[str, ...] = QUANTIZATION_FILES + VOCABULARY_FILES
     names += QUANTIZATION_OF_VLLM if runs == VLLM else ()
     weights = (file for pattern in (WEIGHTS, *further) for file in sorted(path.glob(pattern)))
     return [file for file in (*weights, *(path / name for name in names)) if file.is_file()]

@@ -81,9 +81,8 @@ class WorkerSpec:
         path = Path(self.model_dir)
         if not path.is_dir():
             cache_dir = Path(self.model.cache_dir) if self.model.cache_dir else None
-            path = resolve_model(
-                self.model.name, self.commit, cache_dir=cache_dir, progress=log.info
-            )
+            revision = self.commit or self.model.revision
+            path = resolve_model(self.model.name, revision, cache_dir=cache_dir, progress=log.info)
         found = checkpoint_identity(path, self.engine.runs, self.engine.arguments)
         if self.checkpoint not in (b"", found):
             raise ModelError(

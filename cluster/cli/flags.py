@@ -104,6 +104,8 @@ _TOOLS |= {"openai": "harmony", "llama4_pythonic": "pythonic", "qwen3_xml": "qwe
 _THINKS = ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "qwen3", "minimax_m2", "kimi_k2")
 VLLM = {
     "served-model-name": Flag("model.served_name", takes_several=True),
+    "served-model-name": Flag("model.served_name"),
+    "revision": Flag("model.revision"),
     "quantization": Flag("model.quantization", short="q", values=_IN_CHECKPOINT),
     "device": Flag("model.device"),
     "max-model-len": Flag("engine.max_model_len", read=length),
@@ -222,7 +224,7 @@ REFUSED = _names(
         "--drafter names a head or a model, --num-speculative-tokens N bounds drafts": "speculative"
         "-config speculative-model spec-model spec-method spec-tokens",
         "the checkpoint's own is used": "tokenizer tokenizer-mode hf-config-path",
-        "name a folder that has it": "revision tokenizer-revision code-revision",
+        "--revision names that of the whole checkpoint": "tokenizer-revision code-revision",
         "weights are read from safetensors or GGUF": "load-format",
         "change config.json in a copy of the checkpoint": "hf-overrides rope-scaling rope-theta"
         " disable-sliding-window",

@@ -113,7 +113,9 @@ def plan_of(
 
     section, num_ranks = config.model, config.ranks_of(Role.DECODE)
     cache_dir = Path(section.cache_dir) if section.cache_dir else None
-    path = resolve_config(section.name, cache_dir=cache_dir, progress=lambda _: None)
+    path = resolve_config(
+        section.name, section.revision, cache_dir=cache_dir, progress=lambda _: None
+    )
     return plan_model(
         model_config(path, config.engine),
         replace(config.engine, tensor_parallel_size=num_ranks),

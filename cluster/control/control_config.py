@@ -21,7 +21,7 @@ class ControllerConfig:
     further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
     kept: Checkpoint = field(default_factory=Checkpoint)  # by the controller before
     running_routers: tuple[RouterStarted, ...] = ()  # further routers that outlived it
-    settings: str = ""  # a digest of those that workers are started with
+    fixed: dict[str, str] = field(default_factory=dict)  # as in `WorkerCheckpoint`
     adopt_timeout_s: float = 5.0
     start_timeout_s: float = 180.0
     introduce_timeout_s: float = 10.0

@@ -34,6 +34,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # that the cluster serves
     settings: str = ""  # a digest of the leader's
     controller: Peer | None = None  # where it listens
+    checkpoints: dict[str, str] = {}  # identities of what the leader serves; {}: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Lease:
         self.may_lead_until = float("-inf")
         self.seen: LeaseRecord | None = None  # the newest
         self.controller: Peer | None = None  # where this server's listens
+        self.checkpoints: dict[str, str] = {}  # identities of what this server serves, by name
         self._model = model
         self._settings = settings
         self._term = 0  # above 0 while this server leads
@@ -140,6 +142,8 @@ class Lease:
         """Why this server cannot be one of this cluster; "": it can."""
         if record is None or not record.holder or record.model == self._model:
             return ""
+        if record.checkpoints and record.checkpoints == self.checkpoints:
+            return ""  # the same files in another folder
         return (
             f"the cluster serves {record.model} and this server {self._model}: set model.name to "
             "the cluster's, or cluster.name to another"
@@ -154,6 +158,7 @@ class Lease:
             holder=self.server,
             beat=beat,
             model=self._model,
+            checkpoints=self.checkpoints,
             settings=self._settings,
             controller=self.controller if term == self._term else None,
         )

@@ -6,6 +6,7 @@ the epoch that it is about, so that what comes late is known for what it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.engine.node import NodeId
@@ -69,8 +70,16 @@ class WorkerCheckpoint:
     further: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
     built: str = ""  # `ControllerConfig.built` when it was started
-    settings: str = ""  # a digest of those that it was started with
+    settings: str = ""  # of the version before: by paths and times, and compared by nobody
     model: str = ""  # that it serves
+    # What it was started with and cannot change, by name: `cluster.processes.life`. {}: unknown.
+    fixed: dict[str, str] = field(default_factory=dict)
+
+
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names that both know, and that have another value: a version may have brought or dropped
+    some."""
+    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def worker_spec(
 ) -> WorkerSpec:
     """`config`, `model`: of all models; `machines`: by their id; `workers`: all that are wanted."""
     most_workers, scales = config.most_workers, config.scales
-    config, path = config.by_model()[start.model], model.by_name[start.model].path
+    config, planned = config.by_model()[start.model], model.by_name[start.model]
     machine = machines[start.machine_id]
     threads = config.engine.threads or max(1, int(machine.num_cpus))
     engine = replace(config.engine, tensor_parallel_size=start.num_ranks, threads=threads)
@@ -73,7 +73,9 @@ def worker_spec(
         worker=start.worker,
         role=start.role,
         epoch=start.epoch,
-        model_dir=str(path),
+        model_dir=str(planned.path),
+        checkpoint=planned.checkpoint,
+        commit=planned.commit,
         model=replace(config.model, device=device),
         engine=engine,
         tiers=config.tiers,

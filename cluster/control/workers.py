@@ -8,7 +8,7 @@ it announced. One that is up and makes no progress is ended by force: see `clust
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from kvrelay.cluster.control.control_config import ControllerConfig
@@ -27,6 +27,7 @@ from kvrelay.cluster.control.messages import (
     StartWorker,
     StopWorker,
     WorkerCheckpoint,
+    differing,
 )
 from kvrelay.cluster.control.routers import RouterSet
 from kvrelay.cluster.control.watches import Drains, Suspects
@@ -47,7 +48,7 @@ class DesiredWorker(DesiredProcess):
     machine_id: str | None = None
     further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
     hosts: tuple[str, ...] = ()  # where they are: what stays when Ray names machines anew
-    settings: str = ""  # see `WorkerCheckpoint`
+    fixed: dict[str, str] = field(default_factory=dict)  # see `WorkerCheckpoint`
     avoid: str | None = None  # where it failed to start
     info: WorkerInfo | None = None
     started: WorkerStarted | None = None  # while it listens
@@ -83,8 +84,8 @@ class DesiredWorker(DesiredProcess):
             self.further,
             self.hosts,
             self.built,
-            self.settings,
-            self.model,
+            model=self.model,
+            fixed=self.fixed,
         )
 
 
@@ -147,10 +148,10 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def adopt(self, kept: WorkerCheckpoint) -> list[Effect]:
         """What an earlier controller has left: one that listened is asked whether it lives; one
-        that had not come so far, or has other settings than those of now, is ended."""
+        that had not come so far, or computes something else than those of now, is ended."""
         if kept.model not in self.config.by_model:
             return [StopWorker(kept.worker, kept.epoch)]
-        worker, settings = self.by_name.get(kept.worker), self.config.of(kept.model).settings
+        worker, fixed = self.by_name.get(kept.worker), self.config.of(kept.model).fixed
         if worker is None and kept.peer is not None:  # fewer are wanted: it is drained first
             worker = self.desired(kept.worker, kept.role, kept.model)
             self.by_name[kept.worker] = worker
@@ -158,14 +159,16 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         if worker is not None:
             worker.role, worker.epoch, worker.restarts = kept.role, kept.epoch, kept.restarts
             worker.is_leaving, worker.hangs = kept.is_draining, kept.hangs
-        is_other = kept.settings not in ("", settings)
-        if worker is None or kept.peer is None or is_other:
+        if worker is None or kept.peer is None:
             return [StopWorker(kept.worker, kept.epoch)]
+        if others := differing(kept.fixed, fixed):
+            text = f"{kept.worker} ends, since it has other values: {', '.join(others)}"
+            return [Note("warning", "worker_differs", text), StopWorker(kept.worker, kept.epoch)]
         worker.on(ProcessEvent.ADOPT)
         worker.machine_id, worker.further = kept.machine_id, kept.further
         worker.hosts = kept.hosts or (kept.peer.host,)
         worker.pid, worker.peer, worker.built = kept.pid, kept.peer, kept.built
-        worker.settings = settings
+        worker.fixed = fixed
         self.has_been_up = True
         return [
             AdoptWorker(worker.node, worker.epoch, kept.peer, kept.machine_id, kept.pid),
@@ -219,7 +222,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             text = f"{worker.last_error} for {worker.node}"
             return [Note("warning", "no_machine", text)]
         bound = self.begin(worker)
-        worker.built, worker.settings = config.built, config.settings
+        worker.built, worker.fixed = config.built, config.fixed
         worker.machine_id, *further = machines
         worker.further = tuple(further)
         host_of = {machine.machine_id: machine.host for machine in self.machines}

@@ -55,8 +55,8 @@ from kvrelay.cluster.processes.here import run_here
 from kvrelay.cluster.processes.kept_weights import KeptWeights
 from kvrelay.cluster.processes.life import (
     Keeper,
+    fixed_of_workers,
     read_record,
-    settings_of_workers,
     workers_of,
 )
 from kvrelay.cluster.processes.orders import (
@@ -197,7 +197,7 @@ class ControlProcess:
                 further_routers=spec.routers if self._leads is None else (),
                 kept=kept,
                 running_routers=spec.running_routers,
-                settings=settings_of_workers(own, model.by_name[name].path),
+                fixed=fixed_of_workers(own, model.checkpoints[name]),
                 built=f"{own_version()} {workers_of(own)}",
             )
             for name, own in by_model.items()

@@ -16,20 +16,19 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.control.messages import RouterStarted
+from kvrelay.cluster.control.messages import RouterStarted, differing
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.life import (
     Installed,
     Life,
     LifeRecord,
-    all_weights,
     changed_settings,
-    changed_weights,
     read_record,
 )
 from kvrelay.cluster.state.server_lock import inherited_locks
@@ -215,7 +214,7 @@ def become(command: Sequence[str], python_path: str, handover: Handover) -> NoRe
             os.set_inheritable(each, False)
 
 
-def check(config: Config, models: Mapping[str, Path], found: Handover | None) -> None:
+def check(config: Config, model: PreparedModel, found: Handover | None) -> None:
     """Whether the program of this process could serve `config`, also in place of the server that
     `found` comes from. Raises HandoverError."""
     for name in MODULES:
@@ -235,8 +234,8 @@ def check(config: Config, models: Mapping[str, Path], found: Handover | None) ->
         raise HandoverError(f"{found.life} does not say what runs: use `kvrelay drain`, start anew")
     changed = changed_settings(record, config)
     if not changed:
-        names = changed_weights(record.weights, all_weights(models))
-        changed = [f"the weights in {models[name]}" for name in names]
+        names = differing(record.checkpoints, model.checkpoints)
+        changed = [f"the files or engine.arguments of {model.paths[name]}" for name in names]
     if changed:
         raise HandoverError(
             f"{', '.join(changed)}: changed, which a server that runs cannot follow: use `kvrelay "

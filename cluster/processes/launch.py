@@ -192,7 +192,7 @@ async def check(config: Config, found: Handover | None) -> None:
     load_access(config)
     model = await _prepare(config, ignore, asyncio.Event(), is_fresh=found is None)
     try:
-        check_program(config, model.paths, found)
+        check_program(config, model, found)
     except HandoverError as error:
         raise ServeError(str(error)) from error
 

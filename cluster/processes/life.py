@@ -18,16 +18,15 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import epoch_of
+from kvrelay.cluster.control.messages import differing
 from kvrelay.engine.files import write_private
 from kvrelay.worker.processes import kill_workers
 
@@ -61,7 +60,7 @@ class LifeRecord(msgspec.Struct):
     settings: str = ""  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
     fixed: dict[str, str] = {}  # what no worker that runs can follow: `fixed_settings`
-    weights: str = ""  # `all_weights`
+    checkpoints: dict[str, str] = {}  # `PreparedModel.checkpoints`; {}: a version before wrote it
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -164,16 +163,16 @@ class Life:
         self._keep("life", self.record)
         return self.record.controller_epoch
 
-    def use_weights(self, weights: str) -> None:
+    def use_checkpoints(self, checkpoints: dict[str, str]) -> None:
         """The model is known now."""
-        if weights != self.record.weights:
-            self.record.weights = weights
+        if checkpoints != self.record.checkpoints:
+            self.record.checkpoints = checkpoints
             self._keep("life", self.record)
 
-    def use_models(self, config: Config, weights: str) -> None:
+    def use_models(self, config: Config, checkpoints: dict[str, str]) -> None:
         """Others than those of the start."""
         self.record.settings, self.record.fixed = workers_of(config), fixed_settings(config)
-        self.use_weights(weights)
+        self.use_checkpoints(checkpoints)
 
     def earlier(self, running: Installed) -> Installed | None:
         """What to go back to: the last that all processes were up with, if that is not what runs;
@@ -213,7 +212,7 @@ def open_life(config: Config, port: int, path: Path | None = None) -> Life:
     if found is not None:
         changed = [name for name in changed_settings(found, config) if name not in NOT_FIXED]
         if not is_same_server:
-            end = f"end: {', '.join(changed)} changed" if changed else "go on"
+            end = f"end: {', '.join(changed)} changed" if changed else "go on with this model"
             log.warning("the last server at port %d has left workers, which %s", port, end)
         found.settings, found.fixed = settings, fixed
         return Life(path, found)
@@ -231,67 +230,49 @@ def open_life(config: Config, port: int, path: Path | None = None) -> Life:
 
 def fixed_settings(config: Config) -> dict[str, str]:
     """Settings that neither workers nor routers that run can follow, each as a digest: where the
-    server listens, how its processes reach each other, and the weights, since a stream that moves
-    must go on with those that it began with."""
-    model, tls, cluster = config.model, config.tls, config.cluster
+    server listens, how its processes reach each other, and what is computed, since a stream that
+    moves must go on as it began. Which model that is, its checkpoint's identity says; how it, Ray
+    or certificates are named by this server says nothing. Compared by name: one that a version
+    does not know is no difference (`differing`)."""
+    cluster = config.cluster
     values = {
         "api.host": config.api.host,
         "api.port": config.api.port,
         "cluster.routers": cluster.routers,
-        "cluster.address": cluster.address,
-        "tls.frames": (tls.frames, tls.ca if tls.frames else ""),
         "state.url": config.state.url,
         "sessions.state_dir": str(config.sessions.state_path),
-        "model.name": model.name,
-        "model.dtype": model.dtype,
-        "model.quantization": model.quantization,
-        "model.device": model.device,
-        "engine.kv_dtype": config.engine.kv_dtype,
-        "engine.window": config.engine.window,
-        "engine.sinks": config.engine.sinks,
+        "cluster.address (set or not)": bool(cluster.address),
+        "tls.frames (on or off)": config.tls.frames,
     }
+    if not config.models:
+        values |= _fixed_of_model(config)
     for name, own in config.by_model().items() if config.models else ():
-        weights = own.model, own.engine.kv_dtype, own.engine.window, own.engine.sinks
-        values[f"models.{name}"] = replace(weights[0], chat_template="", cache_dir=""), weights[1:]
+        values |= {f"models.{name}.{each}": value for each, value in _fixed_of_model(own).items()}
     digests = {name: hashlib.sha256(msgspec.json.encode(value)) for name, value in values.items()}
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 
+def _fixed_of_model(config: Config) -> dict[str, Any]:
+    return {
+        "model.dtype": config.model.dtype,
+        "model.quantization": config.model.quantization,
+        "model.device": config.model.device,
+        "engine.kv_dtype": config.engine.kv_dtype,
+        "engine.window": config.engine.window,
+        "engine.sinks": config.engine.sinks,
+    }
+
+
 def changed_settings(record: LifeRecord, config: Config) -> list[str]:
     """Names the fixed settings that are others now."""
-    now = fixed_settings(config)
-    return sorted(n for n in now if n in record.fixed and record.fixed[n] != now[n])
+    return differing(record.fixed, fixed_settings(config))
 
 
-def all_weights(paths: Mapping[str, Path]) -> str:
-    """By model its `weights_of`, as `LifeRecord` has them."""
-    return " ".join(f"{name}={weights_of(each)}".lstrip("=") for name, each in paths.items())
-
-
-def changed_weights(before: str, now: str) -> list[str]:
-    """Names the models that were served before, and whose weights are others."""
-    found = [dict(map(_named, each.split())) for each in (before, now)]
-    return sorted(name for name in found[0].keys() & found[1] if found[0][name] != found[1][name])
-
-
-def _named(part: str) -> tuple[str, str]:
-    name, _, weights = part.rpartition("=")
-    return name, weights
-
-
-def weights_of(path: Path) -> str:
-    """A digest of a checkpoint by its place and the sizes and times of its files."""
-    path = path.resolve()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
-    return hashlib.sha256(msgspec.json.encode((str(path), stats))).hexdigest()[:16]
-
-
-def settings_of_workers(config: Config, model: Path) -> str:
-    """A digest of what a worker that runs cannot follow: the weights, the form of its KV, and how
-    it is reached. `model`: the checkpoint that is served."""
+def fixed_of_workers(config: Config, checkpoint: str) -> dict[str, str]:
+    """What a worker that runs cannot follow: what it computes, and how it is reached.
+    `checkpoint`: the identity of what is served."""
     fixed = {name: each for name, each in fixed_settings(config).items() if name not in NOT_FIXED}
-    return hashlib.sha256(msgspec.json.encode((fixed, weights_of(model)))).hexdigest()[:32]
+    return {**fixed, "the model (its files or engine.arguments)": checkpoint}
 
 
 def workers_of(config: Config) -> str:

@@ -46,7 +46,9 @@ class Servers:
     def leader(self) -> str:
         return self._seen.leader.holder if self._seen is not None else ""
 
-    def start(self) -> None:
+    def start(self, checkpoints: dict[str, str]) -> None:
+        """`checkpoints`: of the models that it serves, by name."""
+        self._lease.checkpoints = checkpoints
         from kvrelay.cluster.state.lease import LeaseKeeper  # needs redis
 
         self._keeper = LeaseKeeper(self._key, self._lease, self._life.deadline, self._tell)

@@ -35,7 +35,7 @@ from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
 from kvrelay.cluster.processes.here import this_machine
-from kvrelay.cluster.processes.life import Life, SharedLife, all_weights
+from kvrelay.cluster.processes.life import Life, SharedLife
 from kvrelay.cluster.processes.model_changes import ModelChanges, OnModel
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
@@ -139,10 +139,10 @@ class Supervisor:
         """`forks`: has the process that forks workers keep weights of the models."""
         self._model, self._changes.forks = model, forks
         forks(self._config, model)
-        self._life.use_weights(all_weights(model.paths))
+        self._life.use_checkpoints(model.checkpoints)
         self._to_controller(model)
         if self._servers is not None:  # without a model it could not lead
-            self._servers.start()
+            self._servers.start(model.checkpoints)
             self._spawn(self._keep_spare())
             for name in self._sockets:
                 self._spawn(self._start_router(StartRouter(name, 1, 0)))
@@ -155,7 +155,7 @@ class Supervisor:
     def serve_models(self, config: Config, model: PreparedModel) -> None:
         """These, by whoever starts from now on."""
         self._config, self._model = config, model
-        self._life.use_models(config, all_weights(model.paths))
+        self._life.use_models(config, model.checkpoints)
 
     async def replace_controller(self) -> None:
         """Ends it, and waits for the next. Raises HandoverError: not all workers are up in time."""

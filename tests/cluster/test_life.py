@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,16 @@ import msgspec
 import pytest
 
 from kvrelay.cluster.config import Config, build_config
+from kvrelay.cluster.control.messages import differing
 from kvrelay.cluster.processes import life
 from kvrelay.cluster.processes.life import (
     Installed,
     Life,
     LifeRecord,
-    all_weights,
     changed_settings,
-    changed_weights,
+    fixed_of_workers,
     fixed_settings,
     open_life,
-    settings_of_workers,
-    weights_of,
     workers_of,
 )
 
@@ -60,7 +57,6 @@ def test_workers_go_on_under_other_settings(tmp_path: Path, ended: list[str]) ->
 @pytest.mark.parametrize(
     "change",
     [
-        {"model__name": "other"},
         {"model__quantization": "int8"},
         {"engine__window": 512},
         {"tls__frames": True},
@@ -76,13 +72,13 @@ def test_workers_that_cannot_follow_the_settings_are_left_to_the_controller_to_e
     again = open_life(after, 8000)
     assert again.record.cluster == first.record.cluster
     assert ended == []
-    assert f"{next(iter(change)).replace('__', '.')} changed" in caplog.text
-    assert settings_of_workers(before, tmp_path) != settings_of_workers(after, tmp_path)
+    assert f"end: {next(iter(change)).replace('__', '.')}" in caplog.text
+    assert differing(fixed_of_workers(before, "c"), fixed_of_workers(after, "c"))
 
 
 def test_what_is_a_matter_of_routers_ends_no_workers(tmp_path: Path) -> None:
     before, after = config(tmp_path), config(tmp_path, cluster__routers=2, state__url="")
-    assert settings_of_workers(before, tmp_path) == settings_of_workers(after, tmp_path)
+    assert fixed_of_workers(before, "c") == fixed_of_workers(after, "c")
     assert changed_settings(open_life(before, 8000).record, after) == ["cluster.routers"]
 
 
@@ -92,7 +88,9 @@ def test_a_record_that_knows_of_no_fixed_settings_goes_by_all_of_them(
     """The version before has written it, without them."""
     path = open_life(config(tmp_path), 8000).path
     record = LifeRecord("kvrelay-old", b"token", workers_of(config(tmp_path)), 3)
-    old = {k: v for k, v in msgspec.to_builtins(record).items() if k not in ("fixed", "weights")}
+    old = {
+        k: v for k, v in msgspec.to_builtins(record).items() if k not in ("fixed", "checkpoints")
+    }
     (path / "life").write_bytes(msgspec.msgpack.encode(old | {"token": b"token"}))
     assert open_life(config(tmp_path), 8000).record.cluster == "kvrelay-old"
     (path / "life").write_bytes(msgspec.msgpack.encode(old | {"token": b"token"}))
@@ -115,29 +113,34 @@ def test_a_rollback_goes_to_what_served_well_before(tmp_path: Path) -> None:
     assert (tmp_path / "good").stat().st_mode & 0o777 == 0o600
 
 
-def test_weights_that_were_replaced_in_their_place_are_others(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"weights")
-    before = weights_of(tmp_path)
-    assert weights_of(tmp_path) == before
-    os.utime(file, (1, 1))
-    assert weights_of(tmp_path) != before
-
-
-def test_models_may_come_and_go_and_weights_of_one_that_stays_may_not_change(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        {"model__name": "/elsewhere/llama"},
+        {"model__revision": "main"},
+        {"model__cache_dir": "/elsewhere"},
+        {"tls__ca": "/elsewhere/ca.pem", "tls__frames": True},
+        {"cluster__address": "10.0.0.1:6379"},
+    ],
+)
+def test_how_a_server_names_what_is_the_same_ends_no_workers(
+    tmp_path: Path, spelled: dict[str, Any]
 ) -> None:
-    paths = {name: tmp_path / name for name in ("large", "small", "third")}
-    for path in paths.values():
-        path.write_bytes(b"weights")
-    large, small, third = paths["large"], paths["small"], paths["third"]
-    before = all_weights({"large": large, "small": small})
-    assert changed_weights(before, all_weights({"large": large, "third": third})) == []
-    assert changed_weights(before, all_weights({"large": large, "small": third})) == ["small"]
-    assert changed_weights("", before) == []
-    alone = all_weights({"": large})
-    assert alone == weights_of(large)
-    assert changed_weights(alone, all_weights({"": small})) == [""]
+    """Another server of a cluster, or another pod, has other folders and other names."""
+    plain: dict[str, Any] = {"tls__frames": "tls__frames" in spelled}
+    plain["cluster__address"] = "auto" if "cluster__address" in spelled else ""
+    before, after = config(tmp_path, **plain), config(tmp_path, **{**plain, **spelled})
+    assert fixed_of_workers(before, "c") == fixed_of_workers(after, "c")
+    assert changed_settings(open_life(before, 8000).record, after) == []
+
+
+def test_a_setting_that_one_version_lacks_is_no_difference(tmp_path: Path) -> None:
+    """It refused a restart, and had a controller end all workers."""
+    now = fixed_settings(config(tmp_path))
+    for known in ({**now, "of the next version": "x"}, {"of the last one": "y"}, {}):
+        assert changed_settings(LifeRecord("c", b"t", fixed=known), config(tmp_path)) == []
+        assert differing(known, now) == []
+    assert differing({**now, "model.dtype": "x"}, now) == ["model.dtype"]
 
 
 def test_settings_of_a_model_that_stays_are_fixed_and_others_may_come(tmp_path: Path) -> None:
@@ -151,4 +154,5 @@ def test_settings_of_a_model_that_stays_are_fixed_and_others_may_come(tmp_path: 
     before = config_with(a="float32", b="float32")
     record = LifeRecord("c", b"t", workers_of(before), fixed=fixed_settings(before))
     assert changed_settings(record, config_with(a="float32", new="float32")) == []
-    assert changed_settings(record, config_with(a="bfloat16", b="float32")) == ["models.a"]
+    changed = changed_settings(record, config_with(a="bfloat16", b="float32"))
+    assert changed == ["models.a.model.dtype"]

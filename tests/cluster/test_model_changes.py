@@ -33,7 +33,7 @@ def settings(folder: Path, *names: str, port: int = 8000) -> Config:
 def prepared(config: Config) -> PreparedModel:
     none = cast(Any, None)
     first, *further = (PreparedModel(Path(n), none, n, 1, none, n) for n in config.by_model())
-    return PreparedModel(first.path, none, first.name, 1, none, first.name, tuple(further))
+    return PreparedModel(first.path, none, first.name, 1, none, first.name, further=tuple(further))
 
 
 class Server:

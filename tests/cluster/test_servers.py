@@ -103,7 +103,9 @@ async def make(config: Config, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             names = {f"router-0@{port}": SimpleNamespace(fileno=lambda: 0)}
             made = Supervisor(own, none, names, life, none, "h", lambda *_: None, None)  # type: ignore[arg-type]
             await made.start()
-            made.use_model(PreparedModel(Path(), none, "m", 1, none))
+            made.use_model(
+                PreparedModel(Path(), none, "m", 1, none, checkpoint=own.model.name.encode())
+            )
             stack.push_async_callback(made.end, 0.0)
             return made
 

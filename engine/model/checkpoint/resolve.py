@@ -28,6 +28,7 @@ CONSOLIDATED = "consolidated*"  # weights in Mistral's own format, mostly beside
 ORIGINAL = "original/*"  # for Llama's own code
 CONFIG_FILES = ("config.json", "params.json", "generation_config.json", "hf_quant_config.json")
 HUB_TIMEOUT_S = 10.0
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -66,13 +67,19 @@ def license_notice(name: str) -> str:
 
 
 def resolve_model(
-    name: str, *, cache_dir: Path | None = None, progress: Callable[[str], None]
+    name: str,
+    revision: str = "",
+    *,
+    cache_dir: Path | None = None,
+    progress: Callable[[str], None],
 ) -> Path:
     """A checked Hugging Face directory for `name`: such a directory, a GGUF file, a name
-    in PACKAGED, or a hub id ("owner/name"). `progress` gets one line per stage. Raises
-    ModelError."""
+    in PACKAGED, or a hub id ("owner/name") at `revision`. `progress` gets one line per stage.
+    Raises ModelError."""
     cache = cache_dir or default_cache_dir()
     path = Path(name).expanduser()
+    if revision:
+        _check_revision(name, revision)
     if path.is_dir():
         return _checked(path)
     if packaged := PACKAGED.get(name):
@@ -81,7 +88,7 @@ def resolve_model(
     if path.is_file():
         return _checked(_convert([path], {}, cache, progress))
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        return _checked(_download(name, progress))
+        return _checked(_download(name, revision, progress))
     raise ModelError(
         f"no model {name}: it is not a directory, a .gguf file, {', '.join(PACKAGED)} or a hub id"
     )
@@ -97,7 +104,11 @@ def drafter_path(name: str) -> Path:
 
 
 def resolve_config(
-    name: str, *, cache_dir: Path | None = None, progress: Callable[[str], None]
+    name: str,
+    revision: str = "",
+    *,
+    cache_dir: Path | None = None,
+    progress: Callable[[str], None],
 ) -> Path:
     """As `resolve_model`, for whoever wants the configuration alone: of a hub id nothing else is
     fetched, and a directory needs no weights. Also the file itself. Raises ModelError."""
@@ -107,8 +118,24 @@ def resolve_config(
     if path.is_file() and path.suffix == ".json":
         return path.parent
     if name in PACKAGED or path.is_file() or not _HUB_ID.fullmatch(name):
-        return resolve_model(name, cache_dir=cache_dir, progress=progress)
-    return _download(name, progress, files=CONFIG_FILES)
+        return resolve_model(name, revision, cache_dir=cache_dir, progress=progress)
+    return _download(name, revision, progress, files=CONFIG_FILES)
+
+
+def commit_of(path: Path) -> str:
+    """The commit that a checkpoint in the hub's cache is; "": it is elsewhere."""
+    is_there = path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name)
+    return path.name if is_there else ""
+
+
+def _check_revision(name: str, revision: str) -> None:
+    """Raises ModelError."""
+    path = Path(name).expanduser()
+    if path.exists() or name in PACKAGED or not _HUB_ID.fullmatch(name):
+        raise ModelError(
+            f"model.revision = {revision!r}: only a model of the hub (owner/name) has revisions,"
+            f" and {name} is none; leave it out"
+        )
 
 
 def _checked(path: Path) -> Path:
@@ -174,24 +201,31 @@ def _convert(
         raise ModelError(f"cannot write the converted model to {final}: {error}") from error
 
 
-def _download(name: str, progress: Callable[[str], None], files: Sequence[str] = HUB_FILES) -> Path:
+def _download(
+    name: str,
+    revision: str,
+    progress: Callable[[str], None],
+    files: Sequence[str] = HUB_FILES,
+) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(*second_copies: str) -> Path:
         return Path(
             snapshot_download(
                 name,
+                revision=revision or None,
                 allow_patterns=list(files),
                 ignore_patterns=list(second_copies),
                 etag_timeout=HUB_TIMEOUT_S,
             )
         )
 
-    progress(f"fetching {name} from the hub")
+    which = f"{name} at {revision}" if revision else name
+    progress(f"fetching {which} from the hub")
     try:
         path = fetch(CONSOLIDATED, ORIGINAL)
         has_params = (path / PARAMS_FILE).is_file()
         return fetch(ORIGINAL) if has_params and not any(path.glob("*.safetensors")) else path
     except Exception as error:  # offline, unknown, gated, full disk: one line says which
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"cannot fetch {name} from the hub: {reason[0]}") from error
+        raise ModelError(f"cannot fetch {which} from the hub: {reason[0]}") from error

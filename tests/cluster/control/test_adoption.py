@@ -151,9 +151,9 @@ def test_a_server_that_was_up_is_not_given_up_for_workers_that_do_not_start() ->
 
 
 def test_a_worker_with_other_weights_ends_and_is_started_with_those_of_now(lives: Lives) -> None:
-    lives.begin(RUNNING, replace(CONFIG, settings="before"))
+    lives.begin(RUNNING, replace(CONFIG, fixed={"weights": "before", "no more": "1"}))
     assert of(StopWorker, lives.done) == [], "a version before said nothing of it"
-    config = replace(CONFIG, settings="of now")
+    config = replace(CONFIG, fixed={"weights": "of now", "new": "1"})
     lives.begin(RUNNING, config)
     lives.say(MachinesChanged(ONE))
     stopped, started = of(StopWorker, lives.done), of(StartWorker, lives.done)
@@ -161,9 +161,10 @@ def test_a_worker_with_other_weights_ends_and_is_started_with_those_of_now(lives
     assert {(s.worker, s.epoch) for s in started} == {("prefill-0", 2), ("decode-0", 2)}
     for worker in ("prefill-0", "decode-0"):
         lives.say(WorkerStarted(info(worker, 2), "h", 100, 8))
-    lives.begin(RUNNING, config)
-    assert lives.controller.all_up()
-    assert of(StopWorker, lives.done) == []
+    for fixed in (config.fixed, {"weights": "of now", "newer": "2"}):
+        lives.begin(RUNNING, replace(config, fixed=fixed))
+        assert lives.controller.all_up()
+        assert of(StopWorker, lives.done) == []
 
 
 def test_one_whose_process_is_gone_is_not_waited_for(lives: Lives) -> None:

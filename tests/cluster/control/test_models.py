@@ -34,7 +34,7 @@ def config_of(model: str, **changes: object) -> ControllerConfig:
     roles = (Role.PREFILL, Role.DECODE)
     workers = tuple((worker_name(role, model, 0), role) for role in roles)
     made = ControllerConfig(
-        workers=workers, routers=(ROUTER,), model=model, settings=model, built=f"of {model}"
+        workers=workers, routers=(ROUTER,), model=model, fixed={"model": model}, built=f"of {model}"
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ def test_the_next_controller_adopts_those_whose_model_is_still_served() -> None:
     kept = kept_of(script)
     same = Controller(replace(CONFIG, kept=kept)).start(0.0)
     assert of(StopWorker, same) == []
-    other_weights = replace(config_of(SMALL), settings="other")
+    other_weights = replace(config_of(SMALL), fixed={"model": "other"})
     changed = Controller(replace(CONFIG, kept=kept, further=(other_weights,)))
     stopped = {stop.worker for stop in of(StopWorker, changed.start(0.0))}
     assert stopped == {"prefill-small-0", "decode-small-0"}

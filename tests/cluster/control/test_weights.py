@@ -3,6 +3,7 @@ is killed on the way, all have one version in the end."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvrelay.cluster.control.messages import (
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.processes.kept_weights import KeptWeights
 from kvrelay.cluster.status import ControllerStatus, WeightsStatus
+from kvrelay.engine.model.checkpoint.version import read_version
 from kvrelay.engine.node import Send, Wake, Woken
 from kvrelay.engine.weights import (
     PauseMode,
@@ -219,17 +221,33 @@ def test_a_pause_reaches_workers_that_come_later_too() -> None:
     assert [to for to, mode in orders(effects) if mode is None] == both
 
 
-def test_a_server_that_starts_anew_has_the_weights_that_were_current(tmp_path: Path) -> None:
-    model, state = tmp_path / "model", tmp_path / "state"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"1")
-    weights = ModelWeights("", BASE, NEW, BASE, number=3, paused=PauseMode.WAIT)
+def test_a_server_that_starts_anew_has_the_weights_that_were_current(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where its files are in another folder, with other times."""
+    state, copied = tmp_path / "state", tmp_path / "copied"
+    for folder in (model := tmp_path / "model", copied):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"1")
+    os.utime(copied / "model.safetensors", (1, 1))
+    base = read_version(model, "base")
+    weights = ModelWeights("", base, NEW, base, number=3, paused=PauseMode.WAIT)
     KeptWeights(state, {"": model}).keep((weights,))
     anew = Checkpoint(weights=(replace(weights, paused=None),))
-    assert KeptWeights(state, {"": model}).add_to(Checkpoint()) == anew
+    for folder in (model, copied):
+        assert KeptWeights(state, {"": folder}).add_to(Checkpoint()) == anew
     younger = Checkpoint(weights=(replace(weights, number=4),))
     assert KeptWeights(state, {"": model}).add_to(younger) == younger
+    assert not caplog.messages
     (model / "model.safetensors").write_bytes(b"22")
     assert KeptWeights(state, {"": model}).add_to(Checkpoint()) == Checkpoint()
+    assert "holds other weights than when new took their place" in caplog.text
     (state / "weights.json").write_bytes(b"{")
     assert KeptWeights(state, {"": model}).add_to(Checkpoint()) == Checkpoint()
+
+
+def test_a_pause_outlives_its_controller_without_any_update(tmp_path: Path) -> None:
+    """Its workers stayed paused, it said that nothing was, and one that started computed."""
+    paused = ModelWeights("b", paused=PauseMode.KEEP, has_paused=True)
+    kept = Checkpoint(weights=(paused, ModelWeights("a")))
+    assert KeptWeights(tmp_path, {}).add_to(kept).weights == (paused,)
