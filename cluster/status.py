@@ -69,6 +69,14 @@ class RestartStatus(Struct, omit_defaults=True, kw_only=True):
     version: str = ""  # kvrelay's, that the supervisor has
 
 
+class RefusedUpdate(Struct, frozen=True):
+    """An order to change weights that was not followed."""
+
+    number: int  # of the order
+    name: str  # of the version that was asked for; "": the one before
+    why: str
+
+
 class WeightsStatus(Struct, omit_defaults=True, kw_only=True):
     """The weights of a model, once an operator has changed them or paused its workers. Versions are
     shown by their names."""
@@ -83,6 +91,7 @@ class WeightsStatus(Struct, omit_defaults=True, kw_only=True):
     why: str = ""  # it was stopped
     paused: str | None = None  # an operator's pause, by its mode
     pause_s: float | None = None  # the longest of the last change, in which a worker ran no step
+    refused: RefusedUpdate | None = None  # the last order that was refused
 
 
 class StateFolderStatus(Struct, omit_defaults=True, kw_only=True):

@@ -54,6 +54,7 @@ class StartFailed:
     epoch: int
     reason: str
     permanent: bool
+    weights: bytes = b""  # the digest of those that it was to have, and that are not there
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,10 @@ def update(
         asked = ask_json(client, "POST", "/v1/weights", json=body)
         while True:
             now = [each for each in _weights(client) if each["number"] not in before]
+            refused = now[0].get("refused", {"number": 0}) if now else {"number": 0}
+            mine = refused["number"] not in before and refused["name"] == asked.get("name", "")
+            if mine:
+                raise click.ClickException(f"refused: {refused['why']}")
             if now and now[0]["state"] != "updating":
                 break
             if time.monotonic() >= deadline:

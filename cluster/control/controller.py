@@ -150,6 +150,13 @@ class Controller:
                 return routers.started(now, router, message, listening) if router else []
             case RouterJoined(started):
                 return routers.join(now, started, workers.listening())
+            case StartFailed(node, epoch, why, False, missing) if missing:
+                worker = workers.current(node, epoch, ProcessState.STARTING)
+                if worker is None:
+                    return []
+                effects = workers.failed(now, worker, why, permanent=False)
+                own = self._workers_of(worker.model)
+                return effects + self.rollouts[worker.model].missing(missing, why, own)
             case StartFailed(node, epoch, why, final) | RouterFailed(node, epoch, why, final):
                 processes = self._set_of(node)
                 process = processes.current(node, epoch, ProcessState.STARTING)

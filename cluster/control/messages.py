@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvrelay.cluster.status import RefusedUpdate
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.weights import NO_VERSION, PauseMode, UpdateMode, WeightVersion
@@ -97,6 +98,7 @@ class ModelWeights:
     why: str = ""  # the last one was refused, or stopped
     paused: PauseMode | None = None
     has_paused: bool = False  # ever: those that are up are asked to go on
+    refused: RefusedUpdate | None = None  # the last order that was not followed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,20 @@ from dataclasses import dataclass, replace
 from kvrelay.cluster.control.lifecycle import Incarnation, ProcessState
 from kvrelay.cluster.control.messages import ModelWeights, PauseModel, UpdateModel
 from kvrelay.cluster.control.workers import DesiredWorker
-from kvrelay.cluster.status import WeightsStatus
+from kvrelay.cluster.status import RefusedUpdate, WeightsStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
-from kvrelay.engine.weights import PauseWorker, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.engine.weights import (
+    PauseWorker,
+    UpdateMode,
+    UpdateWeights,
+    WeightsUpdated,
+    WeightVersion,
+)
 from kvrelay.worker.messages import Peer
 
 TAG = "weights"
 ASK_S = 2.0  # between two questions to the same worker; the second one is ignored
+MAX_MISSES = 2  # starts that do not find the current weights
 PROTOCOL = 3  # the first that knows of versions
 
 
@@ -42,6 +49,7 @@ class Rollout:
         self._has: dict[Incarnation, bytes] = {}  # digests that workers have answered with
         self._knows_pause: set[Incarnation] = set()  # as it is now
         self._pause_s: list[float] = []
+        self._misses = 0  # starts that did not find the current ones
 
     @property
     def wanted(self) -> WeightVersion:
@@ -54,17 +62,23 @@ class Rollout:
     def order(self, order: UpdateModel, peers: Iterable[Peer]) -> list[Effect]:
         """An operator wants other weights, or the earlier ones. `peers`: all that have to know of
         versions."""
-        kept = self.kept
+        kept = replace(self.kept, number=self.kept.number + 1)
         if not kept.current.digest:
             kept = replace(kept, base=order.base, current=order.base)
             self._has = {key: digest or order.base.digest for key, digest in self._has.items()}
         target = kept.previous if order.back else order.version
-        kept = replace(kept, number=kept.number + 1, mode=order.mode, why="")
-        if why := self._why_not(kept, target, peers):
-            self.kept = replace(kept, why=why)
+        if why := self._why_not(kept, target, order.mode, peers):
+            refused = RefusedUpdate(kept.number, "" if order.back else order.version.name, why)
+            # What is being rolled out goes on as it was, and ends as it would have.
+            self.kept = replace(kept, why=kept.why if kept.target else why, refused=refused)
             return [Note("warning", "weights_refused", why)]
-        self._pause_s.clear()
-        self.kept = replace(kept, target=target)
+        assert target is not None
+        if kept.target is None:
+            self._pause_s.clear()
+            kept = replace(kept, mode=order.mode, why="")
+        # One for what is current, as from a job that is tried again, leaves the way back as it is.
+        is_current = target.digest == kept.current.digest
+        self.kept = replace(kept, target=kept.target or (None if is_current else target))
         return []
 
     def pause(self, order: PauseModel) -> None:
@@ -130,6 +144,25 @@ class Rollout:
         kept = self.kept
         return None if kept.current.digest == kept.base.digest else kept.current
 
+    def missing(self, digest: bytes, why: str, workers: Iterable[DesiredWorker]) -> list[Effect]:
+        """A worker has not started, since what it was to compute with is nowhere any more. Where no
+        other one has that, or a second start has failed, perhaps on another machine, all go back to
+        the weights before, or to the model's own: fewer with each death would serve nobody."""
+        kept = self.kept
+        if digest != kept.current.digest or digest == kept.base.digest:
+            return []
+        up = (w.incarnation for w in workers if w.state is ProcessState.UP)
+        self._misses += 1
+        if self._misses < MAX_MISSES and any(self._has.get(key) == digest for key in up):
+            return []
+        self._misses = 0
+        back = kept.previous if kept.previous not in (None, kept.current) else kept.base
+        assert back is not None
+        text = f"{kept.current.name} is lost, workers have {back.name} from now on: {why}"
+        base = None if back.digest == kept.base.digest else kept.base
+        self.kept = replace(kept, current=back, previous=base, target=None, why=text)
+        return [Note("error", "weights_missing", text)]
+
     def view(self) -> WeightsStatus:
         kept = self.kept
         state = "updating" if kept.target else "stopped" if kept.why else "done"
@@ -144,13 +177,20 @@ class Rollout:
             why=kept.why,
             paused=str(kept.paused) if kept.paused else None,
             pause_s=max(self._pause_s, default=None),
+            refused=kept.refused,
         )
 
     def _why_not(
-        self, kept: ModelWeights, target: WeightVersion | None, peers: Iterable[Peer]
+        self,
+        kept: ModelWeights,
+        target: WeightVersion | None,
+        mode: UpdateMode,
+        peers: Iterable[Peer],
     ) -> str:
-        if kept.target is not None:
-            return f"{kept.target.name} is being rolled out: wait for its end"
+        running = kept.target
+        if running is not None:
+            is_same = target is not None and target.digest == running.digest and mode is kept.mode
+            return "" if is_same else f"{running.name} is being rolled out: wait for its end"
         if target is None:
             return "there are no weights to go back to: none were changed yet"
         for known in filter(None, (kept.base, kept.current, kept.previous)):

@@ -28,6 +28,7 @@ def start(
     spec: WorkerSpec, listening: Listening
 ) -> tuple[WorkerProcess | None, WorkerStarted | StartFailed]:
     """Build the worker and serve. What would fail again is reported as permanent."""
+    from kvrelay.engine.model.errors import WeightsMissing
     from kvrelay.worker.kv_plan import BuildError
 
     try:
@@ -36,7 +37,10 @@ def start(
         settle_memory()
         return process, process.start()
     except BuildError as error:
-        return None, StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
+        cause = error.__cause__
+        missing = cause.digest if isinstance(cause, WeightsMissing) else b""
+        failed = StartFailed(spec.worker, spec.epoch, str(error), not missing, missing)
+        return None, failed
     except Exception as error:
         logging.getLogger("kvrelay").exception("%s does not start", spec.worker)
         why = f"{type(error).__name__}: {first_line(error)}"

@@ -10,6 +10,14 @@ class ModelError(Exception):
     be right."""
 
 
+class WeightsMissing(ModelError):
+    """Weights that took the place of the model's own are nowhere any more."""
+
+    def __init__(self, text: str, digest: bytes) -> None:
+        super().__init__(text)
+        self.digest = digest
+
+
 def check_one_of(name: str, value: str, supported: Sequence[str]) -> None:
     """Raises ModelError if `value` is not supported."""
     if value not in supported:

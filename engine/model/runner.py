@@ -29,6 +29,7 @@ from kvrelay.engine.model.batch import Batch, Guard, Limits, LoadedAdapter, by_a
 from kvrelay.engine.model.checkpoint.adapter import load_adapter
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.kept_versions import find_version
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.checkpoint.resolve import drafter_path
 from kvrelay.engine.model.checkpoint.version import read_version
@@ -105,6 +106,7 @@ class ModelRunner:
             torch.set_num_threads(engine.threads)
         self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
         self._keep_as = keep_as
+        self._cache_dir = Path(model.cache_dir) if model.cache_dir else default_cache_dir()
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
@@ -232,11 +234,10 @@ class ModelRunner:
             self._next = self._load_version(self._model_dir, version)
 
     def _load_version(self, model_dir: Path, version: WeightVersion) -> Weights:
-        folder = Path(version.path)
-        before = versions_of(files_of(folder)) if folder.is_dir() else {}
-        found = read_version(folder, version.name, model_dir)
-        if found.digest != version.digest:
-            raise ModelError(f"{folder} has other bytes than {version.name} had when it was named")
+        folder = find_version(version, model_dir, self._cache_dir)
+        before = versions_of(files_of(folder))
+        if read_version(folder).digest != version.digest:
+            raise ModelError(f"{folder} was changed while it was read: start again")
         if isinstance(self._all_ops, CpuOps):
             self._all_ops.begin_version()
         weights = load_weights(folder, self.config, self._all_ops, lambda _: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -143,19 +144,14 @@ def test_weights_that_do_not_fit_or_do_not_answer_leave_the_old_ones(
     versions: tuple[Path, Path], references: tuple[Reference, Reference], tmp_path: Path
 ) -> None:
     broken = scaled(versions[0], tmp_path / "nan", float("nan"), "norm.weight")
-    gone = read_version(versions[1])
+    gone = read_version(scaled(versions[0], tmp_path / "gone", 3.0))
     with LocalCluster(versions[0], prefill=0, engine=ENGINE) as cluster:
         operator = Operator(cluster)
-        for path, why in (
-            (broken, "do not answer"),
-            (versions[1], "other bytes"),
-            (tmp_path / "none", "is no folder"),
+        for version, why in (
+            (read_version(broken), "do not answer"),
+            (replace(gone, path=str(broken)), "other bytes"),
+            (replace(gone, path=str(tmp_path / "none")), "is no folder"),
         ):
-            version = read_version(path) if path == broken else gone
-            if path == versions[1]:
-                version = type(gone)(gone.name, gone.digest, str(broken))
-            elif path != broken:
-                version = type(gone)(gone.name, gone.digest, str(path))
             answer = operator.begin("decode-0", version, UpdateMode.RECOMPUTE).result(60)
             assert why in answer.why
             assert answer.version.digest == read_version(versions[0]).digest

@@ -35,7 +35,7 @@ from kvrelay.engine.weights import (
     WeightVersion,
 )
 from kvrelay.router.messages import WorkerUp
-from kvrelay.worker.messages import PeersUpdated, WorkerStarted
+from kvrelay.worker.messages import PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.test_controller import CONFIG, ONE, ROUTER, Script, info, of
 
 BASE, NEW, NEWER = (WeightVersion(n, n.encode(), f"/{n}") for n in ("base", "new", "newer"))
@@ -67,7 +67,8 @@ class Rollouts(Script):
         return effects
 
     def order(self, version: WeightVersion = NEW, **fields: Any) -> list[Any]:
-        return self.say(UpdateModel("", BASE, version, UpdateMode.DRAIN, **fields))
+        fields = {"mode": UpdateMode.DRAIN, **fields}
+        return self.say(UpdateModel("", BASE, version, **fields))
 
     def answer(self, why: str = "", old: WeightVersion = BASE) -> str:
         """The worker that is asked has done so, or has failed and kept `old`."""
@@ -187,14 +188,67 @@ def test_orders_that_cannot_be_followed_are_refused_in_words() -> None:
     assert "none were changed yet" in script.view.why
     script.order(WeightVersion("base", b"other", "/other"))
     assert "that of other weights" in script.view.why
-    script.order()
-    script.order(NEWER)
-    assert "wait for its end" in script.view.why
-    assert script.view.target == "new"
     earlier = Rollouts(CONFIG)
     earlier.order()
     assert earlier.view.why == "router-0: of an earlier version; restart them first"
     assert earlier.asked == []
+
+
+def test_a_refused_order_changes_nothing_of_the_one_that_runs() -> None:
+    """A rollout by drain went on with keep, and its success was shown as stopped."""
+    script = Rollouts()
+    script.order(mode=UpdateMode.DRAIN)
+    for mode in (UpdateMode.DRAIN, UpdateMode.KEEP):
+        script.order(NEWER, mode=mode)
+        assert script.view.refused is not None
+        assert "new is being rolled out: wait for its end" in script.view.refused.why
+        assert script.view.refused.number == script.view.number
+    script.order(mode=UpdateMode.DRAIN)  # as a job that is tried again
+    assert (script.view.state, script.view.target, script.view.mode) == ("updating", "new", "drain")
+    script.answer()
+    script.answer()
+    assert {update.mode for _, update in script.asked} == {UpdateMode.DRAIN}
+    assert (script.view.state, script.view.current, script.view.why) == ("done", "new", "")
+
+
+def test_the_same_update_twice_leaves_the_way_back_as_it_is() -> None:
+    script = Rollouts()
+    script.order(BASE)
+    assert (script.view.state, script.view.current) == ("done", "base")
+    for _ in range(2):
+        script.order()
+        while script.view.state == "updating":
+            script.answer()
+        assert (script.view.current, script.view.previous) == ("new", "base")
+    script.order(back=True)
+    assert script.view.target == "base"
+
+
+def test_weights_that_are_nowhere_any_more_end_no_cluster() -> None:
+    """A trainer had removed them: the cluster became smaller with every worker that died."""
+    script = Rollouts()
+    script.order()
+    script.answer()
+    script.answer()
+
+    def fails(epoch: int) -> list[Any]:
+        effects = script.say(StartFailed("decode-0", epoch, "/new is no folder", False, NEW.digest))
+        (wake,) = [each for each in effects if isinstance(each, Wake) and "backoff" in each.tag]
+        started = of(StartWorker, script.say(Woken(wake.tag)))
+        return [each.weights for each in started]
+
+    (wake,) = [
+        each
+        for each in script.say(WorkerLost("decode-0", 1, "killed"))
+        if isinstance(each, Wake) and "backoff" in each.tag
+    ]
+    [started] = of(StartWorker, script.say(Woken(wake.tag)))
+    assert started.weights == NEW
+    assert fails(2) == [NEW], "another machine may have them"
+    assert fails(3) == [None], "it has not: workers have the model's own again"
+    assert script.view.current == "base"
+    assert "new is lost, workers have base from now on: /new is no folder" in script.view.why
+    assert [update.version for _, update in script.asked][-1] == BASE, "those that are up, too"
 
 
 def test_a_pause_reaches_workers_that_come_later_too() -> None:
