@@ -7,6 +7,8 @@ it; that is no reason not to serve.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,19 @@ from kvrelay.kvtransfer.executor import ArenaExecutor, OrphanedExecutor
 from kvrelay.kvtransfer.kivi import Quantizer, fits
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.store import StoreError, StoreInUse, places
-from kvrelay.kvtransfer.store.arena import HostArena, arena_root
-from kvrelay.kvtransfer.store.folder import BLOCKS
+from kvrelay.kvtransfer.store.arena import (
+    HostArena,
+    arena_form,
+    arena_root,
+    remove_arena,
+    superseded_arenas,
+)
+from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK
 from kvrelay.worker.disk_tier import MakeCopies, Storage
 
 LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
 PACKED = "packed"  # folder of memory in four bits
+log = logging.getLogger("kvrelay.build")
 NOTICE = "host memory for KV ends with this worker"
 
 
@@ -123,15 +132,34 @@ def open_packed(
 
 
 def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:
-    """Of host memory that a worker of this name has left on this machine: its size, without that
-    in four bits, and how much is taken, with that, from what the machine has available."""
+    """Of host memory that a worker of this name has left on this machine: the size of what it had
+    last, without that in four bits, and how much it has taken, in any form, from what the machine
+    has available, and gives back or uses again."""
     try:
         root = arena_root() / cluster
     except StoreError:
         return 0, 0
-    found = [*root.rglob(f"{worker}/{BLOCKS}")]
-    taken_bytes = sum(path.stat().st_blocks * 512 for path in found)
-    return sum(p.stat().st_size for p in found if PACKED not in p.parts), taken_bytes
+    sizes: dict[tuple[str, str], int] = {}
+    last = 0.0, ("", "")
+    taken_bytes = 0
+    for blocks in root.rglob(f"{worker}/{BLOCKS}"):
+        folder = blocks.parent
+        taken_bytes += blocks.stat().st_blocks * 512
+        if PACKED not in folder.parts:
+            form = arena_form(folder)
+            sizes[form] = sizes.get(form, 0) + blocks.stat().st_size
+            last = max(last, ((folder / LOCK).stat().st_mtime, form))  # written when it is taken
+    return sizes.get(last[1], 0), taken_bytes
+
+
+def free_other_forms(cluster: str, config: WorkerConfig, num_ranks: int) -> None:
+    """Give back host memory whose blocks nobody of the cluster can read on this machine, since what
+    its workers compute, or the form of its KV, has changed. `config`: of a worker that starts."""
+    own = config.fingerprint.hex(), str(num_ranks) if num_ranks > 1 else ""
+    with contextlib.suppress(StoreError):
+        for folder in superseded_arenas(arena_root() / cluster, config.node_id):
+            if arena_form(folder) != own and remove_arena(folder):
+                log.info("host memory of another form is given back: %s", folder)
 
 
 def open_orphaned(

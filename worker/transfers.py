@@ -31,6 +31,7 @@ from kvrelay.kvtransfer.transfer_loop import Request
 from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.host_tier import (
     HostMemory,
+    free_other_forms,
     open_host_memory,
     open_orphaned,
     open_packed,
@@ -133,6 +134,7 @@ def transfers_of(
     part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
     memory: dict[Tier, Any] = {Tier.DEVICE: pool}
     of_cluster = f"{spec.cluster}/{part}"
+    free_other_forms(spec.cluster, config, shard.size)
     host = open_host_tier(of_rank, spec, plan, of_cluster) if plan.num_host_blocks else None
     arena = None if host is None else host.arena
     if host is not None:

@@ -375,11 +375,12 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def _has_heir(self, worker: DesiredWorker) -> bool:
         """Whether another one can read what `worker` leaves in host memory: it is where all ranks
-        of `worker` are, with as many ranks."""
+        of `worker` are, with as many ranks, and means the same by a block."""
         return any(
             other.state is ProcessState.UP
             and other.machines == worker.machines
             and other.num_ranks == worker.num_ranks
+            and _kind(other) == _kind(worker)
             for other in self.by_name.values()
         )
 
@@ -418,6 +419,10 @@ def _is_up(worker: DesiredWorker) -> str:
     facts += [f"started in {started.took_s:.1f} s"] if started.took_s else []
     log = f"; log: {started.log}" if started.log else ""
     return f"{worker.node} is up ({', '.join(filter(None, facts))}){log}"
+
+
+def _kind(worker: DesiredWorker) -> bytes:
+    return worker.info.kind if worker.info is not None else b""
 
 
 def _has_place(other: DesiredWorker, worker: DesiredWorker) -> bool:

@@ -32,7 +32,7 @@ from kvrelay.engine.files import own_folder
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import AgentError, StoreIndex
 from kvrelay.kvtransfer.store.errors import StoreError, store_error
-from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK, FolderLock
+from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK, FolderLock, is_held, owner_of
 
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "index.kv"
@@ -472,6 +472,26 @@ def remove_arena(folder: Path) -> bool:
     _remove(folder)
     lock.release()
     return True
+
+
+def arena_form(folder: Path) -> tuple[str, str]:
+    """What blocks an arena has: the fingerprint, and among how many ranks they are divided."""
+    part = next((p for p in reversed(folder.parts[:-2]) if p.startswith("rank-")), "")
+    return folder.parent.name, part.rpartition("-of-")[2]
+
+
+def superseded_arenas(root: Path, owner: str) -> list[Path]:
+    """Those under `root`, of one cluster, in forms that no worker has and that one had which has
+    another form now: `owner`, which starts, or one that holds memory. What else is free is of
+    workers that died, perhaps of another model, and come back."""
+    by_form: dict[tuple[str, str], list[Path]] = {}
+    for index in root.rglob(INDEX):
+        by_form.setdefault(arena_form(index.parent), []).append(index.parent)
+    held = {form: {f for f in folders if is_held(f)} for form, folders in by_form.items()}
+    others = {owner, *(owner_of(folder) for folders in held.values() for folder in folders)}
+    left = (folders for form, folders in by_form.items() if not held[form])
+    gone = (folders for folders in left if any(owner_of(folder) in others for folder in folders))
+    return [folder for folders in gone for folder in folders]
 
 
 def remove_arenas(cluster: str) -> None:

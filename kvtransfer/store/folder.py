@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from kvrelay.engine.files import open_own
 from kvrelay.kvtransfer.layout import FINGERPRINT_BYTES
@@ -34,6 +34,11 @@ def store_folder(root: Path, fingerprint: bytes, owner: str) -> Path:
     return root / fingerprint.hex() / name
 
 
+def owner_of(folder: Path) -> str:
+    """The worker whose folder it is, or was."""
+    return unquote(folder.name.partition("~")[0])
+
+
 def places(root: Path, fingerprint: bytes, owner: str) -> Iterator[Path]:
     """Where `owner` may keep blocks of `fingerprint`, best first: where it kept them before; in
     what others have left, the last used first, so that KV of workers that are gone is found again
@@ -41,7 +46,7 @@ def places(root: Path, fingerprint: bytes, owner: str) -> Iterator[Path]:
     own = store_folder(root, fingerprint, owner)
     if was_there := own.is_dir():
         yield own
-    left = (_survey(each) for each in _subfolders(own.parent) if each != own and not _is_held(each))
+    left = (_survey(each) for each in _subfolders(own.parent) if each != own and not is_held(each))
     for store in sorted((s for s in left if s), key=lambda s: s.last_use, reverse=True):
         yield store.path
     if not was_there:
@@ -127,7 +132,7 @@ def stale_stores(root: Path, keep: bytes) -> list[StaleStore]:
     found = []
     for folder in _subfolders(root):
         if _FINGERPRINT.fullmatch(folder.name) and folder.name != keep.hex():
-            found += [_survey(store) for store in _subfolders(folder) if not _is_held(store)]
+            found += [_survey(store) for store in _subfolders(folder) if not is_held(store)]
     return sorted((store for store in found if store), key=lambda store: store.last_use)
 
 
@@ -163,7 +168,7 @@ def _subfolders(folder: Path) -> list[Path]:
         return []
 
 
-def _is_held(store: Path) -> bool:
+def is_held(store: Path) -> bool:
     try:
         fd = os.open(store / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

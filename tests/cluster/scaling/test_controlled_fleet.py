@@ -177,8 +177,15 @@ def test_one_that_goes_leaves_its_host_memory_to_another_of_its_machine(
 ) -> None:
     stays, goes = world.up(), world.up()
     one, other = (world.controller.workers[each] for each in (stays, goes))
-    for machine, is_kept in ((one.machine_id, True), ("elsewhere", False)):
+    here = one.machine_id
+    for machine, kind, is_kept in (
+        (here, b"", True),
+        ("elsewhere", b"", False),
+        (here, b"another form of KV, or another model", False),
+    ):
         other.machine_id = machine
+        assert other.info is not None
+        other.info = replace(other.info, store_kind=kind)
         world.provider.drain(goes)
         world.pass_time(3)
         assert world.of(StopWorker)[-1] == StopWorker(goes, 1, gently=True, has_heir=is_kept)
