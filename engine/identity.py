@@ -25,7 +25,7 @@ from typing import Any
 from kvrelay.engine.cache_dir import file_digest
 
 OWN, VLLM = "kvrelay", "vllm"  # engines, as engine.runs names them
-SHOWN_DIGITS = 12  # of an identity, to people
+SHOWN_DIGITS = 12  # that people see
 
 WEIGHTS = "*.safetensors"
 # What else vLLM may take numbers from: other formats, and code that comes with a model.

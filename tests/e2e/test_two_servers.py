@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ import pytest
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.cli.own_key import OwnKey
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from tests.cluster.state.stores import Server
 from tests.e2e.serving import (
     MODEL,
@@ -58,11 +60,17 @@ def servers(store: Server, tmp_path: Path) -> Iterator[list[Served]]:
         "cluster.orphan_s": 60,
         "cluster.drain_s": 5,
     }
+    own = resolve_model(DEFAULT_MODEL, progress=print)
     with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(Served(settings | {"sessions.state_dir": str(tmp_path / name)}))
-            for name in ("first", "second")  # as on two machines
-        ]
+        both = []
+        for name in ("first", "second"):  # as on two machines, each with a cache of its own
+            folder = shutil.copytree(own, tmp_path / name / "model", copy_function=shutil.copyfile)
+            mine = {
+                "sessions.state_dir": str(tmp_path / name),
+                "model.name": str(folder),
+                "model.served_name": DEFAULT_MODEL,
+            }
+            both.append(stack.enter_context(Served(settings | mine)))
         for server in both:
             wait_for(server.url, lambda state: len(state["routers"]) == 2, 30, "no two routers")
         yield both

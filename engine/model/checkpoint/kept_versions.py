@@ -50,7 +50,7 @@ def find_version(version: WeightVersion, model: Path, cache: Path) -> Path:
             version.digest,
         )
     try:
-        shutil.rmtree(kept, ignore_errors=True)  # of no use, or it would have been found
+        shutil.rmtree(kept, ignore_errors=True)  # a damaged one: others would have been found
         publish_dir(kept, lambda fresh: _copy(folder, fresh))
         _remove_old(shelf)
     except OSError as error:

@@ -129,7 +129,6 @@ def commit_of(path: Path) -> str:
 
 
 def _check_revision(name: str, revision: str) -> None:
-    """Raises ModelError."""
     path = Path(name).expanduser()
     if path.exists() or name in PACKAGED or not _HUB_ID.fullmatch(name):
         raise ModelError(

@@ -222,8 +222,9 @@ def test_a_server_of_another_model_is_refused_in_words() -> None:
     other = LeaseRecord(term=1, holder="server-1", model="smollm2-135m", settings="t")
     assert "smollm2-135m and this server qwen" in lease.why_not_join(other)
     assert not lease.why_not_join(None)
-    lease.checkpoints = {"": "ab"}  # the same files, in another folder
-    assert not lease.why_not_join(msgspec.structs.replace(other, checkpoints={"": "ab"}))
+    lease.checkpoints = {"": "ab"}
+    in_another_folder = msgspec.structs.replace(other, checkpoints={"": "ab"})
+    assert not lease.why_not_join(in_another_folder)
     assert lease.why_not_join(msgspec.structs.replace(other, checkpoints={"": "cd"}))
     assert lease.has_other_settings(other)
 
