@@ -79,7 +79,7 @@ class PreparedModel(PlannedModel):
 
     @property
     def checkpoints(self) -> dict[str, str]:
-        """By name the identity of each."""
+        """Returns the identity of each, by its name."""
         return {name: each.checkpoint.hex() for name, each in self.by_name.items()}
 
     @property

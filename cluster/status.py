@@ -72,8 +72,8 @@ class RestartStatus(Struct, omit_defaults=True, kw_only=True):
 class RefusedUpdate(Struct, frozen=True):
     """An order to change weights that was not followed."""
 
-    number: int  # of the order
-    name: str  # of the version that was asked for; "": the one before
+    number: int  # as the order was counted
+    name: str  # that was asked for; "": the version before
     why: str
 
 

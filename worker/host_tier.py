@@ -132,9 +132,9 @@ def open_packed(
 
 
 def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:
-    """Of host memory that a worker of this name has left on this machine: the size of what it had
-    last, without that in four bits, and how much it has taken, in any form, from what the machine
-    has available, and gives back or uses again."""
+    """Measures host memory that a worker of this name has left on this machine: the size of what it
+    had last, without that in four bits, and how much it has taken, in any form, from what the
+    machine has available, and gives back or uses again."""
     try:
         root = arena_root() / cluster
     except StoreError:

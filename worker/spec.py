@@ -53,8 +53,8 @@ class WorkerSpec:
     log: LogSection = field(default_factory=LogSection)
     fork_server: bool = False  # fork its process, where that is possible (`worker.fork_server`)
     weights: WeightVersion | None = None  # in place of the model's own
-    # Of what the server serves (`engine.identity`), and the commit on the hub that it is; b"", "":
-    # an earlier version has not said.
+    # Identity of what the server serves (`engine.identity`), and its commit on the hub. Empty: an
+    # earlier version has not said.
     checkpoint: bytes = b""
     commit: str = ""
 

@@ -143,7 +143,7 @@ class Lease:
         if record is None or not record.holder or record.model == self._model:
             return ""
         if record.checkpoints and record.checkpoints == self.checkpoints:
-            return ""  # the same files in another folder
+            return ""  # these files, in another folder
         return (
             f"the cluster serves {record.model} and this server {self._model}: set model.name to "
             "the cluster's, or cluster.name to another"

@@ -71,7 +71,7 @@ class WorkerCheckpoint:
     further: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
     built: str = ""  # `ControllerConfig.built` when it was started
-    settings: str = ""  # of the version before: by paths and times, and compared by nobody
+    settings: str = ""  # a version before compared it, by paths and times
     model: str = ""  # that it serves
     # What it was started with and cannot change, by name: `cluster.processes.life`. {}: unknown.
     fixed: dict[str, str] = field(default_factory=dict)
