@@ -67,9 +67,10 @@ def test_a_model_that_was_trained_on_in_its_folder_finds_nothing_of_before(
         return {where: count for where, count in answer.cached_by_source.items() if count}
 
     assert served(model) == {}
-    assert served(model), "what it has left is found by the same model"
+    left = sum(served(model).values())
+    assert left >= len(PROMPT) - 1 - engine.block_size, "all full blocks, by the same model"
     shutil.copytree(model, copied)
-    assert served(copied), "and by a copy of it, with other times"
+    assert sum(served(copied).values()) == left, "and by a copy of it, with other times"
     file = model / "model.safetensors"
     change_byte(file, tensor_bytes(file)[-5])
     assert served(model) == {}
