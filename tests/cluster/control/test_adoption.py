@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvrelay.cluster.config import build_config
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
@@ -25,6 +29,8 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
+from kvrelay.cluster.prepare import prepare_model
+from kvrelay.cluster.processes.life import fixed_of_workers
 from kvrelay.engine.node import Note, Send, Woken
 from kvrelay.engine.stats import (
     Progress,
@@ -37,6 +43,8 @@ from kvrelay.engine.stats import (
 from kvrelay.router.messages import DrainReport, WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.test_controller import ONE, info, of
+from tests.engine.model.tiny import make_checkpoint
+from tests.support.identity_tries import change_byte, tensor_bytes
 
 ROUTER = Peer("router-0", "h", 6, 3)
 CONFIG = ControllerConfig(
@@ -165,6 +173,33 @@ def test_a_worker_with_other_weights_ends_and_is_started_with_those_of_now(lives
         lives.begin(RUNNING, replace(config, fixed=fixed))
         assert lives.controller.all_up()
         assert of(StopWorker, lives.done) == []
+
+
+def test_a_leader_with_a_cache_of_its_own_adopts_what_computes_the_same(tmp_path: Path) -> None:
+    """Another path and other times ended all workers, and all streams."""
+    first, second = tmp_path / "first", tmp_path / "second" / "snapshots" / "main"
+    make_checkpoint("llama", first)
+    (first / "tokenizer.json").write_text("{}")
+    shutil.copytree(first, second, copy_function=shutil.copyfile)
+    os.utime(second / "model.safetensors", (1, 1))
+
+    def config_with(folder: Path) -> ControllerConfig:
+        own = build_config({"model": {"name": str(folder)}, "engine": {"num_blocks": 64}}, "")
+        model = prepare_model(own, 0, lambda _: None)
+        return replace(CONFIG, fixed=fixed_of_workers(own, model.checkpoints[""]))
+
+    lives = Lives()
+    lives.kept = Checkpoint()
+    lives.begin((), config_with(first))
+    lives.bring_up()
+    for folder in (second, first):
+        lives.begin(RUNNING, config_with(folder))
+        assert lives.controller.all_up()
+        assert of(StopWorker, lives.done) == of(StartWorker, lives.done) == []
+        assert not [s for s in lives.sent if isinstance(s.message, WorkerDown)]
+    change_byte(second / "model.safetensors", tensor_bytes(second / "model.safetensors")[-1])
+    lives.begin(RUNNING, config_with(second))
+    assert {stop.worker for stop in of(StopWorker, lives.done)} == {"prefill-0", "decode-0"}
 
 
 def test_one_whose_process_is_gone_is_not_waited_for(lives: Lives) -> None:
