@@ -55,6 +55,7 @@ class EngineCore:
         self.adapters = AdaptersHeld()
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
+        self.num_weight_changes = 0
         self.use_weights(config.weights)
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
@@ -374,6 +375,9 @@ class EngineCore:
             adapters=self.adapters.digests,
             adapter_load_s=self.adapters.load_s,
             num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
+            num_weight_changes=self.num_weight_changes,
+            fingerprint=self.fingerprint if self.num_weight_changes else b"",
+            weights=self.weights.name if self.num_weight_changes else "",
         )
 
     def count(self, name: str, amount: float = 1) -> None:

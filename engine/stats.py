@@ -154,6 +154,9 @@ class WorkerStats:
     adapters: tuple[bytes, ...] = ()  # digests of those in memory
     adapter_load_s: float = 0.0  # how long it takes to load another
     num_host_lacking: int = 0  # blocks of the host tier that the machine has no memory for
+    num_weight_changes: int = 0  # since its start; above 0, what it computes with now:
+    fingerprint: bytes = b""  # as in `WorkerInfo`
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,14 @@ class WeightsUpdated:
 
 @dataclass(frozen=True, slots=True)
 class WeightsChanged:
-    """From a worker to its routers, before it sends anything that the new weights computed."""
+    """From a worker to its routers, before it sends anything that the new weights computed. Who
+    misses it reads the same in the next `WorkerStats`, by `number`, which counts changes."""
 
     worker: NodeId
     epoch: int
     fingerprint: bytes
     name: str
+    number: int = 0  # 0: an earlier version does not count
 
 
 @dataclass(frozen=True, slots=True)

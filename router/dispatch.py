@@ -189,9 +189,13 @@ class Dispatcher:
         return endpoint
 
     def on_weights(self, now: float, changed: WeightsChanged) -> Endpoint | None:
-        """The worker computes with other ones from now on; None: the router knew."""
+        """The worker computes with other ones from now on; None: the router knew, or knows of a
+        later change."""
         endpoint = self.endpoint(changed.worker, changed.epoch)
-        if endpoint is None or endpoint.info.fingerprint == changed.fingerprint:
+        if endpoint is None or 0 < changed.number < endpoint.num_weight_changes:
+            return None
+        endpoint.num_weight_changes = changed.number
+        if endpoint.info.fingerprint == changed.fingerprint:
             return None
         fleet = self._fleets[POOL[endpoint.info.role]]
         fleet.remove(endpoint)

@@ -260,6 +260,9 @@ class Router:
         self.shared.on_kv_events(events)
 
     def _on_stats(self, now: float, stats: WorkerStats) -> None:
+        if stats.num_weight_changes:
+            about = stats.worker, stats.epoch, stats.fingerprint, stats.weights
+            self._on_weights_changed(now, WeightsChanged(*about, stats.num_weight_changes))
         if self._dispatcher.on_stats(now, stats):
             self._requests.send(stats.worker, KVSnapshotRequest(self.node_id))
 

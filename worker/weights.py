@@ -54,7 +54,6 @@ class WeightUpdates:
         self.update: UpdateWeights | None = None
         self.pause: PauseMode | None = None  # as an operator has ordered
         self._paused_at = inf
-        self._has_changed = False
         self._since = 0.0  # when the phase began
         self._load_s = 0.0
         self._row: list[int] = []
@@ -87,12 +86,12 @@ class WeightUpdates:
 
     def on_router_up(self, router: NodeId) -> list[Effect]:
         """It knows the worker as it began."""
-        return [self.announce(router)] if self._has_changed else []
+        return [self.announce(router)] if self._core.num_weight_changes else []
 
     def announce(self, router: NodeId) -> Send:
         core, config = self._core, self._core.config
         about = config.node_id, config.epoch, core.fingerprint, core.weights.name
-        return Send(router, WeightsChanged(*about))
+        return Send(router, WeightsChanged(*about, core.num_weight_changes))
 
     def _on_update(self, now: float, update: UpdateWeights) -> list[Effect]:
         version = update.version
@@ -127,7 +126,7 @@ class WeightUpdates:
         if used.why:
             return self._end(now, used.why)
         core.use_weights(update.version)
-        self._has_changed = True
+        core.num_weight_changes += 1
         effects: list[Effect] = [self.announce(router) for router in core.publisher.routers]
         for seq in list(core.seqs.values()):
             effects += self._change(seq, update.mode)

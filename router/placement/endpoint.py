@@ -157,6 +157,7 @@ class Endpoint:
     alive: bool = struct_field("alive")
 
     def __init__(self, info: WorkerInfo, last_seen_at: float) -> None:
+        self.num_weight_changes = 0  # that are known
         self.info = info
         self.worker = info.worker
         self.prompts = PromptQueue()
@@ -201,6 +202,7 @@ class Endpoint:
         self.struct.roles = ROLE_BITS[role]
 
     def set_weights(self, fingerprint: bytes, name: str) -> None:
+        """They are those of its last change that is known."""
         self.info = replace(self.info, fingerprint=fingerprint, weights=name)
         self.model = model_number(fingerprint)
 
