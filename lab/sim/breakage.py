@@ -214,6 +214,8 @@ def break_worker(worker: Worker, broken: Break) -> None:
     if broken is Break.PAIRS:
         worker.core.is_for_others = lambda work: False  # type: ignore[method-assign]
         worker.weights.announce = lambda to: Note("info", "unsaid", to)  # type: ignore
+        stats = worker.core.stats
+        worker.core.stats = lambda *about: replace(stats(*about), num_weight_changes=0)  # type: ignore
     if broken is Break.WATCH:
         worker.core.watch = _BlindWatch(worker.config)
     if broken is Break.OUTPUTS:
