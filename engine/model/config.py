@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.cache_dir import version_of
-from kvrelay.engine.identity import OWN, files_of, identity_of
 from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVHeads, KVSpec
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.kv_layout import Layers, kv_groups, mixed_spec
@@ -412,7 +411,7 @@ class ModelConfig:
         quantization: str = "none",
         *,
         dtype: str = "",
-        runs: str = OWN,
+        runs: str = "kvrelay",
         engine: Mapping[str, Any] | None = None,
     ) -> bytes:
         """32 bytes; differs between two checkpoints that compute different KV from the same tokens.
@@ -424,6 +423,8 @@ class ModelConfig:
         for what is kept of an earlier start). Chat templates and generation_config.json do not:
         they decide which tokens are sent, not what KV these have.
         """
+        from kvrelay.engine.identity import files_of, identity_of  # reads files: not for a shape
+
         shape = _digested(self)
         del shape["bos_token_id"], shape["eos_token_ids"]
         shape.pop("num_mtp_layers", None)

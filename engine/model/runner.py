@@ -29,10 +29,9 @@ from kvrelay.engine.model.batch import Batch, Guard, Limits, LoadedAdapter, by_a
 from kvrelay.engine.model.checkpoint.adapter import load_adapter
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.checkpoint.kept_versions import find_version
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.checkpoint.resolve import drafter_path
-from kvrelay.engine.model.checkpoint.version import read_version
+from kvrelay.engine.model.checkpoint.version import find_version, read_version
 from kvrelay.engine.model.config import ModelConfig, check_unchanged, versions_of, with_window
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real

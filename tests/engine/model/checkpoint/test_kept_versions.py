@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.model.checkpoint import kept_versions
-from kvrelay.engine.model.checkpoint.kept_versions import KEPT, find_version
-from kvrelay.engine.model.checkpoint.version import read_version
+from kvrelay.engine.model.checkpoint import version
+from kvrelay.engine.model.checkpoint.version import KEPT, find_version, read_version
 from kvrelay.engine.model.errors import WeightsMissing
 
 WEIGHTS = "model.safetensors"
@@ -67,8 +66,8 @@ def test_copies_that_were_superseded_go(model: Path, tmp_path: Path) -> None:
     assert not first.exists()
     assert len(list(first.parent.iterdir())) == KEPT
     shutil.rmtree(step)
-    for version in versions[-KEPT:]:
-        assert find_version(version, model, cache).is_dir()
+    for each in versions[-KEPT:]:
+        assert find_version(each, model, cache).is_dir()
 
 
 def test_without_room_they_are_read_where_they_are(
@@ -77,7 +76,7 @@ def test_without_room_they_are_read_where_they_are(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept_versions, "_copy", full)
+    monkeypatch.setattr(version, "_copy", full)
     step = weights(tmp_path / "step", "one")
     assert find_version(read_version(step), model, tmp_path / "cache") == step
     assert "is gone with its folder" in caplog.text
