@@ -19,8 +19,6 @@ from msgspec.structs import replace
 from kvrelay.cluster.config import ClusterSection, Config
 from kvrelay.decode_worker.vllm.build import check_blocks
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.model.checkpoint.resolve import resolve_model
-from kvrelay.engine.config import EngineSection
 from kvrelay.engine.identity import checkpoint_identity
 from kvrelay.engine.model.checkpoint.resolve import commit_of, resolve_model
 from kvrelay.engine.model.config import ModelConfig

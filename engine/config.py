@@ -19,10 +19,9 @@ STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 class ModelSection(Section, frozen=True):
     name: str = "smollm2-135m"  # a Hugging Face directory, hub id, GGUF file, or built-in name
+    revision: str = ""  # commit, tag or branch of a hub id; "": main, as it is when a server starts
     # what clients call it, and further names, with spaces between them; "": derived from the name
     served_name: str = ""
-    revision: str = ""  # commit, tag or branch of a hub id; "": main, as it is when a server starts
-    served_name: str = ""  # what clients call it; "": derived from the name
     # auto (bfloat16 where the hardware multiplies it), float32 or bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"  # int4 on CPUs, fp8 on GPUs

@@ -104,7 +104,6 @@ _TOOLS |= {"openai": "harmony", "llama4_pythonic": "pythonic", "qwen3_xml": "qwe
 _THINKS = ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "qwen3", "minimax_m2", "kimi_k2")
 VLLM = {
     "served-model-name": Flag("model.served_name", takes_several=True),
-    "served-model-name": Flag("model.served_name"),
     "revision": Flag("model.revision"),
     "quantization": Flag("model.quantization", short="q", values=_IN_CHECKPOINT),
     "device": Flag("model.device"),
