@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from msgspec import Meta, ValidationError, convert, field
 from msgspec.structs import asdict, fields, replace
 
+from kvrelay.cluster.config_checks import name_table, not_of_vllm
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
 from kvrelay.engine.settings import ConfigError as ConfigError
@@ -539,7 +540,7 @@ def _not_with_vllm(config: Config) -> str:
             f"workers that run vllm with tensor_parallel_size = {ranks} compute their own prompts"
         )
         return f"prefill = {config.cluster.prefill}: {told}: set it to 0"
-    if why := _not_of_vllm(config):
+    if why := not_of_vllm(config.engine, config.model):
         return why
     if config.scaling.enabled:
         return "scaling.enabled: the number of workers that run vllm is fixed: set it to false"
@@ -551,41 +552,6 @@ def names_of(models: Iterable[ModelEntry]) -> Iterator[tuple[str, str]]:
     for each in models:
         yield each.name, "the name of a model"
         yield from ((alias, f"an alias of the model {each.name!r}") for alias in each.aliases)
-
-
-def name_table(given: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Who has each name: models, aliases and adapters share one space of names. `given`: a name,
-    and who has it, in words. Raises ConfigError where a name has two."""
-    table: dict[str, str] = {}
-    for name, who in given:
-        if name in table:
-            told = f"{name!r} is {table[name]}" + ("" if who == table[name] else f", and {who}")
-            twice = ", twice" if who == table[name] else ""
-            raise ConfigError(f"{told}{twice}: give each a name of its own")
-        table[name] = who
-    return table
-
-
-def _not_of_vllm(config: Config) -> str:
-    """Which setting vLLM would not obey, and what does what it does; "": none."""
-    engine, model, default = config.engine, config.model, EngineSection()
-    by_arguments = "set it by engine.arguments, as vLLM calls it"
-    refused = {
-        "model.quantization": (model.quantization, ("none", "fp8"), by_arguments),
-        "engine.attention_backend": (engine.attention_backend, ("auto",), by_arguments),
-        "engine.moe_backend": (engine.moe_backend, ("auto",), by_arguments),
-        "engine.drafter": (engine.drafter, ("",), "leave it out"),
-        "engine.num_speculative_tokens": (
-            *(engine.num_speculative_tokens, (default.num_speculative_tokens, 0)),
-            "leave it out: it generates without draft tokens",
-        ),
-        "engine.window": (engine.window, (0,), "leave it out"),
-        "engine.sinks": (engine.sinks, (0,), "leave it out"),
-    }
-    for name, (value, obeyed, instead) in refused.items():
-        if value not in obeyed:
-            return f"{name} = {value!r}: vLLM does not obey it: {instead}"
-    return ""
 
 
 def _check_names(config: Config) -> None:

@@ -123,7 +123,7 @@ class ApiContext:
     allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
     adapters: Adapters = field(default_factory=Adapters)  # all models' have one
     adapter_base: AdapterBase = field(default_factory=AdapterBase)
-    # Names of models, those that are being added too, and who each is (`config.name_table`).
+    # Names of models, those that are being added too, and who each is (`name_table`).
     reserved: Callable[[], Mapping[str, str]] = dict
     tracing: Tracing | None = None
     cluster: str = ""  # its name, where several servers share it; a label of all metrics

@@ -22,9 +22,9 @@ from kvrelay.cluster.config import (
     ConfigError,
     ModelEntry,
     check_tenants,
-    name_table,
     names_of,
 )
+from kvrelay.cluster.config_checks import name_table
 from kvrelay.engine.adapters import AdapterError
 from kvrelay.engine.model.checkpoint.adapter_check import check_adapters
 from kvrelay.engine.model.checkpoint.families import read_config

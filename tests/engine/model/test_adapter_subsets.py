@@ -47,7 +47,7 @@ DEFAULT = ("q_proj", "v_proj")  # where PEFT is told nothing
             lambda name, _: 3.0 if "v_proj" in name else 0.25 if "layers.0." in name else 1.0,
         ),
     ],
-    ids=str,
+    ids=lambda each: str(each) if isinstance(each, dict) else "merged",
 )
 def test_a_part_of_the_model_gives_the_logits_of_merged_weights(tmp_path, llama, given, factor):
     adapter = write_adapter(tmp_path / "adapter", llama, **given)
