@@ -33,6 +33,7 @@ from kvrelay.decode_worker.vllm.messages import (
 from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.parameters import structure
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
+from kvrelay.engine.cost import prompt_features
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
 from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.kv.spec import KVSpec
@@ -447,7 +448,9 @@ def test_rates_are_of_prompts_and_of_decodes_apart() -> None:
     node.receive(0.3, step(Generated("r/1", (7,), num_cached=1), num_running=1))
     node.receive(0.4, step(Generated("r/1", (7,)), num_running=1, used=0.25))
     stats = sent(node.receive(0.5, Woken("tick")), WorkerStats)[0]
-    assert stats.prefill_tokens_per_s == pytest.approx(2 / 0.2)
+    seconds = node.core.timing.prompt_cost.seconds(prompt_features(2, 0, 2))
+    assert seconds == pytest.approx(0.2, rel=0.01)
+    assert stats.prefill_tokens_per_s > 10 * 2 / 0.2, "long prompts are not as slow"
     assert stats.decode_step_s == pytest.approx(0.1)
     assert (stats.num_free_blocks, stats.num_running, stats.num_decoding) == (13, 1, 1)
 
