@@ -70,12 +70,12 @@ PROMPT_SHAPE = (64 / TOKENS_UNIT, 1.0, 0.15, 0.3)
 # A decode reads the weights; sixteen sequences take half as much more, and so does a full pool.
 DECODE_SHAPE = (1.0, 0.5, 0.4, 0.1)
 ROW_SHAPE = (1.0, 0.5, 0.5, 0.5)
-PRIOR_SPREAD = 10.0  # a weight may well be so many times off its part of the shape
+PRIOR_SPREAD = 30.0  # a weight may well be so many times off its part of the shape
 FIRST_SPREAD = 0.5  # relative error of a fit that was never compared
 UNIT_WEIGHT = 0.05  # the latest sample's, in the speed and in the mean of errors
 MOST_OFF = 1e4  # times that what was expected and what was measured may differ, to count
-FAR_OFF, MANY_OFF = log(1.7), 4  # so far off, so many times in a row, and the machine has changed
-FORGET_FAR = 0.3  # factor on the weight of older samples then
+FAR_OFF, MANY_OFF = log(3.0), 6  # so far off, so many times in a row, and the machine has changed
+FORGET_FAR = 0.1  # factor on the weight of older samples then
 
 
 class FittedCost:
@@ -339,12 +339,14 @@ class StepTiming:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """How fast prompts are computed of late, in passes as long as most tokens are in, and not
-        in short ones: these tell nothing of a long prompt. 0: not measured yet."""
-        num_tokens = max(LEAST_RATED, round(self._prompt_tokens.value))
-        num_tokens = min(num_tokens, self._config.max_num_batched_tokens)
+        """How fast prompts are computed of late. Where passes are short, it is how fast longer ones
+        would be: short ones tell nothing of a long prompt. 0: not measured yet."""
+        rate = self._tokens_per_s.value
+        num_tokens = min(LEAST_RATED, self._config.max_num_batched_tokens)
+        if rate == 0 or self._prompt_tokens.value >= num_tokens:
+            return rate
         seconds = self.prompt_cost.seconds(prompt_features(num_tokens, 0, num_tokens))
-        return num_tokens / (seconds * self._slowdown) if seconds > 0 else 0.0
+        return max(rate, num_tokens / (seconds * self._slowdown))
 
     @property
     def _slowdown(self) -> float:

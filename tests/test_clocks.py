@@ -14,7 +14,6 @@ KEPT = "a time that outlives the process, in a file or a store; compared in days
 THERE = "the clock is what is looked at"
 SCHEDULE = "settings say what is wanted at which time of day"
 TIME_OF_DAY = {
-    "cluster/api/app": STAMPS,
     "cluster/api/calls": "stamps of spans",
     "cluster/api/openai": STAMPS,
     "cluster/api/batches/routes": STAMPS,
@@ -27,6 +26,8 @@ TIME_OF_DAY = {
     "cluster/api/text/chat_template": "templates write today's date",
     "cluster/api/cluster_metrics": THERE,
     "cluster/api/console/routes": "the axis of its charts",
+    "cluster/api/console/sessions": "how long a ticket and a session are good, over restarts",
+    "cluster/api/utility/model_list": STAMPS,
     "cluster/cli/backup": KEPT,
     "cluster/cli/batches": "how long a window is open, which the server has stamped",
     "cluster/cli/doctor": THERE,

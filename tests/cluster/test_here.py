@@ -105,7 +105,8 @@ def control() -> Any:
     made._are_up = asyncio.Event()
     made._listening = order().listening
     made._model = made._loop.create_future()
-    made._model.set_result(SimpleNamespace(by_name={"": SimpleNamespace(path=Path("m"))}))
+    found = SimpleNamespace(path=Path("m"), checkpoint=b"", commit="")
+    made._model.set_result(SimpleNamespace(by_name={"": found}))
     made.controller = SimpleNamespace(machines=(MACHINE,), workers={})
     return made
 

@@ -259,9 +259,8 @@ def routes() -> list[tuple[str, str]]:
     """All that the API has, by its source: those for operators are not in its document."""
     found = set()
     for path in sorted((ROOT / "cluster/api").rglob("*.py")):
-        for route, rest in re.findall(r'[Rr]oute\(\s*"(/[^"]+)"(.*)', path.read_text()):
-            method = re.search(r'(?:methods=\[|^, )"([A-Z]+)"', rest)
-            found.add((method[1] if method else "POST", re.sub(r"\{[^}]*\}", "x", route)))
+        for method, route in re.findall(r'Route\(\s*"([A-Z]+)",\s*"(/[^"]+)"', path.read_text()):
+            found.add((method, re.sub(r"\{[^}]*\}", "x", route)))
     return sorted(found)
 
 

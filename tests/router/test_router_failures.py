@@ -277,7 +277,7 @@ def test_what_no_worker_would_do_fails_at_once(reason: Refusal) -> None:
     s.refuse(decode, reason)
     failed = s.failure()
     assert failed.reason is reason
-    assert decode in failed.detail
+    assert failed.detail == "because", "and not at which worker"
     assert s.take(Decode) == []
 
 

@@ -121,8 +121,13 @@ class OutputParser:
         yield from reader.all(events.text)
 
     def _may_call(self, tools: ToolFormat) -> Read[bool]:
-        trigger = tools.syntax(self._given[0]).trigger if self._given else ""
-        if not self._calls_first or not trigger or isinstance(tools, Harmony):
+        if not self._calls_first or not self._given or isinstance(tools, Harmony):
+            return True
+        try:
+            trigger = tools.syntax(self._given[0]).trigger
+        except NotImplementedError:  # a format that no grammar is made for
+            return True
+        if not trigger:
             return True
         reader, start = self._reader, self._reader.at
         yield from reader.space()

@@ -343,6 +343,7 @@ def test_operators_add_and_remove_models_and_bad_ones_are_said(
         def call(
             method: str, path: str, body: str = "", headers: Any = key, url: str = url
         ) -> tuple[int, str]:
+            headers = {"content-type": "application/json", **headers}
             answer = httpx.request(method, url + path, content=body, headers=headers, timeout=30)
             return answer.status_code, answer.text
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from kvrelay.engine import adapter_copies
 from kvrelay.engine.adapters import Adapter, AdapterError, read_adapter
 from kvrelay.engine.model import adapters as module
 from kvrelay.engine.model.adapters import Adapters
@@ -164,7 +165,8 @@ def test_steps_of_several_adapters_give_each_its_tokens(tmp_path, llama, dtype, 
             assert [mixed[place] for place in places] == [alone[place] for place in places]
 
 
-def test_a_changed_adapter_is_that_requests_own_failure(tmp_path, llama):
+def test_a_changed_adapter_is_that_requests_own_failure(tmp_path, llama, monkeypatch):
+    monkeypatch.setattr(adapter_copies, "copies_dir", lambda: tmp_path / "copies")
     folder = write_adapter(tmp_path / "adapter", llama)
     adapter = digest_of(folder)
     write_adapter(folder, llama, seed=1)

@@ -23,7 +23,7 @@ from kvrelay.router.config import RouterConfig
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 BROKEN = ("prefill-0", "decode-0")
 MENDED_AT, UNTIL_S = 20.0, 47.0
-SAMPLING = SamplingParams(max_tokens=16, temperature=0.0)
+SAMPLING = SamplingParams(max_tokens=80, temperature=0.0)  # long enough to be worth a handoff
 
 
 def job(number: int, rng: random.Random) -> Job:
