@@ -38,8 +38,10 @@ TIMEOUT_S = 600.0  # that the server's requests have
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes compute until the end."""
-    processes = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
+    """So many processes compute until the end, each in a session of its own: Linux shares cores
+    among sessions first."""
+    command = [sys.executable, "-c", SPIN]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield
     finally:

@@ -78,6 +78,7 @@ def test_others_of_the_machine_read_it_meanwhile(
         assert other.leftovers() == []
 
 
+@pytest.mark.long
 def test_ranks_read_what_ranks_have_left(
     model_dir: Path, name: str, expected: list[list[int]]
 ) -> None:

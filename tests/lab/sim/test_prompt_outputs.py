@@ -105,6 +105,7 @@ def test_the_client_has_to_get_them_once_whole_and_with_the_first_token(
     assert complaints(SamplingParams(), NO_OUTPUTS) == []
 
 
+@pytest.mark.long
 def test_runs_have_requests_that_ask_for_them() -> None:
     """Also some that are cancelled before or after, and some whose prompt takes several steps."""
     ends: set[str] = set()
