@@ -125,33 +125,27 @@ class FittedCost:
     def _count_misses(self, miss: float) -> None:
         """`miss`: logarithm of what a pass took, by what was expected."""
         self._squares += UNIT_WEIGHT * (min(miss * miss, 1.0) - self._squares)
-        is_far = abs(miss) > FAR_OFF and self.num_samples > 1
-        same_side = self._num_off == 0 or (miss > 0) == (self._num_off > 0)
-        if not is_far or not same_side:
-            self._num_off = 0
-        if is_far:
-            self._num_off += 1 if miss > 0 else -1
+        side = (miss > FAR_OFF) - (miss < -FAR_OFF)  # 0: it is not far off
+        self._num_off = self._num_off + side if side * self._num_off > 0 else side
         if abs(self._num_off) >= MANY_OFF:
             self._pull = [value * FORGET_FAR for value in self._pull]
             self._gram = [[value * FORGET_FAR for value in row] for row in self._gram]
             self._num_kept *= FORGET_FAR
 
-    def _prior(self) -> list[float]:
-        """How much each weight counts in its deviation from the prior."""
-        return [1.0 / (PRIOR_SPREAD * part * self._unit_s) ** 2 for part in self._shape]
-
-    def _solve(self) -> None:
-        prior = self._prior()
-        rows = [[*row] for row in self._gram]
-        right = [*self._pull]
-        for i, (count, part) in enumerate(zip(prior, self._shape, strict=True)):
+    def _with_prior(self) -> tuple[list[list[float]], list[float]]:
+        """The equations of the weights: what was measured, and how much each weight counts in its
+        deviation from the prior."""
+        rows, right = [[*row] for row in self._gram], [*self._pull]
+        for i, part in enumerate(self._shape):
+            count = 1.0 / (PRIOR_SPREAD * part * self._unit_s) ** 2
             rows[i][i] += count
             right[i] += count * part * self._unit_s
+        return rows, right
+
+    def _solve(self) -> None:
+        rows, right = self._with_prior()
         free = list(range(len(right)))
-        while True:
-            found = _solved(rows, right, free)
-            if min(found) >= 0.0:
-                break
+        while min(found := _solved(rows, right, free)) < 0.0:
             free.remove(free[found.index(min(found))])
         self.weights = [0.0] * len(right)
         for i, weight in zip(free, found, strict=True):
@@ -168,9 +162,7 @@ class FittedCost:
         expected_s = fitted_s(self.weights, features)
         if not self.num_samples or expected_s <= 0:
             return inf
-        rows = [[*row] for row in self._gram]
-        for i, count in enumerate(self._prior()):
-            rows[i][i] += count
+        rows, _ = self._with_prior()
         towards = _solved(rows, features, range(len(rows)))
         return sqrt(self._squares * sum(map(mul, features, towards))) / expected_s
 

@@ -68,9 +68,8 @@ class Exit:
 
 
 Effect = Any
-"""`Send`, `Wake`, `Note`, `Exit`, `Execute`, `AskProgress` and `PrepareGrammar` of
-`engine.step`, or one of
-`kvtransfer.agent`'s effects."""
+"""`Send`, `Wake`, `Note`, `Exit`, `Execute`, `AskProgress` and `PrepareGrammar` of `engine.step`,
+or one of `kvtransfer.agent`'s effects."""
 
 
 class Node(Protocol):

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvrelay.engine.files import own_folder
+from kvrelay.engine.files import lock_within, own_folder
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import AgentError, StoreIndex
 from kvrelay.kvtransfer.store.errors import StoreError, store_error
@@ -360,12 +360,7 @@ def _planning(root: Path) -> Iterator[None]:
     """Arenas below `root` are sized one after the other; one that has stopped is not waited for."""
     fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + PLAN_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.001)
+        lock_within(fd, PLAN_S)
         yield
     finally:
         os.close(fd)

@@ -101,8 +101,8 @@ class Estimates:
         """From its dispatch to its end, at least: as for earlier requests, or by the load now
         (Little's law); 0 as long as nothing is sure. `is_low`: it is of a low class of service."""
         num_output = min(max_tokens, self._output_tokens.value)
-        own_s = _at_least(self._prompt_s, _prompt(num_prompt))
-        own_s += _at_least(self._output_s, (num_output / TOKENS_UNIT,))
+        own_s = _sure_s(self._prompt_s, _prompt(num_prompt))
+        own_s += _sure_s(self._output_s, (num_output / TOKENS_UNIT,))
         rate = self.drain.can_serve_per_s if self.is_sure(0.0) else None
         stay_s = seen_by(is_low, self._queue.units_running) / rate if rate else 0.0
         return max(own_s, stay_s)
@@ -157,8 +157,8 @@ def _prompt(num_tokens: int) -> tuple[float, float]:
     return (1.0, num_tokens / TOKENS_UNIT)
 
 
-def _at_least(cost: FittedCost, features: tuple[float, ...]) -> float:
-    """What `cost` is sure of; 0 where little like it was measured."""
+def _sure_s(cost: FittedCost, features: tuple[float, ...]) -> float:
+    """What `cost` says where it is sure; 0 where little like it was measured."""
     return cost.seconds(features) if cost.spread(features) <= SURE else 0.0
 
 
@@ -430,7 +430,7 @@ class Admission:
 
     def _hopeless(self, now: float, record: RequestRecord) -> Rejection | None:
         """Why `record` can no longer be served in time, if it waits and was never dispatched."""
-        if self._is_idle or record not in self._queue or self._queue.entry(record).is_charged:
+        if record not in self._queue or self._queue.entry(record).is_charged or self._is_idle:
             return None
         service_s = self._service_s(record)
         if now + service_s <= record.deadline:
