@@ -547,17 +547,18 @@ def _not_with_vllm(config: Config) -> str:
     return ""
 
 
-def names_of(models: Iterable[ModelEntry]) -> Iterator[tuple[str, str]]:
-    """What clients may call models, and who each is, as `name_table` takes them."""
-    for each in models:
-        yield each.name, "the name of a model"
-        yield from ((alias, f"an alias of the model {each.name!r}") for alias in each.aliases)
+def names_of(models: Iterable[tuple[str, Iterable[str]]]) -> Iterator[tuple[str, str]]:
+    """What clients may call models, and who each is, as `name_table` takes them. `models`: the name
+    and the aliases of each."""
+    for name, aliases in models:
+        yield name, "the name of a model"
+        yield from ((alias, f"an alias of the model {name!r}") for alias in aliases)
 
 
 def _check_names(config: Config) -> None:
     """Raises ConfigError where one name would stand for two."""
     own = ((each.name, "an adapter in [[adapters]]") for each in config.adapters)
-    name_table([*names_of(config.models), *own])
+    name_table([*names_of((each.name, each.aliases) for each in config.models), *own])
 
 
 def check_tenants(config: Config, known: Collection[str]) -> None:

@@ -3,9 +3,9 @@
 A path, a time, a machine or the way in which a setting is spelled is never a part of it. Two
 identities that are made of it:
 
-* of a *checkpoint*: every byte of its weights, of what says how they are read, and of what an
-  engine is told beside them. The server, the workers that it starts or adopts, a restart and the
-  weights of an update are compared by it.
+* of a *checkpoint*: every byte of its weights, of what says how they are read, and of the engine's
+  arguments. The server, the workers that it starts or adopts, a restart and the weights of an
+  update are compared by it.
 * of *KV*: a checkpoint's, with the shape that is computed, quantization, engine and its version,
   and the form of a block. It is the root of fingerprints (`kvtransfer.layout`), by which tiers and
   peers go.

@@ -30,7 +30,7 @@ from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
-from kvrelay.cluster.config import ApiSection, ModelEntry
+from kvrelay.cluster.config import ApiSection, ModelEntry, names_of
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.logs import LogSection
@@ -220,9 +220,7 @@ class ApiContext:
 
     def who_has(self, name: str) -> str:
         """Whose name that is, other than an adapter's, in words; "": nobody's."""
-        of_models = [(each.model_name, each.aliases) for each in self.all]
-        own = {alias: f"an alias of the model {m!r}" for m, all_of in of_models for alias in all_of}
-        own |= {model: "the name of a model" for model, _ in of_models}
+        own = dict(names_of((each.model_name, each.aliases) for each in self.all))
         return own.get(name, "") or self.reserved().get(name, "")
 
     def chosen(self, name: str | None, tenant: Tenant) -> ApiContext:

@@ -67,7 +67,7 @@ def model_names(config: Config, served_names: Iterable[str]) -> dict[str, str]:
     """Who has each name that models have; served_names: without [[models]] there is one. Raises
     ConfigError."""
     if config.models:
-        return name_table(names_of(config.models))
+        return name_table(names_of((each.name, each.aliases) for each in config.models))
     aliases = ((name, "an alias of the model") for name in config.model.served_name.split()[1:])
     return name_table([*((name, "the model") for name in served_names), *aliases])
 

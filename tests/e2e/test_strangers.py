@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from benchmarks.serving.served import Served
 from kvrelay.cluster.cli.client import status as status_command
 from kvrelay.cluster.cli.operate import drain
-from tests.cluster.api.http.strangers import ROUTES, WAYS, attack_as_stranger
+from tests.cluster.api.http.unauthenticated import ROUTES, WAYS, attack_as_stranger
 from tests.e2e.serving import KVRELAY, all_up, status
 
 pytestmark = [

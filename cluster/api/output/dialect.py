@@ -80,7 +80,7 @@ class OutputParser:
     ) -> None:
         """tools: reads calls; None: there are none. thinks: reasoning comes first, in tags. begun:
         the prompt ended with the first of them; ended: with the second. calls_first: what does not
-        begin with a call has none. most_calls: that are told; None: all."""
+        begin with a call has none. most_calls: that are reported; None: all."""
         self._reader = Reader()
         self._events = Events(self._reader, most_calls)
         if ended:
@@ -161,7 +161,7 @@ class Dialect:
         tools = find_format(tool_parser, template)
         is_silent = not knows_tools(template) and not isinstance(tools, Harmony)
         if tool_parser == "auto" and (tools is None or is_silent):
-            tools = Hermes()  # as models are told whose template shows no tools
+            tools = Hermes()  # the prompt describes these where the template shows no tools
         thinks = REASONING_TAGS.get(reasoning_parser)
         if reasoning_parser == "auto":
             found = (tags for tags in REASONING_TAGS.values() if all(t in template for t in tags))

@@ -28,7 +28,7 @@ from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import SessionReply
 from tests.cluster.api.conftest import Served, found_by_commands, serve
-from tests.cluster.api.http.strangers import attack
+from tests.cluster.api.http.unauthenticated import attack
 
 KEY = "ab" * 32
 CALLS = [
