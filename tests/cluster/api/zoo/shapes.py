@@ -3,6 +3,8 @@ call, for reasoning and for a turn, in own words. `families.py` has more of them
 
 from __future__ import annotations
 
+from tests.cluster.api.text import families
+
 # Llama 3.1: a call is one JSON object with "parameters"; tools are described to the user.
 LLAMA = r"""{{- bos_token }}
 {%- set ns = namespace(tools=tools) %}
@@ -48,22 +50,7 @@ MAGISTRAL = r"""{{- bos_token }}
 {%- endfor %}"""
 
 # Kimi K2: each call has an id that counts, `functions.NAME:0`.
-KIMI = r"""
-{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' ~ tools | tojson ~ '<|im_end|>' }}
-{%- endif %}
-{%- for message in messages %}
-{%- set role = 'system' if message.role == 'tool' else message.role %}
-{{- '<|im_' ~ role ~ '|>' ~ (message.name or message.role) ~ '<|im_middle|>' }}
-{%- if message.role == 'tool' %}{{- '## Return of ' ~ message.tool_call_id ~ '\n' }}{%- endif %}
-{{- message.content }}
-{%- if message.tool_calls %}{{- '<|tool_calls_section_begin|>' }}
-{%- for call in message.tool_calls %}
-{{- '<|tool_call_begin|>functions.' ~ call.function.name ~ ':' ~ loop.index0 }}
-{{- '<|tool_call_argument_begin|>' ~ call.function.arguments | tojson ~ '<|tool_call_end|>' }}
-{%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}
-{{- '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
+KIMI = families.KIMI.replace("call.id", "'functions.' ~ call.function.name ~ ':' ~ loop.index0")
 
 # DeepSeek V3 with tools: its own template does not show any, servers bring one that does.
 DEEPSEEK = r"""{{- bos_token }}
