@@ -17,6 +17,8 @@ from tests.worker.world import BLOCK_SIZE, World, checksum, next_token
 PROMPTS = {f"r{i}": [i + 1, *range(20, 23 + i)] * 3 for i in range(5)}
 LENGTHS = {"r0": 60, "r1": 3, "r2": 37, "r3": 2, "r4": 52}
 
+ROW_S = 2e-4  # that a row adds to a pass of 10 ms
+
 
 def talked(tokens: list[int]) -> int:
     """The tiny model: it says what it said a while ago, and now and then something else."""
@@ -44,6 +46,8 @@ class Drafting(World):
 
     def run(self, node: str, step: Step) -> StepDone:
         done = super().run(node, step)
+        num_rows = sum(1 + seq.most_drafts for seq in step.seqs)
+        done = replace(done, elapsed_s=0.01 + ROW_S * num_rows)
         for seq, sampled in zip(step.seqs, done.sampled, strict=True):
             if seq.draft_tokens:
                 assert sampled is not None
