@@ -30,6 +30,7 @@ from tests.support.local import Completion, LocalCluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MAX_TOKENS = 12
+ROUNDS = 8  # of the crowd: whether two of it meet in a step depends on how fast the machine is
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt goes through the prefill worker
 
 
@@ -113,14 +114,18 @@ def test_one_pool_under_preemption(real_model_dir: Path, asked: Asked) -> None:
         max_model_len=8192,
     )
     with LocalCluster(real_model_dir, prefill=0, engine=small) as cluster:
-        answers = cluster.generate([asked.prompts[i] for i in crowd], asked.sampling)
-        replace(asked, expected=[asked.expected[i] for i in crowd]).check(answers)
+        node = cluster.workers["decode-0"].node
+        for _ in range(ROUNDS):
+            answers = cluster.generate([asked.prompts[i] for i in crowd], asked.sampling)
+            replace(asked, expected=[asked.expected[i] for i in crowd]).check(answers)
+            if cluster.run(lambda: node.core.scheduler.num_preemptions):
+                break
+        else:
+            pytest.fail(f"nothing was preempted in {ROUNDS} rounds")
         too_long = cluster.submit(max(asked.prompts, key=len), asked.sampling).result(60).failed
         assert too_long is not None
         assert too_long.reason is Refusal.NEVER_FITS
         assert f"worker has {small.num_blocks}" in too_long.detail
-        node = cluster.workers["decode-0"].node
-        assert cluster.run(lambda: node.core.scheduler.num_preemptions) > 0
         cluster.wait_idle()
 
 
