@@ -106,7 +106,8 @@ async def turn(url: str, rate: float, seconds: float, seed: int) -> list[dict[st
             await asyncio.sleep(at)
             timing = await client.request(prompt)
             assert timing.error is None, timing.error
-            shown = await http.get(f"/requests/{timing.request_id}/explanation")
+            path = f"/requests/{timing.request_id}/explanation"
+            shown = await http.get(path, auth=OwnKey())
             phases = [p for p in shown.raise_for_status().json()["phases"] if p["to_first"]]
             before_s = sum(p["seconds"] for p in phases if p["name"] != "prefill")
             return {"ttft_s": timing.ttft_s, "before_s": before_s}

@@ -182,10 +182,15 @@ def test_a_kill_of_ones_worker_is_not_seen_by_the_other(server: Served, killed: 
     assert model_of(worker_of(state, victim["worker"])) == killed
 
 
+def change_role(served: Served, worker: str, role: str) -> httpx.Response:
+    path = f"{served.url}/workers/{worker}/role"
+    return httpx.post(path, json={"role": role}, timeout=30, auth=OwnKey())
+
+
 def test_a_role_changes_for_one_and_prompts_stay_with_their_model(server: Served) -> None:
     expected = {name: complete(server.url, name, STORY, 16) for name in (CHAT, OTHER)}
     worker = "prefill-other-0"
-    changed = httpx.post(f"{server.url}/workers/{worker}/role", json={"role": "decode"}, timeout=30)
+    changed = change_role(server, worker, "decode")
     assert changed.status_code == 200, changed.text
     roles = {"prefill-chat-0": "prefill", worker: "decode"}
 
@@ -195,7 +200,7 @@ def test_a_role_changes_for_one_and_prompts_stay_with_their_model(server: Served
     wait_for(server.url, is_changed, 30, "the role has not changed")
     for _ in range(3):
         assert {name: complete(server.url, name, STORY, 16) for name in expected} == expected
-    httpx.post(f"{server.url}/workers/{worker}/role", json={"role": "prefill"}, timeout=30)
+    change_role(server, worker, "prefill")
 
 
 def test_a_router_that_dies_comes_back_with_both(server: Served) -> None:

@@ -71,7 +71,7 @@ def streams(pool: ThreadPoolExecutor, served: Served, count: int = 16) -> list[F
 
 
 def post(served: Served, path: str) -> int:
-    return httpx.post(f"{served.url}{path}", timeout=30).status_code
+    return httpx.post(f"{served.url}{path}", timeout=30, auth=OwnKey()).status_code
 
 
 def is_paused(served: Served) -> bool:

@@ -14,7 +14,7 @@ FILES = (
 )
 
 
-def make_model(folder: Path, initializer_range: float = 0.02) -> Path:
+def make_model(folder: Path, initializer_range: float = 0.02, context: int = CONTEXT) -> Path:
     """Write it to `folder`, with the default model's tokenizer and chat template. With larger
     weights (`initializer_range`: their standard deviation) it says other things of other prompts.
     """
@@ -30,7 +30,7 @@ def make_model(folder: Path, initializer_range: float = 0.02) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         initializer_range=initializer_range,
         bos_token_id=1,

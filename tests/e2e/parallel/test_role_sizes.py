@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.request import SamplingParams
 from kvrelay.router.config import RouterConfig
@@ -94,7 +95,8 @@ def test_roles_of_different_sizes_say_what_one_rank_each_says(
         assert (totals["handoffs"], sum(totals["retries"].values())) == (len(asked), 0)
 
         # The size is the worker's: it keeps it in another role, and when it is started again.
-        change = httpx.post(f"{served.url}/workers/prefill-0/role", json={"role": "decode"})
+        path, wanted_role = f"{served.url}/workers/prefill-0/role", {"role": "decode"}
+        change = httpx.post(path, json=wanted_role, auth=OwnKey())
         assert change.status_code == 200, change.text
         before = {w["worker"]: w for w in status(served.url)["workers"]}
         os.kill(before["prefill-0"]["pid"], signal.SIGKILL)
