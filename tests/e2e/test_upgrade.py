@@ -184,7 +184,9 @@ def restart_below(url: str, state_dir: Path) -> None:
         processes = {each["worker"]: each for each in state["workers"]}
         processes |= {each["router"]: each for each in state["routers"]}
         up = {n: each["epoch"] for n, each in processes.items() if each["state"] == "up"}
-        return up | {"controller": state["controller"].get("epoch", 0)}  # the last one
+        # The controller, once it has read all of its version: it reads what joins Ray last.
+        is_whole = state["controller"].get("has_ray") is not False
+        return up | {"controller": state["controller"].get("epoch", 0) if is_whole else 0}
 
     before = epochs()
     asked("POST", "/restart")
