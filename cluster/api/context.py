@@ -148,8 +148,8 @@ class ApiContext:
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
-        self.commands = self._limiter(
-            self.settings.max_session_commands, "session commands are waiting"
+        self.commands = ConcurrencyLimiter(
+            self.settings.max_session_commands, what="session commands are waiting"
         )
         self.console_sessions = ConsoleSessions(self.settings.operations_key)
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
@@ -183,7 +183,9 @@ class ApiContext:
         self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
         self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
         self.access = AccessLog(self.log, self.tokenizer.decode)
-        self.live = self._limiter(self.settings.max_live_requests, "requests are being served")
+        self.live = ConcurrencyLimiter(
+            self.settings.max_live_requests, what="requests are being served"
+        )
         from kvrelay.cluster.api.constraints.grammar import Constraints
         from kvrelay.cluster.api.openai.logprobs import TokenNames
         from kvrelay.cluster.api.output.dialect import Dialect
@@ -249,9 +251,6 @@ class ApiContext:
         if found is None or found.model != self.model_name:  # it was removed meanwhile
             raise unknown_model(name, [self.model_name])
         return found.adapter
-
-    def _limiter(self, limit: int, what: str) -> ConcurrencyLimiter:
-        return ConcurrencyLimiter(limit, what=what, is_shared=lambda: self.tenants.are_several)
 
     def shown_model(self, asked: str) -> str:
         """What an answer to a request calls its model: an adapter by its name."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import HTTPConnection, Request
 
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthorized
-from kvrelay.cluster.api.limiter import TENANT, LimitReached
+from kvrelay.cluster.api.limiter import CALLER, TENANT, Caller, LimitReached, network_of
 from kvrelay.cluster.api.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
     batch comes from within, with its tenant."""
     known: Tenant | None = http.scope.get("state", {}).get("tenant")
     if known is not None:
-        TENANT.set(known.name)
+        _is_called_by(ctx, http, known)
         return known
     key = _key_of(http)
     if not key:
@@ -55,8 +55,19 @@ def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
             why = "This is the key of operators, who generate nothing: send one of a client"
     if tenant is None:
         raise unauthorized(why)
-    TENANT.set(tenant.name)
+    _is_called_by(ctx, http, tenant)
     return tenant
+
+
+def _is_called_by(ctx: ApiContext, http: HTTPConnection, tenant: Tenant) -> None:
+    TENANT.set(tenant.name)
+    CALLER.set(caller_at(ctx, tenant.name, http.client.host if http.client else ""))
+
+
+def caller_at(ctx: ApiContext, tenant: str, host: str) -> Caller:
+    """Who shares the API with others: by the address alone, where all are one tenant."""
+    address = network_of(host)
+    return (tenant, address) if ctx.tenants.are_several else (address,)
 
 
 def owner(ctx: ApiContext, http: HTTPConnection) -> Tenant:

@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.api.errors import ApiError
@@ -31,6 +33,30 @@ SMOOTHING = 0.05
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """Whose call it is that runs; set when its key is read."""
 
+Caller = tuple[str, ...]
+"""Who shares with whom, from the outside in: the tenant, where there are several, and the address
+that the call comes from."""
+
+CALLER: ContextVar[Caller] = ContextVar("caller", default=("",))
+"""Who makes the call that runs: its address, until its key is read."""
+
+RESERVE = 8  # part of a limit that is kept for others: one in so many
+
+
+@lru_cache(4096)
+def network_of(host: str) -> str:
+    """The address of a client, as far as it says who that is: of an IPv6 address the network, in
+    which one client has as many addresses as it likes."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host  # a Unix socket has none
+    if not isinstance(address, IPv6Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ip_network((address, 64), strict=False))
+
 
 class LimitReached(Exception):
     """No place is free; `retry_after_s`: until one should be."""
@@ -40,87 +66,143 @@ class LimitReached(Exception):
         self.retry_after_s = retry_after_s
 
 
-class ByteBudget:
-    """Memory for bodies, from their arrival until it is known what they ask for. Owned by the API's
-    context; used in its loop. Invariant: `num_taken <= limit`, of one tenant half of that."""
+class Shares:
+    """How much of something that is limited each caller has.
+
+    Somebody alone may have nearly all of it: a RESERVE stays, of which each gets a part only while
+    that makes it no more than what is left. So who has nothing finds something, whoever has all the
+    rest, until as many have come as halve the reserve to nothing. Tenants share so, and the
+    addresses of each: who has many addresses, or calls from many, has one tenant's share.
+
+    Used in one loop. Invariant: `num_taken <= limit`, and it is the sum over callers."""
 
     def __init__(self, limit: int) -> None:
-        """limit: bytes."""
         self.limit = limit
         self.num_taken = 0
-        self._taken: Counter[str] = Counter()  # by tenant
+        self._taken: Counter[Caller] = Counter()  # by caller, and by each beginning of one
+
+    def of(self, caller: Caller) -> int:
+        return self._taken[caller]
+
+    def has_room(self, caller: Caller, amount: int = 1) -> bool:
+        """Whether that caller may take so much more."""
+        if self.num_taken + amount > self.limit:
+            return False
+        most, taken = self.limit, self.num_taken
+        for depth in range(1, len(caller) + 1):
+            own, free = self._taken[caller[:depth]], most - taken
+            reserve = most // RESERVE
+            if free - amount < reserve and own + amount > free:
+                return False
+            most, taken = most - reserve, own
+        return True
+
+    def take(self, caller: Caller, amount: int = 1) -> bool:
+        """False: it may not have that, and has no more than before."""
+        if not self.has_room(caller, amount):
+            return False
+        self._add(caller, amount)
+        return True
+
+    def give_back(self, caller: Caller, amount: int = 1) -> None:
+        self._add(caller, -amount)
+
+    def _add(self, caller: Caller, amount: int) -> None:
+        self.num_taken += amount
+        for depth in range(1, len(caller) + 1):
+            self._taken[caller[:depth]] += amount
+            if not self._taken[caller[:depth]]:
+                del self._taken[caller[:depth]]
+
+
+class Held:
+    """Bytes of a budget that somebody has, until `close`."""
+
+    def __init__(self, shares: Shares, caller: Caller) -> None:
+        self._shares, self._caller, self.num_bytes = shares, caller, 0
+
+    def take(self, size: int) -> bool:
+        """So many more; False: there are not that many."""
+        if not self._shares.take(self._caller, size):
+            return False
+        self.num_bytes += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        self._shares.give_back(self._caller, size)
+        self.num_bytes -= size
+
+    def close(self) -> None:
+        self.give_back(self.num_bytes)
+
+
+class ByteBudget(Shares):
+    """Memory for bodies and messages, from their arrival until it is known what they ask for. Owned
+    by the API's context."""
+
+    def holder(self, caller: Caller | None = None) -> Held:
+        """Who has bytes of it until it is closed; `caller`: if it is not the one that calls."""
+        return Held(self, CALLER.get() if caller is None else caller)
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], bool]]:
         """A function that takes so many bytes more; False: there are not that many. All are given
         back at the end."""
-        mine, tenant = 0, TENANT.get()
-
-        def take(size: int) -> bool:
-            nonlocal mine
-            is_more_than_half = 2 * (self._taken[tenant] + size) > self.limit
-            if is_more_than_half or self.num_taken + size > self.limit:
-                return False
-            self.num_taken += size
-            self._taken[tenant] += size
-            mine += size
-            return True
-
+        held = self.holder()
         try:
-            yield take
+            yield held.take
         finally:
-            self.num_taken -= mine
-            self._taken -= Counter({tenant: mine})
+            held.close()
 
 
 class ConcurrencyLimiter:
-    """Owned by the API's context; used in its loop. Invariant: `num_taken <= limit`.
-
-    Where it is shared by several tenants, one gets a place only while it has fewer than are free:
-    so one alone has half of them at most, two a third each, and who has none finds one."""
+    """Places for calls that run. Owned by the API's context; used in its loop."""
 
     def __init__(
         self,
         limit: int,
         clock: Callable[[], float] = time.monotonic,
         what: str = "calls are under way",
-        is_shared: Callable[[], bool] = lambda: False,
     ) -> None:
         """limit: at least 1. what: has a place, for messages."""
-        self.limit = limit
-        self.num_taken = 0
-        self._what, self._is_shared = what, is_shared
-        self._taken: Counter[str] = Counter()  # by tenant
+        self._shares = Shares(limit)
+        self._what = what
         self._clock = clock
         self._since = 0.0  # sum of the times at which those that are taken were
         self._stay_s = 0.0  # mean of those that were left
         self._num_left = 0
         self._promised = 0.0  # the latest time that a client was asked to come back at
 
+    @property
+    def limit(self) -> int:
+        return self._shares.limit
+
+    @property
+    def num_taken(self) -> int:
+        return self._shares.num_taken
+
     def check(self) -> None:
         """Raises LimitReached, and takes nothing."""
-        num_free, own = self.limit - self.num_taken, self._taken[TENANT.get()]
-        if num_free <= 0:
-            message = f"{self.limit} {self._what}, which is the limit"
-        elif own >= num_free and self._is_shared():
-            message = f"{own} {self._what} for this API key, its share of {self.limit}"
-        else:
+        caller = CALLER.get()
+        if self._shares.has_room(caller):
             return
+        message = f"{self.limit} {self._what}, which is the limit"
+        if self.num_taken < self.limit:
+            own = self._shares.of(caller)
+            message = f"{own} {self._what} for this caller, its share of {self.limit}"
         raise LimitReached(self._retry_after_s(), message)
 
     @contextmanager
     def take(self) -> Iterator[None]:
         """Keep a place. Raises LimitReached."""
         self.check()
-        began, tenant = self._clock(), TENANT.get()
-        self.num_taken += 1
-        self._taken[tenant] += 1
+        began, caller = self._clock(), CALLER.get()
+        self._shares.take(caller)
         self._since += began
         try:
             yield
         finally:
-            self.num_taken -= 1
-            self._taken -= Counter([tenant])
+            self._shares.give_back(caller)
             self._since -= began
             self._num_left += 1
             weight = max(SMOOTHING, 1.0 / self._num_left)
@@ -140,35 +222,35 @@ class ConcurrencyLimiter:
 
 
 class Turns:
-    """Work that takes long: so much at once, of one tenant one, and tenants take turns, so that
+    """Work that takes long: so much at once, of one caller one, and callers take turns, so that
     what one asks for waits behind its own. Used in one loop. Invariants: at most `limit` run; who
     could run does not wait."""
 
     def __init__(self, limit: int, max_waiting: int) -> None:
-        """max_waiting: calls of one tenant."""
+        """max_waiting: calls of one caller."""
         self._limit, self._max_waiting = limit, max_waiting
-        self._running: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._running: Counter[Caller] = Counter()
+        self._waiting: OrderedDict[Caller, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
     async def turn(self, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Wait for the turn of the tenant whose call it is. Raises LimitReached."""
-        tenant = TENANT.get()
-        if self._running.total() < self._limit and not self._running[tenant]:
-            self._running[tenant] += 1
+        """Wait for the turn of the caller whose call it is. Raises LimitReached."""
+        caller = CALLER.get()
+        if self._running.total() < self._limit and not self._running[caller]:
+            self._running[caller] += 1
         else:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._wait(tenant)
+                    await self._wait(caller)
             except TimeoutError:
                 raise LimitReached(UNKNOWN_RETRY_AFTER_S) from None
         try:
             yield
         finally:
-            self._end(tenant)
+            self._end(caller)
 
-    async def _wait(self, tenant: str) -> None:
-        waiting = self._waiting.setdefault(tenant, deque())
+    async def _wait(self, caller: Caller) -> None:
+        waiting = self._waiting.setdefault(caller, deque())
         if len(waiting) >= self._max_waiting:
             raise LimitReached(UNKNOWN_RETRY_AFTER_S)
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -177,25 +259,36 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._end(tenant)  # its turn had just come
+                self._end(caller)  # its turn had just come
             elif mine in waiting:
                 waiting.remove(mine)
             raise
 
-    def _end(self, tenant: str) -> None:
-        self._running -= Counter([tenant])
-        for other, waiting in list(self._waiting.items()):
-            if self._running.total() >= self._limit:
-                return
-            if self._running[other]:
-                continue
-            while waiting and waiting[0].done():
-                waiting.popleft()
+    def _end(self, caller: Caller) -> None:
+        self._running -= Counter([caller])
+        while self._running.total() < self._limit and (other := self._next()) is not None:
+            self._running[other] += 1
+
+    def _next(self) -> Caller | None:
+        """Lets one begin: of those that wait, of the tenant that has fewest running, the one whose
+        turn is the longest ago."""
+        for other in [name for name, waiting in self._waiting.items() if not any_left(waiting)]:
             del self._waiting[other]
-            if waiting:
-                self._running[other] += 1
-                waiting.popleft().set_result(None)
-                self._waiting[other] = waiting  # the last in line
+        could = [other for other in self._waiting if not self._running[other]]
+        if not could:
+            return None
+        outer = Counter(running[0] for running in self._running.elements())
+        other = min(could, key=lambda caller: outer[caller[0]])  # the first of those
+        self._waiting.move_to_end(other)
+        self._waiting[other].popleft().set_result(None)
+        return other
+
+
+def any_left(waiting: deque[asyncio.Future[None]]) -> bool:
+    """Whether some of them have not gone; the first is then one of these."""
+    while waiting and waiting[0].done():
+        waiting.popleft()
+    return bool(waiting)
 
 
 MINUTE_S = 60.0

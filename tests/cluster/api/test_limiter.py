@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import random
 from contextlib import ExitStack
 
 import pytest
 
 from kvrelay.cluster.api.limiter import (
-    TENANT,
+    CALLER,
     UNKNOWN_RETRY_AFTER_S,
+    Caller,
     ConcurrencyLimiter,
     LimitReached,
+    Shares,
     Turns,
+    network_of,
 )
 
 
@@ -78,13 +82,12 @@ def test_a_place_is_free_again_however_a_call_ends() -> None:
     assert scene.places.num_taken == 0
 
 
-def test_a_tenant_leaves_places_to_the_others() -> None:
-    shared = [True]
-    places = ConcurrencyLimiter(64, what="calls run", is_shared=lambda: shared[0])
+def test_somebody_alone_has_nearly_all_and_who_comes_finds_a_place() -> None:
+    places = ConcurrencyLimiter(64, what="calls run")
 
-    def fill(tenant: str) -> tuple[int, str]:
+    def fill(caller: Caller) -> tuple[int, str]:
         """How many it gets, and why no more."""
-        TENANT.set(tenant)
+        CALLER.set(caller)
         for number in range(65):
             try:
                 taken.enter_context(places.take())
@@ -92,27 +95,65 @@ def test_a_tenant_leaves_places_to_the_others() -> None:
                 return number, str(reached)
         raise AssertionError
 
+    def found(*callers: Caller) -> list[int]:
+        return [contextvars.copy_context().run(fill, caller)[0] for caller in callers]
+
     with ExitStack() as taken:
-        assert contextvars.copy_context().run(fill, "a") == (
-            32,
-            "32 calls run for this API key, its share of 64",
+        message = "56 calls run for this caller, its share of 64"
+        assert contextvars.copy_context().run(fill, ("a",)) == (56, message)
+        assert found(("b",), ("c",), ("d",), ("e",)) == [4, 2, 1, 1]
+        assert contextvars.copy_context().run(fill, ("f",)) == (
+            0,
+            "64 calls run, which is the limit",
         )
-        found = [contextvars.copy_context().run(fill, name)[0] for name in "bcdefg"]
-        assert found == [16, 8, 4, 2, 1, 1]
-        assert contextvars.copy_context().run(fill, "h") == (0, "64 calls run, which is the limit")
-    with ExitStack() as taken:
-        shared[0] = False
-        assert contextvars.copy_context().run(fill, "a")[0] == 64
+    with ExitStack() as taken:  # however many addresses a tenant calls from
+        assert found(("a", "1"), ("a", "2"), ("a", "3"), ("b", "1")) == [49, 4, 2, 5]
+        assert found(*(("a", str(number)) for number in range(4, 20))) == [0] * 16
+        assert found(("c", "1")) == [2]
     assert places.num_taken == 0
-    assert not places._taken
+    assert not places._shares._taken
+
+
+def test_shares_are_kept_whatever_comes_and_goes() -> None:
+    rng, shares = random.Random(5), Shares(100)
+    held: list[tuple[Caller, int]] = []
+    for _ in range(3000):
+        caller, amount = (rng.choice("abc"), rng.choice("12")), rng.randint(1, 9)
+        had_none = shares.of(caller[:1]) == 0
+        free = shares.limit - shares.num_taken
+        if shares.take(caller, amount):
+            held.append((caller, amount))
+        else:
+            assert not (had_none and amount <= free), "who has nothing finds what is there"
+        if len(held) > 12 or rng.random() < 0.4:
+            shares.give_back(*held.pop(rng.randrange(len(held)))) if held else None
+        assert shares.num_taken == sum(amount for _, amount in held) <= shares.limit
+    for each in held:
+        shares.give_back(*each)
+    assert not shares._taken
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    {
+        "10.0.0.7": "10.0.0.7",
+        "::ffff:10.0.0.7": "10.0.0.7",
+        "2001:db8:1:2:3::4": "2001:db8:1:2::/64",
+        "fe80::1%eth0": "fe80::/64",
+        "": "",
+    }.items(),
+    ids=["v4", "mapped", "v6", "zone", "none"],
+)
+def test_an_address_is_that_of_a_network_of_one_client(host: str, network: str) -> None:
+    assert network_of(host) == network
 
 
 def in_turns(turns: Turns, jobs: list[tuple[str, str]], cancel: str = "") -> list[str]:
-    """Which of `jobs` (tenant, name) begin, in their order. All are asked for before one ends."""
+    """Which of `jobs` (caller, name) begin, in their order. All are asked for before one ends."""
     begun: list[str] = []
 
-    async def job(tenant: str, name: str, all_asked: asyncio.Event) -> None:
-        TENANT.set(tenant)
+    async def job(caller: str, name: str, all_asked: asyncio.Event) -> None:
+        CALLER.set(tuple(caller))
         try:
             async with turns.turn():
                 begun.append(name)
@@ -135,7 +176,7 @@ def in_turns(turns: Turns, jobs: list[tuple[str, str]], cancel: str = "") -> lis
     return begun
 
 
-def test_tenants_take_turns() -> None:
+def test_callers_take_turns() -> None:
     jobs = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("b", "b2"), ("c", "c1")]
     turns = Turns(2, 10)
     assert in_turns(turns, jobs) == ["a1", "b1", "a2", "b2", "c1", "a3"]
@@ -144,7 +185,12 @@ def test_tenants_take_turns() -> None:
     assert not turns._running.total()
 
 
-def test_those_that_wait_are_bounded_by_tenant() -> None:
+def test_addresses_of_a_tenant_share_its_turns() -> None:
+    jobs = [("a1", "x"), ("a2", "y"), ("a3", "z"), ("b1", "v"), ("b1", "w")]
+    assert in_turns(Turns(2, 10), jobs) == ["x", "y", "v", "z", "w"]
+
+
+def test_those_that_wait_are_bounded_by_caller() -> None:
     jobs = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("b", "b2")]
     begun = in_turns(Turns(1, 1), jobs)
     assert begun == ["a1", "a3 refused", "b2 refused", "a2", "b1"]
