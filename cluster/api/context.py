@@ -140,7 +140,8 @@ class ApiContext:
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
-    bodies: ByteBudget = field(init=False)  # only large ones count
+    bodies: ByteBudget = field(init=False)  # and messages; only large ones count
+    remembered: ByteBudget = field(init=False)  # what WebSockets go on from
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
     _turns: Turns = field(init=False, repr=False)  # taken by what is large
@@ -153,6 +154,7 @@ class ApiContext:
         )
         self.console_sessions = ConsoleSessions(self.settings.operations_key)
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
+        self.remembered = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
         self.models = {}
         self._use_model()
 

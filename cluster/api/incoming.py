@@ -157,10 +157,17 @@ def utility_call(ctx: ApiContext, http: Request) -> Iterator[Tenant]:
     """The tenant of a call that generates nothing and costs work all the same: it keeps a place,
     and counts as a request. Raises `ApiError` (401, 429)."""
     tenant = caller(ctx, http)
+    with place(ctx, tenant):
+        yield tenant
+
+
+@contextmanager
+def place(ctx: ApiContext, tenant: Tenant) -> Iterator[None]:
+    """For work of a call that is counted so. Raises `ApiError` (429)."""
     try:
         with ctx.live.take():
             ctx.rates.admit(asyncio.get_running_loop().time(), tenant, 0)
-            yield tenant
+            yield
     except LimitReached as taken:
         raise overloaded(str(taken), taken.retry_after_s) from None
 

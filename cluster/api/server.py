@@ -20,7 +20,8 @@ from dataclasses import replace
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvrelay.cluster.api.http.connection import ConnectionLimits, bounded_protocol
+from kvrelay.cluster.api.http.connection import ConnectionLimits, bounded_protocols
+from kvrelay.cluster.api.limiter import ByteBudget
 from kvrelay.engine.wire.context import TlsIdentity
 
 BACKLOG = 512
@@ -108,20 +109,24 @@ async def serve_app(
     certificate: ServerCertificate | None = None,
     shutdown_timeout_s: Callable[[], float] = lambda: 15.0,
     max_message_bytes: int = 8 * 2**20,
+    messages: ByteBudget | None = None,
 ) -> None:
     """Serve until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
     `sock`: from `bind_socket`, instead of host and port. `certificate`: for HTTPS. `on_ready` gets
-    the port once requests are taken. `max_message_bytes`: of a WebSocket. Raises `PortTaken`. When
-    stopping, requests get `shutdown_timeout_s()` to finish.
+    the port once requests are taken. `max_message_bytes`: of a WebSocket, whose messages are held
+    in `messages` until the application takes them (room for eight, where it is not given). Raises
+    `PortTaken`. When stopping, requests get `shutdown_timeout_s()` to finish.
     """
     sock = sock or bind_socket(host, port)
     connections = _within_files(connections)
+    budget = ByteBudget(8 * max_message_bytes) if messages is None else messages
+    http, websocket = bounded_protocols(connections, budget)
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(connections),
+        http=http,
         timeout_keep_alive=connections.idle_timeout_s,  # type: ignore[arg-type]  # it may be a fraction
-        ws="websockets-sansio",
+        ws=websocket,
         ws_max_size=max_message_bytes,
         ws_per_message_deflate=False,
         lifespan="on",

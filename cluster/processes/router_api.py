@@ -288,6 +288,7 @@ async def serve_api(
         connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
         certificate=served.certificate,
         max_message_bytes=config.api.max_body_bytes,
+        messages=context.bodies,
         shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
     )
     knowing.cancel()

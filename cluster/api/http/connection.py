@@ -1,8 +1,8 @@
 """One connection of a client: uvicorn's HTTP protocol with a bound on everything that a client can
 make it wait for or keep, before anyone knows who the client is.
 
-Where too many are open, one that asks for nothing makes room: the oldest of the address that has
-the most. So who opens all that there may be keeps nobody else out.
+Where too many are open, one that asks for nothing makes room, a WebSocket or one over HTTP: the
+oldest of the address that has the most. So who opens all that there may be keeps nobody else out.
 
 Life: accepted, or refused because there are too many -> head of a request -> its body -> answer ->
 idle, or the next head. Each of these but the answer has a timer. An answer takes as long as it
@@ -24,6 +24,8 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.http.socket import BoundedSocket
+from kvrelay.cluster.api.limiter import ByteBudget, network_of
 from kvrelay.engine.wire.pending import PendingConnections
 
 _LAST_S = 0.5  # for a request that is under way when the server is to stop
@@ -42,11 +44,17 @@ class ConnectionLimits:
     write_timeout_s: float = 60.0  # for a client that does not read
 
 
-def bounded_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """The protocol class that uvicorn makes one of for each connection."""
-
-    waiting: PendingConnections[BoundedProtocol] = PendingConnections(sys.maxsize, sys.maxsize)
-    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits, "waiting": waiting})
+def bounded_protocols(
+    limits: ConnectionLimits, budget: ByteBudget
+) -> tuple[type[asyncio.Protocol], type[asyncio.Protocol]]:
+    """The protocol classes that uvicorn makes one of for each connection, and for each that becomes
+    a WebSocket. `budget`: for messages of these."""
+    waiting: PendingConnections[Any] = PendingConnections(sys.maxsize, sys.maxsize)
+    own = {"limits": limits, "waiting": waiting}
+    return (
+        type("LimitedProtocol", (BoundedProtocol,), own),
+        type("LimitedSocket", (BoundedSocket,), {"budget": budget, "waiting": waiting}),
+    )
 
 
 class _UnchunkedCycle(RequestResponseCycle):
@@ -71,7 +79,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     limits = ConnectionLimits()
     # Those of the server that ask for nothing: the head is not whole, or the answer was given.
-    waiting: PendingConnections[BoundedProtocol]
+    waiting: PendingConnections[BoundedProtocol | BoundedSocket]
     _is_refused = False
     _in_body = False  # a head is complete, its body is not
     _is_too_large = False  # the head that is being parsed
@@ -102,7 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_more(self.limits.head_timeout_s)
 
     def _wait(self) -> None:
-        self.waiting.add(self, self.client[0] if self.client else "")
+        self.waiting.add(self, network_of(self.client[0]) if self.client else "")
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

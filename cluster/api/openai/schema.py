@@ -486,13 +486,18 @@ Request = TypeVar("Request", bound=BaseModel)
 
 def parse(kind: type[Request], body: bytes) -> Request:
     """Raises `ApiError` (400)."""
-    num_brackets = body.count(b"[") + body.count(b"{")
-    if num_brackets > MAX_BRACKETS:
-        raise invalid(f"The body has {num_brackets} brackets, more than {MAX_BRACKETS}")
+    check_brackets(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _explain(error) from None
+
+
+def check_brackets(body: bytes) -> None:
+    """They cost far more than other bytes. Raises `ApiError` (400)."""
+    num_brackets = body.count(b"[") + body.count(b"{")
+    if num_brackets > MAX_BRACKETS:
+        raise invalid(f"The body has {num_brackets} brackets, more than {MAX_BRACKETS}")
 
 
 def build(kind: type[Request], fields: Mapping[str, Any], place: str = "") -> Request:

@@ -180,8 +180,9 @@ class ResponseCall:
         """For the next on the same connection, if it is one that others come on."""
         if self._remembered is not None:
             said = [_without_logprobs(item) for item in response["output"]]
-            num_bytes = self._num_bytes + len(msgspec.json.encode(said))
-            self._remembered.put(self.response_id, [*self.items(), *said], num_bytes)
+            items, size = [*self.items(), *said], self._num_bytes
+            encoded = await self._ctx.in_thread(size, msgspec.json.encode, items)
+            self._remembered.put(self.response_id, encoded)
 
     async def keep_events(self, events: list[bytes]) -> None:
         """With the response that has been kept, if it is still there."""
@@ -248,7 +249,8 @@ class ResponseCall:
             items = [*record["items"], *self.request.input]
             return record["items"], await asyncio.to_thread(check_size, items)
         if self._remembered and previous and self._remembered.name == previous:
-            return self._remembered.items, self._remembered.num_bytes
+            size = self._remembered.num_bytes
+            return await self._ctx.in_thread(size, self._remembered.items), size
         return await self._turns(previous, take, most)
 
     async def _turns(

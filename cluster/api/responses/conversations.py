@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,6 +22,7 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import caller, page_of, read_body
+from kvrelay.cluster.api.limiter import Held
 from kvrelay.cluster.api.openai.schema import Metadata, MetadataRequest, parse
 from kvrelay.cluster.api.responses.schema import check_items
 from kvrelay.cluster.api.tenants import Tenant
@@ -182,22 +184,31 @@ class Conversations:
 
 
 class Remembered:
-    """The last response of a connection that is not stored, with all that came before it."""
+    """The last response of a connection that is not stored, with all that came before it. Owned by
+    the connection, which closes it. Invariant: its bytes are held."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of the items; if they have more, they are not remembered."""
-        self._max_bytes = max_bytes
+    def __init__(self, held: Held, max_bytes: int) -> None:
+        """max_bytes: if the items have more, or `held` gets no more, they are not remembered."""
+        self._held, self._max_bytes = held, max_bytes
         self.name = ""
-        self.items: list[dict[str, Any]] = []
+        self._items = b""  # as JSON, which takes far less memory than what it says
         self.num_bytes = 0
 
-    def put(self, name: str, items: list[dict[str, Any]], num_bytes: int) -> None:
-        if num_bytes <= self._max_bytes:
-            self.name, self.items, self.num_bytes = name, items, num_bytes
+    def put(self, name: str, items: bytes) -> None:
+        """items: a list in JSON."""
+        self.forget(self.name)
+        if len(items) <= self._max_bytes and self._held.take(len(items)):
+            self.name, self._items, self.num_bytes = name, items, len(items)
+
+    def items(self) -> list[dict[str, Any]]:
+        """Takes long where there are many."""
+        found: list[dict[str, Any]] = msgspec.json.decode(self._items)
+        return found
 
     def forget(self, name: Any) -> None:
         if name == self.name:
-            self.name, self.items, self.num_bytes = "", [], 0
+            self._held.close()
+            self.name, self._items, self.num_bytes = "", b"", 0
 
 
 def identified(record: Record, item: Record) -> Record:

@@ -12,7 +12,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -22,7 +22,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, draining, invalid, overloaded
 from kvrelay.cluster.api.http.site import check_origin
-from kvrelay.cluster.api.incoming import caller
+from kvrelay.cluster.api.http.socket import SOCKET, BoundedSocket
+from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES, caller, hold, place
+from kvrelay.cluster.api.openai.schema import check_brackets
 from kvrelay.cluster.api.responses.conversations import Remembered
 from kvrelay.cluster.api.responses.format import begun, error_event
 from kvrelay.cluster.api.tenants import Tenant
@@ -70,37 +72,71 @@ class ResponsesSocket:
             pass
         finally:
             reading.cancel()
+            connection.close()
 
     def _count(self, error: ApiError) -> None:
         self._ctx.metrics.of("").count("responses", error.outcome, error.status)
 
 
 class _Connection:
-    """Invariant: one response at a time; at most MAX_WAITING messages wait for their turn."""
+    """Invariant: one response at a time; at most MAX_WAITING messages wait for their turn, whose
+    bytes are held like those of bodies; those that are remembered, apart."""
 
     def __init__(self, ctx: ApiContext, read: Read, socket: WebSocket, tenant: Tenant) -> None:
         self._ctx, self._read = ctx, read
         self._socket, self._tenant = socket, tenant
-        self._waiting: asyncio.Queue[str] = asyncio.Queue(MAX_WAITING)
+        # Of uvicorn's connection, where there is one: it rests while nothing is asked for.
+        self._below: BoundedSocket | None = socket.scope.get("state", {}).get(SOCKET)
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._gone = asyncio.Event()
-        self._remembered = Remembered(ctx.settings.max_body_bytes)
+        self._held = ctx.bodies.holder()
+        kept = ctx.remembered.holder()
+        self._remembered = Remembered(kept, ctx.settings.max_body_bytes)
         self._status, self._body = 0, b""
         self._has_failed = False
 
     async def read(self) -> None:
         """Takes messages while others are answered, to see that the client goes away."""
         while (message := await self._socket.receive())["type"] != "websocket.disconnect":
+            text = (message.get("text") or "").encode()
             try:
-                self._waiting.put_nowait(message.get("text") or "")
+                self._hold(text)
+                self._waiting.put_nowait(text)
             except asyncio.QueueFull:
+                self._let_go(text)
                 error = overloaded(f"{MAX_WAITING} messages wait already", 1.0)
                 await self.send(error_event(error))
+            except ApiError as error:
+                await self.send(error_event(error))
+            del message, text
         self._gone.set()
 
-    async def next_message(self) -> str | None:
+    def _hold(self, text: bytes) -> None:
+        """Raises `ApiError` (429)."""
+        if len(text) > SMALL_BODY_BYTES:
+            hold(self._held.take, len(text))
+
+    def _let_go(self, text: bytes) -> None:
+        if len(text) > SMALL_BODY_BYTES:
+            self._held.give_back(len(text))
+
+    def close(self) -> None:
+        self._remembered.forget(self._remembered.name)
+        self._held.close()
+
+    async def next_message(self) -> bytes | None:
         """None: the connection has ended, or nothing has come for long."""
         if not self._waiting.empty():
             return self._waiting.get_nowait()
+        if self._below is not None:
+            self._below.rest()
+        try:
+            return await self._next_message()
+        finally:
+            if self._below is not None:
+                self._below.work()
+
+    async def _next_message(self) -> bytes | None:
         waits = [asyncio.create_task(each) for each in (self._waiting.get(), self._gone.wait())]
         try:
             await asyncio.wait(waits, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -109,23 +145,30 @@ class _Connection:
                 task.cancel()
         got = waits[0]
         if got.done() and not got.cancelled():
-            return str(got.result())
+            text: bytes = got.result()  # type: ignore[assignment]
+            return text
         if not self._gone.is_set():
             await self._socket.close(1001, f"no message for {IDLE_S:g} s")
         return None
 
-    async def answer(self, text: str) -> None:
+    async def answer(self, text: bytes) -> None:
         """One response. Raises `ApiError` before its first event, and what `send` does."""
-        given = _created(text)
-        is_generated = given.pop("generate", True) is not False
-        previous = given.get("previous_response_id")
         request_id = uuid.uuid4().hex
         REQUEST.set(request_id)  # for what this connection's task does
         self._status, self._body, self._has_failed = 0, b"", True
+        previous = None
         try:
-            body = json.dumps({**given, "stream": True}).encode()
-            response_id = f"resp_{request_id}"
-            call = await self._read(body, self._tenant, response_id, self._remembered)
+            try:
+                check_brackets(text)
+                asked = await self._ctx.in_thread(len(text), _created, text)
+                previous = asked.previous
+                response_id = f"resp_{request_id}"
+                call = await self._read(asked.body, self._tenant, response_id, self._remembered)
+                is_generated = asked.is_generated
+                del asked
+            finally:
+                self._let_go(text)
+            del text
             if call.request.background:
                 raise invalid("'background': a WebSocket answers in the foreground", "background")
             if not is_generated:
@@ -137,7 +180,12 @@ class _Connection:
                 self._remembered.forget(previous)
 
     async def _warm_up(self, call: ResponseCall) -> None:
-        """What is said is remembered, and continued by the next."""
+        """What is said is remembered, and continued by the next. It counts like any call. Raises
+        `ApiError` (429)."""
+        with place(self._ctx, self._tenant):
+            await self._remember(call)
+
+    async def _remember(self, call: ResponseCall) -> None:
         model = call.model.shown_model(call.request.model)
         response = begun(call.request, model, call.response_id, "completed")
         await call.remember(response)
@@ -184,13 +232,26 @@ class _Connection:
             raise ClientDisconnect from None
 
 
-def _created(text: str) -> dict[str, Any]:
-    """What a message asks for, as a body over HTTP. Raises `ApiError`."""
+class _Asked(NamedTuple):
+    """What a message asks for."""
+
+    body: bytes  # as over HTTP
+    is_generated: bool
+    previous: Any  # the response that it continues
+
+
+def _created(text: bytes) -> _Asked:
+    """Raises `ApiError` (400)."""
     try:
         given = json.loads(text)
     except ValueError as error:
         raise invalid(f"The message is not valid JSON: {error}") from None
+    except RecursionError:
+        raise invalid("The message has brackets within brackets, too deep to be read") from None
     if not isinstance(given, dict) or given.get("type") != "response.create":
         kind = given.get("type") if isinstance(given, dict) else None
         raise invalid(f"'type': expected 'response.create', got {kind!r:.60}", param="type")
-    return {key: value for key, value in given.items() if key not in _NOT_HERE}
+    is_generated = given.pop("generate", True) is not False
+    own = {key: value for key, value in given.items() if key not in _NOT_HERE}
+    body = json.dumps({**own, "stream": True}).encode()
+    return _Asked(body, is_generated, given.get("previous_response_id"))

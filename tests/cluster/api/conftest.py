@@ -186,8 +186,8 @@ async def _running(
     """Serves until it is stopped, by what `stop` then has."""
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
     stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
-    app, timeout = create_app(ctx), {"shutdown_timeout_s": lambda: 2}
-    await serve_app(app, "127.0.0.1", port, stop=stopping, **{**timeout, **options})
+    own = {"shutdown_timeout_s": lambda: 2, "messages": ctx.bodies}
+    await serve_app(create_app(ctx), "127.0.0.1", port, stop=stopping, **{**own, **options})
 
 
 @contextlib.contextmanager

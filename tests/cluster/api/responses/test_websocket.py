@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import time
 from typing import Any
 
+import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.http.connection import ConnectionLimits
 from kvrelay.cluster.api.responses.format import ResponseFormat
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
@@ -55,6 +59,8 @@ def test_the_sdk_speaks_it(served: Served) -> None:
     [
         ("{", "The message is not valid JSON"),
         ("[]", "'type': expected 'response.create', got None"),
+        ("[" * 200_000, "The body has 200000 brackets, more than 100000"),
+        ("[" * 90_000, "The message has brackets within brackets, too deep to be read"),
         ('{"type": "session.update"}', "'type': expected 'response.create', got 'session.update'"),
         ('{"type": "response.create", "input": 5}', "'input': expected a string or a list"),
         ('{"type": "response.create", "input": "Hi", "background": true}', "'background': "),
@@ -185,6 +191,67 @@ def test_connections_and_bugs_on_them_are_counted(
     wait_until(lambda: counted(sockets, 'status="500"') == before[1] + 1)
     assert counted(sockets, 'status="101"') == before[0] + 1
     assert counted(*bug) == before[2] + 1, "once, though it has passed two that count"
+
+
+def test_one_that_asks_for_nothing_makes_room_for_another(tokenizer: Tokenizer) -> None:
+    """The first has been answered; the others have never asked. An answer keeps its connection."""
+    few = serve(tokenizer, ApiSettings(), connections=ConnectionLimits(max_connections=5))
+    with few as served, contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(opened(served)) for _ in range(4)]
+        served.router.delay_s = 0.2
+        send(sockets[1], input="Hi")
+        assert event(sockets[1])["type"] == "response.created"
+        for number in (0, 2, 3):
+            assert httpx.get(f"{served.url}/ping", timeout=5).status_code == 200
+            stack.enter_context(opened(served))
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            with pytest.raises(ConnectionClosed, match="5 connections are open") as closed:
+                event(sockets[number])
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1013
+            break
+        assert last(sockets[1])["type"] == "response.completed"
+
+
+def test_messages_share_the_memory_for_bodies(tokenizer: Tokenizer) -> None:
+    """Of eight bodies. Who sends more is told so, or cut off in mid-message; another caller finds
+    room."""
+    size, refused, cut = 128 * 1024, set[str](), 0
+    text = json.dumps({"type": "response.create", "model": MODEL, "input": "Hi", "store": False})
+    with serve(tokenizer, ApiSettings(max_body_bytes=size)) as served:
+        bodies = served.ctx.bodies
+        served.router.delay_s = 0.05
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(opened(served)) for _ in range(6)]
+            for each in sockets:
+                with contextlib.suppress(ConnectionClosed):
+                    for _ in range(6):
+                        each.send(text + " " * (size - len(text)))
+                assert bodies.num_taken <= bodies.limit
+                assert bodies.has_room(("another",), size)
+            for each in sockets:
+                try:
+                    ends = [last(each) for _ in range(6)]
+                    refused |= {end["error"]["message"] for end in ends if "error" in end}
+                except ConnectionClosed:
+                    cut += 1
+        assert refused <= {"The bodies of other requests take all memory"}
+        assert cut or refused
+        wait_until(lambda: bodies.num_taken == 0)
+        assert served.ctx.remembered.num_taken == 0
+
+
+def test_what_is_said_beforehand_counts_as_a_request(tokenizer: Tokenizer) -> None:
+    entries = (TenantEntry("red", keys=("red-key",), requests_per_minute=2),)
+    context = {"tenants": Tenants.of(entries, b"a secret")}
+    with serve(tokenizer, ApiSettings(), context=context) as served:
+        options: Any = {"additional_headers": {"authorization": "Bearer red-key"}}
+        with opened(served, **options) as socket:
+            for _ in range(3):
+                send(socket, input="Hi", store=False, generate=False)
+            ends = [last(socket) for _ in range(3)]
+    assert [end["type"] for end in ends] == ["response.completed"] * 2 + ["error"]
+    assert ends[2]["status"] == 429
 
 
 def test_other_paths_are_no_websockets(served: Served) -> None:

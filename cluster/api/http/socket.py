@@ -1,0 +1,75 @@
+"""One WebSocket of a client: uvicorn's protocol with a bound on what it keeps before the
+application takes it, and a way to end a connection that asks for nothing.
+
+What has come of a message that is not whole is in the parser's memory, so its bytes count like
+those of a body over HTTP; the application counts what it has taken itself. Reading stops while a
+message waits to be taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode
+
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
+from kvrelay.cluster.api.limiter import ByteBudget, Held, network_of
+from kvrelay.engine.wire.pending import PendingConnections
+
+SOCKET = "socket"  # of the scope's state: the connection's `BoundedSocket`
+_SAY_S = 2.0  # for the close to be read
+
+
+class BoundedSocket(WebSocketsSansIOProtocol):
+    """Invariant: what the parser has beyond SMALL_BODY_BYTES is held in `budget`."""
+
+    budget: ByteBudget
+    waiting: PendingConnections[Any]  # connections of the server that ask for nothing
+    _held: Held
+    _num_bytes = 0  # that came since a message was taken
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.address = network_of(self.client[0]) if self.client else ""
+        self._held = self.budget.holder((self.address,))
+        self.app_state = {**self.app_state, SOCKET: self}
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > SMALL_BODY_BYTES and not self._held.take(len(data)):
+            self.end(CloseCode.TRY_AGAIN_LATER, "the messages of others take all memory")
+            return
+        super().data_received(data)
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        self._held.close()
+        self._num_bytes = 0
+        return message
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._held.close()
+        self.waiting.remove(self)
+        super().connection_lost(exc)
+
+    def rest(self) -> None:
+        """It asks for nothing now: it may have to make room."""
+        if not self.transport.is_closing():
+            self.waiting.add(self, self.address)
+
+    def work(self) -> None:
+        """It is being answered."""
+        self.waiting.remove(self)
+
+    def refuse(self, error: ApiError) -> None:
+        """It has to make room for another connection."""
+        self.end(CloseCode.TRY_AGAIN_LATER, str(error.body["error"]["message"])[:120])
+
+    def end(self, code: CloseCode, reason: str) -> None:
+        if self.close_sent or self.transport.is_closing():
+            return
+        self.conn.send_close(code, reason)
+        self.handle_parser_exception()  # says it, tells the application, and closes
+        self.loop.call_later(_SAY_S, self.transport.abort)
