@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 _NUM_BODIES = 8  # as large as they may be, that may be there at once
 _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
-_LARGE_AT_ONCE = 2  # threads; of one tenant one
-_MAX_LARGE = 32  # that wait, for one tenant
+_LARGE_AT_ONCE = 2  # threads; of one caller one
+_MAX_LARGE = 32  # that wait, for one caller
 
 
 class ControllerAway(Exception):
@@ -77,6 +77,32 @@ class ApiSettings(ApiSection, frozen=True):
     tokenizer_threads: int = 2
     max_session_commands: int = 256  # that wait for their replies, beyond it 429
     session_timeout_s: float = 12.0  # the router answers earlier, unless it is not there
+
+
+class Threads:
+    """For what would block the event loop. What is large has threads of its own, where callers take
+    turns, so that it holds up only its like."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._small = ThreadPoolExecutor(num_threads, name)
+        self._large = ThreadPoolExecutor(_LARGE_AT_ONCE, f"{name}-large")
+        self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
+
+    async def run(self, size: int, call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
+        """`size`, in characters or bytes, says how much work it is. Raises ApiError (429)."""
+        run = asyncio.get_running_loop().run_in_executor
+        if size <= _LARGE:
+            return await run(self._small, lambda: call(*args, **kw))
+        try:
+            async with self._turns.turn():
+                return await run(self._large, lambda: call(*args, **kw))
+        except LimitReached as reached:
+            message = f"{_MAX_LARGE} large requests of this caller wait, which is the limit"
+            raise overloaded(message, reached.retry_after_s) from None
+
+    def close(self) -> None:
+        for pool in (self._small, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True)
@@ -142,9 +168,8 @@ class ApiContext:
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
     bodies: ByteBudget = field(init=False)  # and messages; only large ones count
     remembered: ByteBudget = field(init=False)  # what WebSockets go on from
-    _pool: ThreadPoolExecutor = field(init=False, repr=False)
-    _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
-    _turns: Turns = field(init=False, repr=False)  # taken by what is large
+    _parsing: Threads = field(init=False, repr=False)  # one for all models
+    _tokenizing: Threads = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
@@ -155,6 +180,7 @@ class ApiContext:
         self.console_sessions = ConsoleSessions(self.settings.operations_key)
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
         self.remembered = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
+        self._parsing = Threads("json", self.settings.tokenizer_threads)
         self.models = {}
         self._use_model()
 
@@ -181,9 +207,7 @@ class ApiContext:
     def _use_model(self) -> None:
         """Make what follows from the model."""
         self.models |= dict.fromkeys((self.model_name, *self.aliases), self)
-        self._pool = ThreadPoolExecutor(self.settings.tokenizer_threads, "tokenizer")
-        self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
-        self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
+        self._tokenizing = Threads("tokenizer", self.settings.tokenizer_threads)
         self.access = AccessLog(self.log, self.tokenizer.decode)
         self.live = ConcurrencyLimiter(
             self.settings.max_live_requests, what="requests are being served"
@@ -263,18 +287,16 @@ class ApiContext:
         return "fp_" + blake2b(self.model_name.encode(), digest_size=5).hexdigest()
 
     async def in_thread(self, size: int, call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
-        """Run what would block the event loop. `size`, in characters or bytes, says how much work
-        it is: what is large has threads of its own, where tenants take turns, so that it holds up
-        only its like, of this model. Raises ApiError (429)."""
-        run = asyncio.get_running_loop().run_in_executor
-        if size <= _LARGE:
-            return await run(self._pool, lambda: call(*args, **kw))
-        try:
-            async with self._turns.turn():
-                return await run(self._pool_of_large, lambda: call(*args, **kw))
-        except LimitReached as reached:
-            message = f"{_MAX_LARGE} large requests of this API key wait, which is the limit"
-            raise overloaded(message, reached.retry_after_s) from None
+        """Run what makes tokens or text and would block the event loop, as `Threads.run` does, in
+        threads of this model."""
+        return await self._tokenizing.run(size, call, *args, **kw)
+
+    async def in_json_thread(
+        self, size: int, call: Callable[P, T], *args: P.args, **kw: P.kwargs
+    ) -> T:
+        """Run what reads or writes JSON, likewise: in threads that tokenise nothing, so that a body
+        waits for no model's tokenizer before it is known which one it is for."""
+        return await self._parsing.run(size, call, *args, **kw)
 
     def close(self) -> None:
         for each in self.all:
@@ -283,8 +305,8 @@ class ApiContext:
         self.batches.close()
         for each in (self, *self.all):  # it may be of a model that was removed
             each.end_threads()
+        self._parsing.close()
 
     def end_threads(self) -> None:
         """Nothing of this model is tokenised any more."""
-        for pool in (self._pool, self._pool_of_large):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._tokenizing.close()

@@ -262,7 +262,7 @@ async def _inflated(
         if encoding == "deflate" and body[:1] and (body[0] & 0x0F != 8 or body[0] >> 4 > 7):
             inflate = zlib.decompressobj(-zlib.MAX_WBITS)  # without zlib's header, as some send it
         while not inflate.eof:
-            part = await ctx.in_thread(
+            part = await ctx.in_json_thread(
                 _INFLATED_AT_ONCE, inflate.decompress, body, _INFLATED_AT_ONCE
             )
             body, size = inflate.unconsumed_tail, size + len(part)

@@ -203,8 +203,8 @@ async def _count(ctx: ApiContext, http: Request) -> Response:
     try:
         with utility_call(ctx, http) as tenant:
             async with held_body(ctx, http) as body:
-                request = await ctx.in_thread(len(body), read_request, CountRequest, body)
-                chat = await ctx.in_thread(len(body), as_chat, request)
+                request = await ctx.in_json_thread(len(body), read_request, CountRequest, body)
+                chat = await ctx.in_json_thread(len(body), as_chat, request)
                 prompt = await chat_prompt(ctx.chosen(chat.model, tenant), chat)
     except ClientDisconnect:  # the client is gone
         return Response(status_code=400)

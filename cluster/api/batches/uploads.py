@@ -19,13 +19,15 @@ from kvrelay.cluster.api.batches.store import Full, Record, StoreAway, private_f
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded, store_away
 from kvrelay.cluster.api.incoming import too_large
+from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.context import AnyBatchStore
 
 WINDOW_S = 86_400  # OpenAI's and Anthropic's only one
-MAX_UPLOADS = 8  # at once
+MAX_UPLOADS = 32  # at once
 MAX_UPLOAD_S = 3600.0
+LEAST_RATE = 16 * 1024  # bytes a second, on average; who is slower keeps others out for nothing
 _WRITTEN_AT_ONCE = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -90,7 +92,8 @@ class Uploads:
     """Receives bodies, some at once. Owned by `BatchCalls`."""
 
     def __init__(self, ctx: ApiContext) -> None:
-        self._ctx, self._num = ctx, 0
+        self._ctx = ctx
+        self._places = ConcurrencyLimiter(MAX_UPLOADS, what="files are being uploaded")
 
     @asynccontextmanager
     async def received(
@@ -102,18 +105,17 @@ class Uploads:
     ) -> AsyncIterator[Path]:
         """The body goes to `feed`, and what that puts into `unwritten` to a file, which is there
         within. Raises ApiError (400, 403, 408, 413, 429, 507)."""
-        if self._num >= MAX_UPLOADS:
-            raise overloaded(f"{MAX_UPLOADS} files are being uploaded, which is the limit", 5.0)
         draft = self._ctx.batches.draft(tenant)
-        self._num += 1
         try:
-            with _disk():
-                await self._receive(http, tenant, draft, feed, unwritten)
-            yield draft
+            with self._places.take():
+                with _disk():
+                    await self._receive(http, tenant, draft, feed, unwritten)
+                yield draft
+        except LimitReached as reached:
+            raise overloaded(str(reached), max(5.0, reached.retry_after_s)) from None
         except Full as full:
             raise ApiError(403, f"This API key has {full}", code="file_quota_exceeded") from None
         finally:
-            self._num -= 1
             draft.unlink(missing_ok=True)
 
     async def keep(self, tenant: str, record: Record, draft: Path) -> None:
@@ -135,7 +137,8 @@ class Uploads:
         most = limits.max_file_bytes + _WRITTEN_AT_ONCE
         if declared.isascii() and declared.isdigit() and int(declared[:19]) > most:
             raise too_large(limits.max_file_bytes)
-        chunks = http.stream().__aiter__()
+        chunks, loop = http.stream().__aiter__(), asyncio.get_running_loop()
+        began, num_received, late_s = loop.time(), 0, limits.body_timeout_s
         try:
             with open(draft, "xb", opener=private_file) as file:
                 async with asyncio.timeout(MAX_UPLOAD_S):
@@ -144,6 +147,9 @@ class Uploads:
                             chunk = await anext(chunks, None)
                         if chunk is not None:
                             feed(chunk)
+                            num_received += len(chunk)
+                            if loop.time() - began > late_s + num_received / LEAST_RATE:
+                                raise too_slow(num_received, loop.time() - began)
                         if size + len(unwritten) > limits.max_file_bytes:
                             raise too_large(limits.max_file_bytes)
                         if chunk is None or len(unwritten) >= _WRITTEN_AT_ONCE:
@@ -159,6 +165,13 @@ class Uploads:
         except TimeoutError:
             message = f"No part of the file came within {limits.body_timeout_s:g} s"
             raise ApiError(408, message, type="timeout_error", code="request_timeout") from None
+
+
+def too_slow(num_bytes: int, seconds: float) -> ApiError:
+    message = (
+        f"{num_bytes} bytes of the file came in {seconds:.0f} s: expected {LEAST_RATE} a second"
+    )
+    return ApiError(408, message, type="timeout_error", code="request_timeout")
 
 
 @contextmanager

@@ -206,7 +206,7 @@ class GenerateEndpoint(Generic[Request]):
         call.received_at = asyncio.get_running_loop().time()
         if len(body) <= SMALL_BODY_BYTES:
             return self._named(body)
-        return await self._ctx.in_thread(len(body), self._named, body)
+        return await self._ctx.in_json_thread(len(body), self._named, body)
 
     def _named(self, body: bytes) -> tuple[Request, bytes]:
         return self._read(body), call_name(body)

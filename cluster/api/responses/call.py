@@ -71,7 +71,7 @@ class KeptResponses:
 
     async def understood(self, response_id: str, data: bytes) -> dict[str, Any]:
         """Raises `ApiError` (404): it is the record of something else."""
-        record: dict[str, Any] = await self._ctx.in_thread(len(data), json.loads, data)
+        record: dict[str, Any] = await self._ctx.in_json_thread(len(data), json.loads, data)
         if "response" not in record:
             raise unknown(response_id)
         response = record["response"]
@@ -134,7 +134,7 @@ class ResponseCall:
             if self._num_bytes > ctx.settings.max_body_bytes:
                 raise too_large(ctx.settings.max_body_bytes)
             session = self._root if self.request.is_kept else None
-            self.chat = await ctx.in_thread(
+            self.chat = await ctx.in_json_thread(
                 self._num_bytes, as_chat, self.request, history, session
             )
 
@@ -181,7 +181,7 @@ class ResponseCall:
         if self._remembered is not None:
             said = [_without_logprobs(item) for item in response["output"]]
             items, size = [*self.items(), *said], self._num_bytes
-            encoded = await self._ctx.in_thread(size, msgspec.json.encode, items)
+            encoded = await self._ctx.in_json_thread(size, msgspec.json.encode, items)
             self._remembered.put(self.response_id, encoded)
 
     async def keep_events(self, events: list[bytes]) -> None:
@@ -250,7 +250,7 @@ class ResponseCall:
             return record["items"], await asyncio.to_thread(check_size, items)
         if self._remembered and previous and self._remembered.name == previous:
             size = self._remembered.num_bytes
-            return await self._ctx.in_thread(size, self._remembered.items), size
+            return await self._ctx.in_json_thread(size, self._remembered.items), size
         return await self._turns(previous, take, most)
 
     async def _turns(

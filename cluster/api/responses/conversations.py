@@ -113,7 +113,7 @@ class Conversations:
     async def _create(self, http: Request) -> Response:
         tenant = caller(self._ctx, http)
         body = await read_body(self._ctx, http) or b"{}"
-        record, data = await self._ctx.in_thread(len(body), self._made, body)
+        record, data = await self._ctx.in_json_thread(len(body), self._made, body)
         name = record["conversation"]["id"]
         await asyncio.to_thread(self._ctx.responses.put, tenant.name, name, data)
         return JSONResponse(record["conversation"])
@@ -163,8 +163,8 @@ class Conversations:
     async def _add(self, http: Request) -> Response:
         tenant = caller(self._ctx, http)
         body = await read_body(self._ctx, http)
-        request = await self._ctx.in_thread(len(body), parse, ItemsRequest, body)
-        await self._ctx.in_thread(len(body), check_items, request.items)
+        request = await self._ctx.in_json_thread(len(body), parse, ItemsRequest, body)
+        await self._ctx.in_json_thread(len(body), check_items, request.items)
         added = await self.append(tenant, http.path_params["id"], request.items)
         ends = {"first_id": added[0]["id"], "last_id": added[-1]["id"]}
         return JSONResponse({"object": "list", "data": added, "has_more": False} | ends)

@@ -108,7 +108,7 @@ class Responses:
         self, body: bytes, tenant: Tenant, response_id: str, remembered: Remembered | None = None
     ) -> ResponseCall:
         """Raises `ApiError`."""
-        request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
+        request = await self._ctx.in_json_thread(len(body), parse, ResponsesRequest, body)
         call = ResponseCall(self.kept, request, tenant, response_id, remembered)
         await call.prepare(body)
         return call
@@ -225,7 +225,7 @@ class Compaction:
         try:
             tenant = caller(ctx, http)
             async with held_body(ctx, http) as body:
-                asked = await ctx.in_thread(len(body), parse, CompactRequest, body)
+                asked = await ctx.in_json_thread(len(body), parse, CompactRequest, body)
         except ClientDisconnect:
             return
         # The oldest is left out of a conversation that does not fit: it is compacted for that.

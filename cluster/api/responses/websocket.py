@@ -160,7 +160,7 @@ class _Connection:
         try:
             try:
                 check_brackets(text)
-                asked = await self._ctx.in_thread(len(text), _created, text)
+                asked = await self._ctx.in_json_thread(len(text), _created, text)
                 previous = asked.previous
                 response_id = f"resp_{request_id}"
                 call = await self._read(asked.body, self._tenant, response_id, self._remembered)

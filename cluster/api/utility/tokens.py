@@ -66,7 +66,7 @@ class _Tokens:
         ctx = self._ctx
         with utility_call(ctx, http) as tenant:
             async with held_body(ctx, http) as body:
-                request = await ctx.in_thread(len(body), parse, TokenizeRequest, body)
+                request = await ctx.in_json_thread(len(body), parse, TokenizeRequest, body)
                 ctx = ctx.chosen(request.model, tenant)
                 if request.prompt is not None:
                     special = request.add_special_tokens
@@ -85,7 +85,7 @@ class _Tokens:
         ctx = self._ctx
         with utility_call(ctx, http) as tenant:
             async with held_body(ctx, http) as body:
-                request = await ctx.in_thread(len(body), parse, DetokenizeRequest, body)
+                request = await ctx.in_json_thread(len(body), parse, DetokenizeRequest, body)
             ctx = ctx.chosen(request.model, tenant)
             return await ctx.in_thread(CHARS_PER_TOKEN * len(request.tokens), _text, ctx, request)
 

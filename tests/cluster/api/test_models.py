@@ -21,6 +21,7 @@ from websockets.sync.client import connect
 
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.context import ApiContext, ApiSettings
+from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import ConfigError, ModelEntry, TenantEntry
@@ -48,7 +49,7 @@ class Two:
 def two(tokenizer: Tokenizer, smollm2_dir: Path, **options: Any) -> Iterator[Two]:
     """The default model, and another one with its own template, context, limits and router."""
     settings = options.pop("settings", None) or ApiSettings(
-        max_body_bytes=64 * 1024, max_live_requests=2, request_timeout_s=20
+        max_body_bytes=96 * 1024, max_live_requests=2, request_timeout_s=20
     )
     answer = [*tokenizer.encode(OTHER_ANSWER), tokenizer.eos_token_ids[0]]
     router = FakeRouter(answer=lambda submit: answer)
@@ -161,30 +162,35 @@ def test_metrics_are_of_the_model_that_was_called(both: Two) -> None:
     wait_until(lambda: not both.other.num_live)
 
 
-def test_a_model_that_tokenises_much_holds_up_no_other(both: Two) -> None:
-    """All threads of one are taken, by prompts and by long ones."""
+@pytest.mark.parametrize("slow_one", [MODEL, OTHER])
+def test_a_model_that_tokenises_much_holds_up_no_other(both: Two, slow_one: str) -> None:
+    """All threads of one are taken. Bodies are so large that threads parse them."""
+    quick_one = OTHER if slow_one == MODEL else MODEL
     begun, ended = threading.Semaphore(0), threading.Event()
-    encode = both.ctx.tokenizer.encode
+    ctx = both.served.ctx if slow_one == MODEL else both.ctx
+    encode = ctx.tokenizer.encode
 
     def slow(*args: Any, **options: Any) -> Any:
         begun.release()
         assert ended.wait(60)
         return encode(*args, **options)
 
-    both.ctx.tokenizer.encode = slow  # type: ignore[method-assign]
-    num = both.ctx.settings.tokenizer_threads
+    ctx.tokenizer.encode = slow  # type: ignore[method-assign]
+    num = ctx.settings.tokenizer_threads
 
     def ask(model: str) -> int:
-        body = {"model": model, "prompt": "It is", "max_tokens": 1}
-        return both.served.post(body, "/v1/completions").status_code
+        body = json.dumps({"model": model, "prompt": "It is", "max_tokens": 1})
+        content = body + " " * SMALL_BODY_BYTES
+        return both.served.http.post("/v1/completions", content=content).status_code
 
     with ThreadPoolExecutor(num) as pool:
-        waiting = [pool.submit(ask, OTHER) for _ in range(num)]
+        waiting = [pool.submit(ask, slow_one) for _ in range(num)]
         for _ in range(num):
             assert begun.acquire(timeout=60)
-        assert ask(MODEL) == 200
+        assert ask(quick_one) == 200
         ended.set()
         assert [each.result() for each in waiting] == [200] * num
+    ctx.tokenizer.encode = encode  # type: ignore[method-assign]
     wait_until(lambda: not both.other.num_live)
 
 
@@ -369,7 +375,7 @@ def test_operators_add_and_remove_models_and_bad_ones_are_said(
 def test_a_model_that_was_removed_leaves_no_thread(both: Two) -> None:
     other = both.ctx
     assert both.served.post({"model": OTHER, **CHAT}).status_code == 200
-    own = {*other._pool._threads, *other._pool_of_large._threads}
+    own = {*other._tokenizing._small._threads, *other._tokenizing._large._threads}
     assert any(each.is_alive() for each in own)
     both.served.ctx.offer([MODEL])
     other.end_threads()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from select import select
 from typing import Any
 
 import openai
@@ -16,7 +20,9 @@ from click.testing import CliRunner
 
 from kvrelay.cluster.api import calls
 from kvrelay.cluster.api.batches.store import BatchStore
+from kvrelay.cluster.api.batches.uploads import MAX_UPLOADS
 from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.limiter import RESERVE
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.batches import batches
@@ -61,6 +67,40 @@ def rows(client: openai.OpenAI, name: str | None) -> list[Any]:
     return (
         [json.loads(each) for each in client.files.content(name).text.splitlines()] if name else []
     )
+
+
+FORM = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+HEAD = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n"
+HEAD += b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+
+
+def test_slow_uploads_of_one_address_keep_nobody_out_and_end(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A byte now and then is no progress."""
+    settings, said = ApiSettings(body_timeout_s=1.0), list[bytes]()
+    own = {"batches": BatchStore(tmp_path)}
+    with serve(tokenizer, settings, context=own) as served, contextlib.ExitStack() as stack:
+        slow, at = list[socket.socket](), ("127.0.0.1", served.port)
+        for _ in range(MAX_UPLOADS):
+            each = socket.create_connection(at, source_address=("127.0.0.2", 0))
+            slow.append(stack.enter_context(each))
+            each.sendall(HEAD + FORM)
+        deadline = time.monotonic() + 20
+        while len(said) < MAX_UPLOADS:
+            assert time.monotonic() < deadline
+            served.openai().files.create(file=("a", b"a"), purpose="batch")
+            for each in [each for each in slow if select([each], [], [], 0)[0]]:
+                slow.remove(each)
+                said.append(each.recv(65536))
+            for each in slow:
+                each.sendall(b"a")
+    refused = [each for each in said if b" 429 " in each]
+    assert len(refused) == MAX_UPLOADS // RESERVE
+    assert all(b"for this caller, its share of 32" in each for each in refused)
+    late = [each for each in said if b" 408 " in each]
+    assert len(late) == MAX_UPLOADS - len(refused)
+    assert all(b"expected 16384 a second" in each for each in late)
 
 
 def test_a_file_lives_as_the_sdk_knows_it(running: Served) -> None:
