@@ -46,7 +46,7 @@ from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming, make_prompts
 
 ADDRESS = "127.0.0.2"  # the neighbour's
 NUM_CONNECTIONS = 8400  # more than a router has
-NUM_SOCKETS, MESSAGE_MIB, NUM_QUEUED = 24, 7, 8  # of each WebSocket
+NUM_SOCKETS, MESSAGE_MIB, NUM_QUEUED = 24, 7, 8  # each WebSocket's
 NUM_UPLOADS = 16
 NUM_ROWS = 4000
 KEYS = {
@@ -304,7 +304,7 @@ def of_chats(timings: list[RequestTiming]) -> dict[str, Any]:
 
 
 def measure(keys: str, kinds: tuple[str, ...], seconds: int, console: Any) -> dict[str, Any]:
-    """Each kind of load once, on one server, before each of them the chat alone."""
+    """Makes each kind of load once, on one server; before each the chat is alone."""
     mine, others = KEYS[keys]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -337,13 +337,13 @@ class RateLimits:
             bucket.level -= amounts[kind]
 
     def settle(self, now: float, tenant: Tenant, num_taken: int, num_used: int) -> None:
-        """A request is over."""
+        """A request is over: counts what it has really used."""
         bucket = self._of(now, tenant).get("tokens")
         if bucket is not None:
             bucket.level = min(bucket.level + num_taken - num_used, bucket.per_minute)
 
     def headers(self, now: float, tenant: Tenant) -> dict[str, str]:
-        """As OpenAI names them."""
+        """Names what is left as OpenAI does."""
         found: dict[str, str] = {}
         for kind, bucket in self._of(now, tenant).items():
             full_s = bucket.wait_s(bucket.per_minute)

@@ -30,7 +30,7 @@ from tests.support.local import Completion, LocalCluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MAX_TOKENS = 12
-ROUNDS = 8  # of the crowd: whether two of it meet in a step depends on how fast the machine is
+ROUNDS = 8  # whether two of the crowd meet in a step depends on how fast the machine is
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt goes through the prefill worker
 
 

@@ -18,7 +18,7 @@ from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
 from kvrelay.cluster.api.limiter import ByteBudget, Held, network_of
 from kvrelay.engine.wire.pending import PendingConnections
 
-SOCKET = "socket"  # of the scope's state: the connection's `BoundedSocket`
+SOCKET = "socket"  # names the connection's `BoundedSocket` in the scope's state
 _SAY_S = 2.0  # for the close to be read
 
 
@@ -60,7 +60,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
             self.waiting.add(self, self.address)
 
     def work(self) -> None:
-        """It is being answered."""
+        """A message of it is answered now."""
         self.waiting.remove(self)
 
     def refuse(self, error: ApiError) -> None:

@@ -85,7 +85,7 @@ class _Connection:
     def __init__(self, ctx: ApiContext, read: Read, socket: WebSocket, tenant: Tenant) -> None:
         self._ctx, self._read = ctx, read
         self._socket, self._tenant = socket, tenant
-        # Of uvicorn's connection, where there is one: it rests while nothing is asked for.
+        # uvicorn's connection, if there is one: it rests while nothing is asked for.
         self._below: BoundedSocket | None = socket.scope.get("state", {}).get(SOCKET)
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._gone = asyncio.Event()
@@ -112,7 +112,7 @@ class _Connection:
         self._gone.set()
 
     def _hold(self, text: bytes) -> None:
-        """Raises `ApiError` (429)."""
+        """Counts it while it waits. Raises `ApiError` (429)."""
         if len(text) > SMALL_BODY_BYTES:
             hold(self._held.take, len(text))
 
@@ -241,7 +241,7 @@ class _Asked(NamedTuple):
 
 
 def _created(text: bytes) -> _Asked:
-    """Raises `ApiError` (400)."""
+    """Reads a message. Raises `ApiError` (400)."""
     try:
         given = json.loads(text)
     except ValueError as error:
