@@ -271,21 +271,28 @@ class BatchStore(Folder):
         return True
 
     def claim(
-        self, owner: str, now: float, lease_s: float, busy: Collection[str]
+        self,
+        owner: str,
+        now: float,
+        lease_s: float,
+        busy: Collection[str],
+        full: Collection[str] = (),
     ) -> tuple[str, Record] | None:
         """The oldest batch that nobody runs, and whose it is: now it is `owner`'s. busy: tenants
-        whose batches wait."""
+        whose batches wait. full: those whose rows wait, not what is to be checked or to end."""
+        query = (
+            "SELECT tenant, id, record FROM batches WHERE NOT is_over AND lease_until < ?"
+            f" AND tenant NOT IN ({_marks(busy)}) AND (tenant NOT IN ({_marks(full)})"
+            " OR record ->> '$.status' <> 'in_progress' OR record ->> '$.expires_at' <= ?)"
+            " ORDER BY rowid LIMIT 1"
+        )
         with self._change() as connection:
-            query = (
-                "SELECT tenant, id, record FROM batches WHERE NOT is_over AND lease_until < ?"
-                " ORDER BY rowid"
-            )
-            for tenant, name, record in connection.execute(query, (now,)):
-                if tenant not in busy:
-                    query = "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?"
-                    connection.execute(query, (owner, now + lease_s, name))
-                    return tenant, json.loads(record)
-        return None
+            found = connection.execute(query, (now, *busy, *full, now)).fetchone()
+            if found is None:
+                return None
+            query = "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?"
+            connection.execute(query, (owner, now + lease_s, found[1]))
+        return found[0], json.loads(found[2])
 
     def renew(
         self, owner: str, now: float, lease_s: float, names: Collection[str]
@@ -298,10 +305,27 @@ class BatchStore(Folder):
             found = connection.execute(query, (owner,)).fetchall()
         return {name: json.loads(record) for name, record in found}
 
-    def release(self, owner: str) -> None:
+    def release(self, owner: str, name: str = "") -> None:
+        """Anybody may run its batches now, or the one of that name."""
         with self._change() as connection:
             query = "UPDATE batches SET owner = '', lease_until = 0 WHERE owner = ?"
-            connection.execute(query, (owner,))
+            connection.execute(f"{query} AND ? IN ('', id)", (owner, name))
+
+    def free_results(self, owner: str, name: str) -> None:
+        """Deletes those of its batch, whose room something else is to have."""
+        query = (
+            "DELETE FROM results WHERE rowid IN (SELECT rowid FROM results WHERE batch = ?"
+            " AND EXISTS (SELECT 1 FROM batches WHERE id = ? AND owner = ?) LIMIT 64)"
+        )
+        is_left = True
+        while is_left:  # in parts: what changes at once needs room itself
+            with self._change() as connection:
+                is_left = connection.execute(query, (name, name, owner)).rowcount > 0
+
+    def end(self, owner: str, tenant: str, record: Record) -> None:
+        """Ends a batch without its results, for which there is no room."""
+        self.free_results(owner, record["id"])
+        self.finish(owner, tenant, record, {})
 
     # Results.
 
@@ -408,6 +432,11 @@ def with_counts(
 
 def private_file(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _marks(values: Collection[str]) -> str:
+    """Places for these in a query."""
+    return ", ".join("?" * len(values))
 
 
 def _mark(tenant: str) -> str:
