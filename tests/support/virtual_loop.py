@@ -1,7 +1,7 @@
 """An asyncio loop in virtual time: it jumps to whatever is due next, so that hours pass at once.
 
-It is for code that waits by asyncio and for nothing outside of the process. What would run in a thread
-runs where it is called, so a run is the same each time.
+It is for code that waits by asyncio, and for nothing outside of the process. What would run in a
+thread runs where it is called, so a run is the same each time.
 """
 
 from __future__ import annotations

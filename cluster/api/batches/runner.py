@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 from kvrelay.cluster.api.batches.batch_run import BatchRun
 from kvrelay.cluster.api.batches.due import is_due
+from kvrelay.cluster.api.batches.held import HeldBatch, Shared
 from kvrelay.cluster.api.batches.metrics import BatchMetrics
 from kvrelay.cluster.api.batches.store import Backlog
 from kvrelay.cluster.api.batches.windows import Windows
@@ -56,18 +57,28 @@ class Runner:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """endpoints: those that serve rows, by path."""
-        self.ctx, self.endpoints, self.clock = ctx, endpoints, clock
-        self.windows = Windows(ctx)
-        self.budget = ByteBudget(_NUM_ROWS * ctx.settings.max_body_bytes)
-        self.turns = Turns(MAX_READ, MAX_OF_TENANT + MAX_ASIDE)
+        self.ctx, self.clock, self.windows = ctx, clock, Windows(ctx)
         self.owner = secrets.token_hex(8)
+        self.metrics = BatchMetrics(ctx.metrics.registry)
+        self.shared = Shared(
+            ctx,
+            self.owner,
+            endpoints,
+            clock,
+            self.windows,
+            ByteBudget(_NUM_ROWS * ctx.settings.max_body_bytes),
+            Turns(MAX_READ, MAX_OF_TENANT + MAX_ASIDE),
+            self.metrics,
+            self._keeps,
+            self.wake,
+        )
         self.stopping = asyncio.Event()
         self._wake = asyncio.Event()
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._task: asyncio.Task[None] | None = None
         self._looked_at = clock()
         self._claimed_at: dict[str, float] = {}  # a batch with rows, by tenant
-        self.backlog, self.metrics = Backlog(0, (), ()), BatchMetrics(ctx.metrics.registry)
+        self.backlog = Backlog(0, (), ())
         self._next_sweep = self._next_count = 0.0
         self._logged_at = float("-inf")
 
@@ -163,14 +174,14 @@ class Runner:
                 return
             if not runs:
                 self.windows.look(self.ctx.status(), 0.0)
-            run = BatchRun(self, *found)
+            run = BatchRun(self.shared, *found)
             run.look(run.record, now)
             if run.record["status"] == "in_progress" and not run.is_over:
                 run.has_rows = True
                 self._claimed_at[run.tenant_name] = now
             self._runs[run.name] = run, asyncio.create_task(run.run())
 
-    def keeps(self, run: BatchRun) -> bool:
+    def _keeps(self, run: HeldBatch) -> bool:
         """Whether rows of a batch that has just been checked are sent from here. Where others of
         its tenant are, it waits for its turn, or for another process."""
         runs = (other for other, _ in self._runs.values() if other.tenant_name == run.tenant_name)

@@ -19,7 +19,7 @@ from unittest.mock import AsyncMock
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.cluster.api.batches import batch_run as module
+from kvrelay.cluster.api.batches import held as module
 from kvrelay.cluster.api.batches.due import NEAR_S, Pace, is_due
 from kvrelay.cluster.api.batches.rows import ENDPOINTS
 from kvrelay.cluster.api.batches.runner import COUNT_S, Runner

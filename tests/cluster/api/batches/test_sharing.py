@@ -52,7 +52,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
             assert backend.num_running == 0
             windows = cluster.runner.windows._found.values()
             assert not any(w.num_running or w.num_refused or w.num_left for w in windows)
-            assert cluster.runner.budget.num_taken == 0
+            assert cluster.runner.shared.budget.num_taken == 0
 
         run_in_virtual_time(main)
 
@@ -460,7 +460,7 @@ def test_a_batch_is_due_by_the_rows_and_the_rate_of_this_process(play: Any) -> N
         await cluster.until(lambda: len(backend.sent) >= 50)
         (run, _) = cluster.runner._runs["batch_a"]
         assert not run.is_due
-        window = run.lanes[0].window
+        window = run.windows[0]
         assert 300 < window.needed_s < 400
         window.num_left += 200
         await asyncio.sleep(2)
