@@ -17,12 +17,11 @@ from kvrelay.cluster.api.batches.due import is_due
 from kvrelay.cluster.api.batches.metrics import BatchMetrics
 from kvrelay.cluster.api.batches.store import Record
 from kvrelay.cluster.api.batches.windows import Window, Windows
-from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.limiter import ByteBudget, Turns
 from kvrelay.cluster.api.tenants import Tenant
 
 if TYPE_CHECKING:
-    from kvrelay.cluster.api.context import AnyBatchStore
+    from kvrelay.cluster.api.context import AnyBatchStore, ApiContext
 
 DISK_RETRY_S = 10.0
 LOG_S = 60.0  # between two reports of what keeps a batch from being written

@@ -99,16 +99,20 @@ class Lane:
     async def _tried(self, tries: Tries, has_begun: asyncio.Event) -> float:
         """Sends the row once, when it may run. Returns for how long it waits then."""
         batch, window, num_bytes = self.batch, self.window, tries.place.num_bytes
-        with self._shared.budget.share() as take:
-            large = num_bytes if num_bytes > SMALL_BODY_BYTES else 0
-            waiter = Waiter(lambda: batch.is_due, batch.stop.is_set, take, large, tries.is_again)
-            if not await window.place(waiter):
-                tries.is_over = True
-                return 0.0
-            has_begun.set()
-            try:
+        has_place = False
+        try:
+            with self._shared.budget.share() as take:
+                large = num_bytes if num_bytes > SMALL_BODY_BYTES else 0
+                is_over = batch.stop.is_set
+                waiter = Waiter(lambda: batch.is_due, is_over, take, large, tries.is_again)
+                has_place = await window.place(waiter)
+                if not has_place:
+                    tries.is_over = True
+                    return 0.0
+                has_begun.set()
                 return await tries.send(self._path)
-            finally:
+        finally:
+            if has_place:  # whoever gets it needs the bytes too
                 window.leave()
 
     async def put(self, result: Result) -> None:

@@ -16,17 +16,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
 from kvrelay.cluster.api.batches.store import Record, Result
-from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.openai.schema import MAX_BRACKETS
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.service_class import ServiceClass
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import ApiContext
 
 MESSAGES = "/v1/messages"
 # A row waits for these as long as its batch may: nothing is wrong with it.

@@ -53,7 +53,7 @@ class Room:
         self.live, self.num_queued = live, num_queued
         self.num_rows: Counter[str] = Counter()  # by tenant
         self.windows: list[Window] = []
-        self.is_short = False  # a row waits for one of these places
+        self.is_short = False  # a row waits for one of these places, or for bytes
 
     @property
     def is_crowded(self) -> bool:
@@ -118,7 +118,7 @@ class Window:
             if not self._is_open(waiter):
                 continue
             if waiter.num_bytes and (lacks_bytes or not waiter.take(waiter.num_bytes)):
-                lacks_bytes = True
+                lacks_bytes = self.room.is_short = True
                 continue
             self._waiting.remove(waiter)
             self.num_running += 1
