@@ -36,6 +36,7 @@ _ENDS = {
     "expired": "This request could not run before the completion window ended",
 }
 _NO_ROOM = "insufficient_storage"
+GRACE_S = 600.0  # in which somebody may make room for answers that would be lost
 
 _log = logging.getLogger("kvrelay.api")
 
@@ -152,8 +153,8 @@ class BatchRun(HeldBatch):
         except (OSError, sqlite3.Error) as error:
             if not (self.is_over and is_full(error)):
                 raise
-            _log.warning("batch %s ends though there is no room: %s", self.name, error)
             await asyncio.to_thread(self._end_without_room, now)
+            _log.warning("batch %s has ended though there is no room: %s", self.name, error)
         except Exception:
             if not self.is_over:
                 raise
@@ -181,30 +182,36 @@ class BatchRun(HeldBatch):
 
     def _close_rows(self) -> str:
         """Returns how the batch ends. Rows without a result get one that says why."""
-        total = self.record["request_counts"]["total"]
-        done = self._store.rows_done(self.name)
-        if self.record["status"] != "cancelling" and total and len(done) >= total:
-            return "completed"
-        end = self._end()
-        if total:  # else it has not been validated
+        total, done = self._total, self._store.rows_done(self.name)
+        end = self._end(len(done))
+        if end != "completed" and total:  # else it has not been validated
             left = self._left(done, end)
             while part := list(islice(left, 32)):
                 self._store.put_results(self.name, part)
             self.record["num_unsent"] = self._store.num_unsent(self.name)
         return end
 
-    def _end(self) -> str:
+    def _end(self, num_done: int = 0) -> str:
+        """num_done: rows that have a result, perhaps by an end that was tried before."""
+        is_cancelled, total = self.record["status"] == "cancelling", self._total
+        have_all = total and num_done >= total and not (is_cancelled or self.no_room_for)
+        if have_all and not self._store.num_unsent(self.name):
+            return "completed"
         if not self.is_over:
             raise RuntimeError("rows have neither run nor a result")
-        return "cancelled" if self.record["status"] == "cancelling" else "expired"
+        return "cancelled" if is_cancelled else "expired"
+
+    @property
+    def _total(self) -> int:
+        return int(self.record["request_counts"]["total"])
 
     def _left(self, done: set[int], end: str) -> Iterator[Result]:
         """Results of rows without one."""
         try:
             path = self._store.fetched(self.record["input_file_id"])
+            size = path.stat().st_size  # a line may be longer than lines may be now
         except FileNotFoundError:
             return
-        size = max(path.stat().st_size, 1)  # a line may be longer than lines may be now
         for place, line in places_of(path, size):
             if place.row in done:
                 continue
@@ -238,14 +245,14 @@ class BatchRun(HeldBatch):
 
     def _end_without_room(self, now: int) -> None:
         """Results are freed where the store has them, once this machine's disk does; where it has
-        no room either, or what was freed is not enough, they are lost."""
-        total, done = self.record["request_counts"]["total"], self._store.rows_done(self.name)
-        is_cancelled = self.record["status"] == "cancelling"
-        end = "completed" if total and len(done) >= total and not is_cancelled else self._end()
+        no room either, or what was freed is not enough, they are lost after a while."""
+        total, done = self._total, self._store.rows_done(self.name)
+        end = self._end(len(done))
         found = self._store.batch(self.tenant_name, self.name) or self.record
         record = self._ended(end, now)
         record |= {name: found[name] for name in ("request_counts", "usage") if name in found}
         files: dict[Path, Record] = {}
+        is_freed = False
         try:
             left = list(self._left(done, end)) if total else []
             num_unsent = sum(each.is_unsent for each in left)
@@ -253,10 +260,12 @@ class BatchRun(HeldBatch):
             record["request_counts"] = _failed(record["request_counts"], len(left))
             self._write_files(record, now, files)
             self._append_errors(record, now, left, files)
+            is_freed = True
             self._store.free_results(self.shared.owner, self.name)
             self._store.finish(self.shared.owner, self.tenant_name, record, files)
         except (OSError, sqlite3.Error) as error:
-            if not is_full(error):
+            waits = not is_freed and found["request_counts"]["completed"] and end != "cancelled"
+            if not is_full(error) or (waits and self.left_s > -GRACE_S):
                 raise
             message = f"The results of {total} requests found no room: {error}"
             self._end_bare(now, _NO_ROOM, message)

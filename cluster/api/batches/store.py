@@ -8,6 +8,7 @@ Several processes may share both: one holds the lease of a batch and runs it. Al
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -34,6 +35,8 @@ DRAFT_KEEP_S = 86_400.0  # what a process that was killed was writing
 MAX_FILES = 1000  # a tenant's
 MAX_BATCHES = 1000  # a tenant's that have not ended
 PAGE = 8  # results that are in memory at once
+MIN_FREE_BYTES = 16 << 20  # of the disk, which answers leave to what ends a batch
+_RESERVED_BYTES = 4 << 20  # of the database and its log, as long as it is before it is used again
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files (tenant TEXT, id TEXT PRIMARY KEY, expires_at REAL,"
@@ -146,6 +149,20 @@ class BatchStore(Folder):
         path = self._state_dir / FILE
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._connection = open_database(str(path), VERSION, *_TABLES)
+        if folder is not None:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Makes database and log as large as they have to be for leases, a cancel and the end of a
+        batch, which then need no room on a disk that is full."""
+        with suppress(sqlite3.Error), self._change() as connection:
+            values = "'', -1, 0, zeroblob(?), 0, 0, 0, 0"
+            query = f"INSERT OR REPLACE INTO results VALUES ({values})"
+            connection.execute(query, (_RESERVED_BYTES,))
+        with suppress(sqlite3.Error), self._change() as connection:
+            connection.execute("DELETE FROM results WHERE batch = ''")
+        with suppress(sqlite3.Error):
+            self._read("PRAGMA wal_checkpoint(RESTART)")
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -331,6 +348,10 @@ class BatchStore(Folder):
 
     def put_results(self, batch: str, results: Collection[Result]) -> None:
         """The first one of a row counts; after the batch's end none."""
+        has_answers = any(not result.is_error for result in results)
+        if has_answers and shutil.disk_usage(self._folder).free < MIN_FREE_BYTES:
+            message = f"less than {MIN_FREE_BYTES} bytes of the disk are free"
+            raise OSError(errno.ENOSPC, message)
         query = (
             "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ?, ?, ?, ?, ? WHERE EXISTS"
             " (SELECT 1 FROM batches WHERE id = ? AND NOT is_over)"

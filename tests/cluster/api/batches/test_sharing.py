@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.api.batches import due
+from kvrelay.cluster.api.batches.batch_run import GRACE_S
 from kvrelay.cluster.api.batches.rows import read_row
 from kvrelay.cluster.api.batches.store import BatchStore, StoreAway
 from kvrelay.cluster.api.batches.windows import Room, Window
@@ -285,8 +287,6 @@ def test_a_batch_whose_answers_find_no_room_ends_and_says_so(
     play: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Nothing can be written but the end itself."""
-    import errno
-
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def refuse(self: Any, *args: Any) -> None:
@@ -315,8 +315,6 @@ def test_a_batch_whose_answers_find_no_room_ends_and_says_so(
 def test_an_answer_that_found_no_room_is_told_from_a_row_that_was_not_sent(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-
     put = BatchStore.put_results
 
     def refuse(self: Any, batch: str, results: Any) -> None:
@@ -336,6 +334,30 @@ def test_an_answer_that_found_no_room_is_told_from_a_row_that_was_not_sent(
     monkeypatch.setattr(BatchStore, "put_results", refuse)
     backend = Backend()
     play(script, backend)
+
+
+def test_answers_of_a_late_batch_wait_a_while_for_room(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is `expired` all the same, though all of its rows have a result since the first try."""
+
+    def refuse(self: Any, *args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def script(cluster: Cluster) -> None:
+        with monkeypatch.context() as disk:
+            disk.setattr(BatchStore, "write_results", refuse)
+            cluster.add("batch_a", 8)
+            await asyncio.sleep(WINDOW_S + GRACE_S - 20)
+            assert cluster.record("batch_a")["request_counts"]["failed"] == 4
+        await cluster.ended("batch_a", most_s=15)
+        counts = {"total": 8, "completed": 4, "failed": 4}
+        assert (cluster.status("batch_a"), cluster.record("batch_a")["request_counts"]) == (
+            "expired",
+            counts,
+        )
+
+    play(script, Backend(seconds=lambda body: 1.0 if body["i"] < 4 else 1e6))
 
 
 def test_large_rows_are_in_memory_by_their_bytes(play: Any) -> None:
