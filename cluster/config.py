@@ -125,7 +125,7 @@ class ApiSection(Section, frozen=True):
     max_file_bytes: Annotated[int, Meta(ge=1024)] = 200 << 20  # a file for batches may have so many
     max_tenant_file_bytes: Annotated[int, Meta(ge=1024)] = 4 << 30  # all files of a tenant together
     max_batch_rows: Positive = 50_000  # requests that a batch may have
-    max_batch_rows_at_once: Positive = 64  # that run, of all batches, in each router
+    max_batch_rows_at_once: Positive = 64  # that run of a tenant at a model, in each router
     # no stream is silent for longer: it sends comments, before its first token too; 0: it may be
     keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
     # for everybody who calls, where there is no [[tenant]], or several with spaces between; "":

@@ -39,7 +39,7 @@ class RouterConfig(Section, frozen=True):
     max_attempts: Positive = 6  # in a row that bring no new token; then the request fails
     # that end while they serve a request; then it fails, tokens or not
     max_lost_workers: Positive = 16
-    max_timeout_s: Period = 3600.0  # a client's timeout is cut to this
+    max_timeout_s: Period = 86_400.0  # a client's timeout is cut to this: a batch's window
     no_workers_wait_s: Seconds = 60.0  # for a first decode worker; then the request fails
     probe_after_s: Period = 5.0  # without a delta of a request for this long, its worker is asked
     max_silent_probes: Positive = 3  # unanswered in a row: the request goes to another worker

@@ -138,6 +138,7 @@ class Call:
     result: CallResult | None = None
     model: str = ""  # once it is known which; "": the first
     is_row: bool = False  # a batch's
+    timeout_s: float = 0.0  # from its arrival to its last token
 
 
 @dataclass(frozen=True, slots=True)

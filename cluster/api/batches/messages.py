@@ -114,7 +114,7 @@ def requests_of(text: JsonText) -> Iterator[Any]:
 def _write_rows(body: Path, rows: Path, max_chars: int) -> None:
     """Writes a line for each request in `body`. Raises ApiError (400)."""
     number = 0
-    with body.open(encoding="utf-8") as read, open(rows, "xb", opener=private_file) as file:
+    with body.open(encoding="utf-8-sig") as read, open(rows, "xb", opener=private_file) as file:
         try:
             for asked in requests_of(JsonText(read, max_chars)):
                 if not isinstance(asked.get("params"), dict):

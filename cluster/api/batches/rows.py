@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
 from kvrelay.cluster.api.batches.store import Record, Result
-from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.openai.schema import MAX_BRACKETS
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.service_class import ServiceClass
 
+if TYPE_CHECKING:
+    from kvrelay.cluster.api.context import ApiContext
+
 MESSAGES = "/v1/messages"
+# A row waits for these as long as its batch may: nothing is wrong with it.
+_AWAY = ("no_workers", "draining", "")
 ENDPOINTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
     MESSAGES,
@@ -34,6 +41,15 @@ MAX_ID_CHARS = 512
 MAX_ERRORS = 100  # that are listed
 _WITHOUT_SEED = ("/v1/embeddings",)
 _TIMES = ("created", "created_at", "completed_at")  # in answers
+_MARK = b"\xef\xbb\xbf"  # that editors on Windows put before UTF-8
+_NAME = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){1,4096}")')
+_SURROGATE = re.compile(  # half of a pair, as JSON escapes it
+    rb"(?<!\\)(?:\\\\)*"
+    rb"(\\u(?:[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u)[dD][c-fC-F]..))"
+)
+PAGE_ROWS, PAGE_BYTES = 256, 4 << 20  # that are looked at in one go
+
+_log = logging.getLogger("kvrelay.api")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -45,17 +61,94 @@ class Row(msgspec.Struct, frozen=True):
     body: dict[str, Any]
 
 
-def lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields those that are not blank, by their numbers from 1. A line of more bytes is cut."""
-    number = 0
+class Place(NamedTuple):
+    """Where a line of an input is."""
+
+    row: int  # its number, from 1
+    offset: int  # bytes before it
+    num_bytes: int
+
+
+START = Place(0, 0, 0)  # before the first
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+
+
+class _Asked(msgspec.Struct):
+    body: _Body
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+def places_of(path: Path, max_bytes: int, after: Place = START) -> Iterator[tuple[Place, bytes]]:
+    """Yields lines that are not blank, with their places. A line of more bytes is cut."""
+    number, offset = after.row, after.offset + after.num_bytes
     with path.open("rb") as file:
+        if not offset and file.read(len(_MARK)) == _MARK:
+            offset = len(_MARK)
+        file.seek(offset)
         while line := file.readline(max_bytes + 2):
             number += 1
-            has_end = line.endswith(b"\n")
+            size, has_end = len(line), line.endswith(b"\n")
             while not has_end and (rest := file.readline(1 << 20)):
+                size += len(rest)
                 has_end = rest.endswith(b"\n")
             if line.strip():
-                yield number, line
+                yield Place(number, offset, size), line
+            offset += size
+
+
+def model_asked(line: bytes) -> str:
+    """The model that a line names; "": none, or it cannot be read, which its row says."""
+    try:
+        return msgspec.json.decode(line, type=_Asked).body.model or ""
+    except (ValueError, RecursionError):
+        return ""
+
+
+def models_asked(path: Path, max_bytes: int, done: Collection[int]) -> Counter[str]:
+    """How many rows that are not `done` name which model."""
+    places = places_of(path, max_bytes)
+    return Counter(model_asked(line) for place, line in places if place.row not in done)
+
+
+def next_page(
+    path: Path, max_bytes: int, after: Place, models: Collection[str], done: Collection[int]
+) -> tuple[list[Place], Place | None]:
+    """Rows behind `after` that name one of `models` and are not `done`: a part of them, and the
+    place that was looked at last (None: there are no more). Only their places are in memory."""
+    page: list[Place] = []
+    num_bytes = 0
+    for place, line in places_of(path, max_bytes, after):
+        num_bytes += place.num_bytes
+        if place.row not in done and model_asked(line) in models:
+            page.append(place)
+        if num_bytes >= PAGE_BYTES or len(page) >= PAGE_ROWS:
+            return page, place
+    return page, None
+
+
+def read_line(path: Path, place: Place) -> bytes:
+    with path.open("rb") as file:
+        file.seek(place.offset)
+        return file.read(place.num_bytes)
+
+
+def custom_id_of(line: bytes) -> str:
+    """The name of a row, however wrong the rest of its line is; "": not even that can be read."""
+    try:
+        return msgspec.json.decode(line, type=_Named).custom_id
+    except (ValueError, RecursionError):
+        pass
+    try:
+        found = _NAME.search(line)
+        return msgspec.json.decode(found[1], type=str) if found else ""
+    except ValueError:
+        return ""
 
 
 def read_row(line: bytes) -> Row:
@@ -65,6 +158,10 @@ def read_row(line: bytes) -> Row:
     try:
         return msgspec.json.decode(line, type=Row)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if half := _SURROGATE.search(line):
+            shown = half[1].decode("ascii", "replace")
+            why = f"{shown} at byte {half.start(1)} is half of a surrogate pair, no character"
+            raise ValueError(f"The line is not a request: {why}") from None
         raise ValueError(f"The line is not a request: {error}") from None
 
 
@@ -79,7 +176,8 @@ class Checker:
 
     def check_all(self, path: Path) -> None:
         limits = self._ctx.settings
-        for number, line in lines_of(path, limits.max_body_bytes):
+        for place, line in places_of(path, limits.max_body_bytes):
+            number = place.row
             self.num_rows += 1
             if self.num_rows > limits.max_batch_rows:
                 message = f"A batch has at most {limits.max_batch_rows} requests"
@@ -142,12 +240,36 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+    num_output_tokens: int = 0  # that were generated, whatever became of them
 
     @property
     def code(self) -> str:
         """Returns that of an error, or an empty text."""
-        found: str = json.loads(self.body)["error"].get("code") or ""
-        return found
+        try:
+            return str(json.loads(self.body)["error"].get("code") or "")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return ""
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether its tenant has had what it may have in a minute: that says nothing of room."""
+        return self.status == 429 and self.code == "rate_limit_exceeded"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it would be the same if the row were sent again."""
+        return self.status == 200 or self.status in set(range(400, 500)) - {408, 409, 429}
+
+    @property
+    def has_no_room(self) -> bool:
+        """Whether the row is refused for what others do, not for what it is."""
+        is_late = self.status == 504 and not self.num_output_tokens
+        return self.status == 429 or is_late or (self.status == 503 and self.code in _AWAY)
+
+    @property
+    def retry_after_s(self) -> float:
+        given = self.headers.get("retry-after", "")
+        return float(given) if given.isdigit() else 0.0
 
 
 def batch_tenant(tenant: Tenant, is_due: bool) -> Tenant:
@@ -163,16 +285,34 @@ def row_id(batch: str, custom_id: str) -> str:
     return blake2b(name, digest_size=16).hexdigest()
 
 
-async def ask(
-    endpoint: ASGIApp, row: Row, request_id: str, sent_as: str, tenant: Tenant, stop: asyncio.Event
-) -> Answer:
-    """Sends the row to its endpoint, and returns what that says. sent_as: the request's name on the
-    way, which begins with `request_id`, and is that in the answer."""
-    body = dict(row.body)
-    if row.url not in _WITHOUT_SEED and body.get("seed") is None:
-        body["seed"] = int(request_id[:16], 16) >> 1
+_BUG = ApiError(
+    500,
+    "The server failed at this request: its log says why",
+    type="server_error",
+    code="internal_error",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A row as it is sent. sent_as: its request's name on the way, which begins with `request_id`,
+    and is that in the answer. timeout_s: what is left of its batch's window."""
+
+    request_id: str
+    sent_as: str
+    tenant: Tenant
+    timeout_s: float
+
+
+async def ask(endpoint: ASGIApp, row: Row, call: Call, stop: asyncio.Event) -> Answer:
+    """Sends a row to its endpoint, and returns what that says. Its body is not kept meanwhile."""
+    body, url = row.body, row.url
+    if url not in _WITHOUT_SEED and body.get("seed") is None:
+        body["seed"] = int(call.request_id[:16], 16) >> 1
     unread = [msgspec.json.encode(body)]
+    body.clear()
     status, headers, parts = 0, {}, []
+    scope = _scope(url, call)
 
     async def receive() -> Message:
         if unread:
@@ -189,13 +329,18 @@ async def ask(
             parts.append(message.get("body", b""))
 
     try:
-        await endpoint(_scope(row.url, sent_as, tenant), receive, send)
+        await endpoint(scope, receive, send)
     except ApiError as error:
-        return Answer(error.status, error.headers, msgspec.json.encode(error.body))
-    return Answer(status, headers, b"".join(parts).replace(sent_as.encode(), request_id.encode()))
+        status, headers, parts = error.status, error.headers, [msgspec.json.encode(error.body)]
+    except Exception:
+        _log.exception("row %s fails", call.sent_as)
+        status, headers, parts = 500, {}, [msgspec.json.encode(_BUG.body)]
+    said = b"".join(parts).replace(call.sent_as.encode(), call.request_id.encode())
+    return Answer(status, headers, said, scope["state"].get("num_output_tokens", 0))
 
 
-def _scope(path: str, request_id: str, tenant: Tenant) -> dict[str, Any]:
+def _scope(path: str, call: Call) -> dict[str, Any]:
+    state = {"request_id": call.sent_as, "tenant": call.tenant, "timeout_s": call.timeout_s}
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -209,11 +354,11 @@ def _scope(path: str, request_id: str, tenant: Tenant) -> dict[str, Any]:
         "headers": [(b"content-type", b"application/json")],
         "client": None,
         "server": None,
-        "state": {"request_id": request_id, "tenant": tenant},
+        "state": state,
     }
 
 
-def result_of(number: int, row: Row, request_id: str, answer: Answer, created: int) -> Result:
+def result_of(number: int, custom_id: str, request_id: str, answer: Answer, created: int) -> Result:
     """created: what the answer says of its time, however often it was made."""
     body = msgspec.json.decode(answer.body)
     is_error = answer.status != 200
@@ -222,14 +367,15 @@ def result_of(number: int, row: Row, request_id: str, answer: Answer, created: i
         if "service_tier" in body:  # however near the end it was made
             body["service_tier"] = ServiceClass.BATCH.tier
     response = {"status_code": answer.status, "request_id": request_id, "body": body}
-    line = _line(request_id, row.custom_id, response, None)
+    line = _line(request_id, custom_id, response, None)
     return Result(number, is_error, line, (0, 0, 0, 0) if is_error else _tokens(body))
 
 
-def unsent(number: int, row: Row, batch: str, code: str, message: str) -> Result:
-    """The result of a row that will not be sent."""
+def unsent(number: int, custom_id: str, batch: str, code: str, message: str) -> Result:
+    """The result of a row that has no answer, and will have none."""
     error = {"code": code, "message": message}
-    return Result(number, True, _line(row_id(batch, row.custom_id), row.custom_id, None, error))
+    name = row_id(batch, custom_id or f"line {number}")
+    return Result(number, True, _line(name, custom_id, None, error))
 
 
 def _line(request_id: str, custom_id: str, response: Record | None, error: Record | None) -> bytes:

@@ -55,20 +55,32 @@ _MAX_TRIES = 64  # a change is given up then: others got ahead
 _LEVEL = 1  # deflate's fastest
 _KINDS = ("output", "error")
 
-# KEYS[1] of each is the prefix.
+# KEYS[1] of each is the prefix. Where Redis has as much as it may, it refuses a script whose first
+# change needs memory; so what has to go on then, such as the end of a batch, deletes first.
 _CLAIM = """
-local busy = {}
-for i = 3, #ARGV do busy[ARGV[i]] = true end
+redis.call('DEL', KEYS[1]..'none')
+local busy, full, num_busy = {}, {}, tonumber(ARGV[4])
+for i = 5, #ARGV do
+  if i < 5 + num_busy then busy[ARGV[i]] = true else full[ARGV[i]] = true end
+end
 for _, name in ipairs(redis.call('ZRANGE', KEYS[1]..'live', 0, -1)) do
-  local found = redis.call('HMGET', KEYS[1]..'batch:'..name, 'tenant', 'record')
-  if found[1] and not busy[found[1]]
-      and redis.call('SET', KEYS[1]..'lease:'..name, ARGV[1], 'NX', 'PX', ARGV[2]) then
-    return found
+  if redis.call('EXISTS', KEYS[1]..'lease:'..name) == 0 then
+    local found = redis.call('HMGET', KEYS[1]..'batch:'..name, 'tenant', 'record')
+    local waits = not found[1] or busy[found[1]]
+    if not waits and full[found[1]] then
+      local record = cjson.decode(found[2])
+      waits = record.status == 'in_progress' and record.expires_at > tonumber(ARGV[3])
+    end
+    if not waits then
+      redis.call('SET', KEYS[1]..'lease:'..name, ARGV[1], 'PX', ARGV[2])
+      return found
+    end
   end
 end
 """
 # A lease that has run out, and that nobody has taken, is renewed as well.
 _RENEW = """
+redis.call('DEL', KEYS[1]..'none')
 local mine = {}
 for i = 3, #ARGV do
   local lease = KEYS[1]..'lease:'..ARGV[i]
@@ -81,10 +93,33 @@ end
 return mine
 """
 _RELEASE = """
-for _, name in ipairs(redis.call('ZRANGE', KEYS[1]..'live', 0, -1)) do
+local names = {ARGV[2]}
+if ARGV[2] == '' then names = redis.call('ZRANGE', KEYS[1]..'live', 0, -1) end
+for _, name in ipairs(names) do
   local lease = KEYS[1]..'lease:'..name
   if redis.call('GET', lease) == ARGV[1] then redis.call('DEL', lease) end
 end
+"""
+_SET = """
+redis.call('DEL', KEYS[1]..'none')
+redis.call('HSET', KEYS[1]..'batch:'..ARGV[1], 'record', ARGV[2])
+"""
+# Frees the results of a batch; where its record is given, the batch ends too.
+_END = """
+local owner, name, tenant, input, record = unpack(ARGV)
+if redis.call('GET', KEYS[1]..'lease:'..name) ~= owner
+    or not redis.call('ZSCORE', KEYS[1]..'live', name) then return end
+local size = redis.call('HGET', KEYS[1]..'counts:'..name, 'size') or '0'
+for _, kind in ipairs({'output', 'error', 'counts'}) do
+  redis.call('DEL', KEYS[1]..kind..':'..name)
+end
+redis.call('DECRBY', KEYS[1]..'stored', size)
+if record == '' then return end
+redis.call('DEL', KEYS[1]..'lease:'..name)
+redis.call('ZREM', KEYS[1]..'live', name)
+redis.call('ZREM', KEYS[1]..'open:'..tenant, name)
+redis.call('SREM', KEYS[1]..'readers:'..input, name)
+redis.call('HSET', KEYS[1]..'batch:'..name, 'record', record)
 """
 # Returns 1 where there is no room. What says that a row was not sent has to find some: otherwise
 # the batch could not end.
@@ -122,8 +157,8 @@ class SharedBatchStore(Folder):
         super().__init__(folder, FOLDER)
         self._prefix, self._max_bytes = prefix, max_bytes
         self._redis: Any = redis
-        scripts = (_CLAIM, _RENEW, _RELEASE, _PUT)
-        self._claim, self._renew, self._release, self._put = map(
+        scripts = (_CLAIM, _RENEW, _RELEASE, _PUT, _SET, _END)
+        self._claim, self._renew, self._release, self._put, self._set, self._end = map(
             self._redis.register_script, scripts
         )
 
@@ -321,7 +356,7 @@ class SharedBatchStore(Folder):
                 return None
             record = change(json.loads(pipe.hget(key, "record")))
             pipe.multi()
-            pipe.hset(key, "record", json.dumps(record))
+            self._set([self._prefix], [name, json.dumps(record)], client=pipe)
             return record
 
         return self._step(rewrite, key)
@@ -345,11 +380,18 @@ class SharedBatchStore(Folder):
 
     @_redis_errors()
     def claim(
-        self, owner: str, now: float, lease_s: float, busy: Collection[str]
+        self,
+        owner: str,
+        now: float,
+        lease_s: float,
+        busy: Collection[str],
+        full: Collection[str] = (),
     ) -> tuple[str, Record] | None:
         """The oldest batch that nobody runs, and whose it is: now it is `owner`'s. busy: tenants
-        whose batches wait. now: Redis has its own."""
-        found = self._claim([self._prefix], [owner, int(1000 * lease_s), *busy])
+        whose batches wait. full: those whose rows wait, not what is to be checked or to end.
+        now: for windows; leases are by Redis' own."""
+        args: list[str | float] = [owner, int(1000 * lease_s), now, len(busy), *busy, *full]
+        found = self._claim([self._prefix], args)
         return (found[0].decode(), json.loads(found[1])) if found else None
 
     @_redis_errors()
@@ -361,8 +403,20 @@ class SharedBatchStore(Folder):
         return {record["id"]: record for record in map(json.loads, found)}
 
     @_redis_errors()
-    def release(self, owner: str) -> None:
-        self._release([self._prefix], [owner])
+    def release(self, owner: str, name: str = "") -> None:
+        """Anybody may run its batches now, or the one of that name."""
+        self._release([self._prefix], [owner, name])
+
+    @_redis_errors()
+    def free_results(self, owner: str, name: str) -> None:
+        """Deletes those of its batch, whose room something else is to have."""
+        self._end([self._prefix], [owner, name, "", "", ""])
+
+    @_redis_errors()
+    def end(self, owner: str, tenant: str, record: Record) -> None:
+        """Ends a batch without its results, for which there is no room."""
+        args = [owner, record["id"], tenant, record["input_file_id"], json.dumps(record)]
+        self._end([self._prefix], args)
 
     # Results.
 

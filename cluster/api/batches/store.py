@@ -8,6 +8,7 @@ Several processes may share both: one holds the lease of a batch and runs it. Al
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -34,6 +35,8 @@ DRAFT_KEEP_S = 86_400.0  # what a process that was killed was writing
 MAX_FILES = 1000  # a tenant's
 MAX_BATCHES = 1000  # a tenant's that have not ended
 PAGE = 8  # results that are in memory at once
+MIN_FREE_BYTES = 16 << 20  # of the disk, which answers leave to what ends a batch
+_RESERVED_BYTES = 4 << 20  # of the database and its log, as long as it is before it is used again
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files (tenant TEXT, id TEXT PRIMARY KEY, expires_at REAL,"
@@ -146,6 +149,20 @@ class BatchStore(Folder):
         path = self._state_dir / FILE
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._connection = open_database(str(path), VERSION, *_TABLES)
+        if folder is not None:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Makes database and log as large as they have to be for leases, a cancel and the end of a
+        batch, which then need no room on a disk that is full."""
+        with suppress(sqlite3.Error), self._change() as connection:
+            values = "'', -1, 0, zeroblob(?), 0, 0, 0, 0"
+            query = f"INSERT OR REPLACE INTO results VALUES ({values})"
+            connection.execute(query, (_RESERVED_BYTES,))
+        with suppress(sqlite3.Error), self._change() as connection:
+            connection.execute("DELETE FROM results WHERE batch = ''")
+        with suppress(sqlite3.Error):
+            self._read("PRAGMA wal_checkpoint(RESTART)")
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -271,21 +288,28 @@ class BatchStore(Folder):
         return True
 
     def claim(
-        self, owner: str, now: float, lease_s: float, busy: Collection[str]
+        self,
+        owner: str,
+        now: float,
+        lease_s: float,
+        busy: Collection[str],
+        full: Collection[str] = (),
     ) -> tuple[str, Record] | None:
         """The oldest batch that nobody runs, and whose it is: now it is `owner`'s. busy: tenants
-        whose batches wait."""
+        whose batches wait. full: those whose rows wait, not what is to be checked or to end."""
+        query = (
+            "SELECT tenant, id, record FROM batches WHERE NOT is_over AND lease_until < ?"
+            f" AND tenant NOT IN ({_marks(busy)}) AND (tenant NOT IN ({_marks(full)})"
+            " OR record ->> '$.status' <> 'in_progress' OR record ->> '$.expires_at' <= ?)"
+            " ORDER BY rowid LIMIT 1"
+        )
         with self._change() as connection:
-            query = (
-                "SELECT tenant, id, record FROM batches WHERE NOT is_over AND lease_until < ?"
-                " ORDER BY rowid"
-            )
-            for tenant, name, record in connection.execute(query, (now,)):
-                if tenant not in busy:
-                    query = "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?"
-                    connection.execute(query, (owner, now + lease_s, name))
-                    return tenant, json.loads(record)
-        return None
+            found = connection.execute(query, (now, *busy, *full, now)).fetchone()
+            if found is None:
+                return None
+            query = "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?"
+            connection.execute(query, (owner, now + lease_s, found[1]))
+        return found[0], json.loads(found[2])
 
     def renew(
         self, owner: str, now: float, lease_s: float, names: Collection[str]
@@ -298,15 +322,36 @@ class BatchStore(Folder):
             found = connection.execute(query, (owner,)).fetchall()
         return {name: json.loads(record) for name, record in found}
 
-    def release(self, owner: str) -> None:
+    def release(self, owner: str, name: str = "") -> None:
+        """Anybody may run its batches now, or the one of that name."""
         with self._change() as connection:
             query = "UPDATE batches SET owner = '', lease_until = 0 WHERE owner = ?"
-            connection.execute(query, (owner,))
+            connection.execute(f"{query} AND ? IN ('', id)", (owner, name))
+
+    def free_results(self, owner: str, name: str) -> None:
+        """Deletes those of its batch, whose room something else is to have."""
+        query = (
+            "DELETE FROM results WHERE rowid IN (SELECT rowid FROM results WHERE batch = ?"
+            " AND EXISTS (SELECT 1 FROM batches WHERE id = ? AND owner = ?) LIMIT 64)"
+        )
+        is_left = True
+        while is_left:  # in parts: what changes at once needs room itself
+            with self._change() as connection:
+                is_left = connection.execute(query, (name, name, owner)).rowcount > 0
+
+    def end(self, owner: str, tenant: str, record: Record) -> None:
+        """Ends a batch without its results, for which there is no room."""
+        self.free_results(owner, record["id"])
+        self.finish(owner, tenant, record, {})
 
     # Results.
 
     def put_results(self, batch: str, results: Collection[Result]) -> None:
         """The first one of a row counts; after the batch's end none."""
+        has_answers = any(not result.is_error for result in results)
+        if has_answers and shutil.disk_usage(self._folder).free < MIN_FREE_BYTES:
+            message = f"less than {MIN_FREE_BYTES} bytes of the disk are free"
+            raise OSError(errno.ENOSPC, message)
         query = (
             "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ?, ?, ?, ?, ? WHERE EXISTS"
             " (SELECT 1 FROM batches WHERE id = ? AND NOT is_over)"
@@ -408,6 +453,11 @@ def with_counts(
 
 def private_file(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _marks(values: Collection[str]) -> str:
+    """Places for these in a query."""
+    return ", ".join("?" * len(values))
 
 
 def _mark(tenant: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.cluster.api.calls import CallResult
+from kvrelay.cluster.api.calls import Call, CallResult
 from kvrelay.cluster.api.client import RequestStream
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import refused, shutting_down
@@ -184,28 +184,21 @@ class Generation:
     serves the request.
     """
 
-    def __init__(
-        self,
-        ctx: ApiContext,
-        plan: Plan,
-        request_id: str,
-        started_at: float,
-        deadline: float,
-        is_timed: bool = True,
-    ) -> None:
-        """`started_at`: when the body had come, in loop time, as is `deadline`. `is_timed`: that it
-        counts in the histograms of what clients wait for."""
+    def __init__(self, ctx: ApiContext, plan: Plan, call: Call) -> None:
+        """call: whose body has come."""
+        assert call.received_at is not None
         self.plan = plan
         self.choices = [Choice(ctx, choice, plan) for choice in plan.choices]
         self.gone = False  # the client went away
         self._ctx = ctx
-        self._request_id = request_id
+        self._request_id, self._timeout_s = call.request_id, call.timeout_s
         self._signal = asyncio.Event()
         self._is_tick = False
         self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
         self._unsent = deque(self.choices)
-        self._started_at, self._is_timed = started_at, is_timed
-        self._deadline = deadline
+        self._started_at = call.received_at
+        self._is_timed = not call.is_row  # in the histograms of what clients wait for
+        self._deadline = call.arrived_at + call.timeout_s
 
     async def batches(self, tick_s: float = 0.0) -> AsyncIterator[list[Piece]]:
         """What is new, at most one piece per choice at a time; also nothing, every `tick_s` seconds
@@ -327,9 +320,9 @@ class Generation:
             stream.ended_at = asyncio.get_running_loop().time()
 
     def _expire(self) -> None:
-        timeout_s = self._ctx.settings.request_timeout_s
         for stream in list(self._streams.values()):
-            failed = Failed(stream.request_id, Refusal.DEADLINE, f"not done in {timeout_s:g} s")
+            detail = f"not done in {self._timeout_s:g} s"
+            failed = Failed(stream.request_id, Refusal.DEADLINE, detail)
             self._ctx.client.give_up(failed)
 
     def _take(self) -> list[Piece]:

@@ -68,7 +68,9 @@ def call_name(body: bytes) -> bytes:
     return blake2b(body, digest_size=8).digest()
 
 
-def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes) -> IncomingCall:
+def call_of(
+    ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes, timeout_s: float
+) -> IncomingCall:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
     most_chars = CHARS_PER_TOKEN * ctx.max_model_len
     if isinstance(request, ChatRequest):
@@ -88,7 +90,7 @@ def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes)
         priority=priority_of(request, tenant),
         num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
         max_tokens=min(wanted, ctx.max_model_len),
-        timeout_s=ctx.settings.request_timeout_s,
+        timeout_s=timeout_s,
     )
 
 

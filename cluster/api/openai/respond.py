@@ -103,6 +103,8 @@ class GenerateEndpoint(Generic[Request]):
         http = HttpRequest(scope, receive)
         call = Call(scope["state"]["request_id"], self._name, clock(), http.headers)
         call.is_row = "tenant" in scope["state"]  # as `caller` knows one
+        timeout_s = self._ctx.settings.request_timeout_s
+        call.timeout_s = scope["state"].get("timeout_s", timeout_s)  # a row has its batch's window
         end = _BUG  # whatever does not replace it: it is counted as what it is
         status, access = 0, self._ctx.access
         if access.is_on:
@@ -125,6 +127,9 @@ class GenerateEndpoint(Generic[Request]):
             raise
         finally:
             call.outcome, call.status = end
+            if call.result is not None:
+                num_tokens = call.result.usage["completion_tokens"]
+                scope["state"]["num_output_tokens"] = num_tokens
             scope["state"].setdefault("ended", [])[:] = [end]
             call.ended_at = clock()
             elapsed_s = call.ended_at - call.arrived_at
@@ -156,14 +161,13 @@ class GenerateEndpoint(Generic[Request]):
             raise overloaded(str(taken), taken.retry_after_s) from None
 
     @contextlib.asynccontextmanager
-    async def _until(self, deadline: float) -> AsyncIterator[None]:
+    async def _in_time(self, call: Call) -> AsyncIterator[None]:
         """What has to be over before a request can be submitted."""
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(call.arrived_at + call.timeout_s):
                 yield
         except TimeoutError:
-            timeout_s = self._ctx.settings.request_timeout_s
-            failed = Failed("", Refusal.DEADLINE, f"not begun within {timeout_s:g} s")
+            failed = Failed("", Refusal.DEADLINE, f"not begun within {call.timeout_s:g} s")
             raise refused(failed) from None
 
     async def _serve(self, http: HttpRequest, call: Call, send: Send) -> End:
@@ -172,15 +176,14 @@ class GenerateEndpoint(Generic[Request]):
             raise draining()
         tenant = caller(self._ctx, http)
         clock = asyncio.get_running_loop().time
-        deadline = call.arrived_at + self._ctx.settings.request_timeout_s
         with self._refuse_when_full():  # by the model with most room: it is not known which
             min(self._ctx.all, key=lambda each: each.live.num_taken).live.check()
         async with contextlib.AsyncExitStack() as arrived:
-            async with self._until(deadline):
+            async with self._in_time(call):
                 request, name = await self._asked(http, call, arrived)
             ctx = self._ctx.chosen(request.model, tenant)
             call.model = ctx.model_name
-            about = call_of(ctx, request, tenant, name)
+            about = call_of(ctx, request, tenant, name, call.timeout_s)
             failed = ctx.refuse_early(about)
             if failed is not None:
                 raise refused(failed)
@@ -188,11 +191,11 @@ class GenerateEndpoint(Generic[Request]):
             with self._admitted(ctx):
                 rates.admit(clock(), tenant, num_taken)
                 try:
-                    async with self._until(deadline):
+                    async with self._in_time(call):
                         plan = await self._plan(ctx, request, tenant)
                     await arrived.aclose()
                     plan = replace(plan, call=about.name)
-                    return await self._generate(ctx, http, call, send, request, plan, deadline)
+                    return await self._generate(ctx, http, call, send, request, plan)
                 finally:
                     used = 0 if call.result is None else call.result.usage["total_tokens"]
                     rates.settle(clock(), tenant, num_taken, used)
@@ -219,13 +222,9 @@ class GenerateEndpoint(Generic[Request]):
         send: Send,
         request: Request,
         plan: Plan,
-        deadline: float,
     ) -> End:
         clock = asyncio.get_running_loop().time
-        assert call.received_at is not None
-        generation = Generation(
-            ctx, plan, call.request_id, call.received_at, deadline, is_timed=not call.is_row
-        )
+        generation = Generation(ctx, plan, call)
         format = self._format(ctx, plan, request, call.request_id)
         call.submitted_at = clock()
         headers = self._ctx.rates.headers(clock(), plan.tenant)

@@ -23,6 +23,7 @@ from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.batches.uploads import MAX_UPLOADS
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.limiter import RESERVE
+from kvrelay.cluster.api.openai import generation
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.batches import batches
@@ -234,6 +235,24 @@ def test_a_row_that_finds_no_room_is_sent_again(running: Served) -> None:
     running.router.refuse = None
     done = ended(client, batch)
     assert (done.status, done.request_counts.completed) == ("completed", 3)
+
+
+def test_a_row_may_take_longer_than_a_call(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its batch's window; a call that takes so long is answered 504."""
+    monkeypatch.setattr(generation, "_DEADLINE_GRACE_S", 0.0)
+    settings = ApiSettings(request_timeout_s=0.2)
+    with serve(tokenizer, settings, context={"batches": BatchStore(tmp_path)}) as served:
+        client = served.openai()
+        served.router.answer = lambda submit: served.ctx.tokenizer.encode(" word") * 10
+        served.router.delay_s = 0.05
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+        assert served.post(body).status_code == 504
+        del served.router.submits[:]
+        done = ended(client, begin(client, lines(2)))
+        assert (done.status, done.request_counts.completed) == ("completed", 2)
+        assert {submit.timeout_s > 80_000 for submit in served.router.submits} == {True}
 
 
 def test_what_cannot_be_is_said(running: Served) -> None:

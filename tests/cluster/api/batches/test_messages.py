@@ -104,6 +104,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"requests": [request("a"), {"custom_id": "b"}]}, "expected an object with 'custom_id'"),
     ({"requests": [request("a", filler="x" * 70_000)]}, "requests.0: "),
     ({"requests": []}, "empty"),
+    (b'\xef\xbb\xbf{"requests": []}', "empty"),
+    (b'{"requests": [{"custom_id": "a\\ud800", "params": {}}]}', "requests.0: 'utf-8' codec"),
     ({"request": []}, "'request' is there; expected 'requests'"),
     ([], "expected {"),
     (b'{"requests": [{', "not JSON"),

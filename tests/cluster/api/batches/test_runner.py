@@ -19,10 +19,10 @@ from unittest.mock import AsyncMock
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.cluster.api.batches import runner as module
+from kvrelay.cluster.api.batches import held as module
 from kvrelay.cluster.api.batches.due import NEAR_S, Pace, is_due
 from kvrelay.cluster.api.batches.rows import ENDPOINTS
-from kvrelay.cluster.api.batches.runner import COUNT_S, Runner, Window
+from kvrelay.cluster.api.batches.runner import COUNT_S, Runner
 from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
@@ -62,7 +62,7 @@ def make_runner(store: Any, endpoint: Any, clock: Callable[[], float] = time.tim
         batches=store,
         tenants=Tenants(),
         live=SimpleNamespace(num_taken=0, limit=100),
-        status=lambda: SimpleNamespace(num_queued=0),
+        status=lambda: SimpleNamespace(num_queued=0, models=()),
         is_draining=lambda: False,
         chosen=lambda model, tenant: None,
         metrics=ApiMetrics(CollectorRegistry()),
@@ -251,26 +251,13 @@ def test_a_full_disk_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_give_way(tmp_path: Path) -> None:
-    window = Window(6)
-    assert window.is_open(False)
-    window.is_crowded = True
-    assert window.is_open(True) > window.is_open(False)
-    window.is_crowded, window.num_running = False, 4
-    assert not window.is_open(False)
-    for _ in range(9):
-        window.answered()
-    assert (window.size, window.is_open(False)) == (6.0, True)
-    for _ in range(9):
-        window.refused()
-    assert window.size == 1.0
-
     async def run() -> None:
         store = BatchStore(tmp_path)
         add_batch(store, 5, time.time())
         endpoint = Endpoint()
         runner = make_runner(store, endpoint)
         waiting = [3]
-        runner.ctx.status = lambda: SimpleNamespace(num_queued=waiting[0])  # type: ignore
+        runner.ctx.status = lambda: SimpleNamespace(num_queued=waiting[0], models=())  # type: ignore
         await runner.tick()
         await until(lambda: status(store) == "in_progress", runner.tick)
         for _ in range(5):
@@ -290,7 +277,7 @@ def test_a_batch_waits_for_idle_workers_until_its_window_is_near(tmp_path: Path)
         add_batch(store, 3, now[0])
         endpoint = Endpoint()
         runner = make_runner(store, endpoint, lambda: now[0])
-        runner.ctx.status = lambda: SimpleNamespace(num_queued=3)  # type: ignore
+        runner.ctx.status = lambda: SimpleNamespace(num_queued=3, models=())  # type: ignore
 
         def metric(name: str) -> float | None:
             return runner.ctx.metrics.registry.get_sample_value(f"kvrelay_{name}")

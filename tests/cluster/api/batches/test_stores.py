@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,15 @@ from redis import Redis
 from kvrelay.cluster.api.batches.routes import LEAST_KEEP_S
 from kvrelay.cluster.api.batches.runner import LEASE_S
 from kvrelay.cluster.api.batches.shared import SharedBatchStore
-from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore, Full, Result, StoreAway
-from kvrelay.cluster.api.batches.uploads import batch_record, file_record
+from kvrelay.cluster.api.batches.store import (
+    KEEP_S,
+    MIN_FREE_BYTES,
+    BatchStore,
+    Full,
+    Result,
+    StoreAway,
+)
+from kvrelay.cluster.api.batches.uploads import batch_record, cancel, file_record
 from kvrelay.cluster.state.redis import connect
 from tests.cluster.api.batches.test_runner import (
     Endpoint,
@@ -239,6 +248,64 @@ def test_where_the_shared_store_is_full_rows_wait_and_a_batch_can_end(shared: Op
         store.delete_file("", name)
     assert store._redis.get("test:stored") == b"0"
     keep(store, "", os.urandom(MIB), 8 * MIB)
+
+
+def test_answers_leave_some_of_the_disk_to_what_ends_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BatchStore(tmp_path)
+    reserved = (tmp_path / "batches.db-wal").stat().st_size
+    add_batch(store, 3, time.time())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=MIN_FREE_BYTES - 1))
+    with pytest.raises(OSError, match="bytes of the disk are free") as full:
+        store.put_results("batch_a", [Result(1, False, b"{}")])
+    assert full.value.errno == errno.ENOSPC
+    store.put_results("batch_a", [Result(1, True, b'{"error":{"code":"batch_expired"}}')])
+    assert store.claim("me", 1.0, LEASE_S, ()) is not None
+    for now in range(1000):
+        store.renew("me", now, LEASE_S, ["batch_a"])
+    store.end("me", "", store.batch("", "batch_a"))
+    assert store.backlog().ends_at == ()
+    assert (tmp_path / "batches.db-wal").stat().st_size == reserved > 4 * MIB
+    store.close()
+
+
+def test_a_batch_is_cancelled_and_ends_where_redis_takes_nothing_more(shared: Open) -> None:
+    """Its answers are written once their room in Redis is free; without any, its end says so."""
+
+    async def end(store: Any, name: str, limit: int) -> None:
+        store._redis.config_set("maxmemory", limit)
+        with pytest.raises(OSError, match="takes no more"):
+            store.put_results(name, [Result(2, False, large)])
+        cancel(store, name, 5)
+        runner = make_runner(store, Endpoint())
+        await until(lambda: status(store, name) == "cancelled", runner.tick)
+        await runner.close()
+        store._redis.config_set("maxmemory", 0)
+        assert store.batch("", name)["cancelling_at"] == 5
+        assert store.backlog().ends_at == ()
+        assert store._redis.keys("test:output:*") == []
+
+    def begin(store: Any, name: str) -> None:
+        add_batch(store, 3, time.time(), name)
+        counts = {"total": 3, "completed": 0, "failed": 0}
+        begun = {"status": "in_progress", "request_counts": counts}
+        store.change_batch(name, lambda record: record | begun)
+        store.put_results(name, [Result(1, False, large)])
+
+    large = b'{"custom_id": "r0", "x": "' + os.urandom(MIB).hex().encode() + b'"}'
+    store = shared(64 * MIB)
+    store._redis.config_set("maxmemory-policy", "noeviction")
+    begin(store, "batch_a")
+    asyncio.run(end(store, "batch_a", store._redis.info("memory")["used_memory"] - 100_000))
+    assert [each["custom_id"] for each in results(store, "output")] == ["r0"]
+    assert [each["custom_id"] for each in results(store, "error")] == ["r1", "r2"]
+    counts = {"total": 3, "completed": 1, "failed": 2}
+    assert store.batch("", "batch_a")["request_counts"] == counts
+    begin(store, "batch_b")
+    asyncio.run(end(store, "batch_b", 1))
+    (error,) = store.batch("", "batch_b")["errors"]["data"]
+    assert error["code"] == "insufficient_storage"
 
 
 def test_what_a_restart_of_the_shared_store_lost_is_no_file(
