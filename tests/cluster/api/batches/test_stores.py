@@ -19,7 +19,7 @@ from kvrelay.cluster.api.batches.runner import LEASE_S
 from kvrelay.cluster.api.batches.shared import SharedBatchStore
 from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore, Full, Result, StoreAway
 from kvrelay.cluster.api.batches.uploads import batch_record, file_record
-from kvrelay.cluster.state.redis import connect
+from kvrelay.cluster.state.redis_client import connect
 from tests.cluster.api.batches.test_runner import (
     Endpoint,
     add_batch,
