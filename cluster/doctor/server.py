@@ -176,11 +176,13 @@ def check_store(url: str, timeout_s: float) -> list[Finding]:
     if not url:
         return [skipped("state store", "none is set")]
     try:
-        from redis import Redis, RedisError
+        from redis import RedisError
+
+        from kvrelay.cluster.state.redis_client import connect
     except ImportError:
         return [fail("state store", "the redis package is missing", "pip install 'kvrelay[redis]'")]
     try:
-        with Redis.from_url(url, socket_timeout=timeout_s) as store:
+        with connect(url, timeout_s) as store:
             store.ping()
             started = time.monotonic()
             seconds, micros = store.time()

@@ -94,7 +94,7 @@ def _open_batches(config: Config) -> Any:
     folder = config.sessions.state_path if config.sessions.durable else None
     if name := config.cluster.name:
         from kvrelay.cluster.api.batches.shared import SharedBatchStore  # both need redis
-        from kvrelay.cluster.state.redis import connect
+        from kvrelay.cluster.state.redis_client import connect
 
         state, prefix = config.state, f"{config.state.key_prefix}:cluster:{name}:"
         redis = connect(state.url, state.timeout_s)

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from kvrelay.cluster.control.lease import LOOKS, Change, Lease, LeaseKey, LeaseRecord
 from kvrelay.cluster.control.messages import Checkpoint
 from kvrelay.cluster.processes.life import Deadline, now_s
-from kvrelay.cluster.state.redis import connect, shown_url
+from kvrelay.cluster.state.redis_client import connect, shown_url
 from kvrelay.worker.messages import Peer
 
 log = logging.getLogger("kvrelay.lease")
@@ -131,7 +131,6 @@ class LeaseKeeper:
                     log.warning("lease: %s is there again", shown_url(self._key.url))
                 self._is_away = False
             except Exception as error:  # whatever it is, this server leads or follows again later
-                self._redis.connection_pool.disconnect()
                 if not self._is_away:
                     text = "lease: %s is away (%s): nobody takes over, and no worker is started"
                     bug = None if isinstance(error, RedisError | OSError) else error

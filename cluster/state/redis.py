@@ -16,15 +16,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
-from redis import Redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from kvrelay.cluster.state.index_keys import IndexKeys
+from kvrelay.cluster.state.redis_client import connect, shown_url
 from kvrelay.cluster.state.session_keys import Change, SessionKeys, Stamped
 from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.backoff import Backoff
@@ -69,25 +66,6 @@ class RedisOptions:
     routers: tuple[NodeId, ...] = ()  # that are known by name, also of a version before the set
     shares: bool = True  # there are other routers: keep the prefix index and the loads, too
     timeout_s: float = 2.0  # for each command
-
-
-def shown_url(url: str) -> str:
-    """Where it leads, without who asks."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return f"unix://{parts.path}"
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
-
-
-def connect(url: str, timeout_s: float) -> Redis:
-    """timeout_s: for each command, which is not tried again."""
-    return Redis.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-    )
 
 
 class RedisState:
@@ -233,7 +211,6 @@ class RedisState:
 
     def _lose(self, error: Exception) -> None:
         reason = str(error) or type(error).__name__
-        self._redis.connection_pool.disconnect()
         self._index.forget_lease()
         with self._changed:
             is_update = self._is_up or not self._last_error

@@ -28,7 +28,7 @@ from kvrelay.cluster.api.batches.store import (
     StoreAway,
 )
 from kvrelay.cluster.api.batches.uploads import batch_record, cancel, file_record
-from kvrelay.cluster.state.redis import connect
+from kvrelay.cluster.state.redis_client import connect
 from tests.cluster.api.batches.test_runner import (
     Endpoint,
     add_batch,
