@@ -28,7 +28,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -55,7 +55,8 @@ from kvrelay.kvtransfer.peer.handoff import ConsumerEvent
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.transfer_loop import Answer
-from kvrelay.router.admission.fair_queue import Level, QueueEntry
+from kvrelay.router.admission.blocked import Blocked
+from kvrelay.router.admission.flow import Level, QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import RoleChanged, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord
@@ -303,21 +304,20 @@ def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> 
     queue = router._requests.queue
     if broken is Break.TURNS:
 
-        def oldest(
-            level: Level, skip: Mapping[str, QueueEntry], without: Collection[str]
-        ) -> QueueEntry | None:
+        def oldest(level: Level, blocked: Blocked) -> QueueEntry | None:
             returned = [each for _, each in level.returned]
-            heads = [flow.head(skip, 0.0) for flow in level.flows.values()]
-            heads = [each for each in heads if each and not queue.is_limited(each.flow)]
-            found = [each for each in returned if each.record.request_id not in skip] or heads
+            flows = [flow for flow in level.flows.values() if not queue.is_limited(flow)]
+            heads = [flow.head(blocked.entries, 0.0, blocked.limit(flow)) for flow in flows]
+            found = [each for each in returned if each.record.request_id not in blocked]
+            found = found or [head for head in heads if head]
             return min(found, key=lambda each: each.record.arrival, default=None)
 
         queue._head = oldest  # type: ignore[method-assign]
     if broken is Break.PASSES:
         push = queue.push
 
-        def push_to_be_passed(record: RequestRecord, units: float) -> None:
-            push(record, units)
+        def push_to_be_passed(record: RequestRecord, units: float, num_held: int = 0) -> None:
+            push(record, units, num_held)
             queue.entry(record).passes = _EndlessPasses()
 
         queue.push = push_to_be_passed  # type: ignore[method-assign]
