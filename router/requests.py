@@ -156,7 +156,7 @@ class Requests:
             elif attempt is not None:
                 attempt.route_s = self._clock() - began
                 self._dispatch_now(now, entry.record, attempt)
-                due = blocked.is_passed(now)
+                due = blocked.are_passed(now, entry.record.arrival)
             else:
                 num_tried += 1
                 if num_tried == MAX_TRIED_AT_ONCE:
@@ -168,7 +168,7 @@ class Requests:
     def _try(self, now: float, entry: QueueEntry) -> Attempt | Rejection | None:
         """The next attempt of a queued request; None: it waits, and is `_blocked`."""
         record, blocked, dispatcher = entry.record, self._blocked, self.dispatcher
-        blocked.inherit(entry)
+        blocked.count_passes(entry)
         is_due = entry.passes.are_over(now, record.deadline - record.submitted_at)
         if not is_due and blocked.lacks_memory(entry):
             blocked.add(entry)

@@ -260,7 +260,7 @@ class Overtaken:
 
     def _look_at_router(self, runtime: SimRuntime) -> None:
         crowd = self._crowd
-        if not self._holds:
+        if not (self._holds or crowd.holds):
             for name, entry in crowd.waiting.items():
                 for each, other in crowd.sent.items():
                     is_later = other.record.arrival > entry.record.arrival

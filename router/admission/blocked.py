@@ -44,15 +44,12 @@ class Blocked:
         for each in range(is_low, 2):
             self._least[each] = min(self._least[each], num_tokens)
 
-    def inherit(self, entry: QueueEntry) -> None:
-        """It was not tried until now: those that went before others of its flow have passed it as
-        well."""
-        flow, passes = entry.flow, entry.passes
-        num_passed = flow.num_passed - entry.num_passed_before
-        if entry.is_late or num_passed <= passes.count or entry.needs < flow.passed_needs:
-            return
-        passes.count = num_passed
-        passes.since = min(passes.since, max(entry.record.queued_at, flow.passed_since))
+    def count_passes(self, entry: QueueEntry) -> None:
+        """It may not have been tried while it was passed, since another one of its flow was."""
+        arrival, passes = entry.record.arrival, entry.passes
+        times = [at for number, at in entry.flow.passed_by if number > arrival]
+        if len(times) > passes.count and not entry.is_late:
+            passes.count, passes.since = len(times), min(passes.since, times[0])
 
     def add(self, entry: QueueEntry, *, is_held_back: bool = False) -> None:
         """It was tried, or needs not be. `is_held_back`: not because there is no memory."""
@@ -64,10 +61,10 @@ class Blocked:
         elif self.lacks_memory(entry):
             self._lacking.add(entry.flow)
 
-    def is_passed(self, now: float) -> list[QueueEntry]:
+    def are_passed(self, now: float, arrival: int) -> list[QueueEntry]:
         """Another one is sent. Returns those that may not be passed again without being tried."""
         for flow in {entry.flow: None for entry in self.entries.values()}:
-            flow.is_passed(now, self._least[flow.is_low])
+            flow.passed_by.append((arrival, now))
         due = []
         for entry in self.entries.values():
             if not entry.is_late:

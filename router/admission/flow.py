@@ -3,14 +3,14 @@ queue."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from kvrelay.engine.waiting import Passes
+from kvrelay.engine.waiting import MAX_PASSED, Passes
 from kvrelay.router.messages import TenantShare
 
 
@@ -28,7 +28,6 @@ class QueueEntry:
     is_served: bool = False  # it has an attempt
     units_left: float = 0.0  # while it is served
     passes: Passes = field(default_factory=Passes)  # while no worker has room for it
-    num_passed_before: int = 0  # `Flow.num_passed` when it came
     is_late: bool = False
 
     @property
@@ -53,9 +52,8 @@ class Flow:
     on_time_units: float = 0.0
     num_before_late: int = 0  # sent while late ones waited, since the last of those
     units: float = 0.0
-    num_passed: int = 0  # sent past one of it that no worker had room for
-    passed_since: float = inf  # the first of them
-    passed_needs: float = inf  # those that need no less were passed too
+    passed_by: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_PASSED))
+    """Arrivals of those that were sent last before one of it that had to wait, and when."""
     least_needs: list[float] = field(default_factory=lambda: [inf, inf])
     """None of those that are on time needs less, and none of those that are late."""
 
@@ -84,7 +82,6 @@ class Flow:
     def add(self, entry: QueueEntry) -> None:
         """To the end of those that are on time."""
         self.on_time[entry.record.request_id] = entry
-        entry.num_passed_before = self.num_passed
         self.least_needs[False] = min(self.least_needs[False], entry.needs)
         heappush(self.by_size, (-entry.units, entry.record.arrival, entry))
         self.on_time_units += entry.units
@@ -135,13 +132,6 @@ class Flow:
         if found is None:
             self.least_needs[is_late] = min((e.needs for e in part.values()), default=inf)
         return found
-
-    def is_passed(self, now: float, needs: float) -> None:
-        """One goes before it that came after one of it, for which there is no room; so may all that
-        need less than `needs`."""
-        self.num_passed += 1
-        self.passed_since = min(self.passed_since, now)
-        self.passed_needs = min(self.passed_needs, needs)
 
 
 @dataclass(slots=True, eq=False)
