@@ -110,6 +110,7 @@ class Dispatcher:
         self.output_tokens = Average(FIRST_OUTPUT)  # per request
         self._shapes: list[WorkerInfo] = []  # one of each that workers have; always a new list
         self._now = 0.0  # when the last message about a worker came
+        self.found_room = False  # for the last one that was to be placed
         self._waits: Attempt | None = None  # sent out to wait for memory, which is held for it
 
     @property
@@ -306,6 +307,7 @@ class Dispatcher:
             if apart_from:
                 work = work._replace(avoid=apart_from)
             choice = choose(work, trusting=not apart_from)
+        self.found_room = choice is not None
         if choice is None or (leaves and choice.best.seconds.memory > 0):
             return None
         best, first = choice.best, choice.prefill_option
@@ -342,6 +344,15 @@ class Dispatcher:
             candidates=choice.candidates,
         )
         return attempt
+
+    def no_room_for(self, record: RequestRecord) -> int | None:
+        """Tokens that no worker has memory for, by the last `place`, which found no room for
+        `record`; None: others that need as much may have a choice which it does not have."""
+        if self.found_room or record.attempts or record.submit.weights:
+            return None
+        num_tokens = record.num_prompt_tokens + record.sampling.max_tokens
+        is_everywhere = all(fits(info, num_tokens) for info in self._shapes)
+        return record.num_prompt_tokens if is_everywhere else None
 
     def on_first_token(self, now: float, attempt: Attempt, request_id: str) -> None:
         """The first token of the attempt has come: its prefill is over, wherever it was."""

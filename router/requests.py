@@ -6,12 +6,10 @@ to be sent at the end of each message."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
-from kvrelay.engine.waiting import MAX_PASSED
 from kvrelay.router.admission.admission import (
     OUTPUT_UNITS,
     Admission,
@@ -19,7 +17,9 @@ from kvrelay.router.admission.admission import (
     computed_tokens,
     units_done,
 )
-from kvrelay.router.admission.fair_queue import FairQueue, QueueEntry
+from kvrelay.router.admission.blocked import Blocked
+from kvrelay.router.admission.fair_queue import FairQueue
+from kvrelay.router.admission.flow import QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Accepts, Dispatcher
 from kvrelay.router.explain import Explanations
@@ -40,8 +40,7 @@ from kvrelay.router.status import Totals
 MAX_LATE = 2  # attempts that were late count as one: a machine may be slow, or it hangs each time
 MAX_OWN_FAILURES = 2  # a request may have, on as many workers; then it is refused
 MAX_LOST_APART = 2  # workers that ended while no other suspect was there
-MAX_TRIED = 4  # requests of a tenant that find no worker, before others of it are tried
-MAX_TRIED_AT_ONCE = 8  # from all tenants, in one message: each costs a choice
+MAX_TRIED_AT_ONCE = 8  # requests that find no worker, in one message: each costs a choice
 
 
 class Requests:
@@ -66,9 +65,7 @@ class Requests:
         self.ended_turns: list[tuple[RequestRecord, Attempt | None]] = []  # for `Sessions`
         self._is_held_back = False  # a request would wait too long at the workers
         self.room_changed = False  # True: a worker may have room for a queued request
-        self._tried: dict[
-            str, QueueEntry
-        ] = {}  # that no worker has room for, while others are tried
+        self._blocked = Blocked()  # that could not be sent, while others are tried
 
     def send(self, to: NodeId, message: object) -> None:
         self._effects.append(Send(to, message))
@@ -120,7 +117,8 @@ class Requests:
     def _admit(self, now: float, record: RequestRecord) -> None:
         """Dispatch or queue it; if the queue is full, one request is refused."""
         has_reservation = self.admission.redeem(now, record)
-        self.queue.push(record, self.admission.units(record, self.dispatcher.held(now, record)))
+        num_held = self.dispatcher.held(now, record)
+        self.queue.push(record, self.admission.units(record, num_held), num_held or 0)
         self.admission.on_queued(now, record, self.dispatcher.prompt_rates)
         record.enqueue(now)
         self.room_changed = True
@@ -135,48 +133,56 @@ class Requests:
     def dispatch(self, now: float) -> None:
         """Send out, in order, queued requests that a worker has room for. The others wait, and may
         be passed a number of times; then memory is held for one of them at a worker. Where many
-        tenants have such requests, the next message goes on with those that were not tried."""
+        have to be tried, the next message goes on with those that were not."""
         self.admission.on_queue_changed(now, has_workers=self.dispatcher.has_workers)
         if not self.room_changed:
             return
         self.room_changed = self._is_held_back = False
-        tried, num_tried = self._tried, 0
-        by_tenant = Counter(entry.flow.tenant for entry in tried.values())
+        blocked, num_tried = self._blocked, 0
         due: list[QueueEntry] = []  # they are tried again before one more passes them
         while self.dispatcher.has_room(now):
-            without = {tenant for tenant, count in by_tenant.items() if count >= MAX_TRIED}
-            entry = self.queue.next(tried, without)
+            entry = self.queue.next(blocked)
             if entry is None:
                 break
             if due:
                 for passed in due:
-                    del tried[passed.record.request_id]
-                    by_tenant[passed.flow.tenant] -= 1
+                    blocked.try_again(passed)
                 due.clear()
                 continue
-            record, began, accepts = entry.record, self._clock(), self.admission.accepts
-            is_due = entry.passes.are_over(now, record.deadline - record.submitted_at)
-            may_send = is_due or self.admission.may_send(record)
-            self._is_held_back |= not may_send
-            attempt = self._place(now, record, accepts, patient=is_due) if may_send else None
+            began = self._clock()
+            attempt = self._try(now, entry)
             if isinstance(attempt, Rejection):
-                self.fail(record, attempt)
+                self.fail(entry.record, attempt)
             elif attempt is not None:
                 attempt.route_s = self._clock() - began
-                self._dispatch_now(now, record, attempt)
-                for passed in tried.values():
-                    if not passed.is_late:
-                        passed.passes.add(now)
-                        if passed.passes.count == MAX_PASSED:
-                            due.append(passed)
+                self._dispatch_now(now, entry.record, attempt)
+                due = blocked.are_passed(now, entry.record.arrival)
             else:
-                tried[record.request_id] = entry
-                by_tenant[entry.flow.tenant] += 1
                 num_tried += 1
                 if num_tried == MAX_TRIED_AT_ONCE:
                     self.room_changed = True
                     return
-        tried.clear()
+        if blocked.entries:
+            self._blocked = Blocked()
+
+    def _try(self, now: float, entry: QueueEntry) -> Attempt | Rejection | None:
+        """The next attempt of a queued request; None: it waits, and is `_blocked`."""
+        record, blocked, dispatcher = entry.record, self._blocked, self.dispatcher
+        blocked.count_passes(entry)
+        is_due = entry.passes.are_over(now, record.deadline - record.submitted_at)
+        if not is_due and blocked.lacks_memory(entry):
+            blocked.add(entry)
+            return None
+        if not is_due and not self.admission.may_send(record):
+            self._is_held_back = True
+            blocked.add(entry, is_held_back=True)
+            return None
+        attempt = self._place(now, record, self.admission.accepts, patient=is_due)
+        if attempt is None:
+            if (least := dispatcher.no_room_for(record)) is not None:
+                blocked.no_memory_for(least, is_low=entry.is_low)
+            blocked.add(entry, is_held_back=dispatcher.found_room)
+        return attempt
 
     def _place(
         self, now: float, record: RequestRecord, accepts: Accepts, *, patient: bool

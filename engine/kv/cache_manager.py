@@ -62,6 +62,15 @@ class KVCacheManager:
             len(block_hashes), lambda index: self.pool.is_cached(block_hashes[index])
         )
 
+    def lacks(self, seq: Sequence, num_blocks: float) -> bool:
+        """Whether at least so many blocks of `seq` are not cached, found by looking at one. False
+        with windows, where it would take more to find."""
+        spare = self.windows.max_blocks(len(seq.tokens)) - num_blocks
+        if self._has_windows or spare < 0:
+            return False
+        names = self.usable_hashes(seq)
+        return spare >= len(names) or not self.pool.is_cached(names[int(spare)])
+
     def admit(self, seq: Sequence, headroom: int) -> bool:
         """Allocate blocks for all tokens of `seq`, the cached prefix among them; of groups with a
         window, for its first chunks. False, and nothing changed, if fewer than `headroom` free

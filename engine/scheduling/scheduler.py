@@ -21,6 +21,7 @@ from kvrelay.engine.scheduling.selection import (
     Draft,
     Drafter,
     LowClassRoom,
+    TooLarge,
     choose_prompts,
     draft_rooms,
     first_missing,
@@ -38,7 +39,7 @@ from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
-MAX_TRIED = 8  # prompts that do not fit, after one message: each costs a lookup
+MAX_TRIED = 8  # prompts that do not fit, each needing less: each costs a lookup
 
 MAX_PAUSE_S = 0.5
 """Decodes are left out of steps with prompts for so long, where no time between tokens is aimed at;
@@ -98,12 +99,9 @@ class Scheduler:
 
     def admit(self, seq: Sequence, now: float) -> bool:
         """Allocate a waiting sequence's blocks, if there is room. The caller sets its state."""
-        busy = self.num_admitted
-        if busy >= self.config.max_num_seqs:
+        if self.num_admitted >= self.config.max_num_seqs:
             return False
-        # The blocks of a busy sequence's next tokens stay free, or the next steps would preempt.
-        headroom = busy * self.kv.windows.count if seq.reserve_growth else 0
-        if not self.kv.admit(seq, headroom):
+        if not self.kv.admit(seq, self._headroom(seq)):
             return False
         if seq.admitted_at is None:
             seq.admitted_at = now
@@ -111,6 +109,10 @@ class Scheduler:
             seq.cached_by_source = {"device": seq.num_computed} if seq.num_computed else {}
         seq.end_phase("worker_queue", now)
         return True
+
+    def _headroom(self, seq: Sequence) -> int:
+        """Blocks of a busy sequence's next tokens stay free, or the next steps would preempt."""
+        return self.num_admitted * self.kv.windows.count if seq.reserve_growth else 0
 
     def admit_waiting(
         self, now: float, comes_from_elsewhere: Callable[[Sequence], bool], token_s: float
@@ -123,7 +125,7 @@ class Scheduler:
         until that block is a cache hit. Those behind one that does not fit may pass it, a number of
         times; but nothing passes a stream except other streams."""
         admitted: list[Sequence] = []
-        too_large: list[Sequence] = []
+        too_large = TooLarge()
         lost = ServiceClass.BATCH  # the highest class of those that are preempted here
         self.lacks_room = self._is_to_preempt = False
         if not self.waiting or self.is_paused:  # as after most messages
@@ -132,18 +134,26 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         waiting = tuple(seq for seq in self.waiting if seq.arrived_at <= self.admits_until)
         for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
-            if seq.service_class < lost or (too_large and not self._may_pass(seq, too_large, now)):
+            is_first = not too_large.seqs
+            if seq.service_class < lost or not (is_first or self._may_pass(seq, too_large)):
                 break
             if computing and self._comes_by_itself(seq, computing):
+                continue
+            headroom = self._headroom(seq)
+            if not seq.is_stream and self.kv.lacks(seq, too_large.least - headroom):
+                too_large.add(seq, now)  # without a try: another one needs no more
                 continue
             while not (is_admitted := self.admit(seq, now)) and (gone := self._give_way(seq)):
                 lost = max(lost, gone.service_class)
             if not is_admitted:
                 self.lacks_room = True
-                too_large.append(seq)
+                too_large.add(seq, now)
+                if not seq.is_stream:
+                    too_large.num_tried += 1
+                    most = self.kv.windows.max_blocks(len(seq.tokens)) + headroom
+                    too_large.least = min(too_large.least, most)
                 continue
-            for passed in too_large:
-                passed.passes.add(now)
+            too_large.is_passed(now)
             self.waiting.remove(seq)
             admitted.append(seq)
             if comes_from_elsewhere(seq):
@@ -162,17 +172,14 @@ class Scheduler:
         block_hash = first_missing(seq, self.kv)
         return block_hash is not None and computing.get(block_hash, -1) >= seq.service_class
 
-    def _may_pass(self, seq: Sequence, too_large: list[Sequence], now: float) -> bool:
+    def _may_pass(self, seq: Sequence, too_large: TooLarge) -> bool:
         """Whether `seq` may have memory that `too_large`, which are more urgent, cannot use yet."""
-        if self.num_admitted >= self.config.max_num_seqs:
+        if self.num_admitted >= self.config.max_num_seqs or too_large.are_over:
             return False
-        if too_large[0].service_class > seq.service_class:
+        first = too_large.seqs[0]
+        if first.service_class > seq.service_class:
             return False
-        if not seq.is_stream and (too_large[0].is_stream or len(too_large) >= MAX_TRIED):
-            return False
-        return not any(
-            each.passes.are_over(now, each.deadline - each.arrived_at) for each in too_large
-        )
+        return seq.is_stream or not (first.is_stream or too_large.num_tried >= MAX_TRIED)
 
     def compute_here(self, seq: Sequence) -> None:
         """Compute the rest of `seq` here: its remote KV has arrived, or will not arrive."""

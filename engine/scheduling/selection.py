@@ -24,6 +24,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
@@ -44,6 +45,29 @@ def order(seq: Sequence, now: float, token_s: float) -> Order:
     says of one token may be nothing, where all passes have equally many."""
     compute_s = max(0.0, seq.num_to_compute * token_s)
     return -seq.service_class, not seq.is_stream, order_of(compute_s, now - seq.arrived_at)
+
+
+class TooLarge:
+    """Those that wait and do not fit, most urgent first."""
+
+    def __init__(self) -> None:
+        self.seqs: list[Sequence] = []
+        self.num_tried = 0  # prompts
+        self.least = inf  # blocks that none of them can have now
+        self.are_over = False  # the passes of one of them
+
+    def add(self, seq: Sequence, now: float) -> None:
+        self.seqs.append(seq)
+        self.are_over |= self._is_over(seq, now)
+
+    def is_passed(self, now: float) -> None:
+        for seq in self.seqs:
+            seq.passes.add(now)
+            self.are_over |= self._is_over(seq, now)
+
+    @staticmethod
+    def _is_over(seq: Sequence, now: float) -> bool:
+        return seq.passes.are_over(now, seq.deadline - seq.arrived_at)
 
 
 def may_be_admitted(

@@ -15,6 +15,7 @@ them.
 - `ahead`: blocks of what has ended are freed while the step behind its last one writes to them.
 - `apart`: all sequences of a failed step are at fault.
 - `turns`: the router sends requests in order of arrival, whosever they are.
+- `fits`: four requests that lack memory stop those of their tenant that do not; at a worker, eight.
 - `passes`: one that memory is missing for is passed without end.
 - `states`: a prefix that is read from a peer counts as read without the states of its end.
 - `again`: a step that failed is run again from where it began, though it may have changed states.
@@ -28,9 +29,11 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 from msgspec import structs
@@ -55,7 +58,8 @@ from kvrelay.kvtransfer.peer.handoff import ConsumerEvent
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.transfer_loop import Answer
-from kvrelay.router.admission.fair_queue import Level, QueueEntry
+from kvrelay.router.admission.blocked import MAX_HELD_BACK, Blocked
+from kvrelay.router.admission.flow import Level, QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import RoleChanged, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord
@@ -78,6 +82,7 @@ class Break(StrEnum):
     SUSPECT = "suspect"
     RANKS = "ranks"
     TURNS = "turns"
+    FITS = "fits"
     PASSES = "passes"
     CLASSES = "classes"
     OUTPUTS = "outputs"
@@ -245,6 +250,8 @@ def break_worker(worker: Worker, broken: Break) -> None:
             scheduler.faults += [(seq, Refusal.EXECUTION, error) for seq in seqs]
 
         scheduler._isolation.on_failed = blame_all  # type: ignore[method-assign]
+    if broken is Break.FITS:
+        worker.core.kv.lacks = lambda seq, num_blocks: False  # type: ignore[method-assign]
     if broken is Break.PASSES:
         scheduler, add = worker.core.scheduler, worker.core.scheduler.add
 
@@ -303,21 +310,31 @@ def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> 
     queue = router._requests.queue
     if broken is Break.TURNS:
 
-        def oldest(
-            level: Level, skip: Mapping[str, QueueEntry], without: Collection[str]
-        ) -> QueueEntry | None:
+        def oldest(level: Level, blocked: Blocked) -> QueueEntry | None:
             returned = [each for _, each in level.returned]
-            heads = [flow.head(skip, 0.0) for flow in level.flows.values()]
-            heads = [each for each in heads if each and not queue.is_limited(each.flow)]
-            found = [each for each in returned if each.record.request_id not in skip] or heads
+            flows = [flow for flow in level.flows.values() if not queue.is_limited(flow)]
+            heads = [flow.head(blocked.entries, 0.0, blocked.limit(flow)) for flow in flows]
+            found = [each for each in returned if each.record.request_id not in blocked]
+            found = found or [head for head in heads if head]
             return min(found, key=lambda each: each.record.arrival, default=None)
 
         queue._head = oldest  # type: ignore[method-assign]
+    if broken is Break.FITS:
+        next_of = queue.next
+
+        def next_of_few(blocked: Blocked) -> QueueEntry | None:
+            blocked.limit = lambda flow: inf  # type: ignore[method-assign]
+            blocked.lacks_memory = lambda entry: False  # type: ignore[method-assign]
+            counts = Counter(entry.flow.tenant for entry in blocked.entries.values())
+            blocked.held_back_tenants = {name for name in counts if counts[name] >= MAX_HELD_BACK}
+            return next_of(blocked)
+
+        queue.next = next_of_few  # type: ignore[method-assign]
     if broken is Break.PASSES:
         push = queue.push
 
-        def push_to_be_passed(record: RequestRecord, units: float) -> None:
-            push(record, units)
+        def push_to_be_passed(record: RequestRecord, units: float, num_held: int = 0) -> None:
+            push(record, units, num_held)
             queue.entry(record).passes = _EndlessPasses()
 
         queue.push = push_to_be_passed  # type: ignore[method-assign]

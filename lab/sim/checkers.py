@@ -30,7 +30,8 @@ from kvrelay.lab.sim.model import FULL, Attention, prompt_outputs
 from kvrelay.lab.sim.runtime import SimNode, SimRuntime
 from kvrelay.lab.sim.scenario import BLOCK_SIZE, Scenario
 from kvrelay.router.admission.admission import OUTPUT_UNITS
-from kvrelay.router.admission.fair_queue import FairQueue, QueueEntry
+from kvrelay.router.admission.fair_queue import FairQueue
+from kvrelay.router.admission.flow import QueueEntry
 from kvrelay.router.messages import Failed
 from kvrelay.router.record import RequestRecord
 from kvrelay.router.router import Router
@@ -259,7 +260,7 @@ class Overtaken:
 
     def _look_at_router(self, runtime: SimRuntime) -> None:
         crowd = self._crowd
-        if not self._holds:
+        if not (self._holds or crowd.holds):
             for name, entry in crowd.waiting.items():
                 for each, other in crowd.sent.items():
                     is_later = other.record.arrival > entry.record.arrival

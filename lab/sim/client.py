@@ -25,6 +25,7 @@ TENANTS = (
     ("green", TenantShare(max_concurrent=1, max_queued=8)),
 )
 """Whose requests they are, in turn."""
+ALONE = ("", TenantShare())
 CLASSES = (ServiceClass.DEFAULT, ServiceClass.BATCH, ServiceClass.PRIORITY, ServiceClass.FLEX)
 
 
@@ -35,6 +36,8 @@ def class_of(job: Job) -> ServiceClass:
 
 
 def tenant_of(job: Job) -> tuple[str, TenantShare]:
+    if job.is_alone:
+        return ALONE
     return job.tenant or TENANTS[int(job.request_id[1:]) % len(TENANTS)]
 
 

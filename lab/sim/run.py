@@ -42,9 +42,16 @@ from kvrelay.lab.sim.checkers import NoProgress, Silence
 from kvrelay.lab.sim.client import Outcome, SecondWave, SimClient
 from kvrelay.lab.sim.faults import Rot, Sickness
 from kvrelay.lab.sim.inversion import ClassInversion
+from kvrelay.lab.sim.kept_waiting import KeptAtRouter, KeptAtWorker
 from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
 from kvrelay.lab.sim.runtime import PoolShape, SimNode, SimRuntime, Violation
-from kvrelay.lab.sim.scenario import GROUPED, RoleChange, Scenario, draw_scenario
+from kvrelay.lab.sim.scenario import (
+    GROUPED,
+    RoleChange,
+    Scenario,
+    draw_scenario,
+    with_one_tenant,
+)
 from kvrelay.lab.sim.updates import (
     BASE,
     SimWeights,
@@ -247,6 +254,10 @@ def _not_drawn(config: WorkerConfig, seed: int, index: int) -> WorkerConfig:
     )
 
 
+ONE_TENANT = 8
+"""One run in so many has one tenant. Not drawn either."""
+
+
 class SimCluster:
     """The nodes of one run, and when what goes wrong."""
 
@@ -255,7 +266,10 @@ class SimCluster:
         self._begins_with: dict[NodeId, WeightVersion] = {}
         more = random.Random(f"{seed}: more")
         last = random.Random(f"{seed}: last")
-        self.scenario: Scenario = draw_scenario(self.runtime.rng, more, last, grouped)
+        scenario = draw_scenario(self.runtime.rng, more, last, grouped)
+        if seed % ONE_TENANT == 1:
+            scenario = with_one_tenant(scenario, random.Random(f"{seed}: one tenant"))
+        self.scenario: Scenario = scenario
         until_s = self.scenario.faults.until_s
         self._updates = draw_updates(random.Random(f"{seed}: weights"), until_s)
         self._configs = {
@@ -313,12 +327,14 @@ class SimCluster:
             checkers.QueueBounds(self.scenario),
             NoProgress(self.worker_ids, self.scenario),
             ClassInversion(self.worker_ids, self.scenario),
+            KeptAtWorker(self.worker_ids),
             self._idle,
         ]
         for router in self.routers:
             checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
             checks.append(Silence(router, self.worker_ids, self._may_decode))
             checks.append(checkers.Fairness(router, self.scenario))
+            checks.append(KeptAtRouter(router, self.worker_ids, self._may_decode))
             workers = self.worker_ids if router == self.routers[0] else []
             checks.append(checkers.Overtaken(router, workers, self.scenario))
         return checks

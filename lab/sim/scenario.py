@@ -134,6 +134,20 @@ def draw_scenario(
     )
 
 
+def with_one_tenant(scenario: Scenario, rng: random.Random) -> Scenario:
+    """`scenario` with all requests of one tenant, and a crowd in which some need most of a pool."""
+    router, workers = _make_room_for_crowd(rng, scenario.router, list(scenario.workers))
+    limits = JobLimits(
+        max_model_len=min(w.max_model_len for w in workers),
+        longest_model_len=max(w.max_model_len for w in workers),
+        pool_tokens=min(map(_pool_tokens, workers)),
+        attention=scenario.attention,
+    )
+    alone = [replace(job, is_alone=True) for job in scenario.jobs if job.tenant is None]
+    alone += draw_crowd(rng, limits, num_tenants=1)
+    return replace(scenario, router=router, workers=tuple(workers), jobs=tuple(alone))
+
+
 def _draw_attention(more: random.Random) -> Attention:
     if more.random() < 0.65:
         return Attention()

@@ -45,6 +45,7 @@ class Job:
     scope: CacheScope = UNSALTED
     poison: Poison | None = None
     tenant: tuple[str, TenantShare] | None = None  # in a crowd
+    is_alone: bool = False  # there is one tenant
 
     @property
     def num_tokens(self) -> int:
@@ -82,10 +83,11 @@ def draw_jobs(
     return jobs
 
 
-def draw_crowd(more: random.Random, limits: JobLimits) -> list[Job]:
+def draw_crowd(more: random.Random, limits: JobLimits, num_tenants: int = 0) -> list[Job]:
     """Two to four tenants of unequal weights, with equally many short requests of unequal sizes,
-    all waiting after the first moment; and up to three that need most of a pool, early on."""
-    count, at_s = more.randint(2, 4), 1.0
+    all waiting after the first moment; and up to three that need most of a pool, early on, or many
+    where the tenants are so many."""
+    count, at_s = num_tenants or more.randint(2, 4), 1.0
     tenants = [
         (f"tenant-{number}", TenantShare(weight=weight))
         for number, weight in enumerate(more.sample((1.0, 2.0, 3.0, 5.0), count))
@@ -96,7 +98,8 @@ def draw_crowd(more: random.Random, limits: JobLimits) -> list[Job]:
     # They are the tenant's with the largest share, whose others may go first.
     most = max(range(count), key=lambda turn: tenants[turn][1].weight)
     early = [number for number in range(len(turns) // 4) if turns[number] == most]
-    large = set(more.sample(early, min(more.randint(1, 3), len(early))))
+    num_large = more.randint(4, 12) if num_tenants else more.randint(1, 3)
+    large = set(more.sample(early, min(num_large, len(early))))
     jobs = []
     for number, turn in enumerate(turns):
         num_output = more.randint(4, 12)

@@ -32,7 +32,8 @@ from types import MappingProxyType
 from kvrelay.engine.cost import TOKENS_UNIT, FittedCost
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.service_class import ServiceClass
-from kvrelay.router.admission.fair_queue import FairQueue, Flow, Level, seen_by
+from kvrelay.router.admission.fair_queue import FairQueue, seen_by
+from kvrelay.router.admission.flow import Flow, Level
 from kvrelay.router.admission.reservations import (
     MAX_RETRY_AFTER_S,
     ClientKey,

@@ -20,137 +20,18 @@ sent, and corrected to what it took when it has ended.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
-from kvrelay.engine.waiting import Passes
-from kvrelay.router.messages import TenantShare
+from kvrelay.router.admission.blocked import Blocked
+from kvrelay.router.admission.flow import Flow, Level, QueueEntry
 from kvrelay.router.record import RequestRecord
 from kvrelay.router.state import TenantLoad
-
-
-@dataclass(slots=True, eq=False)
-class QueueEntry:
-    """A live request is here from `push` to `settle`."""
-
-    record: Any  # its RequestRecord
-    units: float  # estimated service
-    level: Level
-    flow: Flow
-    sent_at: float | None = None  # its first attempt; None: it was never sent, or came back
-    is_charged: bool = False
-    is_served: bool = False  # it has an attempt
-    units_left: float = 0.0  # while it is served
-    passes: Passes = field(default_factory=Passes)  # while no worker has room for it
-    is_late: bool = False
-
-    @property
-    def is_low(self) -> bool:
-        """Whether it is of a low class of service."""
-        is_low: bool = self.record.submit.is_low
-        return is_low
 
 
 def seen_by(is_low: bool, units: list[float]) -> float:
     """What is in the way of a request: low classes are in that of low ones only."""
     return sum(units) if is_low else units[0]
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """A tenant's requests of one priority. Invariant: `units` is the sum over those that wait."""
-
-    tenant: str
-    share: TenantShare
-    floor: float = 0.0  # virtual time when it began to wait
-    finish: float = 0.0  # virtual finish of the last request that was charged
-    on_time: OrderedDict[str, QueueEntry] = field(default_factory=OrderedDict)
-    late: OrderedDict[str, QueueEntry] = field(default_factory=OrderedDict)
-    by_size: list[tuple[float, int, QueueEntry]] = field(
-        default_factory=list
-    )  # a heap, longest first
-    on_time_units: float = 0.0
-    num_before_late: int = 0  # sent while late ones waited, since the last of those
-    units: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.on_time) + len(self.late)
-
-    @property
-    def start(self) -> float:
-        """Virtual start of its next request."""
-        return max(self.floor, self.finish)
-
-    @property
-    def newest(self) -> Any:
-        return next(reversed((self.late or self.on_time).values())).record
-
-    @property
-    def longest(self) -> QueueEntry | None:
-        """The one with most work among those that are on time."""
-        while self.by_size:
-            entry = self.by_size[0][2]
-            if entry.record.request_id in self.on_time:
-                return entry
-            heappop(self.by_size)
-        return None
-
-    def add(self, entry: QueueEntry) -> None:
-        """To the end of those that are on time."""
-        self.on_time[entry.record.request_id] = entry
-        heappush(self.by_size, (-entry.units, entry.record.arrival, entry))
-        self.on_time_units += entry.units
-        self.units += entry.units
-
-    def put_late(self, entry: QueueEntry) -> None:
-        if self._leave(entry):
-            entry.is_late = True
-            self.late[entry.record.request_id] = entry
-
-    def remove(self, entry: QueueEntry) -> bool:
-        """Returns whether it was waiting here."""
-        if entry.is_late:
-            found = self.late.pop(entry.record.request_id, None) is not None
-        else:
-            found = self._leave(entry)
-        if found:
-            self.num_before_late = 0 if entry.is_late else self.num_before_late + bool(self.late)
-            self.units = self.units - entry.units if self else 0.0
-        return found
-
-    def _leave(self, entry: QueueEntry) -> bool:
-        if self.on_time.pop(entry.record.request_id, None) is None:
-            return False
-        self.on_time_units = self.on_time_units - entry.units if self.on_time else 0.0
-        if not self.on_time:
-            self.by_size.clear()
-        return True
-
-    def head(self, skip: Mapping[str, QueueEntry], late_share: float) -> QueueEntry | None:
-        """Returns the one that goes next."""
-        parts = [self.on_time, self.late]
-        if self.num_before_late * late_share >= 1:
-            parts.reverse()
-        return next((e for part in parts for name, e in part.items() if name not in skip), None)
-
-
-@dataclass(slots=True, eq=False)
-class Level:
-    """A priority. Invariant: it is in the queue's `_levels` while anything of it waits."""
-
-    priority: int
-    flows: dict[str, Flow] = field(default_factory=dict)
-    returned: list[tuple[int, QueueEntry]] = field(default_factory=list)  # by arrival
-    virtual: float = 0.0  # start of the last request that was charged
-    credit: float = 0.0  # service owed to it while higher priorities are served
-    units: float = 0.0  # sum over all that waits
-    num_new: int = 0  # that were never served
-
-    def __bool__(self) -> bool:
-        return bool(self.num_new or self.returned)
 
 
 LEAST_LEFT = 0.25  # part of a request, until it ends: estimates are means, and some take far more
@@ -224,16 +105,19 @@ class FairQueue:
         entry = self._entries.get(record.request_id)
         return None if entry is None else entry.sent_at
 
-    def push(self, record: RequestRecord, units: float) -> None:
-        """A new request, to the end of its tenant's."""
+    def push(self, record: RequestRecord, units: float, num_held: int = 0) -> None:
+        """A new request, to the end of its tenant's. `num_held`: tokens of its prompt whose KV some
+        worker holds."""
         assert record.request_id not in self._entries, f"{record.request_id} is known already"
         submit = record.submit
         level = self._level(submit.priority)
         flow = level.flows.get(submit.tenant)
         if flow is None:
-            flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share)
+            flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share, submit.is_low)
         flow.share = submit.share
-        entry = self._entries[record.request_id] = QueueEntry(record, units, level, flow)
+        entry = self._entries[record.request_id] = QueueEntry(
+            record, units, record.num_prompt_tokens - num_held, level, flow
+        )
         self._add(entry)
 
     def restore(self, record: RequestRecord) -> None:
@@ -247,20 +131,18 @@ class FairQueue:
         entry.level.units += entry.units
         self._num_waiting += 1
 
-    def next(
-        self, skip: Mapping[str, QueueEntry], without: Collection[str] = ()
-    ) -> QueueEntry | None:
-        """The next request to be served; None: none, or only those in `skip`, of tenants `without`
-        which others go on, and of tenants that have as many running as they may. It waits until it
-        is charged."""
+    def next(self, blocked: Blocked) -> QueueEntry | None:
+        """The next request to be served; None: none, or only those that `blocked` has or makes
+        wait, and those of tenants that have as many running as they may. It waits until it is
+        charged."""
         for level in self._levels:
             for _, stream in level.returned:
-                if stream.record.num_output_tokens and stream.record.request_id not in skip:
+                if stream.record.num_output_tokens and stream.record.request_id not in blocked:
                     return stream
         first: QueueEntry | None = None
         credited: tuple[float, QueueEntry] | None = None
         for level in self._levels:
-            entry = self._head(level, skip, without)
+            entry = self._head(level, blocked)
             if entry is None:
                 continue
             if first is None:
@@ -366,19 +248,20 @@ class FairQueue:
         insort(self._levels, level, key=lambda each: each.priority)
         return level
 
-    def _head(
-        self, level: Level, skip: Mapping[str, QueueEntry], without: Collection[str]
-    ) -> QueueEntry | None:
+    def _head(self, level: Level, blocked: Blocked) -> QueueEntry | None:
         """What is next of `level`."""
+        skip, without = blocked.entries, blocked.held_back_tenants
         for _, entry in level.returned:
             if entry.record.request_id not in skip and entry.flow.tenant not in without:
                 return entry
-        flows = [
-            flow
+        heads = [
+            (flow.start, head)
             for flow in level.flows.values()
-            if flow and flow.tenant not in without and not self.is_limited(flow)
+            if flow
+            and flow.tenant not in without
+            and not self.is_limited(flow)
+            and (head := flow.head(skip, self._low_share, blocked.limit(flow)))
         ]
-        heads = [(flow.start, head) for flow in flows if (head := flow.head(skip, self._low_share))]
         found = min(heads, key=lambda each: (each[0], each[1].record.arrival), default=None)
         return None if found is None else found[1]
 

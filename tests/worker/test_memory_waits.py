@@ -102,3 +102,21 @@ def test_a_short_prompt_passes_a_long_one_that_does_not_fit() -> None:
         assert world.step()
     assert world.output("large", large) == []
     world.assert_finishes("large", large, 4)
+
+
+def test_short_prompts_pass_however_many_long_ones_that_do_not_fit() -> None:
+    world = World(num_blocks=100, max_model_len=4096, max_waiting=64)
+    long, short = [1] * LONG * BLOCK_SIZE, [3] * BLOCK_SIZE
+    world.submit("long", long, 120, remote=False)
+    while not world.output("long", long):
+        world.step()
+    for number in range(20):
+        world.submit(f"large {number}", [10 + number] * LARGE * BLOCK_SIZE, 2, remote=False)
+    world.now += 5.0
+    world.submit("short", short, 2, remote=False)
+    tried: list[str] = []
+    admit = world.decode.core.kv.admit
+    world.decode.core.kv.admit = lambda seq, room: tried.append(seq.request_id) or admit(seq, room)  # type: ignore
+    while len(world.output("short", short)) < 2:
+        assert world.step()
+    assert len(tried) <= 4 * tried.count("large 0"), "one is tried for all that need as much"

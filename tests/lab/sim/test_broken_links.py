@@ -62,7 +62,7 @@ def test_a_link_is_avoided_while_it_is_broken_and_used_when_it_is_mended(
     monkeypatch.setattr(run, "draw_scenario", lambda *_: scenario())
     for module in (client, inversion):
         monkeypatch.setattr(module, "class_of", lambda _: ServiceClass.DEFAULT)
-    cluster = run.SimCluster(1, None)
+    cluster = run.SimCluster(2, None)
     cluster.run()
     assert cluster.runtime.violations == []
     router: Any = getattr(cluster.runtime.life("router-0"), "node", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.engine.request import SamplingParams
+from kvrelay.router.admission.blocked import Blocked
 from kvrelay.router.admission.fair_queue import FairQueue
 from kvrelay.router.messages import Submit, TenantShare
 from kvrelay.router.record import RequestRecord
@@ -37,7 +38,7 @@ class QueueScript:
 
     def serve(self) -> RequestRecord | None:
         """Send the next request to a worker; None: none may go."""
-        entry = self.queue.next({})
+        entry = self.queue.next(Blocked())
         if entry is None:
             return None
         record = entry.record

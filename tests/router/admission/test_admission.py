@@ -14,7 +14,7 @@ from kvrelay.engine.waiting import MAX_PASSED
 from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.messages import Cancel, Failed
 from kvrelay.router.record import Attempt, Rejection, RequestRecord
-from kvrelay.router.requests import MAX_TRIED
+from kvrelay.router.requests import MAX_TRIED_AT_ONCE
 from tests.router.admission.overload import Overload
 from tests.router.script import CLIENT, Script
 
@@ -244,7 +244,7 @@ def test_a_message_looks_at_few_of_those_that_find_no_place(
 
     monkeypatch.setattr(Dispatcher, "place", counted)
     s.submit("one more", tokens=range(100))
-    assert len(tried) <= MAX_TRIED
+    assert len(tried) <= MAX_TRIED_AT_ONCE
 
 
 def test_a_refusal_names_the_timeout_only_where_that_is_too_short() -> None:

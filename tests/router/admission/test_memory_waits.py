@@ -9,6 +9,7 @@ import pytest
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.waiting import MAX_PASSED, MAX_PASSED_SHARE
+from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.messages import Cancel, Submit, TenantShare
 from kvrelay.router.requests import MAX_TRIED_AT_ONCE
 from tests.router.script import BLOCK, CLIENT, Script, worker_stats
@@ -155,6 +156,51 @@ def test_large_ones_of_a_tenant_do_not_use_up_the_tries_of_others(s: Memory) -> 
         s.ask(f"large {number}", LARGE)
     s.ask("short", SHORT, "b")
     assert set(s.goes_out()) == {"short"}
+
+
+@pytest.mark.parametrize("num_large", [4, 100])
+def test_large_ones_of_one_tenant_do_not_stop_its_short_ones(s: Memory, num_large: int) -> None:
+    for number in range(num_large):
+        s.ask(f"large {number}", LARGE + number % 3)
+    for number in range(20):
+        s.ask(f"short {number}", SHORT)
+    assert list(s.goes_out()) == [f"short {number}" for number in range(14)], "as many as fit"
+
+
+def test_of_large_ones_that_need_no_less_one_is_tried(
+    s: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        s.ask(f"large {number}", LARGE + number % 3)
+    tried, place = [], Dispatcher.place
+
+    def counted(self: Dispatcher, now: float, record: Any, *args: Any, **kinds: Any) -> Any:
+        tried.append(record.request_id)
+        return place(self, now, record, *args, **kinds)
+
+    monkeypatch.setattr(Dispatcher, "place", counted)
+    s.ask("short", SHORT)
+    assert tried == ["large 0", "short"]
+
+
+def test_of_one_tenant_too_none_is_passed_by_more_than_a_few(s: Memory) -> None:
+    for number in range(8):
+        s.ask(f"large {number}", LARGE)
+    s.pass_by(MAX_PASSED, "a")
+    s.ask("short", SHORT)
+    for number in range(8):
+        held = s.goes_out()[f"large {number}"]
+        s.delta(held, LARGE * BLOCK - 3, 7, request_id=f"large {number}")
+        s.tell(Cancel(f"large {number}"))
+
+
+def test_one_whose_prefix_is_cached_needs_less(s: Memory) -> None:
+    known = range(7, 7 + LARGE * BLOCK)
+    s.holds("decode-0", device=known)
+    s.say("decode-0", 24)
+    s.ask("large", LARGE, tenant="")
+    s.submit("turn", tokens=(*known, *range(2 * BLOCK)))
+    assert set(s.goes_out()) == {"turn"}
 
 
 def test_with_large_ones_of_many_tenants_none_is_left_out(s: Memory) -> None:

@@ -1,0 +1,81 @@
+"""Requests of the queue that cannot be sent now, and who may be sent before them.
+
+A router tries its queue in order. What no worker has memory for stays, and of those behind it only
+such are tried as need less: no prompt is looked up twice to learn that the memory is full. Whose
+they are makes no difference, so one tenant's large requests stop neither its own short ones nor
+those of others. What waits for another reason than memory keeps its tenant's order: a few of a
+tenant, and then none of it is tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+
+from kvrelay.engine.waiting import MAX_PASSED
+from kvrelay.router.admission.flow import Flow, QueueEntry
+
+MAX_HELD_BACK = 4  # of a tenant, for other reasons than memory
+
+
+class Blocked:
+    """Owned by the requests of a router, from when it begins with its queue until it has tried all.
+    Invariant: `entries` has them in the order in which they were tried."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, QueueEntry] = {}
+        self.held_back_tenants: set[str] = set()
+        self._held_back: dict[str, str] = {}  # request -> tenant
+        self._lacking: set[Flow] = set()  # one of it waits for memory: no other needs be tried
+        self._least = [inf, inf]  # tokens that no worker has memory for: interactive, low classes
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.entries
+
+    def limit(self, flow: Flow) -> float:
+        """Those of `flow` are tried that need memory for fewer tokens."""
+        return self._least[flow.is_low] if flow in self._lacking else inf
+
+    def lacks_memory(self, entry: QueueEntry) -> bool:
+        """Whether no worker had memory for one that needs no more."""
+        return not entry.is_charged and entry.needs >= self._least[entry.is_low]
+
+    def no_memory_for(self, num_tokens: int, *, is_low: bool) -> None:
+        """What interactive classes lack, low ones do too: to these less is free."""
+        for each in range(is_low, 2):
+            self._least[each] = min(self._least[each], num_tokens)
+
+    def count_passes(self, entry: QueueEntry) -> None:
+        """It may not have been tried while it was passed, since another one of its flow was."""
+        arrival, passes = entry.record.arrival, entry.passes
+        times = [at for number, at in entry.flow.passed_by if number > arrival]
+        if len(times) > passes.count and not entry.is_late:
+            passes.count, passes.since = len(times), min(passes.since, times[0])
+
+    def add(self, entry: QueueEntry, *, is_held_back: bool = False) -> None:
+        """It was tried, or needs not be. `is_held_back`: not because there is no memory."""
+        self.entries[entry.record.request_id] = entry
+        if is_held_back:
+            self._held_back[entry.record.request_id] = entry.flow.tenant
+            counts = Counter(self._held_back.values())
+            self.held_back_tenants = {each for each in counts if counts[each] >= MAX_HELD_BACK}
+        elif self.lacks_memory(entry):
+            self._lacking.add(entry.flow)
+
+    def are_passed(self, now: float, arrival: int) -> list[QueueEntry]:
+        """Another one is sent. Returns those that may not be passed again without being tried."""
+        for flow in {entry.flow: None for entry in self.entries.values()}:
+            flow.passed_by.append((arrival, now))
+        due = []
+        for entry in self.entries.values():
+            if not entry.is_late:
+                entry.passes.add(now)
+                if entry.passes.count == MAX_PASSED:
+                    due.append(entry)
+        return due
+
+    def try_again(self, entry: QueueEntry) -> None:
+        """It may be tried again, before others pass it."""
+        del self.entries[entry.record.request_id]
+        self._lacking.discard(entry.flow)
+        if self._held_back.pop(entry.record.request_id, None) is not None:
+            self.held_back_tenants.discard(entry.flow.tenant)
