@@ -28,7 +28,7 @@ from kvrelay.cluster.api.batches.rows import (
 from kvrelay.cluster.api.batches.store import KEEP_S, Record, Result
 from kvrelay.cluster.api.batches.windows import Window
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.limiter import TENANT
+from kvrelay.cluster.api.limiter import CALLER, TENANT
 from kvrelay.engine.logs import REQUEST
 
 _ENDS = {
@@ -52,6 +52,7 @@ class BatchRun(HeldBatch):
     async def run(self) -> None:
         REQUEST.set(self.name)
         TENANT.set(self.tenant_name)
+        CALLER.set((self.tenant_name,))
         try:
             if not self.is_over and await self._validated():
                 if not self.shared.keeps(self):
