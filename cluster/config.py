@@ -192,8 +192,8 @@ class StateSection(Section, frozen=True):
     index_interval_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 5.0
     # of each command; beyond it the routers go on from memory
     timeout_s: Annotated[float, Meta(ge=0.05, le=60.0)] = 2.0
-    # its memory for files and results of batches, where servers have one cluster.name; beyond it
-    # files are refused, and rows wait
+    # its memory for files and results of batches, where servers have one cluster.name: a quarter of
+    # what it may have (maxmemory), if that is less; beyond it files are refused, and rows wait
     max_batch_bytes: Annotated[int, Meta(ge=1 << 20)] = 1 << 30
 
 

@@ -94,11 +94,11 @@ def _open_batches(config: Config) -> Any:
     folder = config.sessions.state_path if config.sessions.durable else None
     if name := config.cluster.name:
         from kvrelay.cluster.api.batches.shared import SharedBatchStore  # both need redis
-        from kvrelay.cluster.state.redis_client import connect
+        from kvrelay.cluster.state.redis_client import Room, connect
 
         state, prefix = config.state, f"{config.state.key_prefix}:cluster:{name}:"
         redis = connect(state.url, state.timeout_s)
-        return SharedBatchStore(folder, redis, prefix, state.max_batch_bytes)
+        return SharedBatchStore(folder, redis, prefix, Room(redis, state.max_batch_bytes))
     if folder is not None:
         try:
             return BatchStore(folder)

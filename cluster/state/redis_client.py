@@ -7,7 +7,9 @@ Errors say what the server said and nothing of what was sent, which may be promp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +26,9 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 _OF_COMMANDS = (NoScriptError, OutOfMemoryError, WatchError)  # the connection is as it was
+PART = 4  # a batch that ends takes as much again for a moment, and half is for all others
+ASK_S = 60.0  # between two questions for what Redis may have
+_log = logging.getLogger("kvrelay.state")
 _QUOTED = ", with args beginning with"  # what the server says after it was sent to it
 
 
@@ -44,6 +49,33 @@ def connect(url: str, timeout_s: float) -> Redis:
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
     )
+
+
+class Room:
+    """How many bytes something may take of a Redis that others must not run short of."""
+
+    def __init__(self, redis: Redis, most: int, clock: Callable[[], float] = monotonic) -> None:
+        """most: if Redis has room for that."""
+        self._redis, self._most, self._clock = redis, most, clock
+        self._room, self._asked_at = 0, float("-inf")
+
+    def __call__(self) -> int:
+        """A part of what Redis may have, by `maxmemory` or its machine. Raises RedisError while it
+        has never said."""
+        if self._clock() - self._asked_at >= ASK_S:
+            try:
+                memory: Any = self._redis.info("memory")
+            except RedisError:
+                if not self._room:
+                    raise
+            else:
+                limit = int(memory["maxmemory"]) or int(memory.get("total_system_memory", 0))
+                room = min(self._most, limit // PART) if limit else self._most
+                if room not in (self._most, self._room):
+                    text = "batches may have %d bytes, one in %d of what Redis has, and not %d"
+                    _log.warning(text, room, PART, self._most)
+                self._room, self._asked_at = room, self._clock()
+        return self._room
 
 
 class _Client(Redis):

@@ -18,6 +18,7 @@ a batch is ended by who holds its lease at that moment. Keys, below one prefix:
     output:NAME, error:NAME     hashes: line of the input -> result, deflated
     counts:NAME                 hash: sums over its results
     stored                      bytes of all parts and results
+    uploads                     hash: parts that are being written -> their bytes until now
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError, RedisError, WatchError
 
 from kvrelay.cluster.api.batches.store import (
-    DRAFT_KEEP_S,
     KEEP_S,
     MAX_BATCHES,
     PAGE,
@@ -51,6 +51,7 @@ from kvrelay.cluster.api.batches.store import (
 
 FOLDER = "shared-files"  # copies of what was written and read on this machine
 _PART_BYTES = 1 << 20
+_PARTS_KEEP_S = 600  # an upload that is not going on; each part begins it anew
 _MAX_TRIES = 64  # a change is given up then: others got ahead
 _LEVEL = 1  # deflate's fastest
 _KINDS = ("output", "error")
@@ -121,6 +122,22 @@ redis.call('ZREM', KEYS[1]..'open:'..tenant, name)
 redis.call('SREM', KEYS[1]..'readers:'..input, name)
 redis.call('HSET', KEYS[1]..'batch:'..name, 'record', record)
 """
+# An upload has so many bytes now. Returns what all parts, results and uploads have. A part goes
+# through no script, whose memory would keep it for long.
+_COUNT = """
+local parts, size = unpack(ARGV)
+redis.call('HSET', KEYS[1]..'uploads', parts, size)
+local total = tonumber(redis.call('GET', KEYS[1]..'stored') or 0)
+local uploads = redis.call('HGETALL', KEYS[1]..'uploads')
+for i = 1, #uploads, 2 do
+  if redis.call('EXISTS', uploads[i]) == 1 then
+    total = total + tonumber(uploads[i + 1])
+  else
+    redis.call('HDEL', KEYS[1]..'uploads', uploads[i])
+  end
+end
+return total
+"""
 # Returns 1 where there is no room. What says that a row was not sent has to find some: otherwise
 # the batch could not end.
 _PUT = """
@@ -152,15 +169,18 @@ def _redis_errors() -> Iterator[None]:
 class SharedBatchStore(Folder):
     """As `BatchStore`, of which no bytes are only here. Owned by the API."""
 
-    def __init__(self, folder: Path | None, redis: Redis, prefix: str, max_bytes: int) -> None:
-        """folder: None if no copies are to be kept. max_bytes: of all parts and results."""
+    def __init__(
+        self, folder: Path | None, redis: Redis, prefix: str, max_bytes: Callable[[], int]
+    ) -> None:
+        """folder: None if no copies are to be kept. max_bytes: of all parts, uploads and results;
+        may ask Redis."""
         super().__init__(folder, FOLDER)
-        self._prefix, self._max_bytes = prefix, max_bytes
+        self._prefix, self._most = prefix, max_bytes
         self._redis: Any = redis
-        scripts = (_CLAIM, _RENEW, _RELEASE, _PUT, _SET, _END)
-        self._claim, self._renew, self._release, self._put, self._set, self._end = map(
-            self._redis.register_script, scripts
-        )
+        scripts = (_CLAIM, _RENEW, _RELEASE, _PUT, _SET, _END, _COUNT)
+        registered = map(self._redis.register_script, scripts)
+        self._claim, self._renew, self._release, self._put, self._set, *rest = registered
+        self._end, self._count = rest
 
     def _key(self, *names: str) -> str:
         return self._prefix + ":".join(names)
@@ -201,7 +221,7 @@ class SharedBatchStore(Folder):
     @_redis_errors()
     def add_file(self, tenant: str, record: Record, draft: Path, max_bytes: int) -> None:
         """Keeps an upload, which is the draft. Raises Full as `check_room`."""
-        parts, size = self._upload(draft, self._max_bytes)
+        parts, size = self._upload(draft, self._most())
 
         def add(pipe: Any) -> None:
             self._check_room(pipe, tenant, max_bytes)
@@ -211,25 +231,36 @@ class SharedBatchStore(Folder):
         try:
             self._step(add, parts, self._key("files", tenant), self._key("bytes", tenant))
         finally:
-            self._redis.delete(parts)
+            self._forget_uploads(parts)
         os.replace(draft, self.path(record["id"]))
 
     def _upload(self, draft: Path, most: float) -> tuple[str, int]:
         """Returns the key of its parts and what they take: so much may be stored with it."""
         parts, size = self._key("parts", draft.name), 0
-        with draft.open("rb") as file:
-            part = bytes(_PART_BYTES)
-            while len(part) == _PART_BYTES:
-                part = file.read(_PART_BYTES)
-                packed = zlib.compress(part, _LEVEL)
-                size += len(packed)
-                with self._redis.pipeline() as pipe:
-                    pipe.rpush(parts, packed).expire(parts, int(DRAFT_KEEP_S))
-                    stored = int(pipe.get(self._key("stored")).execute()[-1] or 0)
-                if stored + size > most:
-                    self._redis.delete(parts)
-                    raise OSError(errno.ENOSPC, f"files and results have {stored} of {most} bytes")
+        try:
+            with draft.open("rb") as file:
+                part = bytes(_PART_BYTES)
+                while len(part) == _PART_BYTES:
+                    part = file.read(_PART_BYTES)
+                    packed = zlib.compress(part, _LEVEL)
+                    size += len(packed)
+                    with self._redis.pipeline() as pipe:
+                        pipe.rpush(parts, packed).expire(parts, _PARTS_KEEP_S).execute()
+                    stored = self._count([self._prefix], [parts, size]) - size
+                    if stored + size > most:
+                        text = f"files, uploads and results have {stored} of {most} bytes"
+                        raise OSError(errno.ENOSPC, text)
+        except BaseException:
+            with suppress(RedisError):
+                self._forget_uploads(parts)
+            raise
         return parts, size
+
+    def _forget_uploads(self, *parts: str) -> None:
+        """What was not made a file of is gone; files have taken theirs."""
+        if parts:
+            with self._redis.pipeline() as pipe:
+                pipe.delete(*parts).hdel(self._key("uploads"), *parts).execute()
 
     def _begin(self, pipe: Any, *parts: str) -> None:
         """A transaction that makes files of what was uploaded."""
@@ -423,16 +454,17 @@ class SharedBatchStore(Folder):
     @_redis_errors()
     def put_results(self, batch: str, results: Collection[Result]) -> None:
         """The first one of a row counts; after the batch's end none."""
+        most = self._most()
         with self._redis.pipeline(transaction=False) as pipe:
             for result in results:
                 line = zlib.compress(result.line, _LEVEL)
                 sums = 1, result.is_error, *result.tokens, result.is_unsent, len(line)
                 pairs = zip((*SUMS, "unsent", "size"), map(int, sums), strict=True)
                 counts = [each for pair in pairs for each in pair]
-                args = [batch, _KINDS[result.is_error], result.row, line, self._max_bytes, *counts]
+                args = [batch, _KINDS[result.is_error], result.row, line, most, *counts]
                 self._put([self._prefix], args, client=pipe)
             if any(pipe.execute()):
-                raise OSError(errno.ENOSPC, f"files and results have {self._max_bytes} bytes")
+                raise OSError(errno.ENOSPC, f"files and results have {most} bytes")
 
     @_redis_errors()
     def rows_done(self, batch: str) -> set[int]:
@@ -460,16 +492,15 @@ class SharedBatchStore(Folder):
         lease, batch, counts, *results = (
             self._key(kind, name) for kind in ("lease", "batch", "counts", *_KINDS)
         )
-        uploads = [self._upload(draft, float("inf")) for draft in files]
-        parts = [key for key, _ in uploads]
+        uploads = dict[str, int]()
 
         def end(pipe: Any) -> Record | None:
             if pipe.get(lease) != owner.encode() or pipe.zscore(live, name) is None:
                 return None
             *sums, _, size = self._sums(pipe, name)
             ended = with_counts(record, *sums)
-            self._begin(pipe, *parts)
-            for file, upload in zip(files.values(), uploads, strict=True):
+            self._begin(pipe, *uploads)
+            for file, upload in zip(files.values(), uploads.items(), strict=True):
                 self._put_file(pipe, tenant, file, *upload)
             pipe.hset(batch, "record", json.dumps(ended))
             pipe.zrem(live, name).zrem(self._key("open", tenant), name)
@@ -478,10 +509,11 @@ class SharedBatchStore(Folder):
             return ended
 
         try:
-            ended = self._step(end, lease, batch, counts, *parts)
+            # The results are there already, and what is refused here would never end.
+            uploads |= (self._upload(draft, float("inf")) for draft in files)
+            ended = self._step(end, lease, batch, counts, *uploads)
         finally:
-            if parts:
-                self._redis.delete(*parts)
+            self._forget_uploads(*uploads)
         for draft, file in files.items():
             if ended is None:
                 draft.unlink()

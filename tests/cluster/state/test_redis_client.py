@@ -119,7 +119,7 @@ def test_one_call_fails_after_a_failover_and_no_other(
 
 
 def test_batches_and_checkpoints_go_to_the_new_primary(failover: Failover) -> None:
-    batches = SharedBatchStore(None, connect(failover.url, 5.0), "test:", 1 << 20)
+    batches = SharedBatchStore(None, connect(failover.url, 5.0), "test:", lambda: 1 << 20)
     kept = KeptInRedis(LeaseKey(failover.url, "test:cluster:k", 5.0), 1)
     uses: list[tuple[Callable[[], Any], type[Exception]]] = [
         (lambda: batches.claim("me", 0, 1.0, ()), StoreAway),

@@ -79,8 +79,33 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
+{{- /* Bytes, of 512mb as Redis writes it, 1Gi as Kubernetes does, or a number. */ -}}
+{{- define "kvrelay.bytes" -}}
+{{- $text := . | toString | lower -}}
+{{- $number := regexFind "^[0-9]+" $text | int64 -}}
+{{- $unit := regexFind "[a-z]*$" $text -}}
+{{- if hasPrefix "k" $unit }}{{ mul $number 1024 }}
+{{- else if hasPrefix "m" $unit }}{{ mul $number 1048576 }}
+{{- else if hasPrefix "g" $unit }}{{ mul $number 1073741824 }}
+{{- else }}{{ $number }}{{ end -}}
+{{- end -}}
+
+{{- /* Refuses sizes that do not fit each other: a full Redis ends Ray's GCS. */ -}}
+{{- define "kvrelay.fits" -}}
+{{- $memory := include "kvrelay.bytes" .Values.redis.maxMemory | int64 -}}
+{{- $pod := include "kvrelay.bytes" (dig "limits" "memory" "0" .Values.redis.resources) | int64 -}}
+{{- if and $pod (gt (mul 2 $memory) $pod) -}}
+{{- fail (printf "redis.maxMemory %s: expected half of redis.resources.limits.memory at most, which its log's rewrite needs as well" .Values.redis.maxMemory) -}}
+{{- end -}}
+{{- $batches := dig "state" "max_batch_bytes" 0 .Values.config | int64 -}}
+{{- if gt (mul 4 $batches) $memory -}}
+{{- fail (printf "config.state.max_batch_bytes %d: expected a quarter of redis.maxMemory (%s) at most: Ray's GCS, sessions and the leader's lease are in it too" $batches .Values.redis.maxMemory) -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* The settings, with those that the chart knows itself: as a map, in YAML. */ -}}
 {{- define "kvrelay.settings" -}}
+{{- if .Values.redis.enabled }}{{ include "kvrelay.fits" . }}{{ end -}}
 {{- $config := deepCopy .Values.config -}}
 {{- $own := dict "cluster" (dict "address" "auto" "drain_s" .Values.api.drainSeconds) -}}
 {{- if gt (int .Values.api.replicas) 1 -}}

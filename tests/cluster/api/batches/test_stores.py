@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvrelay.cluster.api.batches.routes import LEAST_KEEP_S
 from kvrelay.cluster.api.batches.runner import LEASE_S
@@ -28,7 +29,7 @@ from kvrelay.cluster.api.batches.store import (
     StoreAway,
 )
 from kvrelay.cluster.api.batches.uploads import batch_record, cancel, file_record
-from kvrelay.cluster.state.redis_client import connect
+from kvrelay.cluster.state.redis_client import Room, connect
 from tests.cluster.api.batches.test_runner import (
     Endpoint,
     add_batch,
@@ -51,7 +52,9 @@ def shared(running: Server, tmp_path: Path) -> Iterator[Open]:
 
     def again(max_bytes: int = 64 * MIB) -> SharedBatchStore:
         folder = tmp_path / str(len(opened))
-        opened.append(SharedBatchStore(folder, connect(running.url, 5.0), "test:", max_bytes))
+        opened.append(
+            SharedBatchStore(folder, connect(running.url, 5.0), "test:", lambda: max_bytes)
+        )
         return opened[-1]
 
     yield again
@@ -250,6 +253,42 @@ def test_where_the_shared_store_is_full_rows_wait_and_a_batch_can_end(shared: Op
     keep(store, "", os.urandom(MIB), 8 * MIB)
 
 
+def test_what_is_being_uploaded_counts_and_is_gone_however_it_ends(shared: Open) -> None:
+    here, there = shared(3 * MIB), shared(3 * MIB)
+    count, num_parts = here._count, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts == 2:  # 2 MiB are there, of which 1 counts
+            with pytest.raises(OSError, match="uploads and results have"):
+                keep(there, "blue", os.urandom(2 * MIB), 8 * MIB)
+        if num_parts == 3:
+            raise RedisConnectionError("it is away")
+        return count(*args)
+
+    here._count = counted
+    with pytest.raises(StoreAway, match="it is away"):
+        keep(here, "red", os.urandom(2 * MIB + 9), 8 * MIB)
+    assert not here._redis.keys("test:parts:*")
+    assert not here._redis.exists("test:uploads")
+    keep(there, "blue", os.urandom(2 * MIB), 8 * MIB)
+    assert not here._redis.exists("test:uploads")
+
+
+def test_batches_have_a_quarter_of_what_redis_may_have(running: Server) -> None:
+    redis, now = connect(running.url, 5.0), 0.0
+    room = Room(redis, 64 * MIB, lambda: now)
+    assert room() == 64 * MIB, "its machine has far more"
+    redis.config_set("maxmemory", 16 * MIB)
+    try:
+        assert room() == 64 * MIB
+        now = 60.0
+        assert room() == 4 * MIB
+    finally:
+        redis.config_set("maxmemory", 0)
+
+
 def test_answers_leave_some_of_the_disk_to_what_ends_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +361,6 @@ def test_what_a_restart_of_the_shared_store_lost_is_no_file(
         keep(store, "", b"rows")
     assert store.files("") == []
     store._redis.close()
-    away = SharedBatchStore(None, connect("unix:///no/such.sock", 0.1), "test:", MIB)
+    away = SharedBatchStore(None, connect("unix:///no/such.sock", 0.1), "test:", lambda: MIB)
     with pytest.raises(StoreAway, match="Redis has not done it"):
         away.batches("")
