@@ -8,6 +8,9 @@ and a store that was away begins the count anew. A leader may give orders until 
 from before it wrote the record, is over but for a margin. So no two give orders at a time, as long
 as their clocks run at one speed; and what an older leader says is refused by its term (`epoch_of`),
 whatever clocks do.
+
+Where the store has lost the record, or has an older one, whoever knows the newest puts it back, so
+that no term comes twice: processes that run refuse who leads in an older one. It makes nobody lead.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     settings: str = ""  # a digest of the leader's
     controller: Peer | None = None  # where it listens
     checkpoints: dict[str, str] = {}  # identities of what the leader serves; {}: not known
+    put_back_by: str = ""  # the server that has, after the store had lost it
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ def epoch_of(term: int, starts: int) -> int:
 class _Watched:
     record: LeaseRecord | None
     since: float
+    looked_at: float
 
 
 class Lease:
@@ -93,31 +98,39 @@ class Lease:
     def look(self, now: float, record: LeaseRecord | None) -> tuple[LeaseRecord | None, Change]:
         """`record`: what is in the store, None: nothing. Returns what to write in its place, unless
         it has changed meanwhile, and None if nothing."""
-        known = self._term if self.leads else 0 if self.seen is None else self.seen.term
-        if record is not None and (record.term >= known or not self.leads):
+        known = 0 if self.seen is None else self.seen.term
+        is_lost = known > (0 if record is None else record.term)
+        if record is not None and not is_lost:
             self.seen = record
         if self.leads:
-            if record is None or record.term < self._term:  # the store has lost what it had
-                return self._record(self._term, 0), Change.NONE
+            if is_lost:
+                own = self._record(self._term, 0)
+                if now >= self.may_lead_until:  # another may lead, and says so before the next look
+                    own = msgspec.structs.replace(own, put_back_by=self.server)
+                return own, Change.NONE
+            assert record is not None, "what was written is known"
             if (record.term, record.holder) == (self._term, self.server):
                 return self._record(self._term, record.beat + 1), Change.NONE
             self._term, self._watched = 0, None
             self.may_lead_until = float("-inf")
             return None, Change.LOST
+        if is_lost and self.seen is not None:
+            self._watched = None
+            return msgspec.structs.replace(self.seen, put_back_by=self.server), Change.NONE
         if self._may_take(now, record):
-            highest = max(known, 0 if record is None else record.term)
-            return self._record(highest + 1, 0), Change.NONE
+            return self._record((0 if record is None else record.term) + 1, 0), Change.NONE
         return None, Change.NONE
 
     def _may_take(self, now: float, record: LeaseRecord | None) -> bool:
-        if record is not None and not record.holder:
+        if record is not None and not record.holder and not record.put_back_by:
             return True
         watched = self._watched
-        if watched is None or watched.record != record:
-            self._watched = watched = _Watched(record, now)
-        # A new cluster; but where the store has lost its data, a leader writes them anew.
-        is_first = record is None and self.seen is None
-        return now - watched.since >= (self.lease_s / 2 if is_first else self.lease_s)
+        # Whatever was in between, where it has not looked for a lease.
+        was_away = watched is not None and now - watched.looked_at >= self.lease_s
+        if watched is None or watched.record != record or was_away:
+            self._watched = watched = _Watched(record, now, now)
+        watched.looked_at = now
+        return now - watched.since >= self.lease_s
 
     def store_away(self) -> None:
         """Nobody can write now; once it is back, the leader has the whole of a lease to do so."""
@@ -125,6 +138,8 @@ class Lease:
 
     def wrote(self, looked_at: float, record: LeaseRecord) -> Change:
         """`record`, which `look` gave at `looked_at`, is in the store."""
+        if record.holder != self.server or record.put_back_by:
+            return Change.NONE
         is_new = not self.leads
         self._term, self.seen = record.term, record
         self.may_lead_until = looked_at + self.lease_s * (1 - MARGIN)

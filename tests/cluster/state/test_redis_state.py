@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import os
 from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from redis import Redis
+from redis.connection import parse_url
 
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.config import Config, ConfigError, StateSection
@@ -226,3 +229,23 @@ def test_the_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in str(wrong.value)
     monkeypatch.setenv("KVRELAY_REDIS_URL", "redis://localhost")
     assert with_url(Config()).state.url == "redis://localhost"
+
+
+def test_a_password_of_any_characters_is_given_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_REDIS_USER", "a@b")
+    passwords = [base64.b64encode(os.urandom(32)).decode() for _ in range(200)]
+    for url in ("redis://redis:6379/1", "unix:///run/redis.sock"):
+        for password in [*passwords, "%41", "a b/#?[]@:"]:
+            monkeypatch.setenv("KVRELAY_REDIS_PASSWORD", password)
+            found = parse_url(with_url(Config(state=StateSection(url=url))).state.url)
+            assert (found["username"], found["password"]) == ("a@b", password)
+            assert (found.get("host") or found["path"]) in ("redis", "/run/redis.sock")
+    with pytest.raises(ConfigError, match="in one of the two"):
+        with_url(Config(state=StateSection(url="redis://:x@redis")))
+
+
+@pytest.mark.parametrize("password", ["hunter/2", "12/hunter2", "h#2", "h?2", "h%2", "h[2"])
+def test_a_password_that_ends_the_url_is_named_and_not_shown(password: str) -> None:
+    with pytest.raises(ConfigError, match="give the password as KVRELAY_REDIS_PASSWORD") as wrong:
+        with_url(Config(state=StateSection(url=f"redis://:{password}@redis:6379/1")))
+    assert password not in str(wrong.value)
