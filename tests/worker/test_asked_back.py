@@ -17,7 +17,7 @@ ROW, CHAT, STREAM = [2] * 20 * BLOCK_SIZE, [3] * 16 * BLOCK_SIZE, [1] * 24 * BLO
 def hand_over(
     world: World, name: str, prompt: list[int], max_tokens: int, of: ServiceClass
 ) -> None:
-    params = SamplingParams(max_tokens=num, temperature=0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
     work = (name, 0, "router", tuple(prompt), len(prompt), params, 60.0)
     world.queue.append(("prefill", Prefill(*work, decode_to="decode", service_class=of)))
     world.queue.append(("decode", Decode(*work, prefill_from="prefill", service_class=of)))
