@@ -102,7 +102,8 @@ class KVConfirmed:
 
 @dataclass(frozen=True, slots=True)
 class KVRefused:
-    """The lease was lost, or never was: whatever was read must not be used."""
+    """The lease was lost, or never was: whatever was read must not be used. To one that has not
+    begun to read: the producer's memory is wanted for a higher class, so it does without."""
 
     request_id: str
     attempt: int

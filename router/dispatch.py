@@ -390,6 +390,8 @@ class Dispatcher:
                 is_lost = wait_s > 0 and not delta.cached_by_source.get("peer")
                 if not wait_s:  # it held what it was to read
                     continue
+            elif "asked_back" in phases:  # not by the fault of the link
+                is_lost, wait_s = False, 0.0
             elif "transfer" in phases:
                 wait_s = phases["transfer"] - seconds.transfer
                 is_lost = wait_s > max(LATE_S, seconds.prefill)

@@ -161,6 +161,8 @@ class KVExchange:
         core, arrival, seq = self._core, settled.arrival, settled.arrival.seq
         seq.num_arriving = 0
         seq.is_remote = False
+        if arrival.is_asked_back:
+            seq.end_phase("asked_back", now)
         if seq.state is not SeqState.REMOTE:
             return  # still waiting: it will be admitted as a local one
         if settled.left:
@@ -437,6 +439,8 @@ class Worker:
             else:
                 self.core.begin(seq)
             effects += self._role_of(seq).on_admitted(seq)
+        for seq in self.core.scheduler.wanted:
+            effects += exchange.producer.ask_back(now, seq)
         return effects + self._use_arrived(now)
 
     def _schedule(self, now: float) -> list[Effect]:

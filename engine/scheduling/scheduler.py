@@ -72,6 +72,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.remote: list[Sequence] = []  # admitted, KV is being transferred or loaded
+        self.held: list[Sequence] = []  # computed, for consumers that have not read all of it
+        self.wanted: list[Sequence] = []  # those of them whose blocks one of a higher class needs
         self.in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
         self._awaited = -1  # the step whose tokens draft tokens will follow
@@ -128,6 +130,7 @@ class Scheduler:
         too_large = TooLarge()
         lost = ServiceClass.BATCH  # the highest class of those that are preempted here
         self.lacks_room = self._is_to_preempt = False
+        self.wanted.clear()
         if not self.waiting or self.is_paused:  # as after most messages
             return admitted
         computing = hashes_under_way(self.running, self.remote, self.kv)
@@ -147,6 +150,7 @@ class Scheduler:
                 lost = max(lost, gone.service_class)
             if not is_admitted:
                 self.lacks_room = True
+                self.wanted = self.wanted or self._held_before(seq)
                 too_large.add(seq, now)
                 if not seq.is_stream:
                     too_large.num_tried += 1
@@ -446,6 +450,8 @@ class Scheduler:
             self.running.remove(seq)
         elif seq.state is SeqState.REMOTE:
             self.remote.remove(seq)
+        elif seq.state is SeqState.HELD:
+            self.held.remove(seq)
         seq.state = SeqState.DEAD
         self._drafter.forget(seq)
         self.release_if_settled(seq)
@@ -459,6 +465,7 @@ class Scheduler:
     def hold(self, seq: Sequence) -> None:
         """`seq` is computed; it keeps its blocks for a consumer and is scheduled no more."""
         self.running.remove(seq)
+        self.held.append(seq)
         seq.state = SeqState.HELD
 
     @property
@@ -505,6 +512,21 @@ class Scheduler:
         gone = victim(others, self.kv.windows)
         self._preempt(gone)
         return gone
+
+    def _held_before(self, seq: Sequence) -> list[Sequence]:
+        """Those of lower classes, the lowest first, whose consumers have not read what `seq` needs
+        the blocks of; none if all of it would not be enough."""
+        lower = [each for each in self.held if each.service_class < seq.service_class]
+        lower.sort(key=lambda each: each.service_class)
+        lacking = self.kv.windows.max_blocks(len(seq.tokens)) + self._headroom(seq)
+        lacking -= self.kv.pool.num_free
+        found: list[Sequence] = []
+        for each in lower:
+            if lacking <= 0:
+                break
+            found.append(each)
+            lacking -= len(each.block_ids) - each.block_ids.count(NO_BLOCK)
+        return found if lacking <= 0 else []
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

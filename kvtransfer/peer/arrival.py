@@ -80,6 +80,7 @@ class Arrival:
     next_token: int | None = None
     next_logprobs: TokenLogprobs | None = None
     final_at: float = 0.0
+    is_asked_back: bool = False  # the producer needs its memory, and nothing was read yet
 
     @property
     def key(self) -> Key:

@@ -356,7 +356,12 @@ class Connector:
 
     def on_refused(self, message: KVRefused) -> list[Effect]:
         arrival = self.arrivals.get((message.request_id, message.attempt))
-        if arrival is None or arrival.state is not ConsumerState.CONFIRMING:
+        if arrival is None:
+            return []
+        if arrival.state in (ConsumerState.WAITING, ConsumerState.HANDSHAKING):
+            arrival.is_asked_back = True
+            return self.fail(arrival, "asked_back")
+        if arrival.state is not ConsumerState.CONFIRMING:
             return []
         self.failures["refused"] += 1
         self._settle(arrival, ConsumerEvent.REFUSED)

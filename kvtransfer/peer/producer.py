@@ -23,7 +23,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Send
 from kvrelay.engine.request import TokenLogprobs
 from kvrelay.engine.sequence import NO_BLOCK, Sequence
-from kvrelay.kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady
+from kvrelay.kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady, KVRefused
 from kvrelay.kvtransfer.peer.handoff import Key, ProducerEvent, ProducerState, next_producer
 from kvrelay.kvtransfer.tiers.blocks import Source
 from kvrelay.kvtransfer.tiers.manager import Tiers
@@ -31,6 +31,7 @@ from kvrelay.kvtransfer.tiers.registry import is_storage
 
 MAX_EXPORTS = 64
 EXPORT_SHARE = 0.5  # at most, so much of the device pool: exported blocks cannot be evicted
+ASK_BACK_S = 0.25  # then again: the consumer may not have heard of it
 STAGE_TIMEOUT_S = 5.0  # for blocks to come from storage; those that have not come are left out
 
 
@@ -52,6 +53,7 @@ class Handoff(Lease):
     seq: Sequence
     num_tokens: int  # that the consumer asked for
     announced_end: int = 0  # blocks before it were announced
+    wanted_at: float = float("-inf")  # when its consumer was last asked to do without
 
 
 @dataclass(slots=True, kw_only=True)
@@ -199,6 +201,16 @@ class Producer:
         """The consumer does not want it (any more)."""
         lease = self.leases.get(key)
         return [] if lease is None else self.end(lease, ProducerEvent.RELEASE)
+
+    def ask_back(self, now: float, seq: Sequence) -> list[Effect]:
+        """The blocks of `seq`, which are held, are wanted here. A consumer that has not begun to
+        read them does without, and releases them; one that reads confirms soon."""
+        handoff = self.handoff(seq.key)
+        if now - handoff.wanted_at < ASK_BACK_S:
+            return []
+        handoff.wanted_at = now
+        self._count("handoffs_asked_back")
+        return [Send(handoff.consumer, KVRefused(*handoff.key, "a higher class needs the memory"))]
 
     def on_fetch(self, now: float, fetch: KVFetch) -> list[Effect]:
         key = (fetch.request_id, fetch.attempt)

@@ -203,10 +203,10 @@ _CONNECTORS: dict[Break, type[Connector]] = {
 
 def break_worker(worker: Worker, broken: Break) -> None:
     """Replace one method of its connector, before it has received anything."""
-    exchange = worker.exchange
+    exchange, kv = worker.exchange, worker.core.kv
     if broken is Break.ORPHANS:
-        orphans = HastyOrphans(worker.core.kv.pool, exchange.tiers)
-        exchange.orphans = exchange.connector.orphans = orphans
+        exchange.orphans = HastyOrphans(worker.core.kv.pool, exchange.tiers)
+        exchange.connector.orphans = exchange.orphans
     if broken is Break.LEFT:
         exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
     if broken is Break.VERSIONS:
@@ -224,7 +224,6 @@ def break_worker(worker: Worker, broken: Break) -> None:
     if broken is Break.WATCH:
         worker.core.watch = _BlindWatch(worker.config)
     if broken is Break.OUTPUTS:
-        kv = worker.core.kv
 
         def usable_hashes(seq: Seq) -> list[bytes]:
             return seq.block_hashes[: (len(seq.tokens) - 1) // kv.block_size]
@@ -251,7 +250,7 @@ def break_worker(worker: Worker, broken: Break) -> None:
 
         scheduler._isolation.on_failed = blame_all  # type: ignore[method-assign]
     if broken is Break.FITS:
-        worker.core.kv.lacks = lambda seq, num_blocks: False  # type: ignore[method-assign]
+        kv.lacks = lambda seq, num_blocks: False  # type: ignore[method-assign]
     if broken is Break.PASSES:
         scheduler, add = worker.core.scheduler, worker.core.scheduler.add
 

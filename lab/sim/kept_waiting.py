@@ -15,7 +15,7 @@ from kvrelay.router.router import Router
 from kvrelay.worker.node import Worker
 
 LATELY_S = 0.3  # since a worker was heard of
-MOST_TRIES = 8  # of a router: each time it looks at some of those that wait
+MOST_TRIES = 8  # a router looks at some of those that wait each time
 
 
 class KeptAtRouter:

@@ -14,7 +14,7 @@ from math import inf
 from kvrelay.engine.waiting import MAX_PASSED
 from kvrelay.router.admission.flow import Flow, QueueEntry
 
-MAX_HELD_BACK = 4  # of a tenant, for other reasons than memory
+MAX_HELD_BACK = 4  # a tenant may have so many that wait for another reason than memory
 
 
 class Blocked:

@@ -50,6 +50,8 @@ class FairQueue:
         self.units_running, self.units_left = [0.0, 0.0], [0.0, 0.0]
         self.num_running: Counter[str] = Counter()
         self.num_queued: Counter[str] = Counter()
+        self._low_running: Counter[str] = Counter()  # those of them that are of low classes
+        self._low_queued: Counter[str] = Counter()
         self.elsewhere: Mapping[str, TenantLoad] = {}  # at other routers, by tenant
 
     def __len__(self) -> int:
@@ -81,8 +83,10 @@ class FairQueue:
     def is_limited(self, flow: Flow) -> bool:
         """Whether its tenant has as many running as it may. The limit is of all routers together:
         here it is what others leave of it, or the part of it that has come here where requests wait
-        at others too; but at least one."""
+        at others too; but at least one. What it has of low classes here counts for these alone."""
         limit, running = flow.share.max_concurrent, self.num_running[flow.tenant]
+        if not flow.is_low:
+            running -= self._low_running[flow.tenant]
         if not limit or running < 1:
             return False
         others = self.elsewhere.get(flow.tenant)
@@ -93,6 +97,12 @@ class FairQueue:
         if others.num_queued:
             left = min(left, limit * here // (here + there))
         return running >= left
+
+    def num_before(self, flow: Flow) -> int:
+        """New requests of its tenant that wait here and count against it: those of low classes do
+        for low ones alone."""
+        num_queued = self.num_queued[flow.tenant]
+        return num_queued if flow.is_low else num_queued - self._low_queued[flow.tenant]
 
     def find(self, priority: int, tenant: str) -> tuple[Level | None, Flow | None]:
         """Priority and tenant, where such requests wait; None where none does."""
@@ -158,6 +168,8 @@ class FairQueue:
         self._take_out(entry)
         entry.is_served = True
         self.num_running[record.submit.tenant] += 1
+        if entry.is_low:
+            self._low_running[record.submit.tenant] += 1
         entry.units_left = entry.units
         self.units_running[entry.is_low] += entry.units
         self.units_left[entry.is_low] += entry.units
@@ -230,6 +242,8 @@ class FairQueue:
         for entry in self._entries.values():
             counted[entry.record.submit.tenant] += entry.is_served
         assert +self.num_running == +counted, (self.num_running, counted)
+        low = Counter(e.record.submit.tenant for e in self._entries.values() if e.is_low)
+        assert self._low_running + self._low_queued <= low, (self._low_running, self._low_queued)
         left = sum(entry.units_left for entry in self._entries.values() if entry.is_served)
         assert abs(sum(self.units_left) - left) < 1e-6 * max(1.0, left), (self.units_left, left)
         assert self._num_waiting == sum(1 for _ in self.in_order())
@@ -273,6 +287,8 @@ class FairQueue:
         level.units += entry.units
         level.num_new += 1
         self.num_queued[flow.tenant] += 1
+        if flow.is_low:
+            self._low_queued[flow.tenant] += 1
         self._num_waiting += 1
 
     def _take_out(self, entry: QueueEntry) -> None:
@@ -280,6 +296,8 @@ class FairQueue:
         if flow.remove(entry):
             level.num_new -= 1
             _decrement(self.num_queued, flow.tenant)
+            if flow.is_low:
+                _decrement(self._low_queued, flow.tenant)
         else:
             level.returned = [pair for pair in level.returned if pair[1] is not entry]
         level.units -= entry.units
@@ -290,6 +308,8 @@ class FairQueue:
     def _stop_running(self, entry: QueueEntry) -> None:
         entry.is_served = False
         _decrement(self.num_running, entry.record.submit.tenant)
+        if entry.is_low:
+            _decrement(self._low_running, entry.record.submit.tenant)
         self.units_running[entry.is_low] -= entry.units
         self.units_left[entry.is_low] -= entry.units_left
         if not self.num_running:  # so that errors of rounding do not add up

@@ -96,7 +96,7 @@ def test_work_of_low_classes_keeps_no_other_in_the_queue() -> None:
     queue, admission = s.router._requests.queue, s.router._requests.admission
     admission._drain.workers_per_s = 10.0
     s.sent.clear()
-    s.submit("low", priority=BATCH, timeout_s=20.0)
+    s.submit("low", range(100), priority=BATCH, timeout_s=20.0)
     s.submit("r", priority=0, timeout_s=20.0)
     assert [m.request_id for m in s.take(Decode)] == ["r"]
     queue.check_integrity()

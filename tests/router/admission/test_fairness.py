@@ -233,3 +233,27 @@ def test_sums_hold_and_each_request_is_served_once_whatever_happens(data: st.Dat
         s.end(record)
     assert waiting == []
     s.queue.check_integrity()
+
+
+def test_what_a_tenant_has_of_low_classes_takes_no_place_of_its_chats() -> None:
+    s = QueueScript()
+    rows = [s.push("a", priority=50, max_concurrent=2) for _ in range(4)]
+    assert [s.serve(), s.serve(), s.serve()] == [*rows[:2], None]
+    chats = [s.push("a", max_concurrent=2) for _ in range(3)]
+    assert [s.serve(), s.serve(), s.serve()] == [*chats[:2], None]
+    s.end(rows[0])
+    s.end(rows[1])
+    assert s.serve() is None, "rows have what chats leave"
+    s.end(chats[0])
+    assert s.serve() is chats[2]
+    s.end(chats[1])
+    assert s.serve() is rows[2]
+    s.queue.check_integrity()
+
+
+def test_rows_that_wait_do_not_fill_the_queue_for_chats() -> None:
+    s = QueueScript()
+    row = s.push("a", priority=50)
+    chat = s.push("a")
+    flows = [s.queue.entry(each).flow for each in (row, chat)]
+    assert [s.queue.num_before(flow) for flow in flows] == [2, 1]
