@@ -209,6 +209,32 @@ def test_a_lease_is_renewed_until_another_has_it(stores: Open) -> None:
     assert store.claim("a", 3.0, 100.0, ())[1]["id"] == "batch_0"
 
 
+def test_only_rows_wait_for_the_turn_of_their_tenant(stores: Open) -> None:
+    """What is to be checked, to be cancelled or to expire is claimed whatever runs."""
+    store, now = stores(), time.time()
+    for number in range(2):
+        add_batch(store, 1, now, f"batch_{number}", "red")
+
+    def claimed(now: float, full: tuple[str, ...] = ("red", "blue")) -> str | None:
+        found = store.claim("me", now, 100.0, ("green",), full)
+        return found[1]["id"] if found else None
+
+    assert claimed(now) == "batch_0"
+    store.change_batch("batch_1", lambda each: each | {"status": "in_progress"})
+    assert claimed(now) is None
+    store.release("me", "batch_0")
+    assert claimed(now) == "batch_0"
+    assert claimed(now, ()) == "batch_1"
+    store.release("me", "batch_1")
+    store.change_batch("batch_1", lambda each: each | {"status": "cancelling"})
+    assert claimed(now) == "batch_1"
+    store.change_batch("batch_1", lambda each: each | {"status": "in_progress"})
+    store.change_batch("batch_0", lambda each: each | {"status": "in_progress"})
+    store.release("me")
+    assert claimed(now) is None
+    assert [claimed(now + 86_401) for _ in range(2)] == ["batch_0", "batch_1"]
+
+
 def test_another_server_takes_a_batch_over_when_its_lease_ends(stores: Open) -> None:
     async def run() -> None:
         here, there = stores(), stores()
@@ -315,7 +341,7 @@ def test_a_batch_is_cancelled_and_ends_where_redis_takes_nothing_more(shared: Op
     async def end(store: Any, name: str, limit: int) -> None:
         store._redis.config_set("maxmemory", limit)
         with pytest.raises(OSError, match="takes no more"):
-            store.put_results(name, [Result(2, False, large)])
+            store.put_results(name, [Result(2001, False, answer)])
         cancel(store, name, 5)
         runner = make_runner(store, Endpoint())
         await until(lambda: status(store, name) == "cancelled", runner.tick)
@@ -326,20 +352,20 @@ def test_a_batch_is_cancelled_and_ends_where_redis_takes_nothing_more(shared: Op
         assert store._redis.keys("test:output:*") == []
 
     def begin(store: Any, name: str) -> None:
-        add_batch(store, 3, time.time(), name)
-        counts = {"total": 3, "completed": 0, "failed": 0}
+        add_batch(store, 2002, time.time(), name)
+        counts = {"total": 2002, "completed": 0, "failed": 0}
         begun = {"status": "in_progress", "request_counts": counts}
         store.change_batch(name, lambda record: record | begun)
-        store.put_results(name, [Result(1, False, large)])
+        store.put_results(name, [Result(row, False, answer) for row in range(1, 2001)])
 
-    large = b'{"custom_id": "r0", "x": "' + os.urandom(MIB).hex().encode() + b'"}'
+    answer = b'{"custom_id": "r0", "x": "' + os.urandom(400).hex().encode() + b'"}'
     store = shared(64 * MIB)
     store._redis.config_set("maxmemory-policy", "noeviction")
     begin(store, "batch_a")
     asyncio.run(end(store, "batch_a", store._redis.info("memory")["used_memory"] - 100_000))
-    assert [each["custom_id"] for each in results(store, "output")] == ["r0"]
-    assert [each["custom_id"] for each in results(store, "error")] == ["r1", "r2"]
-    counts = {"total": 3, "completed": 1, "failed": 2}
+    assert [each["custom_id"] for each in results(store, "output")] == ["r0"] * 2000
+    assert [each["custom_id"] for each in results(store, "error")] == ["r2000", "r2001"]
+    counts = {"total": 2002, "completed": 2000, "failed": 2}
     assert store.batch("", "batch_a")["request_counts"] == counts
     begin(store, "batch_b")
     asyncio.run(end(store, "batch_b", 1))
