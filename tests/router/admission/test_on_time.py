@@ -6,6 +6,7 @@ from typing import Any
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.blocked import Blocked
 from kvrelay.router.admission.fair_queue import FairQueue
 from kvrelay.router.averages import Average
 from kvrelay.router.config import RouterConfig
@@ -38,7 +39,7 @@ class Waiting:
 
     def order(self) -> list[str]:
         found = []
-        while entry := self.queue.next({}):
+        while entry := self.queue.next(Blocked()):
             found.append(entry.record.request_id)
             self.queue.charge(self.now, entry.record)
         self.queue.check_integrity()
@@ -73,7 +74,7 @@ def test_one_in_twenty_is_late_so_that_none_starves() -> None:
     for number in range(60):
         waiting.now += 0.03
         record = waiting.come(f"r{number}", 20)
-        first = waiting.queue.next({})
+        first = waiting.queue.next(Blocked())
         assert first is not None
         waiting.queue.charge(waiting.now, first.record)
         if first.record.request_id == "late":

@@ -17,7 +17,7 @@ from kvrelay.cluster.api.constraints import grammar as module
 from kvrelay.cluster.api.constraints.calls import call_grammar
 from kvrelay.cluster.api.constraints.grammar import Constraints, choice_grammar, grammar_of
 from kvrelay.cluster.api.constraints.schema import MAX_OPTIONAL, SchemaError
-from kvrelay.cluster.api.limiter import TENANT, LimitReached
+from kvrelay.cluster.api.limiter import CALLER, LimitReached
 from kvrelay.cluster.api.output.json_calls import Hermes
 from kvrelay.cluster.api.output.tools import Tool
 from kvrelay.engine.model.sampling.vocabulary import GrammarError
@@ -157,7 +157,7 @@ def test_what_takes_too_much_ends_alone(checking: Checking) -> None:
     """Another tenant's is compiled beside it, and the process stays."""
 
     async def of_other(constraints: Constraints) -> float:
-        TENANT.set("other")
+        CALLER.set(("other",))
         began = time.monotonic()
         assert await constraints.check(choice("b"))
         return time.monotonic() - began
@@ -165,7 +165,7 @@ def test_what_takes_too_much_ends_alone(checking: Checking) -> None:
     async def test(constraints: Constraints) -> None:
         await constraints.check(choice("a"))  # the vocabulary has been read
         process = constraints._process
-        TENANT.set("one")
+        CALLER.set(("one",))
         bombs = [asyncio.create_task(constraints.check(BOMB)) for _ in range(3)]
         await asyncio.sleep(0.05)
         assert await asyncio.create_task(of_other(constraints)) < 1.0
