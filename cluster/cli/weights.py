@@ -60,8 +60,11 @@ def update(
         while True:
             now = [each for each in _weights(client) if each["number"] not in before]
             refused = now[0].get("refused") if now else None  # the last one, of whoever asked
-            is_new = refused is not None and refused["number"] not in before
-            if is_new and refused.get("name", "") == asked.get("name", ""):
+            if (
+                refused is not None
+                and refused["number"] not in before
+                and refused.get("name", "") == asked.get("name", "")
+            ):
                 raise click.ClickException(f"refused: {refused['why']}")
             if now and now[0]["state"] != "updating":
                 break
