@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,9 @@ from tests.cluster.api.batches.test_runner import (
 )
 from tests.cluster.state.conftest import running as running
 from tests.cluster.state.stores import Server
+from tests.cluster.state.stores import until as until_true
+from tests.cluster.state.test_lease import LEASE_S as LEASE_OF_LEADER_S
+from tests.cluster.state.test_lease import Member
 
 Open = Callable[[], Any]
 MIB = 1 << 20
@@ -315,6 +319,34 @@ def test_batches_have_a_quarter_of_what_redis_may_have(running: Server) -> None:
         redis.config_set("maxmemory", 0)
 
 
+def test_a_redis_that_others_need_survives_uploads(running: Server, tmp_path: Path) -> None:
+    """It has 64 MB, of which Ray's GCS takes some, and who leads is renewed all the while."""
+    redis = connect(running.url, 5.0)
+    redis.config_set("maxmemory", 64 * MIB)
+    redis.config_set("maxmemory-policy", "noeviction")
+    store = SharedBatchStore(tmp_path, redis, "test:", Room(redis, 1 << 30))
+    leader = Member(running.url, "a")
+    until_true(lambda: leader.may_order)
+    num_kept = 0
+    try:
+        for number in range(40):
+            redis.hset("RAY@gcs:TABLE", f"actor-{number}", os.urandom(MIB // 4))
+            assert leader.may_order
+            with suppress(OSError):
+                keep(store, f"tenant-{number}", os.urandom(MIB), 8 * MIB)
+                num_kept += 1
+        assert 12 <= num_kept <= 16
+        assert redis.info("memory")["used_memory"] < 48 * MIB
+        time.sleep(1.5 * LEASE_OF_LEADER_S)
+        assert leader.may_order
+        assert leader.last.term == 1
+    finally:
+        leader.keeper.close()
+        redis.config_set("maxmemory", 0)
+        redis.flushall()
+        store.close()
+
+
 def test_answers_leave_some_of_the_disk_to_what_ends_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +373,7 @@ def test_a_batch_is_cancelled_and_ends_where_redis_takes_nothing_more(shared: Op
     async def end(store: Any, name: str, limit: int) -> None:
         store._redis.config_set("maxmemory", limit)
         with pytest.raises(OSError, match="takes no more"):
-            store.put_results(name, [Result(2001, False, answer)])
+            store.put_results(name, [Result(6001, False, answer)])
         cancel(store, name, 5)
         runner = make_runner(store, Endpoint())
         await until(lambda: status(store, name) == "cancelled", runner.tick)
@@ -352,20 +384,20 @@ def test_a_batch_is_cancelled_and_ends_where_redis_takes_nothing_more(shared: Op
         assert store._redis.keys("test:output:*") == []
 
     def begin(store: Any, name: str) -> None:
-        add_batch(store, 2002, time.time(), name)
-        counts = {"total": 2002, "completed": 0, "failed": 0}
+        add_batch(store, 6002, time.time(), name)
+        counts = {"total": 6002, "completed": 0, "failed": 0}
         begun = {"status": "in_progress", "request_counts": counts}
         store.change_batch(name, lambda record: record | begun)
-        store.put_results(name, [Result(row, False, answer) for row in range(1, 2001)])
+        store.put_results(name, [Result(row, False, answer) for row in range(1, 6001)])
 
     answer = b'{"custom_id": "r0", "x": "' + os.urandom(400).hex().encode() + b'"}'
     store = shared(64 * MIB)
     store._redis.config_set("maxmemory-policy", "noeviction")
     begin(store, "batch_a")
     asyncio.run(end(store, "batch_a", store._redis.info("memory")["used_memory"] - 100_000))
-    assert [each["custom_id"] for each in results(store, "output")] == ["r0"] * 2000
-    assert [each["custom_id"] for each in results(store, "error")] == ["r2000", "r2001"]
-    counts = {"total": 2002, "completed": 2000, "failed": 2}
+    assert [each["custom_id"] for each in results(store, "output")] == ["r0"] * 6000
+    assert [each["custom_id"] for each in results(store, "error")] == ["r6000", "r6001"]
+    counts = {"total": 6002, "completed": 6000, "failed": 2}
     assert store.batch("", "batch_a")["request_counts"] == counts
     begin(store, "batch_b")
     asyncio.run(end(store, "batch_b", 1))
