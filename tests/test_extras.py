@@ -29,7 +29,7 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
 
 
 def test_nothing_else_imports_an_extra() -> None:
-    parts = ("redis", "index_keys", "session_keys", "lease")
+    parts = ("redis", "redis_client", "index_keys", "session_keys", "lease")
     own = ["cluster.api.batches.shared", *(f"cluster.state.{part}" for part in parts)]
     own.append("decode_worker.vllm.connector")  # which only vLLM's environment imports
     modules = [name for name in Structure(ROOT).files if name not in own]

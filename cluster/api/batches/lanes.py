@@ -184,7 +184,7 @@ class Tries:
         return row
 
     async def _ask(self, row: Row) -> Answer | None:
-        """None: it was stopped."""
+        """None where it was stopped."""
         batch = self._batch
         tenant = batch.tenant
         if tenant is None:

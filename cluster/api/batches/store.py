@@ -35,8 +35,8 @@ DRAFT_KEEP_S = 86_400.0  # what a process that was killed was writing
 MAX_FILES = 1000  # a tenant's
 MAX_BATCHES = 1000  # a tenant's that have not ended
 PAGE = 8  # results that are in memory at once
-MIN_FREE_BYTES = 16 << 20  # of the disk, which answers leave to what ends a batch
-_RESERVED_BYTES = 4 << 20  # of the database and its log, as long as it is before it is used again
+MIN_FREE_BYTES = 16 << 20  # free on the disk: answers leave it to what ends a batch
+_RESERVED_BYTES = 4 << 20  # the database and its log have it before it is used again
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files (tenant TEXT, id TEXT PRIMARY KEY, expires_at REAL,"

@@ -71,7 +71,7 @@ class Room:
         return is_free
 
     def fill(self) -> None:
-        """Lets begin what may."""
+        """Lets those rows begin that may."""
         self.is_short = False
         for window in self.windows:
             window.fill()

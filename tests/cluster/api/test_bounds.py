@@ -144,7 +144,7 @@ def test_large_prompts_of_one_tenant_hold_up_its_own(
 def test_bodies_count_until_they_are_understood(
     shared: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one caller most of what there is room for; another's are taken meanwhile."""
+    """One caller has most of the room; another's are taken meanwhile."""
     held = Held(shared, monkeypatch)
     monkeypatch.setattr(shared.ctx, "max_model_len", 200_000)
     # A body of 504,000 bytes counts as 440,000 or more, by how it arrives: three fit into 49 of 64

@@ -25,7 +25,7 @@ from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.tenants import Tenant, Tenants
 
 CHAT = ENDPOINTS[0]
-BEGAN_AT = 1_000_000.0  # of the clock, where the loop's time is 0
+BEGAN_AT = 1_000_000.0  # the clock says so, where the loop's time is 0
 ENDS = ("completed", "failed", "expired", "cancelled")
 
 
@@ -100,7 +100,7 @@ class Cluster:
         max_live: int = 4096,
     ) -> None:
         self.store, self.backend, self.loop = store, backend, asyncio.get_running_loop()
-        self.window_s = WINDOW_S  # of batches that are added
+        self.window_s = WINDOW_S  # that added batches have
         self.queued = {"a": 0, "b": 0}
         models = {
             name: SimpleNamespace(

@@ -87,7 +87,7 @@ def test_a_tenant_at_its_rate_or_without_room_stops_no_other(play: Any) -> None:
 
 
 def test_a_row_that_is_to_be_sent_again_has_no_place(play: Any) -> None:
-    """Of ten rows four are answered 504 each time before their first token."""
+    """Four of ten rows are answered 504 each time before their first token."""
 
     def refusal(sent: Sent, body: Any) -> None:
         if body["i"] < 4:
@@ -127,7 +127,7 @@ def test_a_model_without_a_worker_holds_nothing_up_and_its_batch_begins_when_it_
         assert await cluster.ended("batch_a") < 20
         counts = {"total": 650, "completed": 50, "failed": 0}
         await cluster.until(lambda: cluster.record("batch_mixed")["request_counts"] == counts, 30)
-        cluster.queued["b"] = 3  # of chats, at a model that is nobody else's
+        cluster.queued["b"] = 3  # for chats, at a model that is nobody else's
         assert await cluster.ended(cluster.add("batch_c", 50)) < 20
         await cluster.ended("batch_b", "batch_mixed")
         assert {cluster.status(name) for name in ("batch_b", "batch_mixed")} == {"completed"}
@@ -156,7 +156,7 @@ def test_rows_that_wait_in_the_lowest_class_are_sent_anew_when_their_batch_is_du
 
 
 def test_a_small_batch_ends_beside_one_of_a_day_and_each_is_checked_at_once(play: Any) -> None:
-    """Of 30 batches of a tenant; 20 tenants have one each beside them."""
+    """A tenant has 30 batches; 20 tenants have one each beside them."""
     names = [f"t{i}" for i in range(20)]
 
     async def script(cluster: Cluster) -> None:
@@ -380,7 +380,7 @@ def test_large_rows_are_in_memory_by_their_bytes(play: Any) -> None:
 
 
 def test_rows_leave_places_to_chats_and_to_tenants_that_come_later(play: Any) -> None:
-    """Of 40 places of the API rows have 20 at most, and one tenant half of these."""
+    """Rows have 20 of the 40 places of the API at most, and one tenant half of these."""
     red = tenant("red", share=TenantShare(max_concurrent=8))
 
     async def script(cluster: Cluster) -> None:

@@ -40,7 +40,7 @@ def test_a_slow_body_holds_no_place_of_those_that_are_served(tokenizer: Tokenize
 
 def test_bodies_that_arrive_together_have_a_bound(tokenizer: Tokenizer) -> None:
     with serve(tokenizer, ApiSettings(max_body_bytes=1 << 20)) as served:
-        served.ctx.bodies.limit = 1_900_000  # of one caller seven eighths
+        served.ctx.bodies.limit = 1_900_000  # a caller has seven eighths
         large = json.dumps(BODY | {"user": "x" * 900_000}).encode()
         with begun(served, len(large), large[:-1]) as sock:
             wait_until(lambda: served.ctx.bodies.num_taken > 700_000)

@@ -214,7 +214,7 @@ def test_one_that_asks_for_nothing_makes_room_for_another(tokenizer: Tokenizer) 
 
 
 def test_messages_share_the_memory_for_bodies(tokenizer: Tokenizer) -> None:
-    """Of eight bodies. Who sends more is told so, or cut off in mid-message; another caller finds
+    """They have room for eight bodies. Who sends more is told so, or cut off in mid-message; another caller finds
     room."""
     size, refused, cut = 128 * 1024, set[str](), 0
     text = json.dumps({"type": "response.create", "model": MODEL, "input": "Hi", "store": False})
