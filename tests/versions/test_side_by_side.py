@@ -119,7 +119,7 @@ def test_nothing_breaks_under_faults_with_what_the_last_release_sends(
         deliver(self, source, life, cut_down(message))
 
     monkeypatch.setattr(SimRuntime, "_deliver", cut)
-    for seed in (0, 2):
+    for seed in (0, 4):
         report = run_seed(seed)
         assert not report.violations, (seed, report.violations[:3])
     assert num_cut > 1000
