@@ -214,8 +214,8 @@ def test_one_that_asks_for_nothing_makes_room_for_another(tokenizer: Tokenizer) 
 
 
 def test_messages_share_the_memory_for_bodies(tokenizer: Tokenizer) -> None:
-    """They have room for eight bodies. Who sends more is told so, or cut off in mid-message; another caller finds
-    room."""
+    """They have room for eight bodies. Who sends more is told so, or cut off in mid-message;
+    another caller finds room."""
     size, refused, cut = 128 * 1024, set[str](), 0
     text = json.dumps({"type": "response.create", "model": MODEL, "input": "Hi", "store": False})
     with serve(tokenizer, ApiSettings(max_body_bytes=size)) as served:
