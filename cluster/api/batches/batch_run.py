@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import sqlite3
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from kvrelay.cluster.api.batches.rows import (
     row_id,
     unsent,
 )
-from kvrelay.cluster.api.batches.store import KEEP_S, Record, Result
+from kvrelay.cluster.api.batches.store import KEEP_S, Record, Result, is_full
 from kvrelay.cluster.api.batches.windows import Window
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.limiter import CALLER, TENANT
@@ -96,8 +95,7 @@ class BatchRun(HeldBatch):
         return await self._begin(checker.num_rows)
 
     def _fail(self, code: str, message: str) -> None:
-        error = {"code": code, "message": message, "param": None, "line": None}
-        self.record["errors"] = {"object": "list", "data": [error]}
+        self.record["errors"] = _errors(code, message)
 
     async def _begin(self, num_rows: int) -> bool:
         now = int(self.shared.clock())
@@ -258,7 +256,8 @@ class BatchRun(HeldBatch):
             left = list(self._left(done, end)) if total else []
             num_unsent = sum(each.is_unsent for each in left)
             record["num_unsent"] = self._store.num_unsent(self.name) + num_unsent
-            record["request_counts"] = _failed(record["request_counts"], len(left))
+            counts = record["request_counts"]
+            record["request_counts"] = counts | {"failed": counts["failed"] + len(left)}
             self._write_files(record, now, files)
             self._append_errors(record, now, left, files)
             is_freed = True
@@ -293,21 +292,15 @@ class BatchRun(HeldBatch):
         total = record["request_counts"]["total"]
         record["request_counts"] = {"total": total, "completed": 0, "failed": total}
         record["num_unsent"] = 0
-        error = {"code": code, "message": message, "param": None, "line": None}
-        record["errors"] = {"object": "list", "data": [error]}
+        record["errors"] = _errors(code, message)
         self._store.end(self.shared.owner, self.tenant_name, record)
-
-
-def is_full(error: Exception) -> bool:
-    """Whether a disk, or Redis, takes no more."""
-    if isinstance(error, sqlite3.OperationalError):
-        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _finalizing(record: Record) -> Record:
     return record | {"status": "finalizing"}
 
 
-def _failed(counts: Record, more: int) -> Record:
-    return counts | {"failed": counts["failed"] + more}
+def _errors(code: str, message: str) -> Record:
+    """What is wrong with a batch as a whole."""
+    error = {"code": code, "message": message, "param": None, "line": None}
+    return {"object": "list", "data": [error]}

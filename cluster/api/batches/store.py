@@ -58,6 +58,13 @@ class StoreAway(OSError):
     """What several servers share does not answer now."""
 
 
+def is_full(error: Exception) -> bool:
+    """Whether a disk, or Redis, takes no more."""
+    if isinstance(error, sqlite3.OperationalError):
+        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The one of a row. line: as it stands in the file of outputs, or of errors."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import secrets
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from kvrelay.cluster.api.batches.store import Full, Record, StoreAway, private_file
+from kvrelay.cluster.api.batches.store import Full, Record, StoreAway, is_full, private_file
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded, store_away
 from kvrelay.cluster.api.incoming import too_large
@@ -29,7 +28,6 @@ MAX_UPLOADS = 32  # at once
 MAX_UPLOAD_S = 3600.0
 LEAST_RATE = 16 * 1024  # bytes a second, on average; who is slower keeps others out for nothing
 _WRITTEN_AT_ONCE = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _log = logging.getLogger("kvrelay.api")
 P = ParamSpec("P")
@@ -182,11 +180,7 @@ def _disk() -> Iterator[None]:
     except StoreAway as error:
         _log.warning("%s", error)
         raise store_away() from None
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise disk_full() from None
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_FULL:
+    except (OSError, sqlite3.OperationalError) as error:
+        if not is_full(error):
             raise
         raise disk_full() from None
