@@ -91,7 +91,9 @@ class Shares:
         most, taken = self.limit, self.num_taken
         for depth in range(1, len(caller) + 1):
             own, free = self._taken[caller[:depth]], most - taken
-            reserve = most // RESERVE
+            # Of several tenants none has all, however few places there are.
+            least = depth == 1 < len(caller) and most > 1
+            reserve = max(int(least), most // RESERVE)
             if free - amount < reserve and own + amount > free:
                 return False
             most, taken = most - reserve, own
@@ -221,23 +223,27 @@ class ConcurrencyLimiter:
         return self._promised - now
 
 
+_Waiting = deque[asyncio.Future[None]]
+
+
 class Turns:
-    """Work that takes long: so much at once, of one caller one, and callers take turns, so that
-    what one asks for waits behind its own. Used in one loop. Invariants: at most `limit` run; who
-    could run does not wait."""
+    """Work that takes long: so much at once, of one tenant one (of one address, where all are one
+    tenant), and they take turns, so that what one asks for waits behind its own; within a tenant
+    its addresses do. Used in one loop. Invariants: at most `limit` run; who could run does not
+    wait."""
 
     def __init__(self, limit: int, max_waiting: int) -> None:
         """max_waiting: calls of one caller."""
         self._limit, self._max_waiting = limit, max_waiting
-        self._running: Counter[Caller] = Counter()
-        self._waiting: OrderedDict[Caller, deque[asyncio.Future[None]]] = OrderedDict()
+        self._running: Counter[str] = Counter()  # by the first part of a caller
+        self._waiting: OrderedDict[str, OrderedDict[Caller, _Waiting]] = OrderedDict()
 
     @asynccontextmanager
     async def turn(self, timeout_s: float | None = None) -> AsyncIterator[None]:
         """Wait for the turn of the caller whose call it is. Raises LimitReached."""
         caller = CALLER.get()
-        if self._running.total() < self._limit and not self._running[caller]:
-            self._running[caller] += 1
+        if self._running.total() < self._limit and not self._running[caller[0]]:
+            self._running[caller[0]] += 1
         else:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -247,10 +253,11 @@ class Turns:
         try:
             yield
         finally:
-            self._end(caller)
+            self._end(caller[0])
 
     async def _wait(self, caller: Caller) -> None:
-        waiting = self._waiting.setdefault(caller, deque())
+        callers = self._waiting.setdefault(caller[0], OrderedDict())
+        waiting = callers.setdefault(caller, deque())
         if len(waiting) >= self._max_waiting:
             raise LimitReached(UNKNOWN_RETRY_AFTER_S)
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -259,32 +266,33 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._end(caller)  # its turn had just come
+                self._end(caller[0])  # its turn had just come
             elif mine in waiting:
                 waiting.remove(mine)
             raise
 
-    def _end(self, caller: Caller) -> None:
-        self._running -= Counter([caller])
+    def _end(self, outer: str) -> None:
+        self._running -= Counter([outer])
         while self._running.total() < self._limit and (other := self._next()) is not None:
             self._running[other] += 1
 
-    def _next(self) -> Caller | None:
-        """Lets one begin: of those that wait, of the tenant that has fewest running, the one whose
-        turn is the longest ago."""
-        for other in [name for name, waiting in self._waiting.items() if not any_left(waiting)]:
-            del self._waiting[other]
-        could = [other for other in self._waiting if not self._running[other]]
-        if not could:
-            return None
-        outer = Counter(running[0] for running in self._running.elements())
-        other = min(could, key=lambda caller: outer[caller[0]])  # the first of those
-        self._waiting.move_to_end(other)
-        self._waiting[other].popleft().set_result(None)
-        return other
+    def _next(self) -> str | None:
+        """Lets one begin, whose turn is the longest ago. Returns the first part of its caller."""
+        for outer, callers in list(self._waiting.items()):
+            for caller in [each for each, waiting in callers.items() if not any_left(waiting)]:
+                del callers[caller]
+            if not callers:
+                del self._waiting[outer]
+            elif not self._running[outer]:
+                caller = next(iter(callers))
+                callers.move_to_end(caller)
+                self._waiting.move_to_end(outer)
+                callers[caller].popleft().set_result(None)
+                return outer
+        return None
 
 
-def any_left(waiting: deque[asyncio.Future[None]]) -> bool:
+def any_left(waiting: _Waiting) -> bool:
     """Whether some of them have not gone; the first is then one of these."""
     while waiting and waiting[0].done():
         waiting.popleft()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WINDOW_S = 86_400  # OpenAI's and Anthropic's only one
 MAX_UPLOADS = 32  # at once
 MAX_UPLOAD_S = 3600.0
-LEAST_RATE = 16 * 1024  # bytes a second, on average; who is slower keeps others out for nothing
+LEAST_RATE = 16 * 1024  # bytes a second, measured anew every `body_timeout_s`
 _WRITTEN_AT_ONCE = 1 << 20
 
 _log = logging.getLogger("kvrelay.api")
@@ -136,7 +136,7 @@ class Uploads:
         if declared.isascii() and declared.isdigit() and int(declared[:19]) > most:
             raise too_large(limits.max_file_bytes)
         chunks, loop = http.stream().__aiter__(), asyncio.get_running_loop()
-        began, num_received, late_s = loop.time(), 0, limits.body_timeout_s
+        began, num_received = loop.time(), 0  # of the window that its rate is measured in
         try:
             with open(draft, "xb", opener=private_file) as file:
                 async with asyncio.timeout(MAX_UPLOAD_S):
@@ -146,8 +146,10 @@ class Uploads:
                         if chunk is not None:
                             feed(chunk)
                             num_received += len(chunk)
-                            if loop.time() - began > late_s + num_received / LEAST_RATE:
-                                raise too_slow(num_received, loop.time() - began)
+                            if (seconds := loop.time() - began) >= limits.body_timeout_s:
+                                if num_received < LEAST_RATE * seconds:
+                                    raise too_slow(num_received, seconds)
+                                began, num_received = loop.time(), 0
                         if size + len(unwritten) > limits.max_file_bytes:
                             raise too_large(limits.max_file_bytes)
                         if chunk is None or len(unwritten) >= _WRITTEN_AT_ONCE:

@@ -15,7 +15,7 @@ from websockets.frames import CloseCode
 
 from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
-from kvrelay.cluster.api.limiter import ByteBudget, Held, network_of
+from kvrelay.cluster.api.limiter import ByteBudget, Caller, Held, network_of
 from kvrelay.engine.wire.pending import PendingConnections
 
 SOCKET = "socket"  # names the connection's `BoundedSocket` in the scope's state
@@ -53,6 +53,11 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         self._held.close()
         self.waiting.remove(self)
         super().connection_lost(exc)
+
+    def is_of(self, caller: Caller) -> None:
+        """Its key is known: what it has counts for that caller from now on."""
+        self._held.close()
+        self._held = self.budget.holder(caller)
 
     def rest(self) -> None:
         """It asks for nothing now: it may have to make room."""

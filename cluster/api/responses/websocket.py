@@ -24,6 +24,7 @@ from kvrelay.cluster.api.errors import ApiError, draining, invalid, overloaded
 from kvrelay.cluster.api.http.site import check_origin
 from kvrelay.cluster.api.http.socket import SOCKET, BoundedSocket
 from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES, caller, hold, place
+from kvrelay.cluster.api.limiter import CALLER
 from kvrelay.cluster.api.openai.schema import check_brackets
 from kvrelay.cluster.api.responses.conversations import Remembered
 from kvrelay.cluster.api.responses.format import begun, error_event
@@ -62,9 +63,9 @@ class ResponsesSocket:
         connection = _Connection(self._ctx, self._read, socket, tenant)
         reading = asyncio.create_task(connection.read())
         try:
-            while (text := await connection.next_message()) is not None:
+            while await connection.has_message():
                 try:
-                    await connection.answer(text)
+                    await connection.answer()
                 except ApiError as error:
                     self._count(error)
                     await connection.send(error_event(error))
@@ -87,7 +88,11 @@ class _Connection:
         self._socket, self._tenant = socket, tenant
         # uvicorn's connection, if there is one: it rests while nothing is asked for.
         self._below: BoundedSocket | None = socket.scope.get("state", {}).get(SOCKET)
-        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
+        if self._below is not None:
+            self._below.is_of(CALLER.get())
+        self._waiting: asyncio.Queue[_Message] = asyncio.Queue(MAX_WAITING)
+        self._message: _Message | None = None
+        self._num_waiting = 0  # bytes of these and of the one that is being read
         self._gone = asyncio.Event()
         self._held = ctx.bodies.holder()
         kept = ctx.remembered.holder()
@@ -100,43 +105,46 @@ class _Connection:
         while (message := await self._socket.receive())["type"] != "websocket.disconnect":
             text = (message.get("text") or "").encode()
             try:
-                self._hold(text)
-                self._waiting.put_nowait(text)
-            except asyncio.QueueFull:
-                self._let_go(text)
-                error = overloaded(f"{MAX_WAITING} messages wait already", 1.0)
-                await self.send(error_event(error))
+                if self._waiting.full():
+                    raise overloaded(f"{MAX_WAITING} messages wait already", 1.0)
+                self._waiting.put_nowait(self._held_message(text))
             except ApiError as error:
                 await self.send(error_event(error))
             del message, text
         self._gone.set()
 
-    def _hold(self, text: bytes) -> None:
-        """Counts it while it waits. Raises `ApiError` (429)."""
-        if len(text) > SMALL_BODY_BYTES:
-            hold(self._held.take, len(text))
+    def _held_message(self, text: bytes) -> _Message:
+        """Counts it until it has been read. Raises `ApiError` (429)."""
+        num_held = len(text) if self._num_waiting + len(text) > SMALL_BODY_BYTES else 0
+        if num_held:
+            hold(self._held.take, num_held)
+        self._num_waiting += len(text)
+        return _Message(text, num_held)
 
-    def _let_go(self, text: bytes) -> None:
-        if len(text) > SMALL_BODY_BYTES:
-            self._held.give_back(len(text))
+    def _let_go(self, message: _Message) -> None:
+        self._num_waiting -= len(message.text)
+        self._held.give_back(message.num_held)
 
     def close(self) -> None:
         self._remembered.forget(self._remembered.name)
         self._held.close()
 
-    async def next_message(self) -> bytes | None:
-        """None: the connection has ended, or nothing has come for long."""
+    async def has_message(self) -> bool:
+        """Waits for what `answer` answers. False: the connection has ended, or nothing has come for
+        long."""
         if not self._waiting.empty():
-            return self._waiting.get_nowait()
+            self._message = self._waiting.get_nowait()
+            return True
         if self._below is not None:
             self._below.rest()
         try:
-            return await self._next_message()
+            self._message = await self._next_message()
         finally:
             if self._below is not None:
                 self._below.work()
+        return self._message is not None
 
-    async def _next_message(self) -> bytes | None:
+    async def _next_message(self) -> _Message | None:
         waits = [asyncio.create_task(each) for each in (self._waiting.get(), self._gone.wait())]
         try:
             await asyncio.wait(waits, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -145,20 +153,24 @@ class _Connection:
                 task.cancel()
         got = waits[0]
         if got.done() and not got.cancelled():
-            text: bytes = got.result()  # type: ignore[assignment]
-            return text
+            message = got.result()
+            assert isinstance(message, _Message)
+            return message
         if not self._gone.is_set():
             await self._socket.close(1001, f"no message for {IDLE_S:g} s")
         return None
 
-    async def answer(self, text: bytes) -> None:
+    async def answer(self) -> None:
         """One response. Raises `ApiError` before its first event, and what `send` does."""
+        message, self._message = self._message, None  # it is in memory only until it has been read
+        assert message is not None
         request_id = uuid.uuid4().hex
         REQUEST.set(request_id)  # for what this connection's task does
         self._status, self._body, self._has_failed = 0, b"", True
         previous = None
         try:
             try:
+                text = message.text
                 check_brackets(text)
                 asked = await self._ctx.in_json_thread(len(text), _created, text)
                 previous = asked.previous
@@ -167,8 +179,8 @@ class _Connection:
                 is_generated = asked.is_generated
                 del asked
             finally:
-                self._let_go(text)
-            del text
+                self._let_go(message)
+            del text, message
             if call.request.background:
                 raise invalid("'background': a WebSocket answers in the foreground", "background")
             if not is_generated:
@@ -230,6 +242,11 @@ class _Connection:
                 await self._socket.send_text(text)
         except (TimeoutError, RuntimeError, WebSocketDisconnect):
             raise ClientDisconnect from None
+
+
+class _Message(NamedTuple):
+    text: bytes
+    num_held: int  # bytes that count until it has been read
 
 
 class _Asked(NamedTuple):

@@ -186,8 +186,21 @@ def test_callers_take_turns() -> None:
 
 
 def test_addresses_of_a_tenant_share_its_turns() -> None:
-    jobs = [("a1", "x"), ("a2", "y"), ("a3", "z"), ("b1", "v"), ("b1", "w")]
-    assert in_turns(Turns(2, 10), jobs) == ["x", "y", "v", "z", "w"]
+    jobs = [("a1", "x"), ("a2", "y"), ("a2", "z"), ("a1", "u"), ("b1", "v"), ("b1", "w")]
+    assert in_turns(Turns(2, 10), jobs) == ["x", "v", "y", "w", "u", "z"]
+    assert in_turns(Turns(1, 10), jobs) == ["x", "y", "v", "u", "w", "z"]
+
+
+@pytest.mark.parametrize("limit", range(2, 8))
+def test_no_tenant_has_all_of_a_few_places(limit: int) -> None:
+    shares = Shares(limit)
+    while shares.take(("red", "1")) or shares.take(("red", "2")):
+        pass
+    assert shares.take(("blue", "1"))
+    alone = Shares(limit)
+    while alone.take(("address",)):
+        pass
+    assert alone.num_taken == limit, "nobody else is known"
 
 
 def test_those_that_wait_are_bounded_by_caller() -> None:

@@ -15,6 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.http.connection import ConnectionLimits
+from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
 from kvrelay.cluster.api.responses.format import ResponseFormat
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
@@ -214,8 +215,8 @@ def test_one_that_asks_for_nothing_makes_room_for_another(tokenizer: Tokenizer) 
 
 
 def test_messages_share_the_memory_for_bodies(tokenizer: Tokenizer) -> None:
-    """They have room for eight bodies. Who sends more is told so, or cut off in mid-message;
-    another caller finds room."""
+    """The budget is that of eight bodies. A sender over its share gets an error, or is disconnected
+    in mid-message; another caller finds room."""
     size, refused, cut = 128 * 1024, set[str](), 0
     text = json.dumps({"type": "response.create", "model": MODEL, "input": "Hi", "store": False})
     with serve(tokenizer, ApiSettings(max_body_bytes=size)) as served:
@@ -239,6 +240,19 @@ def test_messages_share_the_memory_for_bodies(tokenizer: Tokenizer) -> None:
         assert cut or refused
         wait_until(lambda: bodies.num_taken == 0)
         assert served.ctx.remembered.num_taken == 0
+
+
+def test_small_messages_that_wait_count_together(tokenizer: Tokenizer) -> None:
+    size = SMALL_BODY_BYTES
+    text = json.dumps({"type": "response.create", "model": MODEL, "input": "Hi", "store": False})
+    with serve(tokenizer, ApiSettings(max_body_bytes=size)) as served:
+        served.router.delay_s = 0.05
+        with opened(served) as socket:
+            for _ in range(6):
+                socket.send(text + " " * (size - len(text)))
+            wait_until(lambda: served.ctx.bodies.num_taken >= 4 * size)
+            assert {last(socket)["type"] for _ in range(6)} == {"response.completed"}
+        wait_until(lambda: served.ctx.bodies.num_taken == 0)
 
 
 def test_what_is_said_beforehand_counts_as_a_request(tokenizer: Tokenizer) -> None:
