@@ -27,6 +27,7 @@ from kvrelay.cluster.api.limiter import (
 )
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.api.responses.threads import StoreThreads
 from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
@@ -141,6 +142,7 @@ class ApiContext:
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
     bodies: ByteBudget = field(init=False)  # only large ones count
+    store: StoreThreads = field(init=False, repr=False)  # those in which `responses` is called
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
     _turns: Turns = field(init=False, repr=False)  # taken by what is large
@@ -153,6 +155,7 @@ class ApiContext:
         )
         self.console_sessions = ConsoleSessions(self.settings.operations_key)
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
+        self.store = StoreThreads()
         self.models = {}
         self._use_model()
 
@@ -278,6 +281,7 @@ class ApiContext:
     def close(self) -> None:
         for each in self.all:
             each.constraints.close()
+        self.store.close()
         self.responses.close()
         self.batches.close()
         for each in (self, *self.all):  # it may be of a model that was removed
