@@ -235,18 +235,15 @@ class Compaction:
         except ClientDisconnect:
             return
         # The oldest is left out of a conversation that does not fit: it is compacted for that.
-        request = ResponsesRequest(
-            model=asked.model,
-            input=[*asked.input, {"role": "user", "content": SUM_UP}],
-            instructions=asked.instructions,
-            previous_response_id=asked.previous_response_id,
-            prompt_cache_key=asked.prompt_cache_key,
-            max_output_tokens=max(
-                1, ctx.chosen(asked.model, tenant).max_model_len // COMPACT_SHARE
-            ),
-            store=False,
-            truncation="auto",
-        )
+        most = max(1, ctx.chosen(asked.model, tenant).max_model_len // COMPACT_SHARE)
+        own = {
+            "input": [*asked.input, {"role": "user", "content": SUM_UP}],
+            "max_output_tokens": asked.max_output_tokens or most,
+            "truncation": asked.truncation or "auto",
+            "store": False,
+        }
+        given = {name: getattr(asked, name) for name in CompactRequest.model_fields}
+        request = ResponsesRequest(**given | own)
         response_id = f"resp_{scope['state']['request_id']}"
         call = ResponseCall(self._kept, request, tenant, response_id)
         await call.prepare(body)
