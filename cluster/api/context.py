@@ -27,6 +27,7 @@ from kvrelay.cluster.api.limiter import (
 )
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.api.responses.threads import StoreThreads
 from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
@@ -170,6 +171,7 @@ class ApiContext:
     remembered: ByteBudget = field(init=False)  # what WebSockets go on from
     _parsing: Threads = field(init=False, repr=False)  # one for all models
     _tokenizing: Threads = field(init=False, repr=False)
+    store: StoreThreads = field(init=False, repr=False)  # those in which `responses` is called
 
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
@@ -181,6 +183,7 @@ class ApiContext:
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
         self.remembered = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
         self._parsing = Threads("json", self.settings.tokenizer_threads)
+        self.store = StoreThreads()
         self.models = {}
         self._use_model()
 
@@ -301,6 +304,7 @@ class ApiContext:
     def close(self) -> None:
         for each in self.all:
             each.constraints.close()
+        self.store.close()
         self.responses.close()
         self.batches.close()
         for each in (self, *self.all):  # it may be of a model that was removed

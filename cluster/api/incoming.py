@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import reprlib
 import zlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
 
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthorized
 from kvrelay.cluster.api.limiter import CALLER, TENANT, Caller, LimitReached, network_of
@@ -121,23 +123,62 @@ def limit_of(http: Request, default: int, most: int) -> int:
     return limit
 
 
-def page_of(http: Request, data: list[dict[str, Any]], default: str = "desc") -> dict[str, Any]:
-    """What a call wants of a list whose entries have ids, oldest first: by `order`, `after` and
-    `limit`, as OpenAI. default: of the order. Raises ApiError."""
-    order, after = http.query_params.get("order", default), http.query_params.get("after")
+class PageQuery(NamedTuple):
+    """What a call wants of a list, as OpenAI's calls say it."""
+
+    is_asc: bool
+    after: str | None  # the id of the entry before the first
+    limit: int
+
+
+def page_query(http: Request, default: str = "desc", most: int = 100) -> PageQuery:
+    """default: of the order; most: of the limit. Raises ApiError."""
+    order = http.query_params.get("order", default)
     if order not in ("asc", "desc"):
         raise invalid(f"'order': expected asc or desc, got {order[:40]!r}", param="order")
-    wanted = data if order == "asc" else data[::-1]
+    return PageQuery(order == "asc", http.query_params.get("after"), limit_of(http, 20, most))
+
+
+def no_entry(after: str) -> ApiError:
+    return invalid(f"'after': there is no entry {after[:100]!r}", param="after")
+
+
+def page_of(
+    http: Request, data: list[dict[str, Any]], default: str = "desc", most: int = 100
+) -> dict[str, Any]:
+    """A page of a list whose entries have ids, oldest first. Arguments are those of `page_query`.
+    Raises ApiError."""
+    is_asc, after, limit = page_query(http, default, most)
+    wanted = data if is_asc else data[::-1]
     if after is not None:
         places = [i for i, entry in enumerate(wanted) if entry["id"] == after]
         if not places:
-            raise invalid(f"'after': there is no entry {after[:100]!r}", param="after")
+            raise no_entry(after)
         wanted = wanted[places[0] + 1 :]
-    limit = limit_of(http, 20, 100)
     page = wanted[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
     none = {"first_id": None, "last_id": None}
     return {"object": "list", "data": page, "has_more": len(wanted) > limit, **none, **ends}
+
+
+def list_body(entries: Sequence[tuple[str, bytes]], has_more: bool) -> bytes:
+    """Makes JSON of a page, of entries that are JSON already. entries: of each its id, and all."""
+    ends = (entries[0][0], entries[-1][0]) if entries else (None, None)
+    about = {"has_more": has_more, "first_id": ends[0], "last_id": ends[1]}
+    data = b",".join(entry for _, entry in entries)
+    return b'{"object":"list","data":[' + data + b"]," + json.dumps(about).encode()[1:]
+
+
+def counted(
+    ctx: ApiContext, call: Callable[[Request, Tenant], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint whose calls are utility calls."""
+
+    async def answer(http: Request) -> Response:
+        with utility_call(ctx, http) as tenant:
+            return await call(http, tenant)
+
+    return answer
 
 
 def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> None:

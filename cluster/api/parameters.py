@@ -1,4 +1,5 @@
-"""Fields of requests that are refused by name, and fields that are harmless, by endpoint.
+"""Fields of requests that are refused by name, and fields that are harmless, by endpoint; those
+of objects within them too.
 
 A field that OpenAI, Anthropic, vLLM or SGLang know for an endpoint is obeyed, which means that the
 model of the body has it and something reads it; or refused, where it would change the answer and
@@ -191,6 +192,50 @@ RESPONSES = Fields(
         "safety_identifier": _LABEL,
         "stream_options": "about padding of events; none are padded",
     },
+)
+
+_NO_TOOLS = "a summary calls no tools"
+_NOT_KEPT = "a summary is not kept"
+_TEXT = "a summary is text"
+COMPACT = Fields(
+    refused={
+        **RESPONSES.refused,
+        "background": Refused("a summary is written in the foreground"),
+        "context_management": Refused("this call compacts; use 'truncation'"),
+        "ignore_eos": Refused("a summary ends where the model ends it"),
+        "include_stop_str_in_output": Refused("a summary ends where the model ends it"),
+        "stop": Refused("a summary ends where the model ends it"),
+        "stream": Refused("a summary is not streamed"),
+        "structured_outputs": Refused(_TEXT),
+    },
+    harmless={
+        **RESPONSES.harmless,
+        "include": "a summary has its text alone",
+        "max_tool_calls": _NO_TOOLS,
+        "metadata": _LABEL,
+        "parallel_tool_calls": _NO_TOOLS,
+        "store": _NOT_KEPT,
+        "text": _TEXT,
+        "tool_choice": _NO_TOOLS,
+        "tools": _NO_TOOLS,
+        "top_logprobs": "a summary has its text alone",
+    },
+)
+
+# Within `reasoning`, `text` and `output_config`.
+REASONING = Fields(
+    refused={},
+    harmless={
+        "context": "which earlier reasoning is shown is what the model's template does",
+        "generate_summary": "reasoning is told as a whole",
+        "mode": "there is one mode",
+        "summary": "reasoning is told as a whole",
+    },
+)
+TEXT_OPTIONS = Fields(refused={}, harmless={"verbosity": CHAT.harmless["verbosity"]})
+OUTPUT_CONFIG = Fields(
+    refused={},
+    harmless={"task_budget": "a hint that the models served here do not know"},
 )
 
 MESSAGES = Fields(

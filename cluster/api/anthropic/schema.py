@@ -23,7 +23,7 @@ from kvrelay.cluster.api.openai.schema import (
     readable,
 )
 from kvrelay.cluster.api.openai.tools import MAX_TOOLS, Function, ToolCall, ToolParam, call_of
-from kvrelay.cluster.api.parameters import MESSAGES
+from kvrelay.cluster.api.parameters import MESSAGES, OUTPUT_CONFIG
 
 BILLING = "x-anthropic-billing-header:"
 TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -82,6 +82,18 @@ class ToolDefinition(BaseModel):
         return self
 
 
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> OutputConfig:
+        OUTPUT_CONFIG.check(self.model_extra)
+        return self
+
+
 class MessagesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -102,7 +114,7 @@ class MessagesRequest(BaseModel):
     thinking: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
@@ -163,10 +175,10 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
     chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
     if kind == "enabled":
         chat["thinking_budget"] = (request.thinking or {}).get("budget_tokens")
-    config = request.output_config or {}
-    if isinstance(config.get("effort"), str):
-        chat["reasoning_effort"] = _EFFORTS.get(config["effort"], config["effort"])
-    form = request.output_format or config.get("format")
+    config = request.output_config or OutputConfig()
+    if config.effort is not None:
+        chat["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
+    form = request.output_format or config.format
     if form is not None:
         schema = {"name": "output", "schema": _schema(form)}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -24,6 +25,7 @@ from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body
 from kvrelay.cluster.api.openai.schema import Metadata, parse
 
 LEAST_KEEP_S = 3600
+MAX_LISTED_FILES = 10_000  # OpenAI's, in one page
 _FORM = {
     "multipart/form-data": {
         "schema": {
@@ -151,7 +153,9 @@ class BatchCalls:
         tenant, purpose = owner(self._ctx, http), http.query_params.get("purpose")
         found = await on_disk(self._ctx.batches.files, tenant.name)
         data = [record for record in found if purpose in (None, record["purpose"])]
-        return JSONResponse(page_of(http, data))
+        return await asyncio.to_thread(
+            lambda: JSONResponse(page_of(http, data, most=MAX_LISTED_FILES))
+        )
 
     async def _file(self, http: Request) -> Response:
         return JSONResponse((await self._find_file(http))[1])

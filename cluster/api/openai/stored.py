@@ -1,34 +1,47 @@
 """Chat completions that are kept (`store: true`): listed, asked for again, changed, deleted.
 
 They are records of the store of responses: their tenant's own, as durable, and forgotten as late. A
-list is of the last MAX_LISTED of a tenant, or fewer where they are large. Log-probabilities are not
-kept.
+list is of the last MAX_LISTED of a tenant, or fewer where they are large; those that are not in the
+page that is asked for are read only to be compared. Log-probabilities are not kept.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import sqlite3
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.errors import ApiError, overloaded
 from kvrelay.cluster.api.http.route import ApiRoute
-from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body
+from kvrelay.cluster.api.incoming import (
+    PageQuery,
+    counted,
+    list_body,
+    no_entry,
+    owner,
+    page_of,
+    page_query,
+    read_body,
+)
 from kvrelay.cluster.api.openai.formats import ChatFormat, message_of
 from kvrelay.cluster.api.openai.parts import Piece, Plan
 from kvrelay.cluster.api.openai.schema import ChatRequest, MetadataRequest, parse
+from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenant
 
 PREFIX = "chatcmpl-"
 MAX_LISTED = 1000
 MAX_LISTED_BYTES = 32 * 2**20  # their records together
+MAX_PAGE_BYTES = 2**20  # unless one completion has more
+_BEGINNING = '{"completion": '  # each record's, so that one is shown without reading the rest
+_TRIES = 4  # to change what others change meanwhile
 _log = logging.getLogger("kvrelay.api")
 
 Record = dict[str, Any]
@@ -83,9 +96,9 @@ class StoredChatFormat(ChatFormat):
             self._ctx.responses.put(self._tenant.name, name, json.dumps(record).encode())
 
         try:
-            await asyncio.to_thread(write)
-        except sqlite3.Error:  # no reason to withhold the answer
-            _log.exception("chat completion %s is not kept", name)
+            await self._ctx.store.write(write)
+        except ApiError as error:  # no reason to withhold the answer
+            _log.warning("chat completion %s is not kept: %s", name, error.message)
 
 
 class StoredChats:
@@ -95,74 +108,133 @@ class StoredChats:
         self._ctx = ctx
 
     def routes(self) -> list[ApiRoute]:
-        path = "/v1/chat/completions/{id}"
+        path, listed = "/v1/chat/completions/{id}", "/v1/chat/completions"
+        table: list[tuple[str, str, Any, str, type[BaseModel] | None]] = [
+            ("GET", listed, self._list, "Completions that are kept", None),
+            ("GET", path, self._show, "One of them", None),
+            ("POST", path, self._update, "Change its metadata", MetadataRequest),
+            ("DELETE", path, self._delete, "Forget it", None),
+            ("GET", f"{path}/messages", self._messages, "What it was asked with", None),
+        ]
         return [
-            ApiRoute("GET", "/v1/chat/completions", self._list, "Completions that are kept"),
-            ApiRoute("GET", path, self._show, "One of them"),
-            ApiRoute("POST", path, self._update, "Change its metadata", MetadataRequest),
-            ApiRoute("DELETE", path, self._delete, "Forget it"),
-            ApiRoute("GET", f"{path}/messages", self._messages, "What it was asked with"),
+            ApiRoute(method, place, counted(self._ctx, call), summary, body)
+            for method, place, call, summary, body in table
         ]
 
-    async def _find(self, tenant: Tenant, name: str) -> Record:
+    async def _find(self, tenant: Tenant, name: str) -> bytes:
         """Raises `ApiError` (404)."""
-        found = await asyncio.to_thread(self._ctx.responses.get, tenant.name, name)
-        record: Record = {} if found is None else json.loads(found)
-        if "completion" not in record:
+        found = None
+        if name.startswith(PREFIX):
+            found = await self._ctx.store.read(self._ctx.responses.get, tenant.name, name)
+        if found is None:
             raise _unknown(name)
-        return record
+        return found
 
-    async def _list(self, http: Request) -> Response:
-        tenant, query = owner(self._ctx, http), http.query_params
+    async def _list(self, http: Request, tenant: Tenant) -> Response:
+        owner(self._ctx, http)
+        query = page_query(http, default="asc")
+        asked, prefix = http.query_params, "metadata["
+        wanted = {key[len(prefix) : -1]: asked[key] for key in asked if key.startswith(prefix)}
+        page = _Page(self._ctx.responses, tenant.name, query, asked.get("model"), wanted)
+        return _json(await self._ctx.store.read(page.read))
 
-        def read() -> list[Record]:
-            latest = self._ctx.responses.latest
-            found = latest(tenant.name, PREFIX, MAX_LISTED, MAX_LISTED_BYTES)
-            return [json.loads(record)["completion"] for record in reversed(found)]
+    async def _show(self, http: Request, tenant: Tenant) -> Response:
+        data = await self._find(tenant, http.path_params["id"])
+        _, shown, _ = await self._ctx.in_json_thread(len(data), _taken_apart, data)
+        return _json(shown.encode())
 
-        made = await asyncio.to_thread(read)
-        prefix = "metadata["
-        wanted = {
-            key[len(prefix) : -1]: value for key, value in query.items() if key.startswith(prefix)
-        }
-        data = [
-            each
-            for each in made
-            if query.get("model") in (None, each["model"])
-            and all(each["metadata"].get(key) == value for key, value in wanted.items())
-        ]
-        return JSONResponse(page_of(http, data, default="asc"))
+    async def _update(self, http: Request, tenant: Tenant) -> Response:
+        name, body = http.path_params["id"], await read_body(self._ctx, http)
+        request = await self._ctx.in_json_thread(len(body), parse, MetadataRequest, body)
 
-    async def _show(self, http: Request) -> Response:
-        record = await self._find(caller(self._ctx, http), http.path_params["id"])
-        return JSONResponse(record["completion"])
+        def changed(data: bytes) -> tuple[bytes, bytes]:
+            completion, _, rest = _taken_apart(data)
+            shown = json.dumps(completion | {"metadata": request.metadata})
+            return shown.encode(), f"{_BEGINNING}{shown}{rest}".encode()
 
-    async def _update(self, http: Request) -> Response:
-        tenant, name = caller(self._ctx, http), http.path_params["id"]
-        request = parse(MetadataRequest, await read_body(self._ctx, http))
+        for _ in range(_TRIES):
+            data = await self._find(tenant, name)
+            shown, record = await self._ctx.in_json_thread(len(data), changed, data)
+            replace = self._ctx.responses.replace
+            if await self._ctx.store.write(replace, tenant.name, name, data, record):
+                return _json(shown)
+        raise overloaded(f"Other calls change '{name[:100]}' at the same time", 1.0)
 
-        def changed(found: bytes | None) -> bytes:
-            record: Record = {} if found is None else json.loads(found)
-            if "completion" not in record:
-                raise _unknown(name)
-            record["completion"]["metadata"] = request.metadata
-            return json.dumps(record).encode()
-
-        await asyncio.to_thread(self._ctx.responses.update, tenant.name, name, changed)
-        return await self._show(http)
-
-    async def _delete(self, http: Request) -> Response:
-        tenant, name = caller(self._ctx, http), http.path_params["id"]
-        await self._find(tenant, name)
-        await asyncio.to_thread(self._ctx.responses.delete, tenant.name, name)
+    async def _delete(self, http: Request, tenant: Tenant) -> Response:
+        name, delete = http.path_params["id"], self._ctx.responses.delete
+        is_one = name.startswith(PREFIX)
+        if not is_one or not await self._ctx.store.write(delete, tenant.name, name):
+            raise _unknown(name)
         gone = {"id": name, "object": "chat.completion.deleted", "deleted": True}
         return JSONResponse(gone)
 
-    async def _messages(self, http: Request) -> Response:
+    async def _messages(self, http: Request, tenant: Tenant) -> Response:
         name = http.path_params["id"]
-        record = await self._find(caller(self._ctx, http), name)
-        data = [{"id": f"{name}-{i}", **each} for i, each in enumerate(record["messages"])]
-        return JSONResponse(page_of(http, data, default="asc"))
+        data = await self._find(tenant, name)
+
+        def shown() -> Response:
+            asked = json.loads(data)["messages"]
+            listed = [{"id": f"{name}-{i}", **each} for i, each in enumerate(asked)]
+            return JSONResponse(page_of(http, listed, default="asc"))
+
+        return await self._ctx.in_json_thread(len(data), shown)
+
+
+@dataclass(frozen=True)
+class _Page:
+    """A part of the list of a tenant. `model`, `metadata`: what all in it have."""
+
+    store: ResponseStore
+    tenant: str
+    query: PageQuery
+    model: str | None
+    metadata: dict[str, str]
+
+    def read(self) -> bytes:
+        """Its JSON. Blocks, for a disk. Raises `ApiError`."""
+        entries: list[tuple[str, bytes]] = []
+        size, places = 0, self._places()
+        for place in places:
+            if len(entries) == self.query.limit and not (self.model or self.metadata):
+                return list_body(entries, True)  # the next need not be read
+            data = self.store.at(self.tenant, place)
+            completion, text, _ = _taken_apart(data) if data else ({}, "", "")
+            if not completion or not self._has(completion):
+                continue
+            size += len(text)
+            if len(entries) == self.query.limit or (entries and size > MAX_PAGE_BYTES):
+                return list_body(entries, True)
+            entries.append((completion["id"], text.encode()))
+        return list_body(entries, False)
+
+    def _has(self, completion: Record) -> bool:
+        given = completion["metadata"]
+        return self.model in (None, completion["model"]) and all(
+            given.get(key) == value for key, value in self.metadata.items()
+        )
+
+    def _places(self) -> list[int]:
+        latest = self.store.latest(self.tenant, PREFIX, MAX_LISTED, MAX_LISTED_BYTES)
+        found = latest[::-1] if self.query.is_asc else latest
+        first = 0
+        if self.query.after is not None:
+            names = [name for _, name in found]
+            if self.query.after not in names:
+                raise no_entry(self.query.after)
+            first = names.index(self.query.after) + 1
+        return [place for place, _ in found[first:]]
+
+
+def _taken_apart(data: bytes) -> tuple[Record, str, str]:
+    """The completion of a record, its JSON, and what comes after that."""
+    text = data.decode()
+    assert text.startswith(_BEGINNING)
+    completion, end = json.JSONDecoder().raw_decode(text, len(_BEGINNING))
+    return completion, text[len(_BEGINNING) : end], text[end:]
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def _unknown(name: str) -> ApiError:

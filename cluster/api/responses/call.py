@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import re
-import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -64,7 +63,8 @@ class KeptResponses:
 
     async def stored(self, tenant: Tenant, response_id: str) -> bytes:
         """Returns a record as it is kept. Raises `ApiError` (404)."""
-        found = await asyncio.to_thread(self._ctx.responses.get, tenant.name, response_id)
+        get = self._ctx.responses.get
+        found = await self._ctx.store.read(get, tenant.name, response_id)
         if found is None:
             raise unknown(response_id)
         return found
@@ -90,9 +90,9 @@ class KeptResponses:
 
         response_id = record["response"]["id"]
         try:
-            await asyncio.to_thread(write)
-        except sqlite3.Error:
-            _log.exception("response %s is not kept", response_id)
+            await self._ctx.store.write(write)
+        except ApiError as error:
+            _log.warning("response %s is not kept: %s", response_id, error.message)
             return False
         return True
 
@@ -164,15 +164,19 @@ class ResponseCall:
         return self.has_settled
 
     async def _hand_on(self, response: dict[str, Any]) -> None:
-        """To what may be continued beside the store."""
-        if self.request.conversation is not None:
+        """To what may be continued beside the store. Where that fails, the answer says so: it is as
+        good, and the next turn would lack it without a word."""
+        name = self.request.conversation
+        if name is not None:
             said = [_without_logprobs(item) for item in response["output"]]
             asked = asked_items({"response": response, "items": self.request.input})
-            conversations = self._kept.conversations
+            append = self._kept.conversations.append
             try:
-                await conversations.append(self.tenant, self.request.conversation, asked + said)
-            except (ApiError, sqlite3.Error):  # it is deleted, or full: the answer is as good
+                await append(self.tenant, name, asked + said, self._num_bytes)
+            except ApiError as error:
                 _log.warning("response %s is not in its conversation", self.response_id)
+                response["conversation"] = None
+                response["warnings"] = [_not_added(name, error)]
         if not self.request.is_kept:
             await self.remember(response)
 
@@ -187,17 +191,19 @@ class ResponseCall:
     async def keep_events(self, events: list[bytes]) -> None:
         """With the response that has been kept, if it is still there."""
 
-        def with_events(found: bytes | None) -> bytes | None:
-            if found is None:
-                return None
-            sent = [event.decode() for event in events]
-            return msgspec.json.encode(json.loads(found) | {"events": sent})
+        def write() -> None:
+            found = store.get(self.tenant.name, self.response_id)
+            if found is not None:
+                sent = msgspec.json.encode([event.decode() for event in events])
+                more = found[:-1] + b',"events":' + sent + b"}"
+                store.replace(self.tenant.name, self.response_id, found, more)
 
-        update = self._ctx.responses.update
+        store = self._ctx.responses
         try:
-            await asyncio.to_thread(update, self.tenant.name, self.response_id, with_events)
-        except sqlite3.Error:
-            _log.exception("the stream of response %s is not kept", self.response_id)
+            await self._ctx.store.write(write)
+        except ApiError as error:
+            message = "the stream of response %s is not kept: %s"
+            _log.warning(message, self.response_id, error.message)
 
     def _format(
         self, ctx: ApiContext, plan: Plan, chat: ResponsesChat, request_id: str
@@ -230,9 +236,8 @@ class ResponseCall:
             record = await self._kept.find(self.tenant, f"resp_{name}")
             return [*asked_items(record), *record["response"]["output"]]
         with suppress(ApiError):
-            record = await self._kept.conversations.find(self.tenant, f"{PREFIX}{name}")
-            items: list[dict[str, Any]] = record["items"]
-            return items
+            await self._kept.conversations.find(self.tenant, f"{PREFIX}{name}")
+            return await self._kept.conversations.items(self.tenant, f"{PREFIX}{name}")
         return []
 
     async def _history(
@@ -245,9 +250,14 @@ class ResponseCall:
             raise invalid(message, param="conversation")
         if conversation is not None:
             self._root = conversation
-            record = await self._kept.conversations.find(self.tenant, conversation)
-            items = [*record["items"], *self.request.input]
-            return record["items"], await asyncio.to_thread(check_size, items)
+            conversations = self._kept.conversations
+            known = await conversations.find(self.tenant, conversation)
+            asked = self.request.input
+            size = self._ctx.settings.max_body_bytes - most
+            await self._ctx.in_json_thread(size, check_size, known, asked)
+            hold(take, known.num_bytes)
+            items = await conversations.items(self.tenant, conversation)
+            return items, known.num_bytes
         if self._remembered and previous and self._remembered.name == previous:
             size = self._remembered.num_bytes
             return await self._ctx.in_json_thread(size, self._remembered.items), size
@@ -304,6 +314,14 @@ def asked_items(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns what a response was asked with, each item by an id that says where it is kept."""
     name = record["response"]["id"].removeprefix("resp_")
     return [input_item(item, f"item_{name}_{i}") for i, item in enumerate(record["items"])]
+
+
+def _not_added(conversation: str, error: ApiError) -> dict[str, Any]:
+    message = (
+        f"This turn is not in '{conversation}', and the next one there would lack it:"
+        f" {error.message}"
+    )
+    return {"code": "not_in_conversation", "message": message}
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:

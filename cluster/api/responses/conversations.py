@@ -1,17 +1,17 @@
 """`/v1/conversations`: items that responses are asked with and add to, under one name.
 
-A conversation is a record of the store of responses: its tenant's own, as durable, and forgotten as
-long after its last change.
+A conversation is kept by the store of responses: its tenant's own, as durable, and forgotten as
+long after its last change. Its record is `{"header": ...}`; its items are rows. The version before
+had `{"conversation": ..., "items": [...]}`: what of that is asked for is made into rows first.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,11 +19,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.http.route import ApiRoute
-from kvrelay.cluster.api.incoming import caller, page_of, read_body
+from kvrelay.cluster.api.incoming import counted, list_body, no_entry, page_query, read_body
 from kvrelay.cluster.api.limiter import Held
 from kvrelay.cluster.api.openai.schema import Metadata, MetadataRequest, parse
+from kvrelay.cluster.api.responses.items import (
+    ConversationItems,
+    Most,
+    Row,
+    TooLarge,
+    joined,
+    num_bytes_of,
+    row_of,
+)
 from kvrelay.cluster.api.responses.schema import check_items
 from kvrelay.cluster.api.tenants import Tenant
 
@@ -31,6 +40,8 @@ PREFIX = "conv_"
 MAX_ITEMS = 10_000
 MAX_BYTES = 8 * 2**20  # all items together
 MAX_ITEMS_AT_ONCE = 20  # OpenAI's, of those that a client adds
+MAX_PAGE_BYTES = 2**20  # unless one item has more
+_TRIES = 4  # to change what others change meanwhile
 
 Record = dict[str, Any]
 _Items = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS_AT_ONCE)]
@@ -49,6 +60,15 @@ class ItemsRequest(BaseModel):
     items: Annotated[_Items, Field(min_length=1)]
 
 
+class Known(NamedTuple):
+    """A conversation without its items."""
+
+    data: bytes  # its record
+    shown: Record
+    num_items: int
+    num_bytes: int
+
+
 class Conversations:
     """Owned by the application. Invariant: a conversation has at most MAX_ITEMS items, of MAX_BYTES
     bytes together, each with an id of its own."""
@@ -58,129 +78,156 @@ class Conversations:
 
     def routes(self) -> list[ApiRoute]:
         path = "/v1/conversations/{id}"
+        made = ConversationRequest
+        table: list[tuple[str, str, Any, str, type[BaseModel] | None]] = [
+            ("POST", "/v1/conversations", self._create, "Begin a conversation", made),
+            ("GET", path, self._show, "A conversation", None),
+            ("POST", path, self._update, "Change its metadata", MetadataRequest),
+            ("DELETE", path, self._delete, "Forget it", None),
+            ("GET", f"{path}/items", self._items, "Its items", None),
+            ("POST", f"{path}/items", self._add, "Add to its items", ItemsRequest),
+            ("GET", f"{path}/items/{{item}}", self._item, "One of its items", None),
+            ("DELETE", f"{path}/items/{{item}}", self._remove, "Take an item out", None),
+        ]
         return [
-            ApiRoute(
-                "POST",
-                "/v1/conversations",
-                self._create,
-                "Begin a conversation",
-                ConversationRequest,
-            ),
-            ApiRoute("GET", path, self._show, "A conversation"),
-            ApiRoute("POST", path, self._update, "Change its metadata", MetadataRequest),
-            ApiRoute("DELETE", path, self._delete, "Forget it"),
-            ApiRoute("GET", f"{path}/items", self._items, "Its items"),
-            ApiRoute("POST", f"{path}/items", self._add, "Add to its items", ItemsRequest),
-            ApiRoute("GET", f"{path}/items/{{item}}", self._item, "One of its items"),
-            ApiRoute("DELETE", f"{path}/items/{{item}}", self._remove, "Take an item out"),
+            ApiRoute(method, place, counted(self._ctx, call), summary, body)
+            for method, place, call, summary, body in table
         ]
 
-    async def find(self, tenant: Tenant, name: str) -> Record:
+    @property
+    def _rows(self) -> ConversationItems:
+        return ConversationItems(self._ctx.responses)
+
+    async def find(self, tenant: Tenant, name: str) -> Known:
         """Raises `ApiError` (404)."""
-        found = await asyncio.to_thread(self._ctx.responses.get, tenant.name, name)
-        record: Record = {} if found is None else json.loads(found)
-        if "conversation" not in record:
-            raise _unknown(name)
-        return record
+        for _ in range(_TRIES):
+            if not name.startswith(PREFIX):
+                break
+            try:
+                head = await self._ctx.store.read(self._rows.head, tenant.name, name)
+            except KeyError:
+                break
+            record = await self._ctx.in_json_thread(len(head.record), json.loads, head.record)
+            if "header" in record:
+                return Known(head.record, record["header"], head.num_items, head.num_bytes)
+            made, rows = await self._ctx.in_json_thread(len(head.record), _rows_of, record)
+            change = tenant.name, name, head.record, made, rows, record["num_items"]
+            await self._ctx.store.write(self._rows.move, *change)
+        else:
+            raise _busy(name)
+        raise _unknown(name)
 
-    async def append(self, tenant: Tenant, name: str, items: list[Record]) -> list[Record]:
-        """Returns them as they were added. Raises `ApiError` (400, 404)."""
-        added: list[Record] = []
+    async def items(self, tenant: Tenant, name: str) -> list[Record]:
+        """Returns all of one that `find` has found. Raises `ApiError`."""
+        rows = await self._ctx.store.read(self._rows.all, tenant.name, name)
+        size = sum(map(num_bytes_of, rows))
+        return await self._ctx.in_json_thread(
+            size, lambda: [json.loads(joined(row)) for row in rows]
+        )
 
-        def add(record: Record) -> None:
-            added[:] = [identified(record, item) for item in items]
-            record["items"] += added
-            check_size(record["items"])
+    async def append(
+        self, tenant: Tenant, name: str, items: Sequence[Record], size: int
+    ) -> list[Row]:
+        """size: of the items, about. Returns them as they were added, each as JSON. Raises
+        `ApiError` (400, 404)."""
+        await self.find(tenant, name)
+        rows = await self._ctx.in_json_thread(size, _as_rows, items)
+        most = Most(MAX_ITEMS, MAX_BYTES)
+        try:
+            append = self._rows.append
+            ids = await self._ctx.store.write(append, tenant.name, name, rows, most)
+        except KeyError:
+            raise _unknown(name) from None
+        except TooLarge as size_of:
+            raise too_large(size_of.num_items, size_of.num_bytes) from None
+        return [(own, body) for own, (_, body) in zip(ids, rows, strict=True)]
 
-        await self._change(tenant, name, add)
-        return added
-
-    async def _change(self, tenant: Tenant, name: str, change: Callable[[Record], None]) -> Record:
-        """Raises `ApiError` (404), and what `change` does."""
-
-        def changed(found: bytes | None) -> bytes:
-            record: Record = {} if found is None else json.loads(found)
-            if "conversation" not in record:
-                raise _unknown(name)
-            change(record)
-            return json.dumps(record).encode()
-
-        update = self._ctx.responses.update
-        data = await asyncio.to_thread(update, tenant.name, name, changed)
-        made: Record = json.loads(data or b"{}")
-        return made
-
-    async def _create(self, http: Request) -> Response:
-        tenant = caller(self._ctx, http)
+    async def _create(self, http: Request, tenant: Tenant) -> Response:
         body = await read_body(self._ctx, http) or b"{}"
-        record, data = await self._ctx.in_json_thread(len(body), self._made, body)
-        name = record["conversation"]["id"]
-        await asyncio.to_thread(self._ctx.responses.put, tenant.name, name, data)
-        return JSONResponse(record["conversation"])
+        shown, record, rows = await self._ctx.in_json_thread(len(body), self._made, body)
+        begin, most = self._rows.begin, Most(MAX_ITEMS, MAX_BYTES)
+        try:
+            await self._ctx.store.write(begin, tenant.name, shown["id"], record, rows, most)
+        except TooLarge as size:
+            raise too_large(size.num_items, size.num_bytes) from None
+        return JSONResponse(shown)
 
-    def _made(self, body: bytes) -> tuple[Record, bytes]:
-        """A new one, and its JSON. Raises `ApiError`."""
+    def _made(self, body: bytes) -> tuple[Record, bytes, list[Row]]:
+        """A new one, its record, and its items. Raises `ApiError`."""
         request = parse(ConversationRequest, body)
         check_items(request.items or [])
-        record: Record = {
-            "conversation": {
-                "id": PREFIX + uuid.uuid4().hex,
-                "object": "conversation",
-                "created_at": int(time.time()),
-                "metadata": request.metadata or {},
-            },
-            "items": [],
-            "num_items": 0,  # ever
+        shown = {
+            "id": PREFIX + uuid.uuid4().hex,
+            "object": "conversation",
+            "created_at": int(time.time()),
+            "metadata": request.metadata or {},
         }
-        record["items"] = [identified(record, item) for item in request.items or []]
-        check_size(record["items"])
-        return record, json.dumps(record).encode()
+        return shown, json.dumps({"header": shown}).encode(), _as_rows(request.items or [])
 
-    async def _show(self, http: Request) -> Response:
-        record = await self.find(caller(self._ctx, http), http.path_params["id"])
-        return JSONResponse(record["conversation"])
+    async def _show(self, http: Request, tenant: Tenant) -> Response:
+        return JSONResponse((await self.find(tenant, http.path_params["id"])).shown)
 
-    async def _update(self, http: Request) -> Response:
-        tenant = caller(self._ctx, http)
-        request = parse(MetadataRequest, await read_body(self._ctx, http))
+    async def _update(self, http: Request, tenant: Tenant) -> Response:
+        name, body = http.path_params["id"], await read_body(self._ctx, http)
+        request = await self._ctx.in_json_thread(len(body), parse, MetadataRequest, body)
+        for _ in range(_TRIES):
+            known = await self.find(tenant, name)
+            shown = known.shown | {"metadata": request.metadata}
+            changed = json.dumps({"header": shown}).encode()
+            replace = self._ctx.responses.replace
+            if await self._ctx.store.write(replace, tenant.name, name, known.data, changed):
+                return JSONResponse(shown)
+        raise _busy(name)
 
-        def change(record: Record) -> None:
-            record["conversation"]["metadata"] = request.metadata
-
-        record = await self._change(tenant, http.path_params["id"], change)
-        return JSONResponse(record["conversation"])
-
-    async def _delete(self, http: Request) -> Response:
-        tenant, name = caller(self._ctx, http), http.path_params["id"]
-        await self.find(tenant, name)
-        await asyncio.to_thread(self._ctx.responses.delete, tenant.name, name)
+    async def _delete(self, http: Request, tenant: Tenant) -> Response:
+        name = http.path_params["id"]
+        delete = self._ctx.responses.delete
+        if not name.startswith(PREFIX) or not await self._ctx.store.write(
+            delete, tenant.name, name
+        ):
+            raise _unknown(name)
         return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
-    async def _items(self, http: Request) -> Response:
-        record = await self.find(caller(self._ctx, http), http.path_params["id"])
-        return JSONResponse(page_of(http, record["items"]))
+    async def _items(self, http: Request, tenant: Tenant) -> Response:
+        name, query = http.path_params["id"], page_query(http)
+        await self.find(tenant, name)
 
-    async def _add(self, http: Request) -> Response:
-        tenant = caller(self._ctx, http)
+        def read() -> bytes:
+            wanted = query.after, query.is_asc, query.limit, MAX_PAGE_BYTES
+            rows, has_more = self._rows.page(tenant.name, name, *wanted)
+            return _list_of(rows, has_more)
+
+        try:
+            return _json(await self._ctx.store.read(read))
+        except KeyError:
+            raise no_entry(query.after or "") from None
+
+    async def _add(self, http: Request, tenant: Tenant) -> Response:
         body = await read_body(self._ctx, http)
         request = await self._ctx.in_json_thread(len(body), parse, ItemsRequest, body)
         await self._ctx.in_json_thread(len(body), check_items, request.items)
-        added = await self.append(tenant, http.path_params["id"], request.items)
-        ends = {"first_id": added[0]["id"], "last_id": added[-1]["id"]}
-        return JSONResponse({"object": "list", "data": added, "has_more": False} | ends)
+        rows = await self.append(tenant, http.path_params["id"], request.items, len(body))
+        shown = await self._ctx.in_json_thread(len(body), _list_of, rows, False)
+        return _json(shown)
 
-    async def _item(self, http: Request) -> Response:
-        record = await self.find(caller(self._ctx, http), http.path_params["id"])
-        return JSONResponse(_item_of(record, http.path_params["item"]))
+    async def _item(self, http: Request, tenant: Tenant) -> Response:
+        name, wanted = http.path_params["id"], http.path_params["item"]
+        await self.find(tenant, name)
+        one = self._rows.one
+        try:
+            item = await self._ctx.store.read(lambda: joined(one(tenant.name, name, wanted)))
+        except KeyError:
+            raise _no_item(wanted) from None
+        return _json(item)
 
-    async def _remove(self, http: Request) -> Response:
-        tenant, wanted = caller(self._ctx, http), http.path_params["item"]
-
-        def remove(record: Record) -> None:
-            record["items"].remove(_item_of(record, wanted))
-
-        record = await self._change(tenant, http.path_params["id"], remove)
-        return JSONResponse(record["conversation"])
+    async def _remove(self, http: Request, tenant: Tenant) -> Response:
+        name, wanted = http.path_params["id"], http.path_params["item"]
+        known = await self.find(tenant, name)
+        try:
+            await self._ctx.store.write(self._rows.remove, tenant.name, name, wanted)
+        except KeyError:
+            raise _no_item(wanted) from None
+        return JSONResponse(known.shown)
 
 
 class Remembered:
@@ -211,17 +258,18 @@ class Remembered:
             self.name, self._items, self.num_bytes = "", b"", 0
 
 
-def identified(record: Record, item: Record) -> Record:
-    """As it is kept: with an id that no other item of the conversation has."""
-    name = record["conversation"]["id"].removeprefix(PREFIX)
-    own = input_item(item, f"item_{name}_{record['num_items']}")
-    record["num_items"] += 1
-    is_taken = any(other["id"] == own["id"] for other in record["items"])
-    return own | {"id": f"item_{name}_{record['num_items'] - 1}"} if is_taken else own
+def _as_rows(items: Sequence[Record]) -> list[Row]:
+    return [row_of(input_item(item)) for item in items]
 
 
-def input_item(item: Record, item_id: str) -> Record:
-    """As clients expect it: with an id, and content as parts."""
+def _rows_of(record: Record) -> tuple[bytes, list[Row]]:
+    """Takes a record of the version before apart: the new one, and its items."""
+    header = json.dumps({"header": record["conversation"]}).encode()
+    return header, [row_of(item) for item in record["items"]]
+
+
+def input_item(item: Record, item_id: str = "") -> Record:
+    """As clients expect it: with an id, if it has none that one, and content as parts."""
     own = {"id": item_id, **{key: value for key, value in item.items() if value is not None}}
     if (item.get("type") or "message") != "message":
         return own
@@ -232,24 +280,37 @@ def input_item(item: Record, item_id: str) -> Record:
     return {"type": "message", "status": "completed"} | own
 
 
-def check_size(items: list[Record]) -> int:
-    """Their bytes. Raises `ApiError` (400)."""
-    size = len(json.dumps(items))
-    if len(items) > MAX_ITEMS or size > MAX_BYTES:
-        raise invalid(
-            f"A conversation has at most {MAX_ITEMS} items of {MAX_BYTES} bytes, with these it has"
-            f" {len(items)} of {size}: begin another, or compact it",
-            code="conversation_too_large",
-        )
-    return size
+def check_size(known: Known, items: list[Record]) -> None:
+    """That these may be added, about. Raises `ApiError` (400)."""
+    num_items = known.num_items + len(items)
+    num_bytes = known.num_bytes + sum(num_bytes_of(row_of(item)) for item in items)
+    if num_items > MAX_ITEMS or num_bytes > MAX_BYTES:
+        raise too_large(num_items, num_bytes)
 
 
-def _item_of(record: Record, wanted: str) -> Record:
-    found: Record | None = next((item for item in record["items"] if item["id"] == wanted), None)
-    if found is None:
-        message = f"The conversation has no item '{wanted[:100]}'"
-        raise ApiError(404, message, param="item_id", code="item_not_found")
-    return found
+def too_large(num_items: int, num_bytes: int) -> ApiError:
+    return invalid(
+        f"A conversation has at most {MAX_ITEMS} items of {MAX_BYTES} bytes, with these it has"
+        f" {num_items} of {num_bytes}: begin another, or compact it",
+        code="conversation_too_large",
+    )
+
+
+def _list_of(rows: Sequence[Row], has_more: bool) -> bytes:
+    return list_body([(row[0], joined(row)) for row in rows], has_more)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _no_item(wanted: str) -> ApiError:
+    message = f"The conversation has no item '{wanted[:100]}'"
+    return ApiError(404, message, param="item_id", code="item_not_found")
+
+
+def _busy(name: str) -> ApiError:
+    return overloaded(f"Other calls change '{name[:100]}' at the same time", 1.0)
 
 
 def _unknown(name: str) -> ApiError:

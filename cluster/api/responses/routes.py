@@ -7,7 +7,6 @@ before its client is told that it runs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, renamed
 from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
-from kvrelay.cluster.api.incoming import caller, held_body, page_of, utility_call
+from kvrelay.cluster.api.incoming import caller, counted, held_body, page_of, utility_call
 from kvrelay.cluster.api.openai.formats import Format
 from kvrelay.cluster.api.openai.parts import Plan
 from kvrelay.cluster.api.openai.plan import chat_prompt
@@ -75,9 +74,14 @@ def response_routes(ctx: ApiContext) -> list[BaseRoute]:
         ),
         *calls.kept.conversations.routes(),
         ApiRoute("GET", path, calls.show, "A response that was kept"),
-        ApiRoute("DELETE", path, calls.delete, "Forget a response"),
-        ApiRoute("POST", f"{path}/cancel", calls.cancel, "End a response in the background"),
-        ApiRoute("GET", f"{path}/input_items", calls.items, "What a response was asked with"),
+        ApiRoute("DELETE", path, counted(ctx, calls.delete), "Forget a response"),
+        ApiRoute("POST", f"{path}/cancel", counted(ctx, calls.cancel), "End one in the background"),
+        ApiRoute(
+            "GET",
+            f"{path}/input_items",
+            counted(ctx, calls.items),
+            "What a response was asked with",
+        ),
     ]
 
 
@@ -127,11 +131,11 @@ class Responses:
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def show(self, http: Request) -> Response:
-        with utility_call(self._ctx, http):
-            record = await self.record(http)
+        with utility_call(self._ctx, http) as tenant:
+            record, size = await self._record(http, tenant)
             if http.query_params.get("stream") == "true":
                 return self._again(record, first_event(http))
-            return await asyncio.to_thread(JSONResponse, record["response"])
+            return await self._ctx.in_json_thread(size, JSONResponse, record["response"])
 
     def _again(self, record: dict[str, Any], first: int) -> Response:
         """The events of a stream in the background, from number `first`. Raises `ApiError`."""
@@ -152,38 +156,40 @@ class Responses:
 
         return event_stream(kept())
 
-    async def items(self, http: Request) -> Response:
-        with utility_call(self._ctx, http):
-            record = await self.record(http)
-            return await asyncio.to_thread(lambda: JSONResponse(page_of(http, asked_items(record))))
+    async def items(self, http: Request, tenant: Tenant) -> Response:
+        record, size = await self._record(http, tenant)
+        shown = lambda: JSONResponse(page_of(http, asked_items(record)))  # noqa: E731
+        return await self._ctx.in_json_thread(size, shown)
 
-    async def delete(self, http: Request) -> Response:
-        tenant, response_id = caller(self._ctx, http), http.path_params["id"]
+    async def delete(self, http: Request, tenant: Tenant) -> Response:
+        response_id = http.path_params["id"]
         await self.kept.find(tenant, response_id)
         running = self._background.get(response_id)
         if running is not None:
             await running.cancel()
         delete = self._ctx.responses.delete
-        if not await asyncio.to_thread(delete, tenant.name, response_id):
+        if not await self._ctx.store.write(delete, tenant.name, response_id):
             raise unknown(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    async def cancel(self, http: Request) -> Response:
-        record = await self.record(http)
+    async def cancel(self, http: Request, tenant: Tenant) -> Response:
+        record, size = await self._record(http, tenant)
         response_id = http.path_params["id"]
         running = self._background.get(response_id)
         if running is not None:
             await running.cancel()
-            record = await self.record(http)
+            record, size = await self._record(http, tenant)
         elif not record["response"].get("background"):
             raise invalid(
                 f"'{response_id}': Cannot cancel a synchronous response."
             )  # OpenAI's words
-        return JSONResponse(record["response"])
+        return await self._ctx.in_json_thread(size, JSONResponse, record["response"])
 
-    async def record(self, http: Request) -> dict[str, Any]:
-        """Raises `ApiError` (401, 404)."""
-        return await self.kept.find(caller(self._ctx, http), http.path_params["id"])
+    async def _record(self, http: Request, tenant: Tenant) -> tuple[dict[str, Any], int]:
+        """Returns it, and how many bytes it was read from. Raises `ApiError` (404)."""
+        response_id = http.path_params["id"]
+        data = await self.kept.stored(tenant, response_id)
+        return await self.kept.understood(response_id, data), len(data)
 
     async def _start(self, call: ResponseCall, scope: Scope) -> Response:
         """Returns what the client is answered. Raises `ApiError`."""
@@ -229,18 +235,15 @@ class Compaction:
         except ClientDisconnect:
             return
         # The oldest is left out of a conversation that does not fit: it is compacted for that.
-        request = ResponsesRequest(
-            model=asked.model,
-            input=[*asked.input, {"role": "user", "content": SUM_UP}],
-            instructions=asked.instructions,
-            previous_response_id=asked.previous_response_id,
-            prompt_cache_key=asked.prompt_cache_key,
-            max_output_tokens=max(
-                1, ctx.chosen(asked.model, tenant).max_model_len // COMPACT_SHARE
-            ),
-            store=False,
-            truncation="auto",
-        )
+        most = max(1, ctx.chosen(asked.model, tenant).max_model_len // COMPACT_SHARE)
+        own = {
+            "input": [*asked.input, {"role": "user", "content": SUM_UP}],
+            "max_output_tokens": asked.max_output_tokens or most,
+            "truncation": asked.truncation or "auto",
+            "store": False,
+        }
+        given = {name: getattr(asked, name) for name in CompactRequest.model_fields}
+        request = ResponsesRequest(**given | own)
         response_id = f"resp_{scope['state']['request_id']}"
         call = ResponseCall(self._kept, request, tenant, response_id)
         await call.prepare(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -19,7 +19,7 @@ from kvrelay.cluster.api.openai.schema import (
     or_default,
 )
 from kvrelay.cluster.api.openai.tools import MAX_TOOLS, Function, ToolCall, ToolParam, call_of
-from kvrelay.cluster.api.parameters import RESPONSES
+from kvrelay.cluster.api.parameters import COMPACT, REASONING, RESPONSES, TEXT_OPTIONS, Fields
 
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
@@ -66,45 +66,46 @@ class Reasoning(BaseModel):
 
     effort: str | None = None
 
+    @model_validator(mode="after")
+    def _is_supported(self) -> Reasoning:
+        REASONING.check(self.model_extra)
+        return self
+
 
 class TextOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     format: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _is_supported(self) -> TextOptions:
+        TEXT_OPTIONS.check(self.model_extra)
+        return self
 
-class ResponsesRequest(BaseModel):
+
+class CompactRequest(BaseModel):
+    """Body of `/v1/responses/compact`: what a summary is made from, and how."""
+
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    fields_besides: ClassVar[Fields] = COMPACT
 
-    model: Annotated[str, or_default("")] = ""  # "": the one that is served
+    model: str
     input: Annotated[list[dict[str, Any]], BeforeValidator(_items_of)] = []
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    stream: bool | None = None
-    store: bool | None = None
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_id_of)] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    text: TextOptions | None = None
-    metadata: dict[str, str] | None = None
-    include: list[str] | None = None
-    user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    background: bool | None = None
     priority: int | None = None
     seed: int | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     # The following are checked as those of a chat.
     cache_salt: Any = None
     kv: Any = None
@@ -113,27 +114,40 @@ class ResponsesRequest(BaseModel):
     min_p: Any = None
     logit_bias: Any = None
     repetition_penalty: Any = None
-    stop: Any = None
-    ignore_eos: Any = None
-    include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None
-    structured_outputs: Any = None
     chat_template_kwargs: Any = None
 
     @model_validator(mode="after")
-    def _is_supported(self) -> ResponsesRequest:
-        RESPONSES.check(self.model_extra)
+    def _is_supported(self) -> CompactRequest:
+        self.fields_besides.check(self.model_extra)
         return self
+
+
+class ResponsesRequest(CompactRequest):
+    fields_besides: ClassVar[Fields] = RESPONSES
+
+    model: Annotated[str, or_default("")] = ""  # "": the one that is served
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    user: str | None = None
+    background: bool | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    # The following are checked as those of a chat.
+    stop: Any = None
+    ignore_eos: Any = None
+    include_stop_str_in_output: Any = None
+    structured_outputs: Any = None
 
     @property
     def is_kept(self) -> bool:
         return self.store is not False
-
-
-class CompactRequest(ResponsesRequest):
-    """Body of `/v1/responses/compact`."""
-
-    model: str
 
 
 class ResponsesChat(ChatRequest):

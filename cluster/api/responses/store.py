@@ -1,7 +1,8 @@
 """Responses that can be asked for again and continued: one SQLite file, or memory.
 
-Each row is one response with the items that it was asked with; a conversation is the chain of its
-predecessors. All calls block, for a disk: they are made from a thread.
+Each row is one response with the items that it was asked with, one chat completion, or the head of
+a conversation, whose items are rows of their own (`items.py`). All calls block, for a disk: they
+are made from threads (`threads.py`). Writes follow one another; reads of a file wait for none.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger("kvrelay.responses")
@@ -25,25 +28,56 @@ MAX_BYTES = 4 * 2**30  # all records together
 MAX_MEMORY_BYTES = 64 * 2**20  # likewise, where there is no file
 PRUNE_EVERY = 256  # records, or a 64th of their bytes
 BUSY_S = 5.0  # that others of the file's users may take
+MAX_READERS = 8  # connections that are kept open
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT, id TEXT, created_at REAL, record BLOB, PRIMARY KEY (tenant, id))
 """
 _INDEX = "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created_at)"
+# How many items a conversation has, of how many bytes, and the position of the next.
+_CONVERSATIONS = """
+CREATE TABLE IF NOT EXISTS conversations (
+    tenant TEXT, id TEXT, num_items INTEGER, num_bytes INTEGER, next_position INTEGER,
+    PRIMARY KEY (tenant, id))
+"""
+_ITEMS = """
+CREATE TABLE IF NOT EXISTS conversation_items (
+    tenant TEXT, conversation TEXT, position INTEGER, id TEXT, num_bytes INTEGER, item BLOB,
+    PRIMARY KEY (tenant, conversation, position))
+"""
+_ITEM_INDEX = """
+CREATE UNIQUE INDEX IF NOT EXISTS conversation_items_by_id
+    ON conversation_items (tenant, conversation, id)
+"""
+_TABLES = _TABLE, _INDEX, _CONVERSATIONS, _ITEMS, _ITEM_INDEX
 _GET = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
 _PUT = """
 INSERT OR REPLACE INTO responses (tenant, id, created_at, record) VALUES (?, ?, ?, ?)
 """
 # Whatever is put has the highest rowid, and is the youngest, even where the clock was set back.
-_PRUNE = """
-DELETE FROM responses WHERE created_at < ? OR rowid IN
-    (SELECT rowid FROM (SELECT rowid,
-        ROW_NUMBER() OVER (PARTITION BY tenant ORDER BY rowid DESC) AS number,
-        SUM(LENGTH(record)) OVER (PARTITION BY tenant ORDER BY rowid DESC) AS total
-        FROM responses) WHERE number > ? OR total > ?)
+_SIZES = """
+SELECT r.rowid AS place, r.tenant AS tenant, LENGTH(r.record) + COALESCE(c.num_bytes, 0) AS size
+    FROM responses r LEFT JOIN conversations c ON c.tenant = r.tenant AND c.id = r.id
 """
-_TOTALS = "SELECT COUNT(*), COALESCE(SUM(LENGTH(record)), 0), COUNT(DISTINCT tenant) FROM responses"
+_PRUNE = f"""
+DELETE FROM responses WHERE created_at < ? OR rowid IN
+    (SELECT place FROM (SELECT place,
+        ROW_NUMBER() OVER (PARTITION BY tenant ORDER BY place DESC) AS number,
+        SUM(size) OVER (PARTITION BY tenant ORDER BY place DESC) AS total
+        FROM ({_SIZES})) WHERE number > ? OR total > ?)
+"""
+_TOTALS = f"SELECT COUNT(*), COALESCE(SUM(size), 0), COUNT(DISTINCT tenant) FROM ({_SIZES})"
+# Items whose conversation has gone: it was pruned, or the version before has deleted it.
+_HEADLESS = """
+SELECT c.tenant, c.id FROM conversations c LEFT JOIN responses r
+    ON r.tenant = c.tenant AND r.id = c.id WHERE r.id IS NULL
+"""
+_LATEST = """
+SELECT place, id, size FROM (SELECT rowid AS place, id, LENGTH(record) AS size FROM responses
+    WHERE tenant = ? AND id >= ? AND id < ? ORDER BY rowid DESC LIMIT ?)
+"""
+_AT = "SELECT record FROM responses WHERE tenant = ? AND rowid = ?"
 
 
 class ResponseStore:
@@ -51,33 +85,69 @@ class ResponseStore:
 
     def __init__(self, path: Path | None = None) -> None:
         """path: of the file; None, or a file that cannot be used: memory."""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held by who writes; in memory by who reads too
+        self._path = path
+        self._readers: deque[sqlite3.Connection] = deque()  # connections that nobody reads by
+        self._is_closed = False
         self._num_puts = self._num_put_bytes = 0
         self.is_durable = False
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-                self._connection = open_database(str(path), VERSION, _TABLE, _INDEX)
+                self._connection = open_database(str(path), VERSION, *_TABLES)
                 self.is_durable = True
                 return
             except (OSError, sqlite3.Error) as error:
                 log.warning(
                     "responses will be forgotten when the server stops: %s: %s", path, error
                 )
-        self._connection = open_database(":memory:", VERSION, _TABLE, _INDEX)
+        self._connection = open_database(":memory:", VERSION, *_TABLES)
 
     @property
     def max_bytes(self) -> int:
         return MAX_BYTES if self.is_durable else MAX_MEMORY_BYTES
 
-    def put(self, tenant: str, response_id: str, record: bytes) -> None:
-        with self._lock, self._connection as connection:
-            self._put(connection, tenant, response_id, record=record)
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection that shows what has been written, also while another writes."""
+        if not self.is_durable:
+            with self._lock:
+                yield self._connection
+            return
+        try:
+            connection = self._readers.pop()
+        except IndexError:
+            connection = sqlite3.connect(str(self._path), BUSY_S, check_same_thread=False)
+            connection.execute("PRAGMA query_only = 1")
+        try:
+            yield connection
+        finally:
+            if self._is_closed or len(self._readers) >= MAX_READERS:
+                connection.close()
+            else:
+                self._readers.append(connection)
 
-    def _put(self, connection: sqlite3.Connection, *key: str, record: bytes) -> None:
-        connection.execute(_PUT, (*key, time.time(), record))
-        self._num_put_bytes += len(record)
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One step for all that share the file; what is raised inside changes nothing."""
+        with self._lock, self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+
+    def put(self, tenant: str, response_id: str, record: bytes) -> None:
+        with self.writing() as connection:
+            self.put_by(connection, tenant, response_id, record)
+
+    def put_by(
+        self, connection: sqlite3.Connection, tenant: str, response_id: str, record: bytes
+    ) -> None:
+        connection.execute(_PUT, (tenant, response_id, time.time(), record))
+        self.count(connection, len(record))
+
+    def count(self, connection: sqlite3.Connection, num_bytes: int) -> None:
+        """So many bytes were written, and once in a while the oldest have to go."""
+        self._num_put_bytes += num_bytes
         if self._num_puts % PRUNE_EVERY == 0 or self._num_put_bytes > self.max_bytes // 64:
             self._prune(connection)
             self._num_put_bytes = 0
@@ -90,51 +160,65 @@ class ResponseStore:
         num_shares = max(1, num_tenants) if is_full else 1
         shares = MAX_RESPONSES // num_shares, self.max_bytes // num_shares
         connection.execute(_PRUNE, (time.time() - KEEP_S, *shares))
+        for key in connection.execute(_HEADLESS).fetchall():
+            delete_items(connection, *key)
 
-    def update(
-        self, tenant: str, name: str, change: Callable[[bytes | None], bytes | None]
-    ) -> bytes | None:
-        """What `change` makes of a record becomes the record, as one step for all that share the
-        file; what it raises changes nothing. None: there is none. Returns the new one."""
-        with self._lock, self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            row = connection.execute(_GET, (tenant, name)).fetchone()
-            record = change(None if row is None else row[0])
-            if record is not None:
-                self._put(connection, tenant, name, record=record)
-        return record
+    def replace(self, tenant: str, name: str, old: bytes, new: bytes) -> bool:
+        """Makes `new` of a record that still is `old`; returns whether it was."""
+        with self.writing() as connection:
+            found = connection.execute(_GET, (tenant, name)).fetchone()
+            is_old = found is not None and bool(found[0] == old)
+            if is_old:
+                self.put_by(connection, tenant, name, new)
+        return is_old
 
     def get(self, tenant: str, response_id: str) -> bytes | None:
-        with self._lock:
-            row = self._connection.execute(_GET, (tenant, response_id)).fetchone()
+        with self.reading() as connection:
+            row = connection.execute(_GET, (tenant, response_id)).fetchone()
         return None if row is None else row[0]
 
-    def latest(self, tenant: str, prefix: str, limit: int, max_bytes: int) -> list[bytes]:
-        """Records whose names begin with `prefix`, the youngest first: `limit` at most, and the
-        next only while they have fewer than `max_bytes` together."""
-        query = (
-            "SELECT record FROM responses WHERE tenant = ? AND id >= ? AND id < ?"
-            " ORDER BY rowid DESC LIMIT ?"
-        )
+    def latest(self, tenant: str, prefix: str, limit: int, max_bytes: int) -> list[tuple[int, str]]:
+        """Places and names of records whose names begin with `prefix`, the youngest first: `limit`
+        at most, and the next only while they have fewer than `max_bytes` together."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        with self._lock:
-            found, size = [], 0
-            for (record,) in self._connection.execute(query, (tenant, prefix, end, limit)):
-                found.append(record)
-                size += len(record)
-                if size >= max_bytes:
-                    break
+        with self.reading() as connection:
+            rows = connection.execute(_LATEST, (tenant, prefix, end, limit)).fetchall()
+        found, size = list[tuple[int, str]](), 0
+        for place, name, num_bytes in rows:
+            found.append((place, name))
+            size += num_bytes
+            if size >= max_bytes:
+                break
         return found
+
+    def at(self, tenant: str, place: int) -> bytes | None:
+        """Returns the record at a place that `latest` told, if it still is there."""
+        with self.reading() as connection:
+            row = connection.execute(_AT, (tenant, place)).fetchone()
+        return None if row is None else row[0]
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Returns whether it was there."""
         query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
-        with self._lock, self._connection as connection:
+        with self.writing() as connection:
+            delete_items(connection, tenant, response_id)
             return connection.execute(query, (tenant, response_id)).rowcount > 0
 
     def close(self) -> None:
+        self._is_closed = True
         with self._lock:
             self._connection.close()
+        while self._readers:
+            self._readers.pop().close()
+
+
+def delete_items(connection: sqlite3.Connection, tenant: str, conversation: str) -> None:
+    """Take all items from a conversation, which is to go."""
+    for query in (
+        "DELETE FROM conversation_items WHERE tenant = ? AND conversation = ?",
+        "DELETE FROM conversations WHERE tenant = ? AND id = ?",
+    ):
+        connection.execute(query, (tenant, conversation))
 
 
 def open_database(path: str, version: int, *tables: str) -> sqlite3.Connection:

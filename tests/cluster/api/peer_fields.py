@@ -8,28 +8,42 @@ from dataclasses import dataclass
 from typing import Any
 
 from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import beta_output_config_param
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_create_params
-from openai.types import completion_create_params, embedding_create_params
+from openai.types import completion_create_params, embedding_create_params, shared_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import (
+    response_compact_params,
+    response_create_params,
+    response_text_config_param,
+)
 from pydantic import BaseModel
 
-from kvrelay.cluster.api.anthropic.schema import CountRequest, MessagesRequest
+from kvrelay.cluster.api.anthropic.schema import CountRequest, MessagesRequest, OutputConfig
 from kvrelay.cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from kvrelay.cluster.api.openai.schema import ChatRequest, CompletionRequest
 from kvrelay.cluster.api.parameters import (
     CHAT,
+    COMPACT,
     COMPLETION,
     EMBEDDING,
     MESSAGES,
+    OUTPUT_CONFIG,
+    REASONING,
     RERANK,
     RESPONSES,
     SCORE,
+    TEXT_OPTIONS,
     TOKENIZE,
     Fields,
 )
-from kvrelay.cluster.api.responses.schema import ResponsesRequest
+from kvrelay.cluster.api.responses.schema import (
+    CompactRequest,
+    Reasoning,
+    ResponsesRequest,
+    TextOptions,
+)
 from kvrelay.cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
 
 # vLLM 0.32, SGLang 0.5.
@@ -163,6 +177,16 @@ ENDPOINTS = (
             | {*_RESPONSES.split()}
         ),
     ),
+    Endpoint(
+        "/v1/responses/compact",
+        CompactRequest,
+        COMPACT,
+        frozenset(
+            _openai(response_create_params, f"Response{_BASE}", f"Response{_PLAIN}")
+            | _openai(response_compact_params, "ResponseCompactParams")
+            | {*_RESPONSES.split()}
+        ),
+    ),
     Endpoint("/v1/messages", MessagesRequest, MESSAGES, frozenset(_ANTHROPIC)),
     Endpoint("/v1/messages/count_tokens", CountRequest, MESSAGES, frozenset(_COUNTED)),
     Endpoint(
@@ -173,4 +197,22 @@ ENDPOINTS = (
         frozenset(_OF_CHATS.split()),
     ),
     Endpoint("/detokenize", DetokenizeRequest, _NONE, frozenset(("model", "tokens"))),
+)
+# Objects within a request: the endpoint, the field, and what it may have.
+NESTED = (
+    ("/v1/responses", "reasoning", Reasoning, REASONING, _of([shared_params.Reasoning])),
+    (
+        "/v1/responses",
+        "text",
+        TextOptions,
+        TEXT_OPTIONS,
+        _openai(response_text_config_param, "ResponseTextConfigParam"),
+    ),
+    (
+        "/v1/messages",
+        "output_config",
+        OutputConfig,
+        OUTPUT_CONFIG,
+        _openai(beta_output_config_param, "BetaOutputConfigParam"),
+    ),
 )

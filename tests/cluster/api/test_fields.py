@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.api.conftest import MODEL, Served
-from tests.cluster.api.peer_fields import ENDPOINTS, Endpoint
+from tests.cluster.api.peer_fields import ENDPOINTS, NESTED, Endpoint
 from tests.cluster.api.test_answers import ASK
 from tests.cluster.api.test_bad_input import error_of
 from tests.docs.parameters import PAGE, with_parameters
@@ -20,6 +20,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/score": {"text_1": "Hello", "text_2": "Hello"},
     "/v1/rerank": {"query": "Hello", "documents": ["Hello"]},
     "/v1/responses": {"input": "Hello"},
+    "/v1/responses/compact": {"input": "Hello"},
     "/v1/messages": {"messages": ASK, "max_tokens": 9},
     "/v1/messages/count_tokens": {"messages": ASK},
     "/tokenize": {"messages": ASK},
@@ -42,6 +43,16 @@ def test_every_field_that_is_known_is_one_of_three(endpoint: Endpoint) -> None:
     assert not endpoint.obeyed & {*fields.refused}
     assert not {*fields.harmless} & {*fields.refused}
     assert len(endpoint.known) > 1
+
+
+def test_every_field_within_an_object_is_one_of_three(served: Served) -> None:
+    for path, name, model, fields, known in NESTED:
+        assert known == {*model.model_fields, *fields.refused, *fields.harmless}, name
+        body = {"model": MODEL, **BODIES[path]}
+        assert served.post(body | {name: dict.fromkeys(fields.harmless, "x")}, path).is_success
+        wrong = next(iter(model.model_fields))
+        response = served.post(body | {name: {wrong: 5}}, path)
+        assert (response.status_code, f"{name}.{wrong}" in response.text) == (400, True)
 
 
 def test_no_field_is_listed_that_nobody_knows() -> None:

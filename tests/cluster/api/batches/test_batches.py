@@ -109,7 +109,7 @@ def test_a_file_lives_as_the_sdk_knows_it(running: Served) -> None:
     made = client.files.create(file=("a/b c.jsonl", data), purpose="batch")
     assert (made.filename, made.bytes, made.status) == ("b c.jsonl", len(data), "processed")
     assert client.files.retrieve(made.id) == made
-    assert [each.id for each in client.files.list(purpose="batch")] == [made.id]
+    assert [each.id for each in client.files.list(purpose="batch", limit=10_000)] == [made.id]
     assert client.files.content(made.id).content == data
     assert client.files.delete(made.id).deleted
     with pytest.raises(openai.NotFoundError):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.responses import conversations as module
+from kvrelay.cluster.api.responses.items import ConversationItems
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
@@ -124,3 +131,106 @@ def test_a_conversation_is_its_tenants_alone(tokenizer: Tokenizer) -> None:
             assert served.http.get(f"{BASE}/{made}/items", headers=headers).status_code == status
             assert served.http.post(PATH, json=body, headers=headers).status_code == status
         assert served.http.delete(f"{BASE}/{made}", headers=blue).status_code == 404
+
+
+def keep_as_before(served: Served, number: int) -> tuple[str, list[str]]:
+    """A conversation as the last version wrote it, with an item that was taken out."""
+    end = f"{number:032x}"
+    name, ids = f"conv_{end}", [f"item_{end}_{i}" for i in (0, 2, 3)]
+    shown = {"id": name, "object": "conversation", "created_at": 1, "metadata": {"a": "b"}}
+    items = [user(i) | {"id": i, "content": [{"type": "input_text", "text": i}]} for i in ids]
+    record = {"conversation": shown, "items": items, "num_items": 4}
+    served.ctx.responses.put("", name, json.dumps(record).encode())
+    return name, ids
+
+
+def test_conversations_of_the_version_before_become_rows(served: Served) -> None:
+    name, ids = keep_as_before(served, 1)
+    assert served.http.get(f"{BASE}/{name}").json()["metadata"] == {"a": "b"}
+    assert texts(served, name) == ids
+    served.post({"items": [user("Ho")]}, f"{BASE}/{name}/items")
+    listed = served.http.get(f"{BASE}/{name}/items?limit=1").json()
+    assert listed["last_id"] == f"item_{1:032x}_4"
+    # The version before finds no conversation, rather than one without its items.
+    assert set(json.loads(served.ctx.responses.get("", name) or b"")) == {"header"}
+    other, ids = keep_as_before(served, 2)
+    assert served.http.delete(f"{BASE}/{other}/items/{ids[1]}").status_code == 200
+    assert texts(served, other) == [ids[0], ids[2]]
+
+
+def test_pages_of_items_have_a_bound_in_bytes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = begin(served, *(user(f"{i} " + "word " * 20) for i in range(5)))
+    monkeypatch.setattr(module, "MAX_PAGE_BYTES", 500)
+    page = served.http.get(f"{BASE}/{name}/items?limit=100").json()
+    assert (len(page["data"]), page["has_more"]) == (2, True)
+    listed = list(served.openai().conversations.items.list(name, order="asc"))
+    assert [item.content[0].text[0] for item in listed] == [*"01234"]  # type: ignore[union-attr]
+    monkeypatch.setattr(module, "MAX_PAGE_BYTES", 1)
+    assert len(served.http.get(f"{BASE}/{name}/items").json()["data"]) == 1
+
+
+def test_nothing_of_a_conversation_is_read_or_made_in_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, (first, *_) = keep_as_before(served, 3)
+    names: set[str] = set()
+
+    def watched(call: Any, *args: Any, **options: Any) -> Any:
+        names.add(threading.current_thread().name.rpartition("_")[0])
+        return call(*args, **options)
+
+    calls = SimpleNamespace(loads=partial(watched, json.loads), dumps=partial(watched, json.dumps))
+    monkeypatch.setattr(module, "json", calls)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.items.json", calls)
+    served.http.get(f"{BASE}/{name}/items")
+    served.http.get(f"{BASE}/{name}/items/{first}")
+    served.post({"items": [user("Ho")]}, f"{BASE}/{name}/items")
+    ask(served, conversation=name)
+    assert names == {"tokenizer", "responses-read"}
+
+
+def test_an_answer_says_that_its_conversation_lacks_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    name = begin(served)
+    monkeypatch.setattr(ConversationItems, "append", full)
+    for answer in (
+        ask(served, conversation=name).to_dict(),
+        stream(served, conversation=name)[-1]["response"],
+    ):
+        assert (answer["status"], answer["conversation"]) == ("completed", None)
+        (warning,) = answer["warnings"]
+        assert warning["code"] == "not_in_conversation"
+        assert name in warning["message"]
+        assert "database or disk is full" in warning["message"]
+        kept = served.http.get(f"{PATH}/{answer['id']}").json()
+        assert kept["warnings"] == answer["warnings"]
+    monkeypatch.undo()
+    assert "warnings" not in ask(served, conversation=name).to_dict()
+
+
+def test_each_call_about_what_is_stored_counts_as_a_request(tokenizer: Tokenizer) -> None:
+    red = TenantEntry("red", keys=("red-key",), requests_per_minute=1)
+    context = {"tenants": Tenants.of((red,), b"a secret")}
+    with serve(tokenizer, ApiSettings(), context=context) as served:
+        headers = {"authorization": "Bearer red-key"}
+        assert served.http.get(f"{BASE}/x", headers=headers).status_code == 404
+        chats, one = "/v1/chat/completions", f"{BASE}/x/items/y"
+        calls = {
+            "GET": (f"{BASE}/x", f"{BASE}/x/items", one, chats, f"{chats}/x"),
+            "POST": (BASE, f"{BASE}/x", f"{BASE}/x/items", f"{chats}/x", f"{PATH}/x/cancel"),
+            "DELETE": (f"{BASE}/x", one, f"{chats}/x", f"{PATH}/x"),
+        }
+        rest = (
+            ("GET", f"{chats}/x/messages"),
+            ("GET", f"{PATH}/x"),
+            ("GET", f"{PATH}/x/input_items"),
+        )
+        for method, path in [*((m, p) for m, paths in calls.items() for p in paths), *rest]:
+            response = served.http.request(method, path, headers=headers)
+            assert response.status_code == 429, (method, path)

@@ -233,6 +233,20 @@ def test_compact_response(served: Served) -> None:
     assert [item["type"] for item in answer.json()["output"]] == ["message", "compaction"]
 
 
+def test_a_compaction_is_made_as_it_is_asked_for(served: Served) -> None:
+    name = served.post({"items": [message("user", "We launch soon.")]}, "/v1/conversations").json()
+    how = {"cache_salt": "red", "seed": 5, "max_output_tokens": 30, "conversation": name["id"]}
+    answer = compacted(served, [], **how)
+    assert answer.status_code == 200, answer.text
+    salted = served.router.submits[-1]
+    assert compacted(served, []).status_code == 200
+    assert "We launch soon." in served.ctx.tokenizer.decode(salted.tokens)
+    assert (salted.sampling.seed, salted.sampling.max_tokens) == (5, 30)
+    assert salted.scope != served.router.submits[-1].scope
+    listed = served.http.get(f"/v1/conversations/{name['id']}/items").json()["data"]
+    assert len(listed) == 1  # a summary is not a part of it
+
+
 def test_compact_missing_model(served: Served) -> None:
     answer = served.post({"input": [message("user", "Compact this.")]}, f"{PATH}/compact")
     assert answer.status_code == 400

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.api.responses import store as module
+from kvrelay.cluster.api.responses.items import ConversationItems, Most
 from kvrelay.cluster.api.responses.store import ResponseStore
 
 
@@ -105,6 +106,40 @@ def test_without_a_file_that_can_be_used_responses_are_in_memory(
     store.close()
 
 
+def test_reads_do_not_wait_for_a_write(path: Path) -> None:
+    store = ResponseStore(path)
+    store.put("", "a", b"one")
+    with store.writing() as connection:
+        store.put_by(connection, "", "a", b"two")
+        assert store.get("", "a") == b"one"
+    assert store.get("", "a") == b"two"
+    assert not store.replace("", "a", b"one", b"three")
+    assert store.replace("", "a", b"two", b"three")
+    assert store.get("", "a") == b"three"
+    store.close()
+
+
+def test_items_count_and_go_with_their_conversation(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PRUNE_EVERY", 1)
+    monkeypatch.setattr(module, "MAX_BYTES", 3500)
+    store = ResponseStore(path)
+    items = ConversationItems(store)
+    for name in ("conv_a", "conv_b"):
+        items.begin("", name, b"{}", [("", b"x" * 1400)], Most(9, 9999))
+    items.append("", "conv_b", [("mine", b"x" * 600)], Most(9, 9999))
+    assert store.get("", "conv_a") is not None
+    items.append("", "conv_b", [("mine", b"x" * 600)], Most(9, 9999))
+    store.put("", "a", b"x")
+    assert store.get("", "conv_a") is None
+    assert items.all("", "conv_a") == []
+    assert [name for name, _ in items.all("", "conv_b")] == ["item_b_0", "mine", "item_b_2"]
+    store.delete("", "conv_b")
+    assert items.all("", "conv_b") == []
+    store.close()
+
+
 def test_memory_is_not_shared() -> None:
     first, second = ResponseStore(), ResponseStore()
     first.put("", "a", b"one")
@@ -131,6 +166,10 @@ def test_the_oldest_are_forgotten_when_there_are_too_many(
         store.close()
 
 
+def latest(store: ResponseStore) -> list[tuple[str, bytes | None]]:
+    return [(name, store.at("", place)) for place, name in store.latest("", "c", 9, 999)]
+
+
 def test_the_youngest_stay_where_the_clock_was_set_back(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +182,11 @@ def test_the_youngest_stay_where_the_clock_was_set_back(
         store.put("", name, name.encode())
         now[0] -= 3600
     assert names(store) == "cde"
-    assert store.latest("", "c", 9, 999) == [b"c"]
+    assert latest(store) == [("c", b"c")]
     store.put("", "cc", b"younger")
-    assert store.latest("", "c", 9, 999) == [b"younger"]
+    assert latest(store) == [("cc", b"younger")]
     store.put("", "ca", b"youngest")
-    assert store.latest("", "c", 9, 999) == [b"youngest", b"younger"]
+    assert latest(store) == [("ca", b"youngest"), ("cc", b"younger")]
     store.close()
 
 
