@@ -188,7 +188,7 @@ def test_nothing_of_a_conversation_is_read_or_made_in_the_event_loop(
     served.http.get(f"{BASE}/{name}/items/{first}")
     served.post({"items": [user("Ho")]}, f"{BASE}/{name}/items")
     ask(served, conversation=name)
-    assert names == {"tokenizer", "responses-read"}
+    assert names == {"json", "responses-read"}
 
 
 def test_an_answer_says_that_its_conversation_lacks_it(
