@@ -137,6 +137,8 @@ def test_documents_are_valid(case: str, version: str) -> None:
         {"ray": {"workerGroups": []}},
         {"ray": {"workerGroups": [{**GROUP, "replicas": -1}]}},
         {"redis": {"image": "valkey"}},
+        {"redis": {"maxMemory": "900mb"}},
+        {"config": {"state": {"max_batch_bytes": 1 << 28}}},
         {"monitoring": {"interval": "soon"}},
     ],
     ids=str,
