@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import socket
 import sqlite3
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.prepare import PlannedModel
 
 _log = logging.getLogger("kvrelay.api")
+_M_MMAP_THRESHOLD = -3  # as mallopt(3) numbers it
 SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
 
@@ -117,6 +119,15 @@ def _open_adapters(served: RouterHost) -> Any:
         for name, each in served.served_models.items()
     }
     return Adapters.open(config.adapters, config.sessions.state_path / FILE, models)
+
+
+def _return_memory() -> None:
+    """Let large blocks, of bodies and what is made of them, go back to the system when they are
+    free. By default glibc keeps up to 32 MiB of each size that it has seen, in each thread's
+    arena."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 async def _know_bases(context: ApiContext) -> None:
@@ -275,6 +286,7 @@ async def serve_api(
     from kvrelay.cluster.api.server import serve_app
 
     settle_memory()
+    _return_memory()
     config = served.config
     context = served.context = await open_context(served, tokenizers, access)
     knowing = asyncio.create_task(_know_bases(context))

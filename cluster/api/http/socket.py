@@ -9,6 +9,7 @@ message waits to be taken.
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode
@@ -18,7 +19,7 @@ from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
 from kvrelay.cluster.api.limiter import ByteBudget, Caller, Held, network_of
 from kvrelay.engine.wire.pending import PendingConnections
 
-SOCKET = "socket"  # names the connection's `BoundedSocket` in the scope's state
+SOCKET = "socket"  # names a weak reference to the `BoundedSocket`, in the scope's state
 _SAY_S = 2.0  # for the close to be read
 
 
@@ -34,7 +35,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         super().connection_made(transport)
         self.address = network_of(self.client[0]) if self.client else ""
         self._held = self.budget.holder((self.address,))
-        self.app_state = {**self.app_state, SOCKET: self}
+        self.app_state = {**self.app_state, SOCKET: ref(self)}  # in no cycle
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
@@ -53,6 +54,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         self._held.close()
         self.waiting.remove(self)
         super().connection_lost(exc)
+        # `conn` stays until the garbage collector comes by; what it had read need not.
+        self.conn.parser.close()
+        self.conn.reader.buffer = bytearray()
 
     def is_of(self, caller: Caller) -> None:
         """Its key is known: what it has counts for that caller from now on."""

@@ -13,6 +13,7 @@ import json
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -87,7 +88,8 @@ class _Connection:
         self._ctx, self._read = ctx, read
         self._socket, self._tenant = socket, tenant
         # uvicorn's connection, if there is one: it rests while nothing is asked for.
-        self._below: BoundedSocket | None = socket.scope.get("state", {}).get(SOCKET)
+        below: ref[BoundedSocket] | None = socket.scope.get("state", {}).get(SOCKET)
+        self._below = None if below is None else below()
         if self._below is not None:
             self._below.is_of(CALLER.get())
         self._waiting: asyncio.Queue[_Message] = asyncio.Queue(MAX_WAITING)
@@ -126,6 +128,9 @@ class _Connection:
         self._held.give_back(message.num_held)
 
     def close(self) -> None:
+        while not self._waiting.empty():
+            self._waiting.get_nowait()
+        self._message = None
         self._remembered.forget(self._remembered.name)
         self._held.close()
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import socket
 import time
+from socket import SHUT_RDWR
+from struct import Struct
 from typing import Any
 
 import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.streams import StreamReader
 from websockets.sync.client import ClientConnection, connect
 
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.http.connection import ConnectionLimits
+from kvrelay.cluster.api.http.socket import BoundedSocket
 from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
 from kvrelay.cluster.api.responses.format import ResponseFormat
 from kvrelay.cluster.api.tenants import Tenants
@@ -23,6 +28,8 @@ from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.responses.asking import PATH
 from tests.cluster.api.tools.templates import prompt
+
+FrameHead = Struct(">BBQI")  # text, masked, its length in 8 bytes, the mask
 
 
 def opened(served: Served, path: str = PATH, **options: Any) -> ClientConnection:
@@ -253,6 +260,29 @@ def test_small_messages_that_wait_count_together(tokenizer: Tokenizer) -> None:
             wait_until(lambda: served.ctx.bodies.num_taken >= 4 * size)
             assert {last(socket)["type"] for _ in range(6)} == {"response.completed"}
         wait_until(lambda: served.ctx.bodies.num_taken == 0)
+
+
+def test_what_a_connection_had_read_goes_with_it(tokenizer: Tokenizer) -> None:
+    """Without the garbage collector, which comes rarely where few objects have many bytes."""
+
+    def kept() -> int:
+        found = (
+            each for each in gc.get_objects() if isinstance(each, BoundedSocket | StreamReader)
+        )
+        return sum(isinstance(each, BoundedSocket) or len(each.buffer) > 1000 for each in found)
+
+    text = json.dumps({"type": "response.create", "model": MODEL, "input": "x" * 200_000})
+    with serve(tokenizer, ApiSettings()) as served:
+        gc.collect()
+        gc.disable()
+        try:
+            with opened(served) as socket:
+                socket.socket.sendall(FrameHead.pack(0x81, 0xFF, 400_000, 0) + text.encode())
+                wait_until(lambda: served.ctx.bodies.num_taken >= 100_000)
+                socket.socket.shutdown(SHUT_RDWR)
+            wait_until(lambda: not kept())
+        finally:
+            gc.enable()
 
 
 def test_what_is_said_beforehand_counts_as_a_request(tokenizer: Tokenizer) -> None:
