@@ -20,7 +20,7 @@ from kvrelay.cluster.api.errors import ApiError, invalid, renamed
 from kvrelay.cluster.api.incoming import hold, too_large
 from kvrelay.cluster.api.openai.formats import Format
 from kvrelay.cluster.api.openai.parts import Plan
-from kvrelay.cluster.api.openai.plan import call_name, plan_chat
+from kvrelay.cluster.api.openai.plan import plan_chat
 from kvrelay.cluster.api.openai.respond import ReadEndpoint
 from kvrelay.cluster.api.responses.conversations import (
     PREFIX,
@@ -120,10 +120,10 @@ class ResponseCall:
         self._num_bytes: int  # that the model is to read, all together
         self.model = kept.ctx.chosen(request.model, tenant)  # raises ApiError
 
-    async def prepare(self, body: bytes) -> None:
-        """Reads back what came before. body: what is asked. Raises `ApiError`."""
-        ctx, size = self._ctx, len(body)
-        self._name = call_name(body)
+    async def prepare(self, size: int, name: bytes) -> None:
+        """Reads back what came before. size: of the body that asks; name: by it. Raises
+        `ApiError`."""
+        ctx, self._name = self._ctx, name
         self.request.input = await self._resolved(self.request.input)
         with ctx.bodies.share() as take:
             history, num_bytes = await self._history(take, ctx.settings.max_body_bytes - size)

@@ -8,8 +8,9 @@ before its client is told that it runs.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
@@ -21,7 +22,7 @@ from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
 from kvrelay.cluster.api.incoming import caller, counted, held_body, page_of, utility_call
 from kvrelay.cluster.api.openai.formats import Format
 from kvrelay.cluster.api.openai.parts import Plan
-from kvrelay.cluster.api.openai.plan import chat_prompt
+from kvrelay.cluster.api.openai.plan import call_name, chat_prompt
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.cluster.api.responses.background import Background, event_stream, first_event
 from kvrelay.cluster.api.responses.call import (
@@ -42,6 +43,7 @@ from kvrelay.cluster.api.responses.websocket import ResponsesSocket
 from kvrelay.cluster.api.tenants import Tenant
 
 MAX_BACKGROUND = 64  # for one tenant
+Asked = TypeVar("Asked", bound=BaseModel)
 COMPACT_SHARE = 8  # a summary may have an 8th of the context
 SUM_UP = (
     "Write a summary of this conversation, for an assistant that is to go on with it and sees "
@@ -112,9 +114,9 @@ class Responses:
         self, body: bytes, tenant: Tenant, response_id: str, remembered: Remembered | None = None
     ) -> ResponseCall:
         """Raises `ApiError`."""
-        request = await self._ctx.in_json_thread(len(body), parse, ResponsesRequest, body)
+        request, name = await self._ctx.in_json_thread(len(body), _named, ResponsesRequest, body)
         call = ResponseCall(self.kept, request, tenant, response_id, remembered)
-        await call.prepare(body)
+        await call.prepare(len(body), name)
         return call
 
     async def count(self, http: Request) -> Response:
@@ -220,6 +222,11 @@ class Responses:
         return JSONResponse(response | {"status": "queued"})  # OpenAI's, of what was just accepted
 
 
+def _named(kind: type[Asked], body: bytes) -> tuple[Asked, bytes]:
+    """What a body asks for, and its name. Raises `ApiError` (400)."""
+    return parse(kind, body), call_name(body)
+
+
 class Compaction:
     """`/v1/responses/compact`: the model sums a conversation up, to be gone on with."""
 
@@ -231,7 +238,9 @@ class Compaction:
         try:
             tenant = caller(ctx, http)
             async with held_body(ctx, http) as body:
-                asked = await ctx.in_json_thread(len(body), parse, CompactRequest, body)
+                asked, name = await ctx.in_json_thread(len(body), _named, CompactRequest, body)
+                size = len(body)
+                del body
         except ClientDisconnect:
             return
         # The oldest is left out of a conversation that does not fit: it is compacted for that.
@@ -246,7 +255,7 @@ class Compaction:
         request = ResponsesRequest(**given | own)
         response_id = f"resp_{scope['state']['request_id']}"
         call = ResponseCall(self._kept, request, tenant, response_id)
-        await call.prepare(body)
+        await call.prepare(size, name)
         items = call.items()[:-1]
         said = [
             input_item(item, f"msg_{response_id.removeprefix('resp_')}_{i}")

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import Message
@@ -176,7 +177,6 @@ class _Connection:
         try:
             try:
                 text = message.text
-                check_brackets(text)
                 asked = await self._ctx.in_json_thread(len(text), _created, text)
                 previous = asked.previous
                 response_id = f"resp_{request_id}"
@@ -264,8 +264,9 @@ class _Asked(NamedTuple):
 
 def _created(text: bytes) -> _Asked:
     """Reads a message. Raises `ApiError` (400)."""
+    check_brackets(text)
     try:
-        given = json.loads(text)
+        given = json.loads(text, parse_constant=_no_number)
     except ValueError as error:
         raise invalid(f"The message is not valid JSON: {error}") from None
     except RecursionError:
@@ -275,5 +276,12 @@ def _created(text: bytes) -> _Asked:
         raise invalid(f"'type': expected 'response.create', got {kind!r:.60}", param="type")
     is_generated = given.pop("generate", True) is not False
     own = {key: value for key, value in given.items() if key not in _NOT_HERE}
-    body = json.dumps({**own, "stream": True}).encode()
+    try:
+        body = msgspec.json.encode({**own, "stream": True})
+    except UnicodeEncodeError as error:
+        raise invalid(f"The message has half of a surrogate pair: {error}") from None
     return _Asked(body, is_generated, given.get("previous_response_id"))
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
