@@ -1,9 +1,10 @@
 """One WebSocket of a client: uvicorn's protocol with a bound on what it keeps before the
 application takes it, and a way to end a connection that asks for nothing.
 
-What has come of a message that is not whole is in the parser's memory, so its bytes count like
-those of a body over HTTP; the application counts what it has taken itself. Reading stops while a
-message waits to be taken.
+What has come of a message that is not whole is in the parser's memory, so it counts like a body
+over HTTP: beyond SMALL_BODY_BYTES it is read only once there is room for as much as a message may
+have, so none waits in its middle for what others hold in theirs. The application counts what it has
+taken itself. Reading stops while a message waits to be taken.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from kvrelay.cluster.api.limiter import ByteBudget, Caller, Held, network_of
 from kvrelay.engine.wire.pending import PendingConnections
 
 SOCKET = "socket"  # names a weak reference to the `BoundedSocket`, in the scope's state
+NUM_MESSAGES = 8  # as long as they may be, that the budget is for
+ROOM_S = 30.0  # in which there should be room for a message
+RETRY_S = 0.02
 _SAY_S = 2.0  # for the close to be read
 
 
 class BoundedSocket(WebSocketsSansIOProtocol):
-    """Invariant: what the parser has beyond SMALL_BODY_BYTES is held in `budget`."""
+    """Invariant: while the parser has more than SMALL_BODY_BYTES and a part of what was read at
+    once, room for a whole message is held in `budget`."""
 
     budget: ByteBudget
     waiting: PendingConnections[Any]  # connections of the server that ask for nothing
     _held: Held
     _num_bytes = 0  # that came since a message was taken
+    _unparsed = b""  # while there is no room for the message that it is of
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -39,10 +45,25 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
-        if self._num_bytes > SMALL_BODY_BYTES and not self._held.take(len(data)):
-            self.end(CloseCode.TRY_AGAIN_LATER, "the messages of others take all memory")
+        if self._num_bytes > SMALL_BODY_BYTES and not self._held.num_bytes:
+            self._unparsed = data
+            self.transport.pause_reading()
+            self._go_on(self.loop.time() + ROOM_S)
             return
         super().data_received(data)
+
+    def _go_on(self, deadline: float) -> None:
+        """Once there is room."""
+        if self.close_sent or self.transport.is_closing():
+            return
+        if self._held.take(self.budget.limit // NUM_MESSAGES):
+            data, self._unparsed = self._unparsed, b""
+            self.transport.resume_reading()
+            super().data_received(data)
+        elif self.loop.time() < deadline:
+            self.loop.call_later(RETRY_S, self._go_on, deadline)
+        else:
+            self.end(CloseCode.TRY_AGAIN_LATER, "the messages of others take all memory")
 
     async def receive(self) -> Any:
         message = await super().receive()

@@ -41,7 +41,7 @@ MAX_WAITING = 8  # messages of the client that wait for the one that is answered
 WRITE_TIMEOUT_S = 60.0  # for a client that does not read
 Read = Callable[[bytes, Tenant, str, Remembered], Awaitable["ResponseCall"]]
 """A body, whose it is, the response's id, and what the connection remembers. Raises `ApiError`."""
-_NOT_HERE = ("stream", "stream_options", "type")  # a connection always streams
+_NOT_HERE = ("stream", "stream_options", "type", "generate")  # a connection always streams
 
 
 class ResponsesSocket:
@@ -263,25 +263,36 @@ class _Asked(NamedTuple):
 
 
 def _created(text: bytes) -> _Asked:
-    """Reads a message. Raises `ApiError` (400)."""
+    """Reads a message, and of its fields only what is needed here. Raises `ApiError` (400)."""
     check_brackets(text)
     try:
-        given = json.loads(text, parse_constant=_no_number)
-    except ValueError as error:
-        raise invalid(f"The message is not valid JSON: {error}") from None
-    except RecursionError:
-        raise invalid("The message has brackets within brackets, too deep to be read") from None
-    if not isinstance(given, dict) or given.get("type") != "response.create":
-        kind = given.get("type") if isinstance(given, dict) else None
-        raise invalid(f"'type': expected 'response.create', got {kind!r:.60}", param="type")
-    is_generated = given.pop("generate", True) is not False
-    own = {key: value for key, value in given.items() if key not in _NOT_HERE}
+        given = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        raise _wrong(text) from None
+
+    def value(name: str, otherwise: Any) -> Any:
+        return msgspec.json.decode(given[name]) if name in given else otherwise
+
+    if (kind := value("type", None)) != "response.create":
+        raise _wrong_type(kind)
+    own: dict[str, Any] = {name: raw for name, raw in given.items() if name not in _NOT_HERE}
+    body = msgspec.json.encode({**own, "stream": True})
+    is_generated = value("generate", True) is not False
+    return _Asked(body, is_generated, value("previous_response_id", None))
+
+
+def _wrong(text: bytes) -> ApiError:
+    """What is wrong with a message that is no object in JSON."""
     try:
-        body = msgspec.json.encode({**own, "stream": True})
-    except UnicodeEncodeError as error:
-        raise invalid(f"The message has half of a surrogate pair: {error}") from None
-    return _Asked(body, is_generated, given.get("previous_response_id"))
+        given = json.loads(text)
+    except ValueError as error:
+        return invalid(f"The message is not valid JSON: {error}")
+    except RecursionError:
+        return invalid("The message has brackets within brackets, too deep to be read")
+    if not isinstance(given, dict):
+        return _wrong_type(None)
+    return invalid("The message is not valid JSON: it has NaN, Infinity, or half of a surrogate")
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+def _wrong_type(kind: Any) -> ApiError:
+    return invalid(f"'type': expected 'response.create', got {kind!r:.60}", param="type")
