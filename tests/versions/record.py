@@ -145,14 +145,12 @@ def store_answers(path: Path) -> dict[str, str]:
     tokenizer = Tokenizer(resolve_model(DEFAULT_MODEL, progress=lambda _: None))
     store = ResponseStore(path)
     with serve(tokenizer, ApiSettings(), context={"responses": store}) as served:
-        chat = {"model": MODEL, "messages": [user("Hi")], "store": True}
         called = [
             user("Rain?"),
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "dry"},
         ]
         bodies: dict[str, tuple[str, dict[str, Any]]] = {
-            "chat": ("/v1/chat/completions", chat),
             "conversation": ("/v1/conversations", {"items": [user("The word is slate.")]}),
             "response": ("/v1/responses", {"model": MODEL, "input": called}),
         }
