@@ -8,7 +8,6 @@ operators only.
 
 from __future__ import annotations
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
@@ -121,7 +120,7 @@ class _Operations:
 
     async def status(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        data = msgspec.json.encode(self._ctx.status())
+        data = self._ctx.status().json()
         return Response(data, media_type="application/json")
 
     async def metrics(self, http: Request) -> Response:

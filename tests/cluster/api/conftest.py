@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from kvrelay.cluster.state.server_lock import ServerLock
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.files import write_private
 from kvrelay.engine.settings import OPERATIONS_KEY_FILE
+from kvrelay.engine.stats import WorkerStats
+from kvrelay.router.status import STATS_FACTS
 from tests.cluster.api.fake_router import FakeRouter
 
 JSON = "application/json"
@@ -42,9 +44,19 @@ ANSWER = " The capital of France is Paris."  # the scripted router's, where a te
 
 
 def cluster_status(plain: dict[str, Any]) -> ClusterStatus:
-    """A status of which only some fields matter."""
+    """A status of which only some fields matter. Workers have their facts side by side."""
     rest = {"router": "router-0", "policy": "seconds", "model": MODEL}
-    return msgspec.convert(rest | plain, ClusterStatus, dec_hook=lambda _, counts: Counter(counts))
+    nested = rest | plain | {"workers": [_worker(each) for each in plain.get("workers", ())]}
+    return msgspec.convert(nested, ClusterStatus, dec_hook=lambda _, counts: Counter(counts))
+
+
+def _worker(facts: dict[str, Any]) -> dict[str, Any]:
+    said = {name: value for name, value in facts.items() if name in STATS_FACTS}
+    if not said:
+        return facts
+    required = [each for each in fields(WorkerStats) if each.default is each.default_factory]
+    unsaid = {each.name: 0 for each in required}
+    return facts | {"stats": unsaid | {"worker": facts["worker"], "epoch": 1} | said}
 
 
 _STATUS = {
@@ -77,7 +89,7 @@ _STATUS = {
         }
     ],
 }
-STATUS: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(cluster_status(_STATUS)))
+STATUS: dict[str, Any] = msgspec.json.decode(cluster_status(_STATUS).json())
 
 SCALING = {
     "why": "2 are enough",
