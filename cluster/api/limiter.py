@@ -43,6 +43,11 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=("",))
 RESERVE = 8  # part of a limit that is kept for others: one in so many
 
 
+def reserve_of(limit: int) -> int:
+    """How much of a limit is kept for others: of few places one, of a single one none."""
+    return max(1, limit // RESERVE) if limit > 1 else 0
+
+
 @lru_cache(4096)
 def network_of(host: str) -> str:
     """The address of a client, as far as it says who that is: of an IPv6 address the network, in
@@ -69,7 +74,7 @@ class LimitReached(Exception):
 class Shares:
     """How much of something that is limited each caller has.
 
-    Somebody alone may have nearly all of it: a RESERVE stays, of which each gets a part only while
+    Somebody alone may have nearly all of it: a reserve stays, of which each gets a part only while
     that makes it no more than what is left. So who has nothing finds something, whoever has all the
     rest, until as many have come as halve the reserve to nothing. Tenants share so, and the
     addresses of each: who has many addresses, or calls from many, has one tenant's share.
@@ -91,9 +96,7 @@ class Shares:
         most, taken = self.limit, self.num_taken
         for depth in range(1, len(caller) + 1):
             own, free = self._taken[caller[:depth]], most - taken
-            # Of several tenants none has all, however few places there are.
-            least = depth == 1 < len(caller) and most > 1
-            reserve = max(int(least), most // RESERVE)
+            reserve = reserve_of(most)
             if free - amount < reserve and own + amount > free:
                 return False
             most, taken = most - reserve, own
