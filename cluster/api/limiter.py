@@ -112,6 +112,27 @@ class Shares:
     def give_back(self, caller: Caller, amount: int = 1) -> None:
         self._add(caller, -amount)
 
+    def who_yields(self, caller: Caller) -> Caller | None:
+        """Who has the most, where `caller` has nothing: of tenants, if its tenant has nothing
+        either, and of addresses. None: nobody has two, or the caller has something."""
+        has_none = [depth for depth in range(len(caller)) if not self._taken[caller[: depth + 1]]]
+        found, least = caller[: min(has_none, default=0)], 2
+        for depth in has_none:
+            own = {
+                each: num
+                for each, num in self._taken.items()
+                if len(each) == depth + 1 and each[:depth] == found and num >= least
+            }
+            if not own:
+                return None
+            found, least = max(own, key=lambda each: own[each]), 1
+        return found or None
+
+    def hand_over(self, giver: Caller, taker: Caller) -> None:
+        """One, which is neither free in between nor refused by the taker's share."""
+        self._add(giver, -1)
+        self._add(taker, 1)
+
     def _add(self, caller: Caller, amount: int) -> None:
         self.num_taken += amount
         for depth in range(1, len(caller) + 1):
@@ -160,6 +181,15 @@ class ByteBudget(Shares):
             held.close()
 
 
+@dataclass(eq=False, slots=True)
+class Place:
+    """One that a call has, from `began` on, until that ends or the place is another's."""
+
+    caller: Caller
+    began: float
+    is_lost: bool = False
+
+
 class ConcurrencyLimiter:
     """Places for calls that run. Owned by the API's context; used in its loop."""
 
@@ -197,21 +227,34 @@ class ConcurrencyLimiter:
             message = f"{own} {self._what} for this caller, its share of {self.limit}"
         raise LimitReached(self._retry_after_s(), message)
 
+    def who_yields(self) -> Caller | None:
+        """Who could give a place up for the caller that has none, see `Shares`."""
+        return self._shares.who_yields(CALLER.get())
+
     @contextmanager
-    def take(self) -> Iterator[None]:
-        """Keep a place. Raises LimitReached."""
-        self.check()
-        began, caller = self._clock(), CALLER.get()
-        self._shares.take(caller)
-        self._since += began
+    def take(self, instead: Place | None = None) -> Iterator[Place]:
+        """Keep a place, that of another if it is given, which loses it. Raises LimitReached."""
+        place = Place(CALLER.get(), self._clock())
+        if instead is None:
+            self.check()
+            self._shares.take(place.caller)
+        else:
+            instead.is_lost = True
+            self._left(instead)
+            self._shares.hand_over(instead.caller, place.caller)
+        self._since += place.began
         try:
-            yield
+            yield place
         finally:
-            self._shares.give_back(caller)
-            self._since -= began
-            self._num_left += 1
-            weight = max(SMOOTHING, 1.0 / self._num_left)
-            self._stay_s += weight * (self._clock() - began - self._stay_s)
+            if not place.is_lost:
+                self._left(place)
+                self._shares.give_back(place.caller)
+
+    def _left(self, place: Place) -> None:
+        self._since -= place.began
+        self._num_left += 1
+        weight = max(SMOOTHING, 1.0 / self._num_left)
+        self._stay_s += weight * (self._clock() - place.began - self._stay_s)
 
     def _retry_after_s(self) -> float:
         """In a line of those who were refused, but no later than when all places will have changed

@@ -143,6 +143,21 @@ def test_shares_are_kept_whatever_comes_and_goes() -> None:
     assert not shares._taken
 
 
+def test_who_has_nothing_gets_a_place_of_who_has_most() -> None:
+    shares = Shares(12)
+    for caller, num in {("a", "1"): 3, ("a", "2"): 4, ("b", "1"): 5}.items():
+        shares._add(caller, num)
+    yields = {("c", "1"): ("a", "2"), ("b", "2"): ("b", "1"), ("a", "1"): None, ("c",): ("a",)}
+    assert {caller: shares.who_yields(caller) for caller in yields} == yields
+    shares.hand_over(("a", "2"), ("c", "1"))
+    assert (shares.num_taken, shares.of(("a",)), shares.of(("c", "1"))) == (12, 6, 1)
+    assert shares.who_yields(("c", "2")) is None, "its tenant has one, which another address has"
+    few = Shares(2)
+    for caller in (("a",), ("b",)):
+        few._add(caller, 1)
+    assert few.who_yields(("c",)) is None
+
+
 @pytest.mark.parametrize(
     ("host", "network"),
     {
