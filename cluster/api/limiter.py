@@ -109,6 +109,10 @@ class Shares:
         self._add(caller, amount)
         return True
 
+    def hold(self, caller: Caller) -> None:
+        """One that it has already."""
+        self._add(caller, 1)
+
     def give_back(self, caller: Caller, amount: int = 1) -> None:
         self._add(caller, -amount)
 

@@ -146,7 +146,8 @@ def test_shares_are_kept_whatever_comes_and_goes() -> None:
 def test_who_has_nothing_gets_a_place_of_who_has_most() -> None:
     shares = Shares(12)
     for caller, num in {("a", "1"): 3, ("a", "2"): 4, ("b", "1"): 5}.items():
-        shares._add(caller, num)
+        for _ in range(num):
+            shares.hold(caller)
     yields = {("c", "1"): ("a", "2"), ("b", "2"): ("b", "1"), ("a", "1"): None, ("c",): ("a",)}
     assert {caller: shares.who_yields(caller) for caller in yields} == yields
     shares.hand_over(("a", "2"), ("c", "1"))
@@ -154,7 +155,7 @@ def test_who_has_nothing_gets_a_place_of_who_has_most() -> None:
     assert shares.who_yields(("c", "2")) is None, "its tenant has one, which another address has"
     few = Shares(2)
     for caller in (("a",), ("b",)):
-        few._add(caller, 1)
+        few.hold(caller)
     assert few.who_yields(("c",)) is None
 
 
