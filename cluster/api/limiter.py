@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING
@@ -354,15 +354,47 @@ MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class Bucket:
-    """`per_minute` is also the most that it holds. Times are of one clock."""
+    """`per_minute` is also the most that it holds. Times are of one clock.
+
+    Who calls alone may have all of it. Where others do too, the last of it, as much as `Shares`
+    keeps, is for who has had the least since the minute began. Nobody is remembered for longer."""
 
     per_minute: float
     level: float
     at: float
+    began: float = 0.0  # the minute that is counted in
+    had: Counter[Caller] = field(default_factory=Counter)
+    refused: Caller | None = None  # of those that were, one that has had the least
 
     def refill(self, now: float) -> None:
         self.level += (now - self.at) * self.per_minute / MINUTE_S
         self.level, self.at = min(self.level, self.per_minute), now
+        if now - self.began >= MINUTE_S:
+            self.began, self.refused = now, None
+            self.had.clear()
+
+    def take(self, caller: Caller, amount: float) -> None:
+        """Below 0: it had taken more than it has used."""
+        self.level = min(self.level - amount, self.per_minute)
+        if amount:
+            self.had[caller] += amount  # type: ignore[assignment]  # it counts parts too
+        if self.refused == caller:
+            self.refused = None
+
+    def refuse(self, caller: Caller) -> None:
+        if self.refused is None or self.had[caller] <= self.had[self.refused]:
+            self.refused = caller
+
+    def share_wait_s(self, caller: Caller, amount: float) -> float:
+        """Until so much is left that others find something, if the caller has had its share."""
+        amount, own = min(amount, self.per_minute), self.had[caller]
+        least = min(self.had.values(), default=own)
+        if self.refused is not None:
+            least = min(least, self.had[self.refused])
+        if not amount or own <= least:
+            return 0.0
+        missing = amount + reserve_of(int(self.per_minute)) - self.level
+        return max(0.0, missing * MINUTE_S / self.per_minute)
 
     def wait_s(self, amount: float) -> float:
         """Until it holds `amount`, or all that it can hold."""
@@ -378,27 +410,31 @@ class RateLimits:
 
     def admit(self, now: float, tenant: Tenant, num_tokens: int) -> None:
         """Take a request and its tokens. Raises `ApiError` (429) and takes nothing."""
-        buckets = self._of(now, tenant)
+        buckets, caller = self._of(now, tenant), CALLER.get()[-1:]
         amounts = {"requests": 1.0, "tokens": float(num_tokens)}
         for kind, bucket in buckets.items():
-            wait_s = bucket.wait_s(amounts[kind])
+            wait_s, whose = bucket.wait_s(amounts[kind]), ""
+            if wait_s <= 0:
+                wait_s = bucket.share_wait_s(caller, amounts[kind])
+                whose = " to other addresses, since this one has had its share"
             if wait_s > 0:
+                bucket.refuse(caller)
                 raise ApiError(
                     429,
                     f"Rate limit reached: {bucket.per_minute:g} {kind} a minute, of which"
-                    f" {max(0, int(bucket.level))} are left; try again in {wait_s:.1f} s",
+                    f" {max(0, int(bucket.level))} are left{whose}; try again in {wait_s:.1f} s",
                     type="rate_limit_error",
                     code="rate_limit_exceeded",
                     retry_after_s=wait_s,
                 )
         for kind, bucket in buckets.items():
-            bucket.level -= amounts[kind]
+            bucket.take(caller, amounts[kind])
 
     def settle(self, now: float, tenant: Tenant, num_taken: int, num_used: int) -> None:
         """A request is over: counts what it has really used."""
         bucket = self._of(now, tenant).get("tokens")
         if bucket is not None:
-            bucket.level = min(bucket.level + num_taken - num_used, bucket.per_minute)
+            bucket.take(CALLER.get()[-1:], num_used - num_taken)
 
     def headers(self, now: float, tenant: Tenant) -> dict[str, str]:
         """Names what is left as OpenAI does."""
