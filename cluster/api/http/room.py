@@ -25,22 +25,32 @@ class Stage(IntEnum):
     ANSWER = 3  # is never dropped
 
 
-class _OfAddress(Generic[C]):
+class _Counts:
+    """How many each address has of something, and who has the most, in a few steps each."""
+
     def __init__(self) -> None:
-        # Each the one first that has been at it for the longest.
-        self.at: dict[Stage, dict[C, None]] = {stage: {} for stage in Stage}
+        self._num: dict[str, int] = {}
+        self._who: dict[int, dict[str, None]] = {}  # by how many they have
+        self._most = 0
 
-    @property
-    def num_open(self) -> int:
-        return sum(map(len, self.at.values()))
+    def add(self, address: str, more: int) -> None:
+        """more: 1, -1, or nothing."""
+        if not more:
+            return
+        before = self._num.pop(address, 0)
+        after = before + more
+        if before:
+            del self._who[before][address]
+            if not self._who[before]:
+                del self._who[before]
+        if after:
+            self._num[address] = after
+            self._who.setdefault(after, {})[address] = None
+        if after > self._most or (before == self._most and before not in self._who):
+            self._most = after
 
-    @property
-    def num_resting(self) -> int:
-        return len(self.at[Stage.IDLE]) + len(self.at[Stage.HEAD])
-
-    @property
-    def num_droppable(self) -> int:
-        return self.num_resting + len(self.at[Stage.BODY])
+    def busiest(self) -> str | None:
+        return next(iter(self._who[self._most])) if self._most else None
 
 
 class OpenConnections(Generic[C]):
@@ -50,12 +60,17 @@ class OpenConnections(Generic[C]):
     def __init__(self, most: int) -> None:
         self.under_way = Shares(most)  # bodies and answers
         self._place: dict[C, tuple[str, Stage]] = {}
-        self._of: dict[str, _OfAddress[C]] = {}
+        # By address and stage, each the one first that has been at it for the longest.
+        self._at: dict[str, dict[Stage, dict[C, None]]] = {}
+        self._resting, self._droppable = _Counts(), _Counts()
 
     def enter(self, connection: C, address: str) -> None:
         """A new one, which has asked for nothing yet."""
+        own = self._at.setdefault(address, {stage: {} for stage in Stage})
+        own[Stage.IDLE][connection] = None
         self._place[connection] = address, Stage.IDLE
-        self._of.setdefault(address, _OfAddress()).at[Stage.IDLE][connection] = None
+        self._resting.add(address, 1)
+        self._droppable.add(address, 1)
 
     def stage(self, connection: C) -> Stage | None:
         """None: it has left."""
@@ -72,10 +87,12 @@ class OpenConnections(Generic[C]):
             return False
         if stage < Stage.BODY <= before:
             self.under_way.give_back((address,))
-        own = self._of[address].at
+        own = self._at[address]
         del own[before][connection]
         own[stage][connection] = None
         self._place[connection] = address, stage
+        self._resting.add(address, (stage < Stage.BODY) - (before < Stage.BODY))
+        self._droppable.add(address, (stage < Stage.ANSWER) - (before < Stage.ANSWER))
         return True
 
     def leave(self, connection: C) -> None:
@@ -84,25 +101,29 @@ class OpenConnections(Generic[C]):
         place = self._place.pop(connection, None)
         if place is None:
             return
-        own = self._of[place[0]]
-        del own.at[Stage.IDLE][connection]
-        if not own.num_open:
-            del self._of[place[0]]
+        address = place[0]
+        del self._at[address][Stage.IDLE][connection]
+        self._resting.add(address, -1)
+        self._droppable.add(address, -1)
+        if not self._num_open(address):
+            del self._at[address]
+
+    def _num_open(self, address: str) -> int:
+        return sum(map(len, self._at.get(address, {}).values()))
 
     def drop_for(self, address: str) -> C | None:
         """Which one makes room for a new connection of `address`; it has left then. A body does
         only if its address keeps as many as the new one's gets. None: none does."""
-        most = max(self._of.values(), key=lambda own: own.num_droppable, default=None)
-        if most is None:
+        busiest = self._droppable.busiest()
+        if busiest is None:
             return None
-        if not most.num_resting:
-            own = self._of.get(address)
-            if most.num_droppable and most.num_open > (own.num_open if own else 0) + 1:
-                return self._drop(most)
-            most = max(self._of.values(), key=lambda own: own.num_resting)
-        return self._drop(most) if most.num_resting else None
-
-    def _drop(self, own: _OfAddress[C]) -> C:
-        dropped = next(each for stage in Stage for each in own.at[stage])
+        own = self._at[busiest]
+        has_more = self._num_open(busiest) > self._num_open(address) + 1
+        if not (own[Stage.IDLE] or own[Stage.HEAD] or has_more):
+            resting = self._resting.busiest()
+            if resting is None:
+                return None
+            own = self._at[resting]
+        dropped = next(each for stage in Stage for each in own[stage])
         self.leave(dropped)
         return dropped
