@@ -364,7 +364,7 @@ class Bucket:
     at: float
     began: float = 0.0  # the minute that is counted in
     had: Counter[Caller] = field(default_factory=Counter)
-    refused: Caller | None = None  # of those that were, one that has had the least
+    refused: Caller | None = None  # last of all who had the least then
 
     def refill(self, now: float) -> None:
         self.level += (now - self.at) * self.per_minute / MINUTE_S

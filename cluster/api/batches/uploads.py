@@ -97,7 +97,7 @@ class _Receiving:
         self._ends, self._began, self.num_bytes = ends, now, 0
 
     def rate(self, now: float) -> float:
-        """Bytes a second."""
+        """Returns bytes a second, since it began."""
         return self.num_bytes / max(1.0, now - self._began)
 
     def end(self, now: float) -> None:
@@ -115,7 +115,7 @@ class Uploads:
 
     @contextmanager
     def _place(self) -> Iterator[Place]:
-        """Raises LimitReached."""
+        """Keeps one of those that there are. Raises LimitReached."""
         instead, now = None, asyncio.get_running_loop().time()
         try:
             self._places.check()

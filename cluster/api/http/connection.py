@@ -267,7 +267,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return _too_many(f"this address has its share of {most} connections with a request")
 
     async def _refuse_request(self, scope: Any, receive: Any, send: Any) -> None:
-        """In place of the application."""
+        """Answers in place of the application."""
         error = self._over_share()
         await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 

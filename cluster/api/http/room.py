@@ -20,8 +20,8 @@ class Stage(IntEnum):
     """What a connection is at, in the order in which they have to make room."""
 
     IDLE = 0  # asks for nothing
-    HEAD = 1  # of a request, which is not whole
-    BODY = 2  # likewise
+    HEAD = 1  # some of a request's headers have come
+    BODY = 2  # has not all come
     ANSWER = 3  # is never dropped
 
 
@@ -34,7 +34,7 @@ class _Counts:
         self._most = 0
 
     def add(self, address: str, more: int) -> None:
-        """more: 1, -1, or nothing."""
+        """Changes the address's number by 1, -1 or nothing."""
         if not more:
             return
         before = self._num.pop(address, 0)
@@ -73,7 +73,7 @@ class OpenConnections(Generic[C]):
         self._droppable.add(address, 1)
 
     def stage(self, connection: C) -> Stage | None:
-        """None: it has left."""
+        """What it is at; None means that it has left."""
         place = self._place.get(connection)
         return None if place is None else place[1]
 

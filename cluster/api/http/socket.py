@@ -41,7 +41,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
         super().connection_made(transport)
         address = network_of(self.client[0]) if self.client else ""
         self.room.enter(self, address)
-        self.room.put(self, Stage.ANSWER)  # of which one is free: the upgrade's
+        self.room.put(self, Stage.ANSWER)  # the upgrade has just given one back
         self._held = self.budget.holder((address,))
         self.app_state = {**self.app_state, SOCKET: ref(self)}  # in no cycle
 

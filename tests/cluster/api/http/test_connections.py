@@ -39,7 +39,7 @@ def short(tokenizer: Tokenizer) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def connected(served: Served, host: str = "127.0.0.1") -> Iterator[socket.socket]:
-    """From that address."""
+    """A connection that comes from that address."""
     at, source = ("127.0.0.1", served.port), (host, 0)
     with socket.create_connection(at, timeout=5, source_address=source) as sock:
         yield sock
