@@ -104,6 +104,39 @@ def test_slow_uploads_of_one_address_keep_nobody_out_and_end(
     assert all(b"expected 16384 a second" in each for each in late)
 
 
+def test_an_address_without_an_upload_takes_the_place_of_the_slowest_of_who_has_most(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Each address that came before took what its share left it: 28, 2, 1 and 1 of 32."""
+    own = {"batches": BatchStore(tmp_path)}
+    with serve(tokenizer, ApiSettings(), context=own) as served, contextlib.ExitStack() as stack:
+        at, uploads = ("127.0.0.1", served.port), list[list[socket.socket]]()
+        for host, most in ((2, 28), (3, 2), (4, 1), (5, 1)):
+            uploads.append([])
+            for _ in range(most + 1):
+                each = socket.create_connection(at, 20, source_address=(f"127.0.0.{host}", 0))
+                uploads[-1].append(stack.enter_context(each))
+                each.sendall(HEAD + FORM)
+            ready = select(uploads[-1], [], [], 5)[0]
+            assert [b"429" in each.recv(65536) for each in ready] == [True]
+            uploads[-1].remove(ready[0])
+        fast = uploads[0][:26] + uploads[0][27:]
+        for each in fast:
+            each.sendall(b"a" * 100_000)
+        time.sleep(1.2)
+        began = time.monotonic()
+        served.openai().files.create(file=("a", b"a"), purpose="batch")
+        assert time.monotonic() - began < 2
+        said = uploads[0][26].recv(65536)
+        assert b"HTTP/1.1 429" in said
+        assert b"its slowest, this one, made room for another caller's first" in said
+        assert not select([*fast, *uploads[1], *uploads[2], *uploads[3]], [], [], 0.1)[0]
+        end = b"a" * (200_000 - 100_000 - len(FORM) - 9) + b"\r\n--x--\r\n"
+        for each in fast[:2]:
+            each.sendall(end)
+            assert b"HTTP/1.1 400" in each.recv(65536)  # it has no purpose, but was read
+
+
 def test_a_file_lives_as_the_sdk_knows_it(running: Served) -> None:
     client, data = running.openai(), b"\r\n--\r\n" * 20_000 + "Zürich".encode()
     made = client.files.create(file=("a/b c.jsonl", data), purpose="batch")
