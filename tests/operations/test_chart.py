@@ -156,10 +156,11 @@ def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
         {"state": {"storage": "1Ti"}, "config": {"log": {"total_mib": 2048}}},
         {"state": {"storage": "9Gi"}, "config": {"log": {"total_mib": 256}}},
         {"state": {"storage": "1Gi", "existingClaim": "mine"}},
+        {"config": {"state": {"max_batch_bytes": 1 << 28, "batches_url": "redis://other"}}},
     ],
     ids=str,
 )
-def test_a_disk_for_the_state_may_have_any_size_that_holds_it(fits: dict[str, Any]) -> None:
+def test_sizes_that_fit_are_taken(fits: dict[str, Any]) -> None:
     render(fits)
 
 

@@ -99,7 +99,7 @@ imagePullSecrets:
 {{- fail (printf "redis.maxMemory %s: expected half of redis.resources.limits.memory at most, which its log's rewrite needs as well" .Values.redis.maxMemory) -}}
 {{- end -}}
 {{- $batches := dig "state" "max_batch_bytes" 0 .Values.config | int64 -}}
-{{- if gt (mul 4 $batches) $memory -}}
+{{- if and (gt (mul 4 $batches) $memory) (not (dig "state" "batches_url" "" .Values.config)) -}}
 {{- fail (printf "config.state.max_batch_bytes %d: expected a quarter of redis.maxMemory (%s) at most: Ray's GCS, sessions and the leader's lease are in it too" $batches .Values.redis.maxMemory) -}}
 {{- end -}}
 {{- end -}}

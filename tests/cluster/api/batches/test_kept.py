@@ -27,11 +27,16 @@ from kvrelay.cluster.api.batches.runner import LEASE_S
 from kvrelay.cluster.api.batches.store import BatchStore, Result
 from kvrelay.cluster.api.batches.uploads import batch_record, file_record
 from kvrelay.cluster.api.pages import PageQuery
+from kvrelay.cluster.config import ClusterSection, Config, SessionsSection, StateSection
+from kvrelay.cluster.processes.router_api import _open_batches as open_batches
+from kvrelay.cluster.state.redis_client import connect, is_one_server
 from tests.cluster.api.batches.test_runner import Endpoint, add_batch, make_runner, status, until
 from tests.cluster.api.batches.test_stores import ALL, MIB, Open, begin, keep, listed
 from tests.cluster.api.batches.test_stores import running as running
 from tests.cluster.api.batches.test_stores import shared as shared
 from tests.cluster.api.batches.test_stores import stores as stores
+from tests.cluster.state.conftest import own_server as own_server
+from tests.cluster.state.stores import Server
 
 MESSAGES = "msgbatch_"
 ERROR = b'{"custom_id":"r1","error":{"code":"x"}}'
@@ -277,6 +282,36 @@ def test_all_tenants_files_leave_some_of_the_disk(
         keep(store, "red", b"x" * (MIB + 1), 8 * MIB)
     assert full.value.errno == errno.ENOSPC
     assert len(store.files("red", ALL)[0]) == 1
+
+
+def test_batches_may_have_a_redis_of_their_own(
+    running: Server, own_server: Server, tmp_path: Path
+) -> None:
+    """None of their bytes is in that of the lease; of theirs they have half."""
+    state = StateSection(url=running.url, batches_url=own_server.url)
+    both = {"cluster": ClusterSection(name="chat"), "state": state}
+    both |= {"sessions": SessionsSection(state_dir=str(tmp_path / "state"))}
+    lease, own = (connect(each.url, 5.0) for each in (running, own_server))
+    own.config_set("maxmemory", 64 * MIB)
+    store = open_batches(Config(**both))
+    keep(store, "red", os.urandom(MIB), 8 * MIB)
+    assert own.keys("kvrelay:cluster:chat:file:*")
+    assert lease.keys("*") == []
+    assert store._most() == 32 * MIB
+    store.close()
+    one = StateSection(url=own_server.url, batches_url=f"{own_server.url}?db=2")
+    store = open_batches(Config(**both | {"state": one}))
+    keep(store, "red", b"x")
+    assert store._most() == 16 * MIB
+    store.close()
+    for each in (lease, own):
+        each.close()
+
+
+def test_databases_of_one_redis_are_told_from_two() -> None:
+    one = [("redis://a/1", "redis://:b@a:6379/2"), ("unix:///a?db=1", "unix://:b@/a")]
+    two = [("redis://a", "redis://a:6380"), ("unix:///a", "unix:///b"), ("redis://a", "unix:///a")]
+    assert [is_one_server(*each) for each in (*one, *two)] == [True, True, False, False, False]
 
 
 LIVES = """

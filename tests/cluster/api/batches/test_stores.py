@@ -315,7 +315,7 @@ def test_what_is_being_uploaded_counts_and_is_gone_however_it_ends(shared: Open)
 
 def test_batches_have_a_quarter_of_what_redis_may_have(running: Server) -> None:
     redis, now = connect(running.url, 5.0), 0.0
-    room = Room(redis, 64 * MIB, lambda: now)
+    room = Room(redis, 64 * MIB, clock=lambda: now)
     assert room() == 64 * MIB, "its machine has far more"
     redis.config_set("maxmemory", 16 * MIB)
     try:
