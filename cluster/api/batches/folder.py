@@ -41,8 +41,8 @@ class Folder:
 
     def __init__(self, folder: Path | None, name: str) -> None:
         """folder: the state directory; None: all is forgotten when the server stops."""
+        _sweep_temporary()
         if folder is None:
-            _sweep_temporary()
             folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
             weakref.finalize(self, _remove, folder, _held(folder))
         self._state_dir, self._folder = folder, folder / name

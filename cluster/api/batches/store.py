@@ -152,7 +152,8 @@ class BatchStore(Folder):
         try:
             with self._change() as connection:
                 yield connection
-                self._sync()
+                if names:
+                    self._sync()
         except BaseException:
             with suppress(OSError, sqlite3.Error):
                 self._delete_unrecorded(names)
