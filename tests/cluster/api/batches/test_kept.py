@@ -203,14 +203,30 @@ def test_what_could_not_be_recorded_is_no_file(
     assert files_of(tmp_path / "files") == sorted([*before, *(each["id"] for each in outputs)])
 
 
+DIES = """
+import os, sys
+from pathlib import Path
+from kvrelay.cluster.api.batches.store import BatchStore
+from tests.cluster.api.batches.test_stores import keep
+BatchStore._sync = lambda self: os._exit(9)
+keep(BatchStore(Path(sys.argv[1])), "red", b"a prompt")
+"""
+
+
 def test_a_file_without_a_record_is_swept(tmp_path: Path) -> None:
     """Whoever was killed between its name and its record has left it."""
     store = BatchStore(tmp_path)
     name = keep(store, "red", b"row\n")
-    for left in ("file-left", ".draft"):
-        (tmp_path / "files" / left).write_bytes(b"left")
+    assert subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], check=False).returncode == 9
+    store.draft().write_bytes(b"an upload")
+    there = set(files_of(tmp_path / "files"))
+    assert len(there) == 3
     store.sweep(1001)
-    assert files_of(tmp_path / "files") == [".draft", name]
+    left = set(files_of(tmp_path / "files"))
+    (gone,) = there - left
+    assert gone.startswith("file-")
+    assert name in left
+    assert listed(store.files) == [name]
 
 
 @pytest.mark.parametrize("kind", ["second", "finish", "append"])
