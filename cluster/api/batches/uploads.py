@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from kvrelay.cluster.api.batches.store import Full, Record, StoreAway, is_full, private_file
+from kvrelay.cluster.api.batches.folder import Full, private_file
+from kvrelay.cluster.api.batches.store import Record, StoreAway, is_full
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded, store_away
 from kvrelay.cluster.api.incoming import too_large
@@ -229,4 +230,5 @@ def _disk() -> Iterator[None]:
     except (OSError, sqlite3.OperationalError) as error:
         if not is_full(error):
             raise
+        _log.warning("a call finds no room on the disk: %s", error)
         raise disk_full() from None

@@ -21,9 +21,7 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, overloaded
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import (
-    PageQuery,
     counted,
-    list_body,
     no_entry,
     owner,
     page_of,
@@ -33,6 +31,7 @@ from kvrelay.cluster.api.incoming import (
 from kvrelay.cluster.api.openai.formats import ChatFormat, message_of
 from kvrelay.cluster.api.openai.parts import Piece, Plan
 from kvrelay.cluster.api.openai.schema import ChatRequest, MetadataRequest, parse
+from kvrelay.cluster.api.pages import PageQuery, list_body
 from kvrelay.cluster.api.responses.store import ResponseStore
 from kvrelay.cluster.api.tenants import Tenant
 

@@ -143,6 +143,16 @@ def test_a_file_lives_as_the_sdk_knows_it(running: Served) -> None:
     assert (made.filename, made.bytes, made.status) == ("b c.jsonl", len(data), "processed")
     assert client.files.retrieve(made.id) == made
     assert [each.id for each in client.files.list(purpose="batch", limit=10_000)] == [made.id]
+    second = client.files.create(file=("b", b"b"), purpose="batch")
+    assert [each.id for each in client.files.list(limit=1)] == [second.id, made.id]
+    assert client.files.list(purpose="batch_output").data == []
+    assert client.files.delete(second.id).deleted
+    for path in ("files", "batches"):
+        answer = running.http.get(f"/v1/{path}?after=file-no")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+        empty = {"has_more": False, "first_id": None, "last_id": None}
+        found = running.http.get(f"/v1/{path}?purpose=no&order=asc").json()
+        assert found == {"object": "list", "data": [], **empty}
     assert client.files.content(made.id).content == data
     assert client.files.delete(made.id).deleted
     with pytest.raises(openai.NotFoundError):
