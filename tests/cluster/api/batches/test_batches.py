@@ -133,6 +133,7 @@ def test_a_batch_runs_in_the_lowest_class_and_gives_each_row_once(running: Serve
     assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
     assert "max_tokens" in error["response"]["body"]["error"]["message"]
     assert {submit.priority for submit in running.router.submits} == {50}
+    assert {submit.caller for submit in running.router.submits} == {""}
     assert len({submit.sampling.seed for submit in running.router.submits}) == 40
     assert [each.id for each in client.batches.list()] == [batch.id]
 
