@@ -12,6 +12,7 @@ used is known, and counted, when it is over.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,10 +20,12 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import blake2b
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.engine.shares import may_take, reserve_of
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.tenants import Tenant
@@ -40,12 +43,15 @@ that the call comes from."""
 CALLER: ContextVar[Caller] = ContextVar("caller", default=("",))
 """Who makes the call that runs: its address, until its key is read."""
 
-RESERVE = 8  # part of a limit that is kept for others: one in so many
+_NAMING_KEY = secrets.token_bytes(16)
 
 
-def reserve_of(limit: int) -> int:
-    """How much of a limit is kept for others: of few places one, of a single one none."""
-    return max(1, limit // RESERVE) if limit > 1 else 0
+def caller_name() -> str:
+    """What the router knows the caller by, within its tenant: the same for all calls from one
+    address, until this process ends, and of no meaning outside it. "": the address is not known,
+    as it is of a batch's rows, which any server may run."""
+    address = CALLER.get()[-1]
+    return blake2b(address.encode(), key=_NAMING_KEY, digest_size=8).hexdigest() if address else ""
 
 
 @lru_cache(4096)
@@ -97,7 +103,7 @@ class Shares:
         for depth in range(1, len(caller) + 1):
             own, free = self._taken[caller[:depth]], most - taken
             reserve = reserve_of(most)
-            if free - amount < reserve and own + amount > free:
+            if not may_take(own, free, reserve, amount):
                 return False
             most, taken = most - reserve, own
         return True

@@ -22,13 +22,13 @@ from kvrelay.cluster.api import calls
 from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.batches.uploads import MAX_UPLOADS
 from kvrelay.cluster.api.context import ApiSettings
-from kvrelay.cluster.api.limiter import RESERVE
 from kvrelay.cluster.api.openai import generation
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.batches import batches
 from kvrelay.cluster.config import TenantEntry
 from kvrelay.engine.request import Refusal
+from kvrelay.engine.shares import reserve_of
 from kvrelay.router.messages import Failed
 from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve, wait_until
 
@@ -97,7 +97,7 @@ def test_slow_uploads_of_one_address_keep_nobody_out_and_end(
             for each in slow:
                 each.sendall(b"a")
     refused = [each for each in said if b" 429 " in each]
-    assert len(refused) == MAX_UPLOADS // RESERVE
+    assert len(refused) == reserve_of(MAX_UPLOADS)
     assert all(b"for this caller, its share of 32" in each for each in refused)
     late = [each for each in said if b" 408 " in each]
     assert len(late) == MAX_UPLOADS - len(refused)
@@ -176,6 +176,7 @@ def test_a_batch_runs_in_the_lowest_class_and_gives_each_row_once(running: Serve
     assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
     assert "max_tokens" in error["response"]["body"]["error"]["message"]
     assert {submit.priority for submit in running.router.submits} == {50}
+    assert {submit.caller for submit in running.router.submits} == {""}
     assert len({submit.sampling.seed for submit in running.router.submits}) == 40
     assert [each.id for each in client.batches.list()] == [batch.id]
 
