@@ -195,6 +195,9 @@ class StateSection(Section, frozen=True):
     # its memory for files and results of batches, where servers have one cluster.name: a quarter of
     # what it may have (maxmemory), if that is less; beyond it files are refused, and rows wait
     max_batch_bytes: Annotated[int, Meta(ge=1 << 20)] = 1 << 30
+    # another Redis for files and batches of such servers, of which they may have half: then what
+    # fills it takes nothing from sessions and the lease; "": KVRELAY_BATCHES_REDIS_URL, or else url
+    batches_url: Annotated[str, _REDIS] = ""
 
 
 class ClusterSection(Section, frozen=True):

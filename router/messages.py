@@ -63,6 +63,7 @@ class Submit:
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do
     adapter: Adapter | None = None  # with which it is computed
     weights: str = ""  # name of the version that it is pinned to; "": any
+    caller: str = ""  # who of the tenant asks: a name without meaning; "": it is not known
 
     @property
     def kv_scope(self) -> CacheScope:

@@ -156,7 +156,7 @@ class Requests:
             elif attempt is not None:
                 attempt.route_s = self._clock() - began
                 self._dispatch_now(now, entry.record, attempt)
-                due = blocked.are_passed(now, entry.record.arrival)
+                due = blocked.are_passed(now, entry)
             else:
                 num_tried += 1
                 if num_tried == MAX_TRIED_AT_ONCE:

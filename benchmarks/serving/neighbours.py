@@ -49,6 +49,7 @@ NUM_CONNECTIONS = 8400  # more than a router has
 NUM_SOCKETS, MESSAGE_MIB, NUM_QUEUED = 24, 7, 8  # each WebSocket's
 NUM_UPLOADS = 16
 NUM_ROWS = 4000
+NUM_PROMPTS, PROMPT_LEN = 200, 300  # at once, tokens of each
 KEYS = {
     "tenants": ("chat-key", "other-key"),
     "one key": ("one-key", "one-key"),
@@ -73,9 +74,9 @@ class Neighbour:
         where = urlsplit(url)
         self.host, self.port = where.hostname or "", where.port or 80
 
-    def http(self) -> httpx.AsyncClient:
+    def http(self, max_connections: int = 64) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(
-            local_address=ADDRESS, limits=httpx.Limits(max_connections=64)
+            local_address=ADDRESS, limits=httpx.Limits(max_connections=max_connections)
         )
         return httpx.AsyncClient(
             transport=transport, base_url=self.url, headers=self.headers, timeout=120
@@ -203,15 +204,25 @@ class Neighbour:
 
     async def memory(self) -> None:
         """Prompts of which one fits at a time, and long answers."""
-        prompts = iter(make_prompts(LoadSpec("", MODEL, 400, input_len=LONG, seed=9)))
+        await self.prompts(8, LONG, 400)
+
+    async def queue(self) -> None:
+        """Short prompts, far more than are served at a time: they wait in the router's queue."""
+        await self.prompts(NUM_PROMPTS, PROMPT_LEN, 16)
+
+    async def prompts(self, at_once: int, input_len: int, max_tokens: int) -> None:
+        """So many are under way at any time, none of them twice."""
+        texts = iter(make_prompts(LoadSpec("", MODEL, 20 * at_once, input_len=input_len, seed=9)))
 
         async def one(http: httpx.AsyncClient) -> None:
-            while not self.stop.is_set():
-                body = {"model": MODEL, "prompt": next(prompts), "max_tokens": 400}
-                await self.post(http, "/v1/completions", json=body | {"ignore_eos": True})
+            while not self.stop.is_set() and (text := next(texts, "")):
+                body = {"model": MODEL, "prompt": text, "max_tokens": max_tokens}
+                answer = await self.post(http, "/v1/completions", json=body | {"ignore_eos": True})
+                if answer is None or answer.is_error:
+                    await asyncio.sleep(1.0)
 
-        async with self.http() as http:
-            calls = [asyncio.create_task(one(http)) for _ in range(8)]
+        async with self.http(at_once) as http:
+            calls = [asyncio.create_task(one(http)) for _ in range(at_once)]
             while not self.stop.is_set():
                 await asyncio.sleep(0.2)
             for call in calls:
@@ -247,6 +258,7 @@ KINDS: dict[str, Callable[[Neighbour], Awaitable[None]]] = {
     "rows": Neighbour.rows,
     "memory": Neighbour.memory,
     "conversations": Neighbour.conversations,
+    "queue": Neighbour.queue,
 }
 
 

@@ -184,6 +184,7 @@ class RouterClient:
         share: TenantShare = TenantShare(),
         call: bytes = b"",
         weights: str = "",
+        caller: str = "",
         signal: asyncio.Event | None = None,
     ) -> RequestStream:
         """Send a request. `signal` is set when something arrives; several streams may share one.
@@ -208,6 +209,7 @@ class RouterClient:
             share=share,
             call=call,
             weights=weights,
+            caller=caller,
         )
         self._deliver(self.router, submit)
         return stream

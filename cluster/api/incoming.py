@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import reprlib
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthorized
 from kvrelay.cluster.api.limiter import CALLER, TENANT, Caller, LimitReached, network_of
+from kvrelay.cluster.api.pages import PageQuery, list_of
 from kvrelay.cluster.api.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -123,14 +123,6 @@ def limit_of(http: Request, default: int, most: int) -> int:
     return limit
 
 
-class PageQuery(NamedTuple):
-    """What a call wants of a list, as OpenAI's calls say it."""
-
-    is_asc: bool
-    after: str | None  # the id of the entry before the first
-    limit: int
-
-
 def page_query(http: Request, default: str = "desc", most: int = 100) -> PageQuery:
     """default: of the order; most: of the limit. Raises ApiError."""
     order = http.query_params.get("order", default)
@@ -143,30 +135,17 @@ def no_entry(after: str) -> ApiError:
     return invalid(f"'after': there is no entry {after[:100]!r}", param="after")
 
 
-def page_of(
-    http: Request, data: list[dict[str, Any]], default: str = "desc", most: int = 100
-) -> dict[str, Any]:
-    """A page of a list whose entries have ids, oldest first. Arguments are those of `page_query`.
-    Raises ApiError."""
-    is_asc, after, limit = page_query(http, default, most)
+def page_of(http: Request, data: list[dict[str, Any]], default: str = "desc") -> dict[str, Any]:
+    """A page of a list whose entries have ids, oldest first. default: of the order. Raises
+    ApiError."""
+    is_asc, after, limit = page_query(http, default)
     wanted = data if is_asc else data[::-1]
     if after is not None:
         places = [i for i, entry in enumerate(wanted) if entry["id"] == after]
         if not places:
             raise no_entry(after)
         wanted = wanted[places[0] + 1 :]
-    page = wanted[:limit]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
-    none = {"first_id": None, "last_id": None}
-    return {"object": "list", "data": page, "has_more": len(wanted) > limit, **none, **ends}
-
-
-def list_body(entries: Sequence[tuple[str, bytes]], has_more: bool) -> bytes:
-    """Makes JSON of a page, of entries that are JSON already. entries: of each its id, and all."""
-    ends = (entries[0][0], entries[-1][0]) if entries else (None, None)
-    about = {"has_more": has_more, "first_id": ends[0], "last_id": ends[1]}
-    data = b",".join(entry for _, entry in entries)
-    return b'{"object":"list","data":[' + data + b"]," + json.dumps(about).encode()[1:]
+    return list_of(wanted[:limit], len(wanted) > limit)
 
 
 def counted(

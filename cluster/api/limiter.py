@@ -12,17 +12,20 @@ used is known, and counted, when it is over.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import blake2b
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.engine.shares import may_take, reserve_of
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.tenants import Tenant
@@ -40,7 +43,15 @@ that the call comes from."""
 CALLER: ContextVar[Caller] = ContextVar("caller", default=("",))
 """Who makes the call that runs: its address, until its key is read."""
 
-RESERVE = 8  # part of a limit that is kept for others: one in so many
+_NAMING_KEY = secrets.token_bytes(16)
+
+
+def caller_name() -> str:
+    """What the router knows the caller by, within its tenant: the same for all calls from one
+    address, until this process ends, and of no meaning outside it. "": the address is not known,
+    as it is of a batch's rows, which any server may run."""
+    address = CALLER.get()[-1]
+    return blake2b(address.encode(), key=_NAMING_KEY, digest_size=8).hexdigest() if address else ""
 
 
 @lru_cache(4096)
@@ -69,7 +80,7 @@ class LimitReached(Exception):
 class Shares:
     """How much of something that is limited each caller has.
 
-    Somebody alone may have nearly all of it: a RESERVE stays, of which each gets a part only while
+    Somebody alone may have nearly all of it: a reserve stays, of which each gets a part only while
     that makes it no more than what is left. So who has nothing finds something, whoever has all the
     rest, until as many have come as halve the reserve to nothing. Tenants share so, and the
     addresses of each: who has many addresses, or calls from many, has one tenant's share.
@@ -91,10 +102,8 @@ class Shares:
         most, taken = self.limit, self.num_taken
         for depth in range(1, len(caller) + 1):
             own, free = self._taken[caller[:depth]], most - taken
-            # Of several tenants none has all, however few places there are.
-            least = depth == 1 < len(caller) and most > 1
-            reserve = max(int(least), most // RESERVE)
-            if free - amount < reserve and own + amount > free:
+            reserve = reserve_of(most)
+            if not may_take(own, free, reserve, amount):
                 return False
             most, taken = most - reserve, own
         return True
@@ -106,8 +115,33 @@ class Shares:
         self._add(caller, amount)
         return True
 
+    def hold(self, caller: Caller) -> None:
+        """One that it has already."""
+        self._add(caller, 1)
+
     def give_back(self, caller: Caller, amount: int = 1) -> None:
         self._add(caller, -amount)
+
+    def who_yields(self, caller: Caller) -> Caller | None:
+        """Who has the most, where `caller` has nothing: of tenants, if its tenant has nothing
+        either, and of addresses. None: nobody has two, or the caller has something."""
+        has_none = [depth for depth in range(len(caller)) if not self._taken[caller[: depth + 1]]]
+        found, least = caller[: min(has_none, default=0)], 2
+        for depth in has_none:
+            own = {
+                each: num
+                for each, num in self._taken.items()
+                if len(each) == depth + 1 and each[:depth] == found and num >= least
+            }
+            if not own:
+                return None
+            found, least = max(own, key=lambda each: own[each]), 1
+        return found or None
+
+    def hand_over(self, giver: Caller, taker: Caller) -> None:
+        """One, which is neither free in between nor refused by the taker's share."""
+        self._add(giver, -1)
+        self._add(taker, 1)
 
     def _add(self, caller: Caller, amount: int) -> None:
         self.num_taken += amount
@@ -157,6 +191,15 @@ class ByteBudget(Shares):
             held.close()
 
 
+@dataclass(eq=False, slots=True)
+class Place:
+    """One that a call has, from `began` on, until that ends or the place is another's."""
+
+    caller: Caller
+    began: float
+    is_lost: bool = False
+
+
 class ConcurrencyLimiter:
     """Places for calls that run. Owned by the API's context; used in its loop."""
 
@@ -194,21 +237,34 @@ class ConcurrencyLimiter:
             message = f"{own} {self._what} for this caller, its share of {self.limit}"
         raise LimitReached(self._retry_after_s(), message)
 
+    def who_yields(self) -> Caller | None:
+        """Who could give a place up for the caller that has none, see `Shares`."""
+        return self._shares.who_yields(CALLER.get())
+
     @contextmanager
-    def take(self) -> Iterator[None]:
-        """Keep a place. Raises LimitReached."""
-        self.check()
-        began, caller = self._clock(), CALLER.get()
-        self._shares.take(caller)
-        self._since += began
+    def take(self, instead: Place | None = None) -> Iterator[Place]:
+        """Keep a place, that of another if it is given, which loses it. Raises LimitReached."""
+        place = Place(CALLER.get(), self._clock())
+        if instead is None:
+            self.check()
+            self._shares.take(place.caller)
+        else:
+            instead.is_lost = True
+            self._left(instead)
+            self._shares.hand_over(instead.caller, place.caller)
+        self._since += place.began
         try:
-            yield
+            yield place
         finally:
-            self._shares.give_back(caller)
-            self._since -= began
-            self._num_left += 1
-            weight = max(SMOOTHING, 1.0 / self._num_left)
-            self._stay_s += weight * (self._clock() - began - self._stay_s)
+            if not place.is_lost:
+                self._left(place)
+                self._shares.give_back(place.caller)
+
+    def _left(self, place: Place) -> None:
+        self._since -= place.began
+        self._num_left += 1
+        weight = max(SMOOTHING, 1.0 / self._num_left)
+        self._stay_s += weight * (self._clock() - place.began - self._stay_s)
 
     def _retry_after_s(self) -> float:
         """In a line of those who were refused, but no later than when all places will have changed
@@ -304,15 +360,47 @@ MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class Bucket:
-    """`per_minute` is also the most that it holds. Times are of one clock."""
+    """`per_minute` is also the most that it holds. Times are of one clock.
+
+    Who calls alone may have all of it. Where others do too, the last of it, as much as `Shares`
+    keeps, is for who has had the least since the minute began. Nobody is remembered for longer."""
 
     per_minute: float
     level: float
     at: float
+    began: float = 0.0  # the minute that is counted in
+    had: Counter[Caller] = field(default_factory=Counter)
+    refused: Caller | None = None  # last of all who had the least then
 
     def refill(self, now: float) -> None:
         self.level += (now - self.at) * self.per_minute / MINUTE_S
         self.level, self.at = min(self.level, self.per_minute), now
+        if now - self.began >= MINUTE_S:
+            self.began, self.refused = now, None
+            self.had.clear()
+
+    def take(self, caller: Caller, amount: float) -> None:
+        """Below 0: it had taken more than it has used."""
+        self.level = min(self.level - amount, self.per_minute)
+        if amount:
+            self.had[caller] += amount  # type: ignore[assignment]  # it counts parts too
+        if self.refused == caller:
+            self.refused = None
+
+    def refuse(self, caller: Caller) -> None:
+        if self.refused is None or self.had[caller] <= self.had[self.refused]:
+            self.refused = caller
+
+    def share_wait_s(self, caller: Caller, amount: float) -> float:
+        """Until so much is left that others find something, if the caller has had its share."""
+        amount, own = min(amount, self.per_minute), self.had[caller]
+        least = min(self.had.values(), default=own)
+        if self.refused is not None:
+            least = min(least, self.had[self.refused])
+        if not amount or own <= least:
+            return 0.0
+        missing = amount + reserve_of(int(self.per_minute)) - self.level
+        return max(0.0, missing * MINUTE_S / self.per_minute)
 
     def wait_s(self, amount: float) -> float:
         """Until it holds `amount`, or all that it can hold."""
@@ -328,27 +416,31 @@ class RateLimits:
 
     def admit(self, now: float, tenant: Tenant, num_tokens: int) -> None:
         """Take a request and its tokens. Raises `ApiError` (429) and takes nothing."""
-        buckets = self._of(now, tenant)
+        buckets, caller = self._of(now, tenant), CALLER.get()[-1:]
         amounts = {"requests": 1.0, "tokens": float(num_tokens)}
         for kind, bucket in buckets.items():
-            wait_s = bucket.wait_s(amounts[kind])
+            wait_s, whose = bucket.wait_s(amounts[kind]), ""
+            if wait_s <= 0:
+                wait_s = bucket.share_wait_s(caller, amounts[kind])
+                whose = " to other addresses, since this one has had its share"
             if wait_s > 0:
+                bucket.refuse(caller)
                 raise ApiError(
                     429,
                     f"Rate limit reached: {bucket.per_minute:g} {kind} a minute, of which"
-                    f" {max(0, int(bucket.level))} are left; try again in {wait_s:.1f} s",
+                    f" {max(0, int(bucket.level))} are left{whose}; try again in {wait_s:.1f} s",
                     type="rate_limit_error",
                     code="rate_limit_exceeded",
                     retry_after_s=wait_s,
                 )
         for kind, bucket in buckets.items():
-            bucket.level -= amounts[kind]
+            bucket.take(caller, amounts[kind])
 
     def settle(self, now: float, tenant: Tenant, num_taken: int, num_used: int) -> None:
         """A request is over: counts what it has really used."""
         bucket = self._of(now, tenant).get("tokens")
         if bucket is not None:
-            bucket.level = min(bucket.level + num_taken - num_used, bucket.per_minute)
+            bucket.take(CALLER.get()[-1:], num_used - num_taken)
 
     def headers(self, now: float, tenant: Tenant) -> dict[str, str]:
         """Names what is left as OpenAI does."""

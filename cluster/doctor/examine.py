@@ -75,6 +75,9 @@ def machine_checks(config: Config) -> dict[str, Check]:
         "KV on disk": left_on_disk,
         "object tier": object_tier,
         "state store": lambda: server.check_store(config.state.url, config.state.timeout_s),
+        "batches' store": lambda: server.check_store(
+            config.state.batches_url, config.state.timeout_s, "batches' store"
+        )[:1],  # leases of batches are by its own clock
         "KV between processes": links.measure_and_check,
     }
 

@@ -171,16 +171,16 @@ def check_server_clock(metrics: str, now: float) -> Finding:
     return skipped("server's clock", "the server does not tell its time")
 
 
-def check_store(url: str, timeout_s: float) -> list[Finding]:
-    """Whether the store at `url` (`state.url`) answers, how fast, and what its clock says."""
+def check_store(url: str, timeout_s: float, check: str = "state store") -> list[Finding]:
+    """Whether the store at `url` answers, how fast, and what its clock says."""
     if not url:
-        return [skipped("state store", "none is set")]
+        return [skipped(check, "none is set")]
     try:
         from redis import RedisError
 
         from kvrelay.cluster.state.redis_client import connect
     except ImportError:
-        return [fail("state store", "the redis package is missing", "pip install 'kvrelay[redis]'")]
+        return [fail(check, "the redis package is missing", "pip install 'kvrelay[redis]'")]
     try:
         with connect(url, timeout_s) as store:
             store.ping()
@@ -189,13 +189,13 @@ def check_store(url: str, timeout_s: float) -> list[Finding]:
             taken_s = time.monotonic() - started
     except (RedisError, OSError, ValueError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [fail("state store", f"does not answer: {why}", "docs/runbooks/state-store-down.md")]
+        return [fail(check, f"does not answer: {why}", "docs/runbooks/state-store-down.md")]
     off_s = seconds + micros / 1e6 - time.time()
     answer = f"answers in {taken_s * 1000:.1f} ms"
     if taken_s > MAX_STORE_S:
         fix = "move it nearer: every router waits for it"
-        return [warn("state store", answer, fix), _clock("store's clock", off_s)]
-    return [ok("state store", answer), _clock("store's clock", off_s)]
+        return [warn(check, answer, fix), _clock("store's clock", off_s)]
+    return [ok(check, answer), _clock("store's clock", off_s)]
 
 
 def _clock(check: str, off_s: float) -> Finding:

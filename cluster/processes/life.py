@@ -37,7 +37,14 @@ VERSION = 1  # all files here have it: raised where an older reader would get on
 WRITE_S = 1.0  # for a write of some hundred bytes; after that the disk hangs
 RETRY_S = 5.0  # before a write that has failed is tried again
 # Fixed settings of the server, with which workers have nothing to do.
-NOT_FIXED = ("api.host", "api.port", "cluster.routers", "sessions.state_dir", "state.url")
+NOT_FIXED = (
+    "api.host",
+    "api.port",
+    "cluster.routers",
+    "sessions.state_dir",
+    "state.url",
+    "state.batches_url",
+)
 NOT_OF_WORKERS = (
     "prefill",
     "decode",
@@ -240,6 +247,7 @@ def fixed_settings(config: Config) -> dict[str, str]:
         "api.port": config.api.port,
         "cluster.routers": cluster.routers,
         "state.url": config.state.url,
+        "state.batches_url": config.state.batches_url,
         "sessions.state_dir": str(config.sessions.state_path),
         "cluster.address (set or not)": bool(cluster.address),
         "tls.frames (on or off)": config.tls.frames,

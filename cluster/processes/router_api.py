@@ -96,11 +96,14 @@ def _open_batches(config: Config) -> Any:
     folder = config.sessions.state_path if config.sessions.durable else None
     if name := config.cluster.name:
         from kvrelay.cluster.api.batches.shared import SharedBatchStore  # both need redis
-        from kvrelay.cluster.state.redis_client import Room, connect
+        from kvrelay.cluster.state.redis_client import OWN_PART, PART, Room, connect, is_one_server
 
         state, prefix = config.state, f"{config.state.key_prefix}:cluster:{name}:"
-        redis = connect(state.url, state.timeout_s)
-        return SharedBatchStore(folder, redis, prefix, Room(redis, state.max_batch_bytes))
+        url = state.batches_url or state.url
+        redis = connect(url, state.timeout_s)
+        part = PART if is_one_server(url, state.url) else OWN_PART
+        room = Room(redis, state.max_batch_bytes, part)
+        return SharedBatchStore(folder, redis, prefix, room)
     if folder is not None:
         try:
             return BatchStore(folder)

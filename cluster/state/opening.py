@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrelay.state")
 
-URL_VARIABLE = "KVRELAY_REDIS_URL"
-USER_VARIABLE = "KVRELAY_REDIS_USER"
-PASSWORD_VARIABLE = "KVRELAY_REDIS_PASSWORD"
+# Of each URL in [state] the variables' prefix, before _URL, _USER and _PASSWORD.
+VARIABLES = {"url": "KVRELAY_REDIS", "batches_url": "KVRELAY_BATCHES_REDIS"}
 TOKEN_VARIABLE = "KVRELAY_CLUSTER_TOKEN"
 
 
@@ -54,24 +53,29 @@ class OpenedState:
 
 
 def with_url(config: Config) -> Config:
-    """The URL may come from the environment, so that no file has to hold its password. Raises
-    ConfigError, which does not show it."""
-    url = config.state.url or os.environ.get(URL_VARIABLE, "")
-    where = "configuration" if config.state.url else URL_VARIABLE
-    build_config({"state": {"url": url}}, where)
-    _check_url(url, where)
+    """URLs may come from the environment, so that no file has to hold their passwords. Raises
+    ConfigError, which does not show them."""
+    urls = {name: _given(getattr(config.state, name), name) for name in VARIABLES}
+    return replace(config, state=replace(config.state, **urls))
+
+
+def _given(own: str, name: str) -> str:
+    url = own or os.environ.get(f"{VARIABLES[name]}_URL", "")
+    where = "configuration" if own else f"{VARIABLES[name]}_URL"
+    build_config({"state": {name: url}}, where)
+    _check_url(url, name, where)
     if url:
         require_extra("redis", "redis")
-        url = _with_password(url, where)
-    return replace(config, state=replace(config.state, url=url))
+        url = _with_password(url, name, where)
+    return url
 
 
-def _check_url(url: str, where: str) -> None:
+def _check_url(url: str, name: str, where: str) -> None:
     """Raises ConfigError, most often for a password with characters that mean something else."""
     hint = (
-        f"{where}: state.url = ...: a password in it ends at '/', '?' or '#', and '%' begins a "
-        f"code: write those as %2F, %3F, %23 and %25, or give the password as {PASSWORD_VARIABLE}, "
-        "as it is"
+        f"{where}: state.{name} = ...: a password in it ends at '/', '?' or '#', and '%' begins a "
+        f"code: write those as %2F, %3F, %23 and %25, or give the password as "
+        f"{VARIABLES[name]}_PASSWORD, as it is"
     )
     try:
         parts = urlsplit(url)
@@ -84,16 +88,17 @@ def _check_url(url: str, where: str) -> None:
         raise ConfigError(hint)
 
 
-def _with_password(url: str, where: str) -> str:
+def _with_password(url: str, name: str, where: str) -> str:
     """With user and password from the environment, any characters of which are themselves."""
-    user, password = os.environ.get(USER_VARIABLE, ""), os.environ.get(PASSWORD_VARIABLE, "")
+    variables = [f"{VARIABLES[name]}_{each}" for each in ("USER", "PASSWORD")]
+    user, password = (os.environ.get(each, "") for each in variables)
     if not user and not password:
         return url
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise ConfigError(
-            f"{where}: state.url has a user or a password, and {PASSWORD_VARIABLE} or "
-            f"{USER_VARIABLE} is set: give them in one of the two"
+            f"{where}: state.{name} has a user or a password, and {variables[1]} or "
+            f"{variables[0]} is set: give them in one of the two"
         )
     who = f"{quote(user, safe='')}:{quote(password, safe='')}"
     return parts._replace(netloc=f"{who}@{parts.netloc}").geturl()
@@ -104,6 +109,11 @@ def with_cluster_token(config: Config) -> Config:
     follows from its token. Raises ConfigError, which does not show it."""
     cluster, tenants = config.cluster, config.tenants
     if not cluster.name:
+        if config.state.batches_url:
+            raise ConfigError(
+                "state.batches_url is set, and cluster.name is not: files and batches of a server "
+                "alone are in its state directory. Remove it, or name the cluster"
+            )
         return config
     token = cluster.token or os.environ.get(TOKEN_VARIABLE, "")
     build_config({"cluster": {"token": token}}, TOKEN_VARIABLE)
@@ -115,7 +125,7 @@ def with_cluster_token(config: Config) -> Config:
     if not config.state.url:
         raise ConfigError(
             f"cluster.name is set, and state.url is not: the servers of {cluster.name} find each "
-            f"other by Redis, here or as {URL_VARIABLE}"
+            f"other by Redis, here or as {VARIABLES['url']}_URL"
         )
     salt = hmac.digest(token.encode(), b"kvrelay salt", "sha256").hex()
     return replace(

@@ -26,7 +26,8 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 _OF_COMMANDS = (NoScriptError, OutOfMemoryError, WatchError)  # the connection is as it was
-PART = 4  # a batch that ends takes as much again for a moment, and half is for all others
+OWN_PART = 2  # of a Redis for batches alone: one that ends takes as much again for a moment
+PART = 4  # and half is for all others, where there are some
 ASK_S = 60.0  # between two questions for what Redis may have
 _log = logging.getLogger("kvrelay.state")
 _QUOTED = ", with args beginning with"  # what the server says after it was sent to it
@@ -39,6 +40,14 @@ def shown_url(url: str) -> str:
         return f"unix://{parts.path}"
     port = f":{parts.port}" if parts.port else ""
     return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+
+
+def is_one_server(url: str, other: str) -> bool:
+    """Whether both lead to one Redis, perhaps to two of its databases."""
+    first, second = map(urlsplit, (url, other))
+    if "unix" in (first.scheme, second.scheme):
+        return (first.scheme, first.path) == (second.scheme, second.path)
+    return (first.hostname, first.port or 6379) == (second.hostname, second.port or 6379)
 
 
 def connect(url: str, timeout_s: float) -> Redis:
@@ -54,9 +63,11 @@ def connect(url: str, timeout_s: float) -> Redis:
 class Room:
     """How many bytes something may take of a Redis that others must not run short of."""
 
-    def __init__(self, redis: Redis, most: int, clock: Callable[[], float] = monotonic) -> None:
-        """most: if Redis has room for that."""
-        self._redis, self._most, self._clock = redis, most, clock
+    def __init__(
+        self, redis: Redis, most: int, part: int = PART, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """most: if that is no more than one in `part` of what Redis has."""
+        self._redis, self._most, self._part, self._clock = redis, most, part, clock
         self._room, self._asked_at = 0, float("-inf")
 
     def __call__(self) -> int:
@@ -70,10 +81,10 @@ class Room:
                     raise
             else:
                 limit = int(memory["maxmemory"]) or int(memory.get("total_system_memory", 0))
-                room = min(self._most, limit // PART) if limit else self._most
+                room = min(self._most, limit // self._part) if limit else self._most
                 if room not in (self._most, self._room):
                     text = "batches may have %d bytes, one in %d of what Redis has, and not %d"
-                    _log.warning(text, room, PART, self._most)
+                    _log.warning(text, room, self._part, self._most)
                 self._room, self._asked_at = room, self._clock()
         return self._room
 

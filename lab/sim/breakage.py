@@ -15,6 +15,7 @@ them.
 - `ahead`: blocks of what has ended are freed while the step behind its last one writes to them.
 - `apart`: all sequences of a failed step are at fault.
 - `turns`: the router sends requests in order of arrival, whosever they are.
+- `callers`: to a router all callers of a tenant are one.
 - `fits`: four requests that lack memory stop those of their tenant that do not; at a worker, eight.
 - `passes`: one that memory is missing for is passed without end.
 - `states`: a prefix that is read from a peer counts as read without the states of its end.
@@ -61,7 +62,7 @@ from kvrelay.kvtransfer.transfer_loop import Answer
 from kvrelay.router.admission.blocked import MAX_HELD_BACK, Blocked
 from kvrelay.router.admission.flow import Level, QueueEntry
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.messages import RoleChanged, WorkerSuspected
+from kvrelay.router.messages import RoleChanged, Submit, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord
 from kvrelay.router.router import Router
 from kvrelay.worker.left_kv import LeftKV
@@ -94,6 +95,7 @@ class Break(StrEnum):
     VERSIONS = "versions"
     PAIRS = "pairs"
     VERDICT = "verdict"
+    CALLERS = "callers"
 
 
 class TrustingConnector(Connector):
@@ -277,6 +279,8 @@ class _BrokenRouter(Router):
     broken: Break
 
     def receive(self, now: float, message: Any) -> list[Effect]:
+        if self.broken is Break.CALLERS and isinstance(message, Submit):
+            message = replace(message, caller="")
         if self.broken is Break.ROLE and isinstance(message, RoleChanged):
             return []
         if self.broken is Break.RESCUE:
@@ -312,9 +316,14 @@ def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> 
         def oldest(level: Level, blocked: Blocked) -> QueueEntry | None:
             returned = [each for _, each in level.returned]
             flows = [flow for flow in level.flows.values() if not queue.is_limited(flow)]
-            heads = [flow.head(blocked.entries, 0.0, blocked.limit(flow)) for flow in flows]
+            limits = {flow: blocked.limit(flow) for flow in flows}
             found = [each for each in returned if each.record.request_id not in blocked]
-            found = found or [head for head in heads if head]
+            found = found or [
+                entry
+                for flow, limit in limits.items()
+                for entry in flow.entries()
+                if entry.record.request_id not in blocked and entry.needs < limit
+            ]
             return min(found, key=lambda each: each.record.arrival, default=None)
 
         queue._head = oldest  # type: ignore[method-assign]

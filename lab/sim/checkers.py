@@ -181,17 +181,21 @@ class Fairness:
     """The crowd at a router shares, from when all its tenants have requests waiting until one has
     none: what they are sent for, divided by their weights, differs by no more than start-time fair
     queueing allows, and by what was sent past those that lacked memory. How often that may be is
-    what `Overtaken` looks at."""
+    what `Overtaken` looks at. So do callers of one tenant: whose requests come one at a time waits
+    for no more than that of the others."""
 
-    def __init__(self, router: NodeId, scenario: Scenario) -> None:
-        self._crowd = _Crowd(router, scenario)
+    def __init__(self, router: NodeId, scenario: Scenario, *, of_callers: bool = False) -> None:
+        """`of_callers`: not tenants are looked at, but the callers of the only one."""
+        self._crowd = _Crowd(router, scenario, of_callers=of_callers)
+        self._kind = "unfair to a caller" if of_callers else "unfair"
         self._units: dict[str, float] = {}  # each request's, by its tenant's weight
         self._largest: dict[str, float] = {}  # each tenant's
         for job in scenario.jobs:
             if job.request_id in self._crowd.tenants:
                 assert job.tenant is not None
-                tenant, share = job.tenant
-                units = (len(job.prompt) + OUTPUT_UNITS * len(job.expected)) / share.weight
+                tenant = self._crowd.tenants[job.request_id]
+                units = len(job.prompt) + OUTPUT_UNITS * len(job.expected)
+                units /= 1.0 if of_callers else job.tenant[1].weight
                 self._units[job.request_id] = units
                 self._largest[tenant] = max(self._largest.get(tenant, 0.0), units)
         self._passes: dict[str, int] = {}
@@ -230,18 +234,18 @@ class Fairness:
         for (one, its), (other, others) in combinations(self._sent.items(), 2):
             most = FAIR_WITHIN * (self._largest[one] + self._largest[other])
             most += self._excused[one] + self._excused[other]
-            most += abs(self._starts[one] - self._starts[other])
+            most += abs(self._starts.get(one, 0.0) - self._starts.get(other, 0.0))
             if abs(its - others) > most:
                 text = f"{one} was sent {its:.0f} units by its weight, {other} {others:.0f}"
                 text = f"{text}, at most {most:.0f} apart"
-                runtime.violate("unfair", f"{self._crowd.router}: {text}")
+                runtime.violate(self._kind, f"{self._crowd.router}: {text}")
                 self._is_reported = True
                 return
 
 
 class Overtaken:
     """No more requests of the crowd that came later go before one that waits for memory than
-    `engine.waiting` says. At a router these are its own tenant's, while memory is held for no
+    `engine.waiting` says. At a router these are its own caller's, while memory is held for no
     other; at a worker those that belong behind it in its order."""
 
     def __init__(self, router: NodeId, workers: Sequence[NodeId], scenario: Scenario) -> None:
@@ -262,9 +266,9 @@ class Overtaken:
         crowd = self._crowd
         if not (self._holds or crowd.holds):
             for name, entry in crowd.waiting.items():
-                for each, other in crowd.sent.items():
+                for other in crowd.sent.values():
                     is_later = other.record.arrival > entry.record.arrival
-                    if is_later and crowd.tenants[each] == crowd.tenants[name]:
+                    if is_later and other.caller is entry.caller:
                         self._count(runtime, crowd.router, name)
         self._holds = crowd.holds
 
@@ -305,12 +309,16 @@ def _order(core: EngineCore, seq: EngineSequence) -> float:
 class _Crowd:
     """The requests of a crowd at one router, those that wait, and those that were just sent."""
 
-    def __init__(self, router: NodeId, scenario: Scenario) -> None:
+    def __init__(self, router: NodeId, scenario: Scenario, *, of_callers: bool = False) -> None:
+        """`of_callers`: of a tenant, which are looked at as tenants are."""
         self.router = router
+        self._of_callers = of_callers
         self.tenants = {
-            job.request_id: job.tenant[0]
+            job.request_id: job.caller if of_callers else job.tenant[0]
             for job in scenario.jobs
-            if job.tenant is not None and scenario.router_of(job.request_id) == router
+            if job.tenant is not None
+            and (job.caller or not of_callers)
+            and scenario.router_of(job.request_id) == router
         }
         self.waiting: dict[str, QueueEntry] = {}
         self.sent: dict[str, QueueEntry] = {}
@@ -322,9 +330,13 @@ class _Crowd:
         self._counts = (0, 0)
 
     def starts(self) -> dict[str, float]:
-        """Returns the virtual start of each tenant's next request, by its weight."""
+        """Returns the virtual start of each tenant's next request, by its weight; or of each
+        caller's that is known."""
         assert self._queue is not None
         flows = [flow for level in self._queue.levels for flow in level.flows.values()]
+        if self._of_callers:
+            callers = [each for flow in flows for each in flow.callers.values() if each]
+            return {each.name: each.start for each in callers}
         return {flow.tenant: flow.start for flow in flows}
 
     def look(self, runtime: SimRuntime, life: SimNode) -> bool:

@@ -135,6 +135,7 @@ class SimClient:
             tenant=tenant,
             share=share,
             scope=job.scope,
+            caller=job.caller,
         )
         effects: list[Effect] = [Send(self._router_of(job), submit)]
         if job.cancel_after_s is not None:

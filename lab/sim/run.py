@@ -334,6 +334,7 @@ class SimCluster:
             checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
             checks.append(Silence(router, self.worker_ids, self._may_decode))
             checks.append(checkers.Fairness(router, self.scenario))
+            checks.append(checkers.Fairness(router, self.scenario, of_callers=True))
             checks.append(KeptAtRouter(router, self.worker_ids, self._may_decode))
             workers = self.worker_ids if router == self.routers[0] else []
             checks.append(checkers.Overtaken(router, workers, self.scenario))

@@ -29,7 +29,14 @@ from kvrelay.lab.sim.faults import (
 )
 from kvrelay.lab.sim.model import Attention
 from kvrelay.lab.sim.operator import PlannedOrder, draw_orders
-from kvrelay.lab.sim.workload import Job, JobLimits, Poison, draw_crowd, draw_jobs
+from kvrelay.lab.sim.workload import (
+    Job,
+    JobLimits,
+    Poison,
+    draw_chat,
+    draw_crowd,
+    draw_jobs,
+)
 from kvrelay.router.config import POLICIES, RouterConfig
 
 ROUTERS: tuple[NodeId, ...] = ("router-0", "router-1")
@@ -135,7 +142,8 @@ def draw_scenario(
 
 
 def with_one_tenant(scenario: Scenario, rng: random.Random) -> Scenario:
-    """`scenario` with all requests of one tenant, and a crowd in which some need most of a pool."""
+    """`scenario` with all requests of one tenant, and a crowd in which some need most of a pool:
+    one caller's, beside whom another one asks for little."""
     router, workers = _make_room_for_crowd(rng, scenario.router, list(scenario.workers))
     limits = JobLimits(
         max_model_len=min(w.max_model_len for w in workers),
@@ -144,7 +152,8 @@ def with_one_tenant(scenario: Scenario, rng: random.Random) -> Scenario:
         attention=scenario.attention,
     )
     alone = [replace(job, is_alone=True) for job in scenario.jobs if job.tenant is None]
-    alone += draw_crowd(rng, limits, num_tenants=1)
+    flood = [replace(job, caller="flood") for job in draw_crowd(rng, limits, num_tenants=1)]
+    alone += [*flood, *draw_chat(rng, limits, flood)]
     return replace(scenario, router=router, workers=tuple(workers), jobs=tuple(alone))
 
 

@@ -46,6 +46,7 @@ class Job:
     poison: Poison | None = None
     tenant: tuple[str, TenantShare] | None = None  # in a crowd
     is_alone: bool = False  # there is one tenant
+    caller: str = ""  # who of the tenant asks
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +123,21 @@ def draw_crowd(more: random.Random, limits: JobLimits, num_tenants: int = 0) -> 
                 tenant=tenants[turn],
             )
         )
+    return jobs
+
+
+def draw_chat(more: random.Random, limits: JobLimits, flood: list[Job]) -> list[Job]:
+    """Another caller of the crowd's only tenant, who asks for little now and then while the flood
+    of the first one waits."""
+    first, at_s = len(flood), flood[-1].arrive_s
+    jobs = []
+    for number in range(first, first + more.randint(10, 20)):
+        at_s += more.uniform(0.02, 0.2)
+        prompt = tuple(more.randrange(1, VOCAB_SIZE) for _ in range(more.randint(3, 7)))
+        sampling = SamplingParams(max_tokens=more.randint(2, 6), temperature=0.0)
+        output, finish = generate(prompt, sampling, limits.longest_model_len, limits.attention)
+        job = Job(f"c{number}", prompt, sampling, at_s, GENEROUS_S, tuple(output), finish)
+        jobs.append(replace(job, after_faults=True, tenant=flood[0].tenant, caller="chat"))
     return jobs
 
 

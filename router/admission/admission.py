@@ -4,7 +4,7 @@ A request that does not fit on any decode worker was refused before (`router.dis
 fits, but not now, waits. Whether it may is decided in the message that brings it:
 
 * the queue is bounded, for all and for each tenant that has a bound. Where it is full, the tenant
-  that has queued most for its weight gives up its newest request;
+  that has queued most for its weight gives up the newest one of its caller with most;
 * its wait is predicted: the work ahead of it, at the rate at which the queue drains. It is refused
   where that leaves too little of its timeout to be served in, or, if `max_queue_wait_s` is set, is
   more than that.
@@ -32,6 +32,7 @@ from types import MappingProxyType
 from kvrelay.engine.cost import TOKENS_UNIT, FittedCost
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.service_class import ServiceClass
+from kvrelay.engine.shares import may_take, reserve_of
 from kvrelay.router.admission.fair_queue import FairQueue, seen_by
 from kvrelay.router.admission.flow import Flow, Level
 from kvrelay.router.admission.reservations import (
@@ -54,13 +55,16 @@ NO_UNITS: Mapping[FlowKey, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A request that may have to wait: behind all waiting requests of its tenant."""
+    """A request that may have to wait: behind all waiting requests of its caller, and those of its
+    tenant's other callers whose turn comes before."""
 
     client: ClientKey
     level: Level
     flow: Flow
+    caller: str
+    is_queued: bool  # False: it may never be submitted
     units: float  # that it takes
-    own_units: float  # units of its tenant's requests that wait before it
+    own_units: float  # units of its tenant's requests that wait before it, about
     num_own: int
     service_s: float
     timeout_s: float
@@ -177,7 +181,7 @@ def computed_tokens(record: RequestRecord) -> int:
 def _ahead(
     who: Newcomer, reserved: Mapping[FlowKey, float], num_reserved: Mapping[FlowKey, int]
 ) -> float:
-    """Work of its priority that is served before it: all of its tenant's, and of others what they
+    """Work of its priority that is served before it: its tenant's, and of others what they
     start earlier in virtual time. A tenant with reservations will not run out of work:
     it uses all capacity that becomes free."""
     level, flow = who.level, who.flow
@@ -223,6 +227,7 @@ class IncomingCall:
     num_prompt_tokens: int  # about
     max_tokens: int
     timeout_s: float
+    caller: str = ""  # as `Submit.caller`
 
 
 class Admission:
@@ -294,9 +299,10 @@ class Admission:
         return stay_s <= (record.deadline - record.submitted_at) * MAX_STAY
 
     def on_queued(self, now: float, record: RequestRecord, rates: Sequence[float]) -> None:
-        """`record` is new, and waits. Where it cannot be on time behind the others, the longest of
-        its tenant's gives way until it can: then as many as possible are (Moore and Hodgson 1968).
-        `rates`: prompt tokens per second of each worker that they are meant for."""
+        """`record` is new, and waits. Where it cannot be on time behind the others of its tenant,
+        the longest of the caller with most work is late until it can: of one caller as many as
+        possible are on time then (Moore and Hodgson 1968). `rates`: prompt tokens per second of
+        each worker that they are meant for."""
         self._on_arrival(record.submit.priority, record.num_prompt_tokens)
         target_s, flow = self._config.ttft_target_s, self._queue.entry(record).flow
         if not target_s or not rates:
@@ -344,13 +350,18 @@ class Admission:
         level, flow = self._queue.find(call.priority, call.tenant)
         if level is None or not flow:
             return None
+        caller = flow.callers.get(call.caller)
+        own = (0.0, 0) if caller is None else (caller.units, len(caller))
+        own_units, num_own = flow.ahead(call.caller, *own)
         newcomer = Newcomer(
             client=(call.priority, call.tenant, call.name),
             level=level,
             flow=flow,
+            caller=call.caller,
+            is_queued=False,
             units=self._estimates.units(call.num_prompt_tokens, call.max_tokens),
-            own_units=flow.units,
-            num_own=len(flow),
+            own_units=own_units,
+            num_own=num_own,
             service_s=self._estimates.service_s(
                 call.num_prompt_tokens,
                 call.max_tokens,
@@ -392,7 +403,7 @@ class Admission:
 
     def shed(self, now: float) -> tuple[RequestRecord, Rejection] | None:
         """A waiting request that is refused after all, since the queue drains more slowly than was
-        estimated when it came: the newest of a tenant first. None: there is none (any more)."""
+        estimated when it came: the newest of a tenant's caller with most. None: there is none."""
         for level in () if self._is_idle else self._queue.levels:
             for flow in level.flows.values():
                 if not flow:
@@ -456,13 +467,18 @@ class Admission:
     def _newcomer(self, now: float, record: RequestRecord) -> Newcomer:
         """`record` waits already: it is judged as if it came now."""
         entry = self._queue.entry(record)
+        flow, caller = entry.flow, entry.caller
+        own_units = max(0.0, caller.units - entry.units)
+        own_units, num_own = flow.ahead(caller.name, own_units, len(caller) - 1)
         return Newcomer(
             client=_client(record.submit),
             level=entry.level,
-            flow=entry.flow,
+            flow=flow,
+            caller=caller.name,
+            is_queued=True,
             units=entry.units,
-            own_units=max(0.0, entry.flow.units - entry.units),
-            num_own=len(entry.flow) - 1,
+            own_units=own_units,
+            num_own=num_own,
             service_s=self._service_s(record),
             timeout_s=record.deadline - record.submitted_at,
             left_s=record.deadline - now,
@@ -470,12 +486,23 @@ class Admission:
 
     def _too_many(self, now: float, who: Newcomer) -> Rejection | None:
         limit, tenant = who.flow.share.max_queued, who.flow.tenant
-        itself = len(who.flow) - who.num_own  # 0 if it is not submitted yet
+        if not limit:
+            return None
         others = self._queue.elsewhere.get(tenant)
         num_queued = self._queue.num_before(who.flow) + (others.num_queued if others else 0)
-        if not limit or num_queued - itself < limit:
+        free = limit - (num_queued - who.is_queued)
+        own = self._queue.num_before(who.flow, who.caller) - who.is_queued
+        # However few places there are, no caller has all.
+        reserve = reserve_of(limit)
+        if free < 1:
+            detail = f"{limit} requests of {tenant!r} are waiting, which is its limit"
+        elif not may_take(own, free, reserve):
+            detail = (
+                f"{own} requests of this caller are waiting, its share of the {limit} that"
+                f" {tenant!r} may have"
+            )
+        else:
             return None
-        detail = f"{limit} requests of {tenant!r} are waiting, which is its limit"
         place_s = (self._estimates.wait_s(who) or 0.0) / limit
         return self._refusal(now, who, Refusal.QUEUE_FULL, detail, place_s)
 

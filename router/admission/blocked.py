@@ -3,8 +3,8 @@
 A router tries its queue in order. What no worker has memory for stays, and of those behind it only
 such are tried as need less: no prompt is looked up twice to learn that the memory is full. Whose
 they are makes no difference, so one tenant's large requests stop neither its own short ones nor
-those of others. What waits for another reason than memory keeps its tenant's order: a few of a
-tenant, and then none of it is tried."""
+those of others. What waits for another reason than memory keeps its order: after a few of a caller
+none of it is tried, and after a few callers of a tenant none of that."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from collections import Counter
 from math import inf
 
 from kvrelay.engine.waiting import MAX_PASSED
-from kvrelay.router.admission.flow import Flow, QueueEntry
+from kvrelay.router.admission.flow import Flow, QueueEntry, Sent
 
-MAX_HELD_BACK = 4  # a tenant may have so many that wait for another reason than memory
+# A caller may have so many that wait for another reason than memory, and a tenant such callers.
+MAX_HELD_BACK = 4
 
 
 class Blocked:
@@ -24,7 +25,8 @@ class Blocked:
     def __init__(self) -> None:
         self.entries: dict[str, QueueEntry] = {}
         self.held_back_tenants: set[str] = set()
-        self._held_back: dict[str, str] = {}  # request -> tenant
+        self.held_back_callers: set[tuple[str, str]] = set()
+        self._held_back: dict[str, tuple[str, str]] = {}  # request -> tenant and caller
         self._lacking: set[Flow] = set()  # one of it waits for memory: no other needs be tried
         self._least = [inf, inf]  # tokens that no worker has memory for: interactive, low classes
 
@@ -46,8 +48,8 @@ class Blocked:
 
     def count_passes(self, entry: QueueEntry) -> None:
         """It may not have been tried while it was passed, since another one of its flow was."""
-        arrival, passes = entry.record.arrival, entry.passes
-        times = [at for number, at in entry.flow.passed_by if number > arrival]
+        passes = entry.passes
+        times = [sent.at for sent in entry.flow.passed_by if sent.has_passed(entry)]
         if len(times) > passes.count and not entry.is_late:
             passes.count, passes.since = len(times), min(passes.since, times[0])
 
@@ -55,16 +57,16 @@ class Blocked:
         """It was tried, or needs not be. `is_held_back`: not because there is no memory."""
         self.entries[entry.record.request_id] = entry
         if is_held_back:
-            self._held_back[entry.record.request_id] = entry.flow.tenant
-            counts = Counter(self._held_back.values())
-            self.held_back_tenants = {each for each in counts if counts[each] >= MAX_HELD_BACK}
+            self._held_back[entry.record.request_id] = entry.caller.key
+            self._count_held_back()
         elif self.lacks_memory(entry):
             self._lacking.add(entry.flow)
 
-    def are_passed(self, now: float, arrival: int) -> list[QueueEntry]:
+    def are_passed(self, now: float, by: QueueEntry) -> list[QueueEntry]:
         """Another one is sent. Returns those that may not be passed again without being tried."""
+        sent = Sent(by.record.arrival, by.flow, by.caller, by.start, now)
         for flow in {entry.flow: None for entry in self.entries.values()}:
-            flow.passed_by.append((arrival, now))
+            flow.passed_by.append(sent)
         due = []
         for entry in self.entries.values():
             if not entry.is_late:
@@ -78,4 +80,14 @@ class Blocked:
         del self.entries[entry.record.request_id]
         self._lacking.discard(entry.flow)
         if self._held_back.pop(entry.record.request_id, None) is not None:
-            self.held_back_tenants.discard(entry.flow.tenant)
+            self._count_held_back()
+
+    def _count_held_back(self) -> None:
+        counts = Counter(self._held_back.values())
+        self.held_back_callers = {each for each in counts if counts[each] >= MAX_HELD_BACK}
+        tenants = Counter(tenant for tenant, _ in counts)
+        self.held_back_tenants = {each for each in tenants if tenants[each] >= MAX_HELD_BACK}
+
+    def is_held_back(self, entry: QueueEntry) -> bool:
+        caller = entry.caller.key
+        return caller in self.held_back_callers or caller[0] in self.held_back_tenants

@@ -10,8 +10,10 @@ ended; `restore` brings one back whose attempt failed. The order, by the first r
    tokens already go before all others, whatever their priority.
 3. Tenants share by weight: start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant's next
    request starts, in virtual time, where its last one finished; the earliest start goes first.
-4. Within a tenant, the order of arrival; those whose first token cannot be on time (`put_late`)
-   go last, but for one in `1 / low_share`.
+4. Within a tenant, those whose first token cannot be on time (`put_late`) go last, but for one in
+   `1 / low_share`.
+5. Within a tenant its callers share alike, by start-time fair queueing too; of a caller the oldest
+   goes first.
 
 Service is in units of work (`router.admission.admission`): charged as estimated when a request is
 sent, and corrected to what it took when it has ended.
@@ -22,6 +24,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kvrelay.router.admission.blocked import Blocked
 from kvrelay.router.admission.flow import Flow, Level, QueueEntry
@@ -52,6 +55,8 @@ class FairQueue:
         self.num_queued: Counter[str] = Counter()
         self._low_running: Counter[str] = Counter()  # those of them that are of low classes
         self._low_queued: Counter[str] = Counter()
+        # By tenant, caller, and whether they are of low classes.
+        self._queued_by_caller: Counter[tuple[str, str, bool]] = Counter()
         self.elsewhere: Mapping[str, TenantLoad] = {}  # at other routers, by tenant
 
     def __len__(self) -> int:
@@ -75,7 +80,7 @@ class FairQueue:
         for level in self.levels:
             yield from [entry.record for _, entry in level.returned]
             for flow in list(level.flows.values()):
-                yield from [e.record for e in (*flow.on_time.values(), *flow.late.values())]
+                yield from [each.record for each in flow.entries()]
 
     def entry(self, record: RequestRecord) -> QueueEntry:
         return self._entries[record.request_id]
@@ -98,9 +103,12 @@ class FairQueue:
             left = min(left, limit * here // (here + there))
         return running >= left
 
-    def num_before(self, flow: Flow) -> int:
-        """New requests of its tenant that wait here and count against it: those of low classes do
-        for low ones alone."""
+    def num_before(self, flow: Flow, caller: str | None = None) -> int:
+        """New requests of its tenant, or of one caller of it, that wait here and count against it:
+        those of low classes do for low ones alone."""
+        if caller is not None:
+            counts, key = self._queued_by_caller, (flow.tenant, caller)
+            return counts[*key, False] + (counts[*key, True] if flow.is_low else 0)
         num_queued = self.num_queued[flow.tenant]
         return num_queued if flow.is_low else num_queued - self._low_queued[flow.tenant]
 
@@ -116,7 +124,7 @@ class FairQueue:
         return None if entry is None else entry.sent_at
 
     def push(self, record: RequestRecord, units: float, num_held: int = 0) -> None:
-        """A new request, to the end of its tenant's. `num_held`: tokens of its prompt whose KV some
+        """A new request, to the end of its caller's. `num_held`: tokens of its prompt whose KV some
         worker holds."""
         assert record.request_id not in self._entries, f"{record.request_id} is known already"
         submit = record.submit
@@ -125,9 +133,9 @@ class FairQueue:
         if flow is None:
             flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share, submit.is_low)
         flow.share = submit.share
-        entry = self._entries[record.request_id] = QueueEntry(
-            record, units, record.num_prompt_tokens - num_held, level, flow
-        )
+        needs, caller = record.num_prompt_tokens - num_held, flow.caller(submit.caller)
+        entry = QueueEntry(record, units, needs, level, flow, caller)
+        self._entries[record.request_id] = entry
         self._add(entry)
 
     def restore(self, record: RequestRecord) -> None:
@@ -162,7 +170,8 @@ class FairQueue:
         return first if credited is None else credited[1]
 
     def charge(self, now: float, record: RequestRecord) -> None:
-        """It is sent to a worker: charge its tenant, and credit the lower priorities that wait."""
+        """It is sent to a worker: charge its tenant and its caller, and credit the lower priorities
+        that wait."""
         entry = self._entries[record.request_id]
         level, flow = entry.level, entry.flow
         self._take_out(entry)
@@ -178,6 +187,7 @@ class FairQueue:
         entry.is_charged, entry.sent_at = True, now
         level.virtual = max(level.virtual, flow.start)
         flow.finish = flow.start + entry.units / flow.share.weight
+        flow.charge(entry)
         for idle in [f for f in level.flows.values() if not f]:
             if idle.finish <= level.virtual:  # a new flow would start here as well
                 del level.flows[idle.tenant]
@@ -203,8 +213,8 @@ class FairQueue:
             entry.units_left = left
 
     def settle(self, record: RequestRecord, units: float) -> None:
-        """It has ended, queued or served, after `units` of service: its tenant is charged the
-        difference to the estimate."""
+        """It has ended, queued or served, after `units` of service: its tenant and its caller are
+        charged the difference to the estimate."""
         entry = self._entries.get(record.request_id)
         if entry is None:
             return
@@ -214,13 +224,14 @@ class FairQueue:
             self._take_out(entry)
         if entry.is_charged:
             entry.flow.finish += (units - entry.units) / entry.flow.share.weight
+            entry.flow.correct(entry, units - entry.units)
         del self._entries[record.request_id]
 
     def surplus(self, max_new: int) -> RequestRecord | None:
         """The new request to refuse because more than `max_new` wait; None: no more do.
 
-        It is the newest of the tenant that has most waiting for its weight, in the lowest priority
-        that has more waiting than its guaranteed share."""
+        It is the newest of the caller that has most waiting, of the tenant that has most for its
+        weight, in the lowest priority that has more waiting than its guaranteed share."""
         if self.num_new <= max_new:
             return None
         levels = [level for level in self._levels if level.num_new]
@@ -251,6 +262,8 @@ class FairQueue:
             assert level, f"nothing of priority {level.priority} waits"
             flows = level.flows.values()
             assert level.num_new == sum(len(flow) for flow in flows)
+            for flow in flows:
+                flow.check_integrity()
             units = sum(flow.units for flow in flows) + sum(e.units for _, e in level.returned)
             assert abs(level.units - units) < 1e-6 * max(1.0, units), (level.units, units)
 
@@ -266,15 +279,16 @@ class FairQueue:
         """What is next of `level`."""
         skip, without = blocked.entries, blocked.held_back_tenants
         for _, entry in level.returned:
-            if entry.record.request_id not in skip and entry.flow.tenant not in without:
+            if entry.record.request_id not in skip and not blocked.is_held_back(entry):
                 return entry
+        callers, late_share = blocked.held_back_callers, self._low_share
         heads = [
             (flow.start, head)
             for flow in level.flows.values()
             if flow
             and flow.tenant not in without
             and not self.is_limited(flow)
-            and (head := flow.head(skip, self._low_share, blocked.limit(flow)))
+            and (head := flow.head(skip, callers, late_share, blocked.limit(flow)))
         ]
         found = min(heads, key=lambda each: (each[0], each[1].record.arrival), default=None)
         return None if found is None else found[1]
@@ -287,6 +301,7 @@ class FairQueue:
         level.units += entry.units
         level.num_new += 1
         self.num_queued[flow.tenant] += 1
+        self._queued_by_caller[*entry.caller.key, flow.is_low] += 1
         if flow.is_low:
             self._low_queued[flow.tenant] += 1
         self._num_waiting += 1
@@ -296,6 +311,7 @@ class FairQueue:
         if flow.remove(entry):
             level.num_new -= 1
             _decrement(self.num_queued, flow.tenant)
+            _decrement(self._queued_by_caller, (*entry.caller.key, flow.is_low))
             if flow.is_low:
                 _decrement(self._low_queued, flow.tenant)
         else:
@@ -316,7 +332,7 @@ class FairQueue:
             self.units_running, self.units_left = [0.0, 0.0], [0.0, 0.0]
 
 
-def _decrement(counts: Counter[str], name: str) -> None:
+def _decrement(counts: Counter[Any], name: Any) -> None:
     counts[name] -= 1
     if not counts[name]:
         del counts[name]

@@ -139,6 +139,8 @@ def test_documents_are_valid(case: str, version: str) -> None:
         {"redis": {"image": "valkey"}},
         {"redis": {"maxMemory": "900mb"}},
         {"config": {"state": {"max_batch_bytes": 1 << 28}}},
+        {"state": {"storage": "9Gi"}},
+        {"config": {"log": {"total_mib": 2048}}},
         {"monitoring": {"interval": "soon"}},
     ],
     ids=str,
@@ -146,6 +148,20 @@ def test_documents_are_valid(case: str, version: str) -> None:
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
         render(wrong)
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [
+        {"state": {"storage": "1Ti"}, "config": {"log": {"total_mib": 2048}}},
+        {"state": {"storage": "9Gi"}, "config": {"log": {"total_mib": 256}}},
+        {"state": {"storage": "1Gi", "existingClaim": "mine"}},
+        {"config": {"state": {"max_batch_bytes": 1 << 28, "batches_url": "redis://other"}}},
+    ],
+    ids=str,
+)
+def test_sizes_that_fit_are_taken(fits: dict[str, Any]) -> None:
+    render(fits)
 
 
 def test_the_chart_has_no_errors_or_warnings() -> None:

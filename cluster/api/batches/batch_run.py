@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from kvrelay.cluster.api.batches.folder import private_file
 from kvrelay.cluster.api.batches.held import HeldBatch, Shared
 from kvrelay.cluster.api.batches.lanes import Lane
 from kvrelay.cluster.api.batches.rows import (
@@ -282,8 +284,11 @@ class BatchRun(HeldBatch):
         draft = next((draft for draft, file in files.items() if file["id"] == name), None)
         if draft is None:
             draft = self._store.draft()
-        with draft.open("ab") as file:
+            files[draft] = {}  # it is removed however this ends
+        with open(draft, "ab", opener=private_file) as file:
             file.writelines(each.line + b"\n" for each in left)
+            file.flush()
+            os.fsync(file.fileno())
         self._add_file(record, now, "error", draft, files)
 
     def _end_bare(self, now: int, code: str, message: str) -> None:

@@ -6,7 +6,9 @@ answered. Results are kept as OpenAI's and shown as Anthropic's.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +19,9 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvrelay.cluster.api.batches.folder import Full, private_file
 from kvrelay.cluster.api.batches.rows import MESSAGES, Checker
-from kvrelay.cluster.api.batches.store import KEEP_S, Full, Record, private_file
+from kvrelay.cluster.api.batches.store import KEEP_S, Record
 from kvrelay.cluster.api.batches.uploads import (
     Uploads,
     batch_record,
@@ -31,9 +34,11 @@ from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.http.route import REF, ApiRoute
 from kvrelay.cluster.api.incoming import caller, limit_of, owner
 from kvrelay.cluster.api.openai.schema import MAX_BRACKETS
+from kvrelay.cluster.api.pages import PageQuery, list_of
 from kvrelay.cluster.api.tenants import Tenant
 
 PATH = f"{MESSAGES}/batches"
+_PREFIX = "msgbatch"  # of their names
 _READ_CHARS = 64 * 1024
 _PAGE = 20
 _ENDS = ("completed", "failed", "expired", "cancelled")
@@ -122,6 +127,8 @@ def _write_rows(body: Path, rows: Path, max_chars: int) -> None:
                 row = {"custom_id": asked.get("custom_id"), "method": "POST", "url": MESSAGES}
                 file.write(msgspec.json.encode(row | {"body": asked["params"]}) + b"\n")
                 number += 1
+            file.flush()
+            os.fsync(file.fileno())
         except (ValueError, RecursionError) as error:  # also of UTF-8
             raise invalid(f"requests.{number}: {error}") from None
 
@@ -197,7 +204,7 @@ class MessageBatches:
         now, size = int(self._clock()), rows.stat().st_size
         file = file_record("messages.jsonl", size, now, int(KEEP_S))
         await self._uploads.keep(tenant.name, file, rows)
-        record = batch_record("msgbatch", MESSAGES, file["id"], now)
+        record = batch_record(_PREFIX, MESSAGES, file["id"], now)
         counts = record["request_counts"] | {"total": checker.num_rows}
         record |= {"status": "in_progress", "in_progress_at": now, "request_counts": counts}
         try:
@@ -208,23 +215,21 @@ class MessageBatches:
         return record
 
     async def _list(self, http: Request) -> Response:
-        found = await on_disk(self._ctx.batches.batches, owner(self._ctx, http).name)
-        mine = [record for record in found[::-1] if record["endpoint"] == MESSAGES]
-        names = [record["id"] for record in mine]
-        limit = limit_of(http, _PAGE, 1000)
-        after, before = (http.query_params.get(f"{each}_id") for each in ("after", "before"))
-        for param, name in (("after_id", after), ("before_id", before)):
-            if name is not None and name not in names:
-                raise invalid(f"'{param}': there is no batch {name[:100]!r}", param)
-        if before is not None:
-            left = mine[: names.index(before)]
-            page = left[-limit:]
-        else:
-            left = mine if after is None else mine[names.index(after) + 1 :]
-            page = left[:limit]
-        ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        answer = {"data": [self._shown(each, http) for each in page], "first_id": ends[0]}
-        return JSONResponse(answer | {"has_more": len(left) > limit, "last_id": ends[1]})
+        """The youngest first. Before one are those that are younger: the nearest of them."""
+        tenant, limit = owner(self._ctx, http), limit_of(http, _PAGE, 1000)
+        param = "before_id" if "before_id" in http.query_params else "after_id"
+        is_asc, place = param == "before_id", http.query_params.get(param)
+        asked = PageQuery(is_asc, place, limit)
+        try:
+            found, has_more = await on_disk(
+                self._ctx.batches.batches, tenant.name, asked, f"{_PREFIX}_"
+            )
+        except KeyError:
+            raise invalid(f"'{param}': there is no batch {(place or '')[:100]!r}", param) from None
+        page = [self._shown(each, http) for each in (found[::-1] if is_asc else found)]
+        answer = list_of(page, has_more)
+        del answer["object"]
+        return await asyncio.to_thread(JSONResponse, answer)
 
     async def _find(self, http: Request) -> tuple[str, Record]:
         """Also the tenant's name. Raises ApiError (401, 404)."""

@@ -12,17 +12,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute
 
+from kvrelay.cluster.api.batches.folder import Full
 from kvrelay.cluster.api.batches.messages import MessageBatches
 from kvrelay.cluster.api.batches.multipart import FormReader
 from kvrelay.cluster.api.batches.rows import ENDPOINTS
 from kvrelay.cluster.api.batches.runner import Runner
-from kvrelay.cluster.api.batches.store import KEEP_S, Full, Record
+from kvrelay.cluster.api.batches.store import KEEP_S, Record
 from kvrelay.cluster.api.batches.uploads import Uploads, batch_record, cancel, file_record, on_disk
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.http.route import ApiRoute
-from kvrelay.cluster.api.incoming import caller, owner, page_of, read_body
+from kvrelay.cluster.api.incoming import caller, no_entry, owner, page_query, read_body
 from kvrelay.cluster.api.openai.schema import Metadata, parse
+from kvrelay.cluster.api.pages import list_of
 
 LEAST_KEEP_S = 3600
 MAX_LISTED_FILES = 10_000  # OpenAI's, in one page
@@ -150,12 +152,13 @@ class BatchCalls:
         return tenant, found
 
     async def _files(self, http: Request) -> Response:
-        tenant, purpose = owner(self._ctx, http), http.query_params.get("purpose")
-        found = await on_disk(self._ctx.batches.files, tenant.name)
-        data = [record for record in found if purpose in (None, record["purpose"])]
-        return await asyncio.to_thread(
-            lambda: JSONResponse(page_of(http, data, most=MAX_LISTED_FILES))
-        )
+        tenant, purpose = owner(self._ctx, http), http.query_params.get("purpose", "")
+        asked = page_query(http, most=MAX_LISTED_FILES)
+        try:
+            page = await on_disk(self._ctx.batches.files, tenant.name, asked, purpose)
+        except KeyError:
+            raise no_entry(asked.after or "") from None
+        return await asyncio.to_thread(lambda: JSONResponse(list_of(*page)))
 
     async def _file(self, http: Request) -> Response:
         return JSONResponse((await self._find_file(http))[1])
@@ -200,8 +203,13 @@ class BatchCalls:
         return JSONResponse(_shown(record))
 
     async def _batches(self, http: Request) -> Response:
-        found = await on_disk(self._ctx.batches.batches, owner(self._ctx, http).name)
-        return JSONResponse(page_of(http, list(map(_shown, found))))
+        tenant, asked = owner(self._ctx, http), page_query(http)
+        try:
+            found, has_more = await on_disk(self._ctx.batches.batches, tenant.name, asked)
+        except KeyError:
+            raise no_entry(asked.after or "") from None
+        page = list(map(_shown, found))
+        return await asyncio.to_thread(lambda: JSONResponse(list_of(page, has_more)))
 
     async def _find_batch(self, http: Request) -> Record:
         """Returns the batch that a call names. Raises ApiError (401, 404)."""

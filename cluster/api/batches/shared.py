@@ -13,6 +13,7 @@ a batch is ended by who holds its lease at that moment. Keys, below one prefix:
     expiry, kept                sorted sets of files and batches, by when they may be deleted
     batch:NAME                  hash: tenant, record
     batches:TENANT, open:TENANT sorted sets by age: all, and those that have not ended
+    ended:TENANT                sorted set of those that have, by when that was
     live                        sorted set: those of all tenants that have not ended
     lease:NAME                  who runs it
     output:NAME, error:NAME     hashes: line of the input -> result, deflated
@@ -27,32 +28,36 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from redis import Redis
 from redis.exceptions import OutOfMemoryError, RedisError, WatchError
 
+from kvrelay.cluster.api.batches.folder import Folder, Full
 from kvrelay.cluster.api.batches.store import (
     KEEP_S,
     MAX_BATCHES,
+    MAX_ENDED,
     PAGE,
     SUMS,
     Backlog,
-    Folder,
-    Full,
+    Page,
     Record,
     Result,
     StoreAway,
     with_counts,
 )
+from kvrelay.cluster.api.pages import PageQuery
 
 FOLDER = "shared-files"  # copies of what was written and read on this machine
 _PART_BYTES = 1 << 20
 _PARTS_KEEP_S = 600  # an upload that is not going on; each part begins it anew
 _MAX_TRIES = 64  # a change is given up then: others got ahead
+_NAMES = 512  # that are read at once, to find some among them
 _LEVEL = 1  # deflate's fastest
 _KINDS = ("output", "error")
 
@@ -121,6 +126,7 @@ redis.call('ZREM', KEYS[1]..'live', name)
 redis.call('ZREM', KEYS[1]..'open:'..tenant, name)
 redis.call('SREM', KEYS[1]..'readers:'..input, name)
 redis.call('HSET', KEYS[1]..'batch:'..name, 'record', record)
+redis.call('ZADD', KEYS[1]..'ended:'..tenant, redis.call('INCR', KEYS[1]..'seq'), name)
 """
 # An upload has so many bytes now. Returns what all parts, results and uploads have. A part goes
 # through no script, whose memory would keep it for long.
@@ -196,11 +202,37 @@ class SharedBatchStore(Folder):
                     return result
         raise StoreAway(f"others have changed {keys[0]} {_MAX_TRIES} times meanwhile")
 
-    def _records(self, kind: str, names: str) -> list[Record]:
+    def _records(self, kind: str, names: Iterable[bytes]) -> list[Record]:
         with self._redis.pipeline(transaction=False) as pipe:
-            for name in self._redis.zrange(names, 0, -1):
+            for name in names:
                 pipe.hget(self._key(kind, name.decode()), "record")
             return [json.loads(record) for record in pipe.execute() if record]
+
+    def _page(
+        self, kind: str, names: str, asked: PageQuery, prefix: str = "", purpose: str = ""
+    ) -> Page:
+        """Of a sorted set only what is asked for is read, and names before that."""
+        found, wanted = list[Record](), asked.limit + 1
+        at_once = _NAMES if prefix else wanted
+        every = self._names(names, asked, at_once)
+        begun = (name for name in every if name.startswith(prefix.encode()))
+        if asked.after is not None and not asked.after.startswith(prefix):
+            raise KeyError(asked.after)
+        while part := list(islice(begun, wanted - len(found))):
+            records = self._records(kind, part)
+            found += (each for each in records if not purpose or each["purpose"] == purpose)
+        return found[: asked.limit], len(found) == wanted
+
+    def _names(self, names: str, asked: PageQuery, at_once: int) -> Iterator[bytes]:
+        call = self._redis.zrangebyscore if asked.is_asc else self._redis.zrevrangebyscore
+        place, end = ("-inf", "+inf") if asked.is_asc else ("+inf", "-inf")
+        if asked.after is not None:
+            if (score := self._redis.zscore(names, asked.after)) is None:
+                raise KeyError(asked.after)
+            place = f"({score:.0f}"
+        while part := call(names, place, end, start=0, num=at_once, withscores=True):
+            yield from (name for name, _ in part)
+            place = f"({part[-1][1]:.0f}"
 
     def _record(self, kind: str, tenant: str, name: str) -> Record | None:
         its, record = self._redis.hmget(self._key(kind, name), "tenant", "record")
@@ -297,9 +329,9 @@ class SharedBatchStore(Folder):
         return path
 
     @_redis_errors()
-    def files(self, tenant: str) -> list[Record]:
-        """Returns the tenant's, the oldest first."""
-        return self._records("file", self._key("files", tenant))
+    def files(self, tenant: str, asked: PageQuery, purpose: str = "") -> Page:
+        """The tenant's, or those of a purpose. Raises KeyError where `after` is none of them."""
+        return self._page("file", self._key("files", tenant), asked, purpose=purpose)
 
     @_redis_errors()
     def file(self, tenant: str, name: str) -> Record | None:
@@ -351,17 +383,22 @@ class SharedBatchStore(Folder):
         self._step(add, opened)
 
     @_redis_errors()
-    def batches(self, tenant: str) -> list[Record]:
-        """Returns the tenant's, the oldest first."""
-        return list(map(self._counted, self._records("batch", self._key("batches", tenant))))
+    def batches(self, tenant: str, asked: PageQuery, prefix: str = "") -> Page:
+        """The tenant's whose names begin so. Raises KeyError where `after` is none of them."""
+        found, has_more = self._page("batch", self._key("batches", tenant), asked, prefix)
+        return self._counted(found), has_more
 
     @_redis_errors()
     def batch(self, tenant: str, name: str) -> Record | None:
         found = self._record("batch", tenant, name)
-        return self._counted(found) if found else None
+        return self._counted([found])[0] if found else None
 
-    def _counted(self, record: Record) -> Record:
-        return with_counts(record, *self._sums(self._redis, record["id"])[:6])
+    def _counted(self, records: list[Record]) -> list[Record]:
+        with self._redis.pipeline(transaction=False) as pipe:
+            for record in records:
+                pipe.hmget(self._key("counts", record["id"]), *SUMS)
+            sums = [[int(each or 0) for each in found] for found in pipe.execute()]
+        return [with_counts(record, *its) for record, its in zip(records, sums, strict=True)]
 
     def _sums(self, redis: Any, name: str) -> list[int]:
         found = redis.hmget(self._key("counts", name), *SUMS, "unsent", "size")
@@ -369,13 +406,16 @@ class SharedBatchStore(Folder):
 
     @_redis_errors()
     def backlog(self) -> Backlog:
-        records = self._records("batch", self._key("live"))
-        num_done = sum(self._sums(self._redis, record["id"])[0] for record in records)
-        num_rows = sum(record["request_counts"]["total"] for record in records)
+        live = self._redis.zrange(self._key("live"), 0, -1)
+        records = self._counted(self._records("batch", live))
+        counts = [record["request_counts"] for record in records]
+        num_rows = sum(
+            each["total"] - each.get("completed", 0) - each.get("failed", 0) for each in counts
+        )
         created_at, ends_at = (
             tuple(record[of] for record in records) for of in ("created_at", "expires_at")
         )
-        return Backlog(max(0, num_rows - num_done), created_at, ends_at)
+        return Backlog(max(0, num_rows), created_at, ends_at)
 
     @_redis_errors()
     def change_batch(self, name: str, change: Callable[[Record], Record]) -> Record | None:
@@ -407,7 +447,15 @@ class SharedBatchStore(Folder):
     def _forget_batch(self, tenant: str, name: str) -> None:
         with self._redis.pipeline() as pipe:
             pipe.delete(self._key("batch", name)).zrem(self._key("kept"), name)
-            pipe.zrem(self._key("batches", tenant), name).execute()
+            for kind in ("batches", "ended"):
+                pipe.zrem(self._key(kind, tenant), name)
+            pipe.execute()
+
+    def _forget_oldest(self, tenant: str) -> None:
+        """Those that ended first, where there are too many; else the next end does it."""
+        with suppress(RedisError):
+            for name in self._redis.zrange(self._key("ended", tenant), 0, -MAX_ENDED - 1):
+                self._forget_batch(tenant, name.decode())
 
     @_redis_errors()
     def claim(
@@ -448,6 +496,7 @@ class SharedBatchStore(Folder):
         """Ends a batch without its results, for which there is no room."""
         args = [owner, record["id"], tenant, record["input_file_id"], json.dumps(record)]
         self._end([self._prefix], args)
+        self._forget_oldest(tenant)
 
     # Results.
 
@@ -504,6 +553,7 @@ class SharedBatchStore(Folder):
                 self._put_file(pipe, tenant, file, *upload)
             pipe.hset(batch, "record", json.dumps(ended))
             pipe.zrem(live, name).zrem(self._key("open", tenant), name)
+            pipe.zadd(self._key("ended", tenant), {name: self._redis.incr(self._key("seq"))})
             pipe.srem(self._key("readers", record["input_file_id"]), name)
             pipe.delete(lease, counts, *results).decrby(self._key("stored"), size)
             return ended
@@ -519,6 +569,7 @@ class SharedBatchStore(Folder):
                 draft.unlink()
             else:
                 os.replace(draft, self.path(file["id"]))
+        self._forget_oldest(tenant)
         return ended
 
     @_redis_errors()

@@ -11,33 +11,30 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import shutil
 import sqlite3
-import tempfile
 import threading
-import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kvrelay.cluster.api.batches.folder import Folder, Full
+from kvrelay.cluster.api.pages import PageQuery
 from kvrelay.cluster.api.responses.store import open_database
 
 FILE = "batches.db"
 FOLDER = "files"
 VERSION = 1
 KEEP_S = 30 * 86_400.0  # files, and batches that have ended
-DRAFT_KEEP_S = 86_400.0  # what a process that was killed was writing
-MAX_FILES = 1000  # a tenant's
 MAX_BATCHES = 1000  # a tenant's that have not ended
+MAX_ENDED = 1000  # a tenant's that have: beyond it those go that ended first
 PAGE = 8  # results that are in memory at once
 MIN_FREE_BYTES = 16 << 20  # free on the disk: answers leave it to what ends a batch
 _RESERVED_BYTES = 4 << 20  # the database and its log have it before it is used again
 
+# is_over: 0, or a number that is higher the later a tenant's batch has ended.
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files (tenant TEXT, id TEXT PRIMARY KEY, expires_at REAL,"
     " num_bytes INTEGER, record TEXT)",
@@ -45,13 +42,16 @@ _TABLES = (
     " keep_until REAL, owner TEXT, lease_until REAL, record TEXT)",
     "CREATE TABLE IF NOT EXISTS results (batch TEXT, row INTEGER, is_error INTEGER, line BLOB,"
     " input INTEGER, cached INTEGER, output INTEGER, reasoning INTEGER, PRIMARY KEY (batch, row))",
+    "CREATE INDEX IF NOT EXISTS files_of_tenant ON files (tenant)",
+    "CREATE INDEX IF NOT EXISTS batches_of_tenant ON batches (tenant)",
+    "CREATE INDEX IF NOT EXISTS batches_by_end ON batches (is_over, tenant)",
+    # What sums and files of results need is here: a sum reads no answers.
+    "CREATE INDEX IF NOT EXISTS results_by_kind ON results"
+    " (batch, is_error, row, input, cached, output, reasoning)",
 )
 SUMS = ("count", "failed", "input", "cached", "output", "reasoning")  # over a batch's results
 Record = dict[str, Any]
-
-
-class Full(Exception):
-    """A tenant has all that it may have; the text says of what."""
+Page = tuple[list[Record], bool]  # and whether there are more
 
 
 class StoreAway(OSError):
@@ -88,62 +88,6 @@ class Backlog:
     num_rows: int  # without a result, in those that are validated
     created_at: tuple[float, ...]
     ends_at: tuple[float, ...]  # their windows
-
-
-class Folder:
-    """Where files are written before they are kept, and read. Several processes may share it."""
-
-    def __init__(self, folder: Path | None, name: str) -> None:
-        """folder: the state directory; None: all is forgotten when the server stops."""
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="kvrelay-files-"))
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._state_dir, self._folder = folder, folder / name
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-    def path(self, name: str) -> Path:
-        return self._folder / name
-
-    def draft(self, tenant: str = "") -> Path:
-        """Where a file is written before it is one. tenant: whose upload it is."""
-        return self._folder / f".{_mark(tenant)}{secrets.token_hex(16)}"
-
-    def _check(self, tenant: str, count: int, size: int, max_bytes: int) -> None:
-        """count, size: of the tenant's files. Raises Full."""
-        if count >= MAX_FILES:
-            raise Full(f"{count} files, which is the limit: delete some")
-        uploads = 0
-        for draft in self._folder.glob(f".{_mark(tenant)}*"):
-            with suppress(FileNotFoundError):  # it has just been given up
-                uploads += draft.stat().st_size
-        if size + uploads > max_bytes:
-            raise Full(
-                f"files of {size} bytes and uploads of {uploads}, and may have {max_bytes}: "
-                "delete some"
-            )
-
-    def _written(self, parts: Iterable[bytes]) -> Path | None:
-        """A draft of them. None: there is none."""
-        draft, has_any = self.draft(), False
-        try:
-            with open(draft, "xb", opener=private_file) as file:
-                for part in parts:
-                    has_any = True
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        if not has_any:
-            draft.unlink()
-            return None
-        return draft
-
-    def _sweep_drafts(self) -> None:
-        for draft in self._folder.glob(".*"):
-            if draft.stat().st_mtime < time.time() - DRAFT_KEEP_S:
-                draft.unlink(missing_ok=True)
 
 
 class BatchStore(Folder):
@@ -185,20 +129,44 @@ class BatchStore(Folder):
     # Files.
 
     def check_room(self, tenant: str, max_bytes: int) -> None:
-        """max_bytes: of all files of the tenant and its uploads. Raises Full."""
+        """max_bytes: of all files of the tenant and its uploads. Raises Full, and OSError for the
+        disk."""
         with self._lock:
             self._check_room(self._connection, tenant, max_bytes)
 
     def _check_room(self, connection: sqlite3.Connection, tenant: str, max_bytes: int) -> None:
-        query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files WHERE tenant = ?"
-        count, size = connection.execute(query, (tenant,)).fetchone()
-        self._check(tenant, count, size, max_bytes)
+        query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files"
+        count, size = connection.execute(f"{query} WHERE tenant = ?", (tenant,)).fetchone()
+        _, total = connection.execute(query).fetchone()
+        self._check(tenant, count, size, max_bytes, total)
 
     def add_file(self, tenant: str, record: Record, draft: Path, max_bytes: int) -> None:
         """Keeps an upload, which is the draft. Raises Full as `check_room`."""
-        with self._change() as connection:
+        with self._putting(record["id"]) as connection:
             self._check_room(connection, tenant, max_bytes)
             self._put_file(connection, tenant, record, draft)
+
+    @contextmanager
+    def _putting(self, *names: str) -> Iterator[sqlite3.Connection]:
+        """A change that makes files of drafts; what is raised within leaves none."""
+        try:
+            with self._change() as connection:
+                yield connection
+                if names:
+                    self._sync()
+        except BaseException:
+            with suppress(OSError, sqlite3.Error):
+                self._delete_unrecorded(names)
+            raise
+
+    def _delete_unrecorded(self, names: Iterable[str]) -> None:
+        """Files get their names in the change that records them: within another one, whoever made
+        a file without a record is gone, or has failed."""
+        with self._change() as connection:
+            for name in names:
+                query = "SELECT 1 FROM files WHERE id = ?"
+                if connection.execute(query, (name,)).fetchone() is None:
+                    self.path(name).unlink(missing_ok=True)
 
     def _put_file(
         self, connection: sqlite3.Connection, tenant: str, record: Record, draft: Path
@@ -213,10 +181,28 @@ class BatchStore(Folder):
         path.stat()
         return path
 
-    def files(self, tenant: str) -> list[Record]:
-        """Returns the tenant's, the oldest first."""
-        query = "SELECT record FROM files WHERE tenant = ? ORDER BY rowid"
-        return [json.loads(record) for (record,) in self._read(query, tenant)]
+    def files(self, tenant: str, asked: PageQuery, purpose: str = "") -> Page:
+        """The tenant's, or those of a purpose. Raises KeyError where `after` is none of them."""
+        where = "" if not purpose else "AND record ->> '$.purpose' = ?"
+        values = (purpose,) if purpose else ()
+        found, has_more = self._page("record FROM files", tenant, asked, where, *values)
+        return [json.loads(record) for (record,) in found], has_more
+
+    def _page(
+        self, columns: str, tenant: str, asked: PageQuery, where: str, *values: Any
+    ) -> tuple[list[Any], bool]:
+        """columns: and the table, of which only what is asked for is read."""
+        sign, order, place = (">", "ASC", 0) if asked.is_asc else ("<", "DESC", 1 << 62)
+        which, table = f"WHERE tenant = ? {where}", columns[columns.index("FROM") :]
+        if asked.after is not None:
+            query = f"SELECT rowid {table} {which} AND id = ?"
+            found = self._read(query, tenant, *values, asked.after)
+            if not found:
+                raise KeyError(asked.after)
+            ((place,),) = found
+        query = f"SELECT {columns} {which} AND rowid {sign} ? ORDER BY rowid {order} LIMIT ?"
+        found = self._read(query, tenant, *values, place, asked.limit + 1)
+        return found[: asked.limit], len(found) > asked.limit
 
     def file(self, tenant: str, name: str) -> Record | None:
         query = "SELECT record FROM files WHERE tenant = ? AND id = ?"
@@ -226,20 +212,21 @@ class BatchStore(Folder):
     def delete_file(self, tenant: str, name: str) -> None:
         """Raises Full where a batch that has not ended reads it."""
         with self._change() as connection:
-            query = "SELECT record FROM batches WHERE tenant = ? AND NOT is_over"
+            query = "SELECT record FROM batches WHERE tenant = ? AND is_over = 0"
             for (record,) in connection.execute(query, (tenant,)):
                 if json.loads(record)["input_file_id"] == name:
                     raise Full(json.loads(record)["id"])
             query = "DELETE FROM files WHERE tenant = ? AND id = ?"
-            if connection.execute(query, (tenant, name)).rowcount:
-                self.path(name).unlink(missing_ok=True)
+            is_gone = connection.execute(query, (tenant, name)).rowcount > 0
+        if is_gone:
+            self.path(name).unlink(missing_ok=True)
 
     # Batches.
 
     def add_batch(self, tenant: str, record: Record) -> None:
         """Keeps a new one. Raises Full where there are too many."""
         with self._change() as connection:
-            query = "SELECT COUNT(*) FROM batches WHERE tenant = ? AND NOT is_over"
+            query = "SELECT COUNT(*) FROM batches WHERE tenant = ? AND is_over = 0"
             (count,) = connection.execute(query, (tenant,)).fetchone()
             if count >= MAX_BATCHES:
                 raise Full(f"{count} batches that have not ended, which is the limit")
@@ -247,10 +234,13 @@ class BatchStore(Folder):
             values = tenant, record["id"], 0, keep_until, "", 0.0, json.dumps(record)
             connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
-    def batches(self, tenant: str) -> list[Record]:
-        """Returns the tenant's, the oldest first."""
-        query = "SELECT record FROM batches WHERE tenant = ? ORDER BY rowid"
-        return [self._counted(json.loads(record)) for (record,) in self._read(query, tenant)]
+    def batches(self, tenant: str, asked: PageQuery, prefix: str = "") -> Page:
+        """The tenant's whose names begin so. Raises KeyError where `after` is none of them."""
+        where, values = "AND substr(id, 1, ?) = ?", (len(prefix), prefix)
+        columns = "record, is_over FROM batches"
+        found, has_more = self._page(columns, tenant, asked, where, *values)
+        records = [(json.loads(record), is_over) for record, is_over in found]
+        return [each if is_over else self._counted(each) for each, is_over in records], has_more
 
     def batch(self, tenant: str, name: str) -> Record | None:
         query = "SELECT record FROM batches WHERE tenant = ? AND id = ?"
@@ -260,7 +250,7 @@ class BatchStore(Folder):
     def backlog(self) -> Backlog:
         query = (
             "SELECT record ->> '$.request_counts.total', record ->> '$.created_at',"
-            " record ->> '$.expires_at' FROM batches WHERE NOT is_over"
+            " record ->> '$.expires_at' FROM batches WHERE is_over = 0"
         )
         found = self._read(query)
         ((num_done,),) = self._read("SELECT COUNT(*) FROM results")
@@ -288,10 +278,11 @@ class BatchStore(Folder):
                 return False
             connection.execute("DELETE FROM batches WHERE id = ?", (name,))
             record = json.loads(found[0])
-            for kind in ("input", "output", "error"):
-                if file := record[f"{kind}_file_id"]:
-                    connection.execute("DELETE FROM files WHERE id = ?", (file,))
-                    self.path(file).unlink(missing_ok=True)
+            files = [record[f"{kind}_file_id"] for kind in ("input", "output", "error")]
+            gone = [file for file in files if file]
+            connection.executemany("DELETE FROM files WHERE id = ?", [(file,) for file in gone])
+        for file in gone:
+            self.path(file).unlink(missing_ok=True)
         return True
 
     def claim(
@@ -305,7 +296,7 @@ class BatchStore(Folder):
         """The oldest batch that nobody runs, and whose it is: now it is `owner`'s. busy: tenants
         whose batches wait. full: those whose rows wait, not what is to be checked or to end."""
         query = (
-            "SELECT tenant, id, record FROM batches WHERE NOT is_over AND lease_until < ?"
+            "SELECT tenant, id, record FROM batches WHERE is_over = 0 AND lease_until < ?"
             f" AND tenant NOT IN ({_marks(busy)}) AND (tenant NOT IN ({_marks(full)})"
             " OR record ->> '$.status' <> 'in_progress' OR record ->> '$.expires_at' <= ?)"
             " ORDER BY rowid LIMIT 1"
@@ -398,16 +389,24 @@ class BatchStore(Folder):
         self, owner: str, tenant: str, record: Record, files: Mapping[Path, Record]
     ) -> Record | None:
         """Ends a batch with the files of its results. None: it is not the owner's any more."""
-        with self._change() as connection:
+        with self._putting(*(file["id"] for file in files.values())) as connection:
             query = "SELECT 1 FROM batches WHERE id = ? AND owner = ? AND NOT is_over"
             if connection.execute(query, (record["id"], owner)).fetchone() is None:
                 return None
             record = self._with_counts(connection, record)
             for draft, file in files.items():
                 self._put_file(connection, tenant, file, draft)
-            query = "UPDATE batches SET is_over = 1, owner = '', record = ? WHERE id = ?"
-            connection.execute(query, (json.dumps(record), record["id"]))
+            query = (
+                "UPDATE batches SET owner = '', record = ?, is_over = 1 +"
+                " (SELECT MAX(is_over) FROM batches WHERE tenant = ?) WHERE id = ?"
+            )
+            connection.execute(query, (json.dumps(record), tenant, record["id"]))
             connection.execute("DELETE FROM results WHERE batch = ?", (record["id"],))
+            query = (
+                "DELETE FROM batches WHERE rowid IN (SELECT rowid FROM batches WHERE tenant = ?"
+                " AND is_over > 0 ORDER BY is_over DESC, rowid DESC LIMIT -1 OFFSET ?)"
+            )
+            connection.execute(query, (tenant, MAX_ENDED))
         return record
 
     def _counted(self, record: Record) -> Record:
@@ -434,6 +433,9 @@ class BatchStore(Folder):
             connection.execute("DELETE FROM batches WHERE is_over AND keep_until < ?", (now,))
         for name in gone:
             self.path(name).unlink(missing_ok=True)
+        known = {name for (name,) in self._read("SELECT id FROM files")}
+        there = [path.name for path in self._folder.glob("[!.]*")]
+        self._delete_unrecorded(name for name in there if name not in known)
         self._sweep_drafts()
 
     def close(self) -> None:
@@ -458,14 +460,6 @@ def with_counts(
     return record | {"request_counts": counts, "usage": usage}
 
 
-def private_file(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _marks(values: Collection[str]) -> str:
     """Places for these in a query."""
     return ", ".join("?" * len(values))
-
-
-def _mark(tenant: str) -> str:
-    return blake2b(tenant.encode(), digest_size=8).hexdigest()

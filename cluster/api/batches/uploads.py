@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from kvrelay.cluster.api.batches.store import Full, Record, StoreAway, is_full, private_file
+from kvrelay.cluster.api.batches.folder import Full, private_file
+from kvrelay.cluster.api.batches.store import Record, StoreAway, is_full
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded, store_away
 from kvrelay.cluster.api.incoming import too_large
-from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
+from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached, Place
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.context import AnyBatchStore
@@ -28,6 +29,10 @@ MAX_UPLOADS = 32  # at once
 MAX_UPLOAD_S = 3600.0
 LEAST_RATE = 16 * 1024  # bytes a second, measured anew every `body_timeout_s`
 _WRITTEN_AT_ONCE = 1 << 20
+_MADE_ROOM = (
+    f"{MAX_UPLOADS} files are being uploaded, of which this caller had the most: its slowest, this"
+    " one, made room for another caller's first"
+)
 
 _log = logging.getLogger("kvrelay.api")
 P = ParamSpec("P")
@@ -86,12 +91,44 @@ def cancel(store: AnyBatchStore, name: str, now: int) -> None:
     store.change_batch(name, cancelling)
 
 
+class _Receiving:
+    """An upload whose body comes."""
+
+    def __init__(self, ends: asyncio.Timeout, now: float) -> None:
+        self._ends, self._began, self.num_bytes = ends, now, 0
+
+    def rate(self, now: float) -> float:
+        """Returns bytes a second, since it began."""
+        return self.num_bytes / max(1.0, now - self._began)
+
+    def end(self, now: float) -> None:
+        self._ends.reschedule(now)
+
+
 class Uploads:
-    """Receives bodies, some at once. Owned by `BatchCalls`."""
+    """Receives bodies, some at once. Who has none under way gets the place of who has most, if
+    there is no other: its slowest ends. Owned by `BatchCalls`."""
 
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
         self._places = ConcurrencyLimiter(MAX_UPLOADS, what="files are being uploaded")
+        self._receiving: dict[Place, _Receiving] = {}
+
+    @contextmanager
+    def _place(self) -> Iterator[Place]:
+        """Keeps one of those that there are. Raises LimitReached."""
+        instead, now = None, asyncio.get_running_loop().time()
+        try:
+            self._places.check()
+        except LimitReached:
+            yielding = self._places.who_yields()
+            own = [each for each in self._receiving if each.caller == yielding]
+            if not own:
+                raise
+            instead = min(own, key=lambda each: self._receiving[each].rate(now))
+            self._receiving.pop(instead).end(now)
+        with self._places.take(instead) as place:
+            yield place
 
     @asynccontextmanager
     async def received(
@@ -105,9 +142,9 @@ class Uploads:
         within. Raises ApiError (400, 403, 408, 413, 429, 507)."""
         draft = self._ctx.batches.draft(tenant)
         try:
-            with self._places.take():
+            with self._place() as place:
                 with _disk():
-                    await self._receive(http, tenant, draft, feed, unwritten)
+                    await self._receive(http, tenant, draft, feed, unwritten, place)
                 yield draft
         except LimitReached as reached:
             raise overloaded(str(reached), max(5.0, reached.retry_after_s)) from None
@@ -128,6 +165,7 @@ class Uploads:
         draft: Path,
         feed: Callable[[bytes], None],
         unwritten: bytearray,
+        place: Place,
     ) -> None:
         limits, size, check_room = self._ctx.settings, 0, self._ctx.batches.check_room
         declared = http.headers.get("content-length", "")
@@ -139,13 +177,15 @@ class Uploads:
         began, num_received = loop.time(), 0  # of the window that its rate is measured in
         try:
             with open(draft, "xb", opener=private_file) as file:
-                async with asyncio.timeout(MAX_UPLOAD_S):
+                async with asyncio.timeout(MAX_UPLOAD_S) as ends:
+                    own = self._receiving[place] = _Receiving(ends, began)
                     while True:
                         async with asyncio.timeout(limits.body_timeout_s):
                             chunk = await anext(chunks, None)
                         if chunk is not None:
                             feed(chunk)
                             num_received += len(chunk)
+                            own.num_bytes += len(chunk)
                             if (seconds := loop.time() - began) >= limits.body_timeout_s:
                                 if num_received < LEAST_RATE * seconds:
                                     raise too_slow(num_received, seconds)
@@ -159,12 +199,17 @@ class Uploads:
                             may_have = limits.max_tenant_file_bytes
                             await asyncio.to_thread(check_room, tenant, may_have)
                         if chunk is None:
+                            self._receiving.pop(place, None)  # it has come
                             break
                 file.flush()
                 await asyncio.to_thread(os.fsync, file.fileno())
         except TimeoutError:
+            if place.is_lost:
+                raise overloaded(_MADE_ROOM, 5.0) from None
             message = f"No part of the file came within {limits.body_timeout_s:g} s"
             raise ApiError(408, message, type="timeout_error", code="request_timeout") from None
+        finally:
+            self._receiving.pop(place, None)
 
 
 def too_slow(num_bytes: int, seconds: float) -> ApiError:
@@ -185,4 +230,5 @@ def _disk() -> Iterator[None]:
     except (OSError, sqlite3.OperationalError) as error:
         if not is_full(error):
             raise
+        _log.warning("a call finds no room on the disk: %s", error)
         raise disk_full() from None

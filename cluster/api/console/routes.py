@@ -252,7 +252,7 @@ class Console:
         self.history = History(ctx.metrics)
         # `ctx.status` is looked up each time: whoever serves may set another.
         self.feed = Feed(lambda: ctx.status(), self.history, self._server)
-        self.listeners = ConcurrencyLimiter(MAX_LISTENERS)
+        self.listeners = ConcurrencyLimiter(MAX_LISTENERS, what="consoles listen")
         self._ticked = asyncio.Event()
         self._seen_at = 0.0  # when the status was read last
         self._logged_at = -_PROBLEM_S
@@ -383,8 +383,7 @@ class _EventStream(Response):
                 finally:
                     gone.cancel()
         except LimitReached as taken:
-            message = f"{listeners.limit} listen already, which is the limit"
-            raise overloaded(message, taken.retry_after_s) from None
+            raise overloaded(str(taken), taken.retry_after_s) from None
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_start(self, send: Send) -> None:

@@ -1,8 +1,8 @@
 """One connection of a client: uvicorn's HTTP protocol with a bound on everything that a client can
 make it wait for or keep, before anyone knows who the client is.
 
-Where too many are open, one that asks for nothing makes room, a WebSocket or one over HTTP: the
-oldest of the address that has the most. So who opens all that there may be keeps nobody else out.
+Where too many are open, one whose request is not whole makes room, a WebSocket or one over HTTP, of
+the address that has the most (`room`). So who opens all that there may be keeps nobody else out.
 
 Life: accepted, or refused because there are too many -> head of a request -> its body -> answer ->
 idle, or the next head. Each of these but the answer has a timer. An answer takes as long as it
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -24,12 +24,13 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.http.room import OpenConnections, Stage
 from kvrelay.cluster.api.http.socket import BoundedSocket
 from kvrelay.cluster.api.limiter import ByteBudget, network_of
-from kvrelay.engine.wire.pending import PendingConnections
 
 _LAST_S = 0.5  # for a request that is under way when the server is to stop
 _SAY_S = 2.0  # for the answer to a connection that is refused to be read
+_STEP_BYTES = 16 * 1024  # a body has got on when so much more of it has come
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,16 @@ def bounded_protocols(
 ) -> tuple[type[asyncio.Protocol], type[asyncio.Protocol]]:
     """The protocol classes that uvicorn makes one of for each connection, and for each that becomes
     a WebSocket. `budget`: for messages of these."""
-    waiting: PendingConnections[Any] = PendingConnections(sys.maxsize, sys.maxsize)
-    own = {"limits": limits, "waiting": waiting}
+    room: OpenConnections[Any] = OpenConnections(limits.max_connections)
     return (
-        type("LimitedProtocol", (BoundedProtocol,), own),
-        type("LimitedSocket", (BoundedSocket,), {"budget": budget, "waiting": waiting}),
+        type("LimitedProtocol", (BoundedProtocol,), {"limits": limits, "room": room}),
+        type("LimitedSocket", (BoundedSocket,), {"budget": budget, "room": room}),
     )
+
+
+def _too_many(message: str) -> ApiError:
+    kind, code = "service_unavailable_error", "too_many_connections"
+    return ApiError(503, message, type=kind, code=code, retry_after_s=1.0)
 
 
 class _UnchunkedCycle(RequestResponseCycle):
@@ -78,39 +83,31 @@ class BoundedProtocol(HttpToolsProtocol):
     head or the body that is awaited, of writing, or uvicorn's own between requests."""
 
     limits = ConnectionLimits()
-    # Those of the server that ask for nothing: the head is not whole, or the answer was given.
-    waiting: PendingConnections[BoundedProtocol | BoundedSocket]
+    room: OpenConnections[BoundedProtocol | BoundedSocket]  # all of the server
     _is_refused = False
     _in_body = False  # a head is complete, its body is not
     _is_too_large = False  # the head that is being parsed
     _is_last = False  # the server is to stop: the next answer ends the connection
     _num_hosts = 0  # headers of that name
     _why = ""  # what came is not a request, where the parser does not say so
+    _num_unseen = 0  # bytes of a body that came since it last got on
     _head_bytes = 0  # that came since the last part of a body, or the last request's end
     _read_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        address = network_of(self.client[0]) if self.client else ""
         most = self.limits.max_connections
         if len(self.connections) > most:
-            dropped = self.waiting.drop() or self
-            dropped.refuse(
-                ApiError(
-                    503,
-                    f"{most} connections are open, which is the limit",
-                    type="service_unavailable_error",
-                    code="too_many_connections",
-                    retry_after_s=1.0,
-                )
-            )
-            if dropped is self:
+            message = f"{most} connections are open, which is the limit"
+            dropped = self.room.drop_for(address)
+            if dropped is None:
+                self.refuse(_too_many(message))
                 return
-        self._wait()
+            dropped.refuse(_too_many(f"{message}: this one made room for another"))
+        self.room.enter(self, address)
         self._await_more(self.limits.head_timeout_s)
-
-    def _wait(self) -> None:
-        self.waiting.add(self, network_of(self.client[0]) if self.client else "")
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -119,6 +116,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_more(self.limits.head_timeout_s)
         self._head_bytes += len(data)  # callbacks reset it
         super().data_received(data)
+        if self._head_bytes and self.room.stage(self) is Stage.IDLE and not self._in_body:
+            self.room.put(self, Stage.HEAD)
         if self._head_bytes > self.limits.max_head_bytes and not self._is_refused:
             self._is_too_large = True
             self.send_400_response("")
@@ -140,11 +139,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._num_hosts > 1 or (self._num_hosts == 0 and not is_old):  # RFC 9112, 3.2
             self._why = f"A request has one Host header, this one has {self._num_hosts}"
             raise ValueError(self._why)
-        self._head_bytes = 0
+        has_room = self._is_answering or self.room.put(self, Stage.BODY)
+        self._head_bytes = self._num_unseen = 0
         self._in_body = True
-        self.waiting.remove(self)
         self._await_more(self.limits.body_timeout_s)
+        served = self.app
+        if not has_room:
+            self.app = self._refuse_request
         super().on_headers_complete()
+        self.app = served
+        if not has_room and self.cycle is not None:
+            self.cycle.keep_alive = False
         if self._is_last and self.cycle is not None:
             self.cycle.keep_alive = False
         if is_old and self.cycle is not None:
@@ -152,10 +157,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         self._stop_reading_timer()
+        if not self.room.put(self, Stage.ANSWER):
+            self.refuse(self._over_share())
+            return
+        self.room.leave(self)
         super().handle_websocket_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
+        self._num_unseen += len(body)
+        if self._num_unseen >= _STEP_BYTES:
+            self._num_unseen = 0
+            self._go_on(Stage.BODY)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -165,10 +178,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self.cycle is None:  # it becomes a WebSocket
             return
+        self._go_on(Stage.ANSWER)
         if self.cycle.response_complete and not self.transport.is_closing():
             # It was answered before its end came, which has stopped the timer of the answer's end.
             self._unset_keepalive_if_required()
-            self._wait()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -177,8 +190,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later(self.limits.write_timeout_s)
-        elif not self._is_answering:
-            self._wait()
+        elif self._is_answering:  # the next in line, whose body may not be whole
+            if self._in_body and not self.pipeline:
+                self.room.put(self, Stage.BODY)
+        else:
+            self.room.put(self, Stage.IDLE)
             if self._is_last:
                 self.loop.call_later(_LAST_S, self._close_idle)
 
@@ -221,7 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_refused = True
-        self.waiting.remove(self)
+        self.room.leave(self)
         self._stop_reading_timer()
         self._unset_keepalive_if_required()
         if self._write_timer is not None:
@@ -246,6 +262,20 @@ class BoundedProtocol(HttpToolsProtocol):
         message = f"The request's headers did not arrive within {timeout_s:g} s"
         self.refuse(ApiError(408, message, type="timeout_error", code="request_timeout"))
 
+    def _over_share(self) -> ApiError:
+        most = self.limits.max_connections
+        return _too_many(f"this address has its share of {most} connections with a request")
+
+    async def _refuse_request(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers in place of the application."""
+        error = self._over_share()
+        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    def _go_on(self, stage: Stage) -> None:
+        """From its body, unless it was answered before that had come."""
+        if self.room.stage(self) is Stage.BODY:
+            self.room.put(self, stage)
+
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -255,13 +285,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(timeout_s, self.transport.abort)
 
     def refuse(self, error: ApiError) -> None:
-        """Say why, where no answer is under way that it would get into, and end the connection."""
+        """Say why, where no answer has begun that it would get into, and end the connection."""
         self._is_refused = True
-        self.waiting.remove(self)
+        self.room.leave(self)
         self._stop_reading_timer()
-        if self._is_answering or self._in_body:
+        has_begun = self._is_answering and (self.cycle.response_started or self.pipeline)
+        if has_begun or (self._in_body and not self._is_answering):
             self.transport.abort()
             return
+        if self._is_answering:  # to whoever answers its client has gone
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         body = json.dumps(error.body).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body))}
         headers |= {**error.headers, "connection": "close"}

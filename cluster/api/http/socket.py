@@ -16,9 +16,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode
 
 from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.http.room import OpenConnections, Stage
 from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
 from kvrelay.cluster.api.limiter import ByteBudget, Caller, Held, network_of
-from kvrelay.engine.wire.pending import PendingConnections
 
 SOCKET = "socket"  # names a weak reference to the `BoundedSocket`, in the scope's state
 NUM_MESSAGES = 8  # as long as they may be, that the budget is for
@@ -32,15 +32,17 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     once, room for a whole message is held in `budget`."""
 
     budget: ByteBudget
-    waiting: PendingConnections[Any]  # connections of the server that ask for nothing
+    room: OpenConnections[Any]  # all connections of the server
     _held: Held
     _num_bytes = 0  # that came since a message was taken
     _unparsed = b""  # while there is no room for the message that it is of
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.address = network_of(self.client[0]) if self.client else ""
-        self._held = self.budget.holder((self.address,))
+        address = network_of(self.client[0]) if self.client else ""
+        self.room.enter(self, address)
+        self.room.put(self, Stage.ANSWER)  # the upgrade has just given one back
+        self._held = self.budget.holder((address,))
         self.app_state = {**self.app_state, SOCKET: ref(self)}  # in no cycle
 
     def data_received(self, data: bytes) -> None:
@@ -73,7 +75,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._held.close()
-        self.waiting.remove(self)
+        self.room.leave(self)
         super().connection_lost(exc)
         # `conn` stays until the garbage collector comes by; what it had read need not.
         self.conn.parser.close()
@@ -87,11 +89,12 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     def rest(self) -> None:
         """It asks for nothing now: it may have to make room."""
         if not self.transport.is_closing():
-            self.waiting.add(self, self.address)
+            self.room.put(self, Stage.IDLE)
 
     def work(self) -> None:
         """A message of it is answered now."""
-        self.waiting.remove(self)
+        if not self.room.put(self, Stage.ANSWER):
+            self.end(CloseCode.TRY_AGAIN_LATER, "this address has its share of connections at work")
 
     def refuse(self, error: ApiError) -> None:
         """It has to make room for another connection."""

@@ -17,6 +17,7 @@ from kvrelay.cluster.api.calls import Call, CallResult
 from kvrelay.cluster.api.client import RequestStream
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import refused, shutting_down
+from kvrelay.cluster.api.limiter import caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
 from kvrelay.cluster.api.output.events import THINK
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
@@ -309,6 +310,7 @@ class Generation:
                 share=self.plan.tenant.share,
                 call=self.plan.call,
                 weights=self.plan.weights,
+                caller=caller_name(),
                 signal=self._signal,
             )
 

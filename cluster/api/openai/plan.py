@@ -17,7 +17,7 @@ from kvrelay.cluster.api.constraints.grammar import grammar_of, tokens_named
 from kvrelay.cluster.api.constraints.schema import SchemaError
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
-from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.limiter import LimitReached, caller_name
 from kvrelay.cluster.api.openai.schema import ChatRequest, GenerationRequest
 from kvrelay.cluster.api.output.marked_calls import Harmony
 from kvrelay.engine.model.sampling.vocabulary import GrammarError
@@ -91,6 +91,7 @@ def call_of(
         num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
         max_tokens=min(wanted, ctx.max_model_len),
         timeout_s=timeout_s,
+        caller=caller_name(),
     )
 
 

@@ -18,6 +18,7 @@ from starlette.types import Message, Scope
 
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.limiter import CALLER
 from kvrelay.cluster.api.openai.formats import COMMENT
 from kvrelay.cluster.api.responses.format import begun, error_event
 
@@ -38,7 +39,7 @@ class Background:
         self.refusal: Response | None = None  # what its client is answered instead
         self.is_kept = call.may_settle = asyncio.Event()  # its beginning
         self.is_streamed = bool(call.request.stream)
-        self.tenant = tenant
+        self.tenant, self.caller = tenant, CALLER.get()
         call.on_planned = self.admitted.set
         self._cancelled = asyncio.Event()
         self._more = asyncio.Event()  # replaced when it is set

@@ -21,9 +21,10 @@ from starlette.responses import JSONResponse, Response
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.http.route import ApiRoute
-from kvrelay.cluster.api.incoming import counted, list_body, no_entry, page_query, read_body
+from kvrelay.cluster.api.incoming import counted, no_entry, page_query, read_body
 from kvrelay.cluster.api.limiter import Held
 from kvrelay.cluster.api.openai.schema import Metadata, MetadataRequest, parse
+from kvrelay.cluster.api.pages import list_body
 from kvrelay.cluster.api.responses.items import (
     ConversationItems,
     Most,

@@ -20,6 +20,7 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, renamed
 from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
 from kvrelay.cluster.api.incoming import caller, counted, held_body, page_of, utility_call
+from kvrelay.cluster.api.limiter import CALLER, Shares
 from kvrelay.cluster.api.openai.formats import Format
 from kvrelay.cluster.api.openai.parts import Plan
 from kvrelay.cluster.api.openai.plan import call_name, chat_prompt
@@ -42,7 +43,7 @@ from kvrelay.cluster.api.responses.schema import (
 from kvrelay.cluster.api.responses.websocket import ResponsesSocket
 from kvrelay.cluster.api.tenants import Tenant
 
-MAX_BACKGROUND = 64  # for one tenant
+MAX_BACKGROUND = 64  # of one tenant, shared by its addresses
 Asked = TypeVar("Asked", bound=BaseModel)
 SUM_UP = (
     "Write a summary of this conversation, for an assistant that is to go on with it and sees "
@@ -192,15 +193,27 @@ class Responses:
         data = await self.kept.stored(tenant, response_id)
         return await self.kept.understood(response_id, data), len(data)
 
+    def _check_background(self, tenant: Tenant) -> None:
+        """Raises `ApiError` (429) where another would be more than its caller's share."""
+        places, own = Shares(MAX_BACKGROUND), CALLER.get()[-1:]
+        mine = [each for each in self._background.values() if each.tenant == tenant.name]
+        for each in mine:
+            places.hold(each.caller[-1:])
+        if places.has_room(own):
+            return
+        message = f"{MAX_BACKGROUND} responses run in the background, the limit"
+        if len(mine) < MAX_BACKGROUND:
+            message = f"{places.of(own)} responses of this caller run in the background, its share"
+            message += f" of {MAX_BACKGROUND}"
+        raise overloaded(message, 1.0)
+
     async def _start(self, call: ResponseCall, scope: Scope) -> Response:
         """Returns what the client is answered. Raises `ApiError`."""
         if not call.request.is_kept:
             raise invalid(
                 "'background': background can only be used when `store` is true", "background"
             )
-        mine = [each for each in self._background.values() if each.tenant == call.tenant.name]
-        if len(mine) >= MAX_BACKGROUND:
-            raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
+        self._check_background(call.tenant)
         model, response_id = call.model.shown_model(call.request.model), call.response_id
         response = begun(call.request, model, response_id, "in_progress")
         running = Background(self._ctx, call, scope, call.tenant.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from kvrelay.cluster.api.context import ApiSettings
@@ -54,6 +55,31 @@ def test_the_priority_that_is_asked_for_is_the_routers(served: Served) -> None:
 def test_a_priority_out_of_range_is_named(served: Served, priority: Any) -> None:
     error = error_of(served.post(CHAT | {"priority": priority}), 400)
     assert error["param"] == "priority"
+
+
+def test_the_router_is_told_which_calls_come_from_one_address(served: Served) -> None:
+    def caller_at(host: str) -> str:
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=host)) as http:
+            answer = http.post(f"{served.url}/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 200, answer.text
+        return served.router.submits[-1].caller
+
+    one, other = caller_at("127.0.0.1"), caller_at("127.0.0.2")
+    assert one
+    assert other
+    assert one != other
+    assert caller_at("127.0.0.1") == one
+    assert not any("127" in each for each in (one, other)), "nothing of the address is in it"
+
+
+def test_who_calls_is_told_before_a_prompt_is_read(
+    served: Served, calls: list[IncomingCall]
+) -> None:
+    served.post(CHAT)
+    calls_refused = calls[:]
+    served.ctx.refuse_early = lambda call: None
+    served.post(CHAT)
+    assert calls_refused[0].caller == served.router.submits[-1].caller != ""
 
 
 def test_a_tenants_share_goes_with_its_requests(shared: Served) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -30,6 +31,17 @@ class Scene:
         with self.places.take():
             self.now += seconds
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Each place is taken, by a caller of its own."""
+        token = CALLER.set(("",))
+        with ExitStack() as taken:
+            for number in range(self.places.limit):
+                CALLER.set((str(number),))
+                taken.enter_context(self.places.take())
+            CALLER.reset(token)
+            yield
+
     def refused(self) -> float:
         with pytest.raises(LimitReached) as caught, self.places.take():
             pass
@@ -45,9 +57,7 @@ def test_nothing_is_known_before_a_place_was_kept_for_any_time() -> None:
 def test_each_is_told_the_next_place_until_all_have_changed_hands() -> None:
     scene = Scene(4)
     scene.stay(20.0)
-    with ExitStack() as taken:
-        for _ in range(4):
-            taken.enter_context(scene.places.take())
+    with scene.full():
         assert [scene.refused() for _ in range(6)] == [5.0, 10.0, 15.0, 20.0, 20.0, 20.0]
         scene.now += 8.0
         assert scene.refused() == 17.0  # after those who were told; of the last, two are over
@@ -61,7 +71,7 @@ def test_calls_that_hang_count_by_how_long_they_have_been_there() -> None:
     scene = Scene(2)
     for _ in range(3):
         scene.stay(0.5)
-    with scene.places.take(), scene.places.take():
+    with scene.full():
         assert scene.refused() == 0.25
         scene.now += 40.0
         assert scene.refused() == 20.0
@@ -133,6 +143,22 @@ def test_shares_are_kept_whatever_comes_and_goes() -> None:
     assert not shares._taken
 
 
+def test_who_has_nothing_gets_a_place_of_who_has_most() -> None:
+    shares = Shares(12)
+    for caller, num in {("a", "1"): 3, ("a", "2"): 4, ("b", "1"): 5}.items():
+        for _ in range(num):
+            shares.hold(caller)
+    yields = {("c", "1"): ("a", "2"), ("b", "2"): ("b", "1"), ("a", "1"): None, ("c",): ("a",)}
+    assert {caller: shares.who_yields(caller) for caller in yields} == yields
+    shares.hand_over(("a", "2"), ("c", "1"))
+    assert (shares.num_taken, shares.of(("a",)), shares.of(("c", "1"))) == (12, 6, 1)
+    assert shares.who_yields(("c", "2")) is None, "its tenant has one, which another address has"
+    few = Shares(2)
+    for caller in (("a",), ("b",)):
+        few.hold(caller)
+    assert few.who_yields(("c",)) is None
+
+
 @pytest.mark.parametrize(
     ("host", "network"),
     {
@@ -191,16 +217,22 @@ def test_addresses_of_a_tenant_share_its_turns() -> None:
     assert in_turns(Turns(1, 10), jobs) == ["x", "y", "v", "u", "w", "z"]
 
 
-@pytest.mark.parametrize("limit", range(2, 8))
-def test_no_tenant_has_all_of_a_few_places(limit: int) -> None:
-    shares = Shares(limit)
-    while shares.take(("red", "1")) or shares.take(("red", "2")):
+# How many of so few places an address has at most, and one of a tenant's.
+FEW = {1: (1, 1), 2: (1, 1), 3: (2, 1), 4: (3, 2), 5: (4, 3), 6: (5, 4), 7: (6, 5), 8: (7, 6)}
+
+
+@pytest.mark.parametrize("limit", FEW)
+def test_nobody_has_all_of_a_few_places(limit: int) -> None:
+    alone, tenants = Shares(limit), Shares(limit)
+    for shares, first, most in ((alone, ("1",), FEW[limit][0]), (tenants, ("red", "1"), 0)):
+        while shares.take(first):
+            pass
+        assert shares.num_taken == (most or FEW[limit][1])
+        assert shares.take(("2",) if first == ("1",) else ("blue", "1")) == (limit > 1)
+    tenant = Shares(limit)
+    while tenant.take(("red", "1")) or tenant.take(("red", "2")):
         pass
-    assert shares.take(("blue", "1"))
-    alone = Shares(limit)
-    while alone.take(("address",)):
-        pass
-    assert alone.num_taken == limit, "nobody else is known"
+    assert tenant.num_taken == FEW[limit][0], "however many addresses it calls from"
 
 
 def test_those_that_wait_are_bounded_by_caller() -> None:

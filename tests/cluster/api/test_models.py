@@ -49,7 +49,7 @@ class Two:
 def two(tokenizer: Tokenizer, smollm2_dir: Path, **options: Any) -> Iterator[Two]:
     """The default model, and another one with its own template, context, limits and router."""
     settings = options.pop("settings", None) or ApiSettings(
-        max_body_bytes=96 * 1024, max_live_requests=2, request_timeout_s=20
+        max_body_bytes=96 * 1024, max_live_requests=3, request_timeout_s=20
     )
     answer = [*tokenizer.encode(OTHER_ANSWER), tokenizer.eos_token_ids[0]]
     router = FakeRouter(answer=lambda submit: answer)

@@ -296,7 +296,8 @@ def test_the_state_store_answers_or_is_found(
         is_fault(server.check_store(store.url, 5.0)[1], "-60.0 s", "timesyncd")
     finally:
         store.kill()
-    (gone,) = server.check_store(store.url, 1.0)
+    (gone,) = server.check_store(store.url, 1.0, "batches' store")
+    assert gone.check == "batches' store"
     is_fault(gone, "does not answer", "state-store-down.md")
     is_well(*server.check_store("", 1.0))
 

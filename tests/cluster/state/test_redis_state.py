@@ -12,9 +12,9 @@ from redis import Redis
 from redis.connection import parse_url
 
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
-from kvrelay.cluster.config import Config, ConfigError, StateSection
+from kvrelay.cluster.config import ClusterSection, Config, ConfigError, StateSection
 from kvrelay.cluster.state import index_keys, redis, session_keys
-from kvrelay.cluster.state.opening import open_state, with_url
+from kvrelay.cluster.state.opening import open_state, with_cluster_token, with_url
 from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import Retention
@@ -242,6 +242,25 @@ def test_a_password_of_any_characters_is_given_apart(monkeypatch: pytest.MonkeyP
             assert (found.get("host") or found["path"]) in ("redis", "/run/redis.sock")
     with pytest.raises(ConfigError, match="in one of the two"):
         with_url(Config(state=StateSection(url="redis://:x@redis")))
+
+
+def test_the_redis_of_batches_has_variables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_REDIS_PASSWORD", "a")
+    monkeypatch.setenv("KVRELAY_BATCHES_REDIS_URL", "redis://batches")
+    monkeypatch.setenv("KVRELAY_BATCHES_REDIS_PASSWORD", "b/")
+    cluster = ClusterSection(name="chat", token="x" * 32)
+    config = with_url(Config(cluster=cluster, state=StateSection(url="redis://redis")))
+    assert (config.state.url, config.state.batches_url) == (
+        "redis://:a@redis",
+        "redis://:b%2F@batches",
+    )
+    assert with_cluster_token(config).state == config.state
+    with pytest.raises(ConfigError, match=r"cluster\.name is not: files and batches"):
+        with_cluster_token(with_url(Config()))
+    monkeypatch.setenv("KVRELAY_BATCHES_REDIS_URL", "redis://:hunter#2@batches")
+    with pytest.raises(ConfigError, match="as KVRELAY_BATCHES_REDIS_PASSWORD") as wrong:
+        with_url(Config())
+    assert "hunter" not in str(wrong.value)
 
 
 @pytest.mark.parametrize("password", ["hunter/2", "12/hunter2", "h#2", "h?2", "h%2", "h[2"])

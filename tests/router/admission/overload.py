@@ -101,6 +101,7 @@ class Overload:
         priority: int = 0,
         call: bytes = b"",
         num_prompt_tokens: int = PROMPT,
+        caller: str = "",
     ) -> Client:
         number = len(self.clients)
         submit = Submit(
@@ -113,6 +114,7 @@ class Overload:
             tenant=tenant,
             share=share or TenantShare(),
             call=call,
+            caller=caller,
         )
         client = Client(submit)
         self.clients.append(client)

@@ -19,7 +19,12 @@ class QueueScript:
         self.num_pushed = 0
 
     def push(
-        self, tenant: str = "", units: float = 1.0, priority: int = 0, **share: float
+        self,
+        tenant: str = "",
+        units: float = 1.0,
+        priority: int = 0,
+        caller: str = "",
+        **share: float,
     ) -> RequestRecord:
         self.num_pushed += 1
         submit = Submit(
@@ -31,6 +36,7 @@ class QueueScript:
             priority=priority,
             tenant=tenant,
             share=TenantShare(**share),  # type: ignore[arg-type]
+            caller=caller,
         )
         record = RequestRecord(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
         self.queue.push(record, units)

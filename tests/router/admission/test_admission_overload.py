@@ -255,13 +255,61 @@ def test_a_flood_leaves_a_modest_tenant_alone() -> None:
 
 def test_a_tenants_own_bound_is_told_by_name() -> None:
     s = Overload(slots=1)
-    for _ in range(4):
-        s.submit("red", TenantShare(max_queued=2))
+    for caller in ("one", "one", "other", "third"):
+        s.submit("red", TenantShare(max_queued=2), caller=caller)
     failed = s.clients[-1].refused[0]
     assert failed.reason is Refusal.QUEUE_FULL
     assert failed.detail == "2 requests of 'red' are waiting, which is its limit"
     s.submit("blue")
     assert not s.clients[-1].refused
+    s.drain()
+
+
+def test_no_caller_has_all_places_of_its_tenant() -> None:
+    s = Overload(slots=1)
+    share = TenantShare(max_queued=16)
+    for _ in range(20):
+        s.submit("red", share, caller="flood")
+    refused = [client.refused[0] for client in s.clients if client.refused]
+    assert len(refused) == 20 - 1 - 14  # one runs, and an eighth of the places is left
+    assert refused[0].reason is Refusal.QUEUE_FULL
+    expected = "14 requests of this caller are waiting, its share of the 16 that 'red' may have"
+    assert refused[0].detail == expected
+    low = s.submit("red", share, caller="flood", priority=50)
+    assert low.refused, "those of the classes above count for it too"
+    for caller in ("one", "other"):
+        assert not s.submit("red", share, caller=caller).refused
+    s.drain()
+
+
+def test_a_flood_of_one_caller_leaves_the_others_of_its_tenant_alone() -> None:
+    s = Overload(max_queue=20, max_queue_wait_s=60.0)
+    s.offer(20.0, 0.0, 30.0, caller="flood")
+    s.offer(0.5, 5.0, 30.0, caller="modest")
+    s.run(30.0)
+    modest = [c for c in s.clients if c.submit.caller == "modest"]
+    assert not any(c.refused for c in modest)
+    assert max(waits(modest)) <= 1.7
+    s.drain()
+
+
+def test_who_would_be_served_soon_is_not_refused_for_what_waits_of_others() -> None:
+    s = Overload(max_queue_wait_s=5.0)
+    s.offer(20.0, 0.0, 30.0, caller="flood")
+    s.run(30.0)
+    assert s.router.refuse(s.now, call(caller="flood")) is not None
+    assert s.router.refuse(s.now, call(caller="modest")) is None
+    s.drain()
+
+
+def test_where_each_caller_asks_once_they_wait_for_each_other() -> None:
+    s = Overload(max_queue_wait_s=5.0)
+    for number in range(600):
+        s.at(number / 20.0, lambda number=number: s.submit(caller=f"caller-{number}"))
+    s.run(30.0)
+    assert any(client.refused for client in s.clients)
+    served = [client for client in s.clients if client.first_at is not None]
+    assert max(waits(served)) <= 5.0 * 1.5
     s.drain()
 
 

@@ -48,12 +48,12 @@ class Memory(Script):
         self.take(Decode)
         return out
 
-    def pass_by(self, count: int, tenant: str = "b") -> list[str]:
+    def pass_by(self, count: int, tenant: str = "b", caller: str = "") -> list[str]:
         """Short ones come and end, one after the other: where they went."""
         workers = []
         for _ in range(count):
             name = f"short {self.num_sent}"
-            self.ask(name, SHORT, tenant)
+            self.ask(name, SHORT, tenant, caller=caller)
             workers += self.goes_out().values()
             self.tell(Cancel(name))
         return workers
@@ -165,6 +165,29 @@ def test_large_ones_of_one_tenant_do_not_stop_its_short_ones(s: Memory, num_larg
     for number in range(20):
         s.ask(f"short {number}", SHORT)
     assert list(s.goes_out()) == [f"short {number}" for number in range(14)], "as many as fit"
+
+
+def test_large_ones_of_one_caller_do_not_stop_others_of_its_tenant(s: Memory) -> None:
+    for number in range(20):
+        s.ask(f"large {number}", LARGE + number % 3, caller="one")
+    s.ask("short", SHORT, caller="other")
+    assert set(s.goes_out()) == {"short"}
+
+
+def test_with_large_ones_of_many_callers_none_is_left_out(s: Memory) -> None:
+    for number in range(3 * MAX_TRIED_AT_ONCE):
+        s.ask(f"large {number}", LARGE - number % 2, caller=f"caller {number}")
+    s.ask("short", SHORT, caller="other")
+    s.pass_time(2.0)
+    assert set(s.goes_out()) == {"short"}
+
+
+def test_a_large_one_is_passed_by_no_more_than_a_few_of_another_caller(s: Memory) -> None:
+    for number in range(3):
+        s.ask(f"large {number}", LARGE, caller="one")
+    assert len(s.pass_by(MAX_PASSED, "a", caller="other")) == MAX_PASSED
+    s.ask("short", SHORT, caller="other")
+    assert "large 0" in s.goes_out()
 
 
 def test_of_large_ones_that_need_no_less_one_is_tried(

@@ -87,6 +87,7 @@ imagePullSecrets:
 {{- if hasPrefix "k" $unit }}{{ mul $number 1024 }}
 {{- else if hasPrefix "m" $unit }}{{ mul $number 1048576 }}
 {{- else if hasPrefix "g" $unit }}{{ mul $number 1073741824 }}
+{{- else if hasPrefix "t" $unit }}{{ mul $number 1099511627776 }}
 {{- else }}{{ $number }}{{ end -}}
 {{- end -}}
 
@@ -98,14 +99,24 @@ imagePullSecrets:
 {{- fail (printf "redis.maxMemory %s: expected half of redis.resources.limits.memory at most, which its log's rewrite needs as well" .Values.redis.maxMemory) -}}
 {{- end -}}
 {{- $batches := dig "state" "max_batch_bytes" 0 .Values.config | int64 -}}
-{{- if gt (mul 4 $batches) $memory -}}
+{{- if and (gt (mul 4 $batches) $memory) (not (dig "state" "batches_url" "" .Values.config)) -}}
 {{- fail (printf "config.state.max_batch_bytes %d: expected a quarter of redis.maxMemory (%s) at most: Ray's GCS, sessions and the leader's lease are in it too" $batches .Values.redis.maxMemory) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Half of the state's disk is for files of batches; stored answers and logs are in the other. */ -}}
+{{- define "kvrelay.holds" -}}
+{{- $logs := dig "log" "total_mib" 1024 .Values.config | int64 -}}
+{{- $least := mul 2 (add 4096 $logs) -}}
+{{- if lt (include "kvrelay.bytes" .Values.state.storage | int64) (mul $least 1048576) -}}
+{{- fail (printf "state.storage %s: expected %dMi or more, twice what stored answers (4096Mi) and logs (config.log.total_mib %d) may take: files of batches have the other half" .Values.state.storage $least $logs) -}}
 {{- end -}}
 {{- end -}}
 
 {{- /* The settings, with those that the chart knows itself: as a map, in YAML. */ -}}
 {{- define "kvrelay.settings" -}}
 {{- if .Values.redis.enabled }}{{ include "kvrelay.fits" . }}{{ end -}}
+{{- if not .Values.state.existingClaim }}{{ include "kvrelay.holds" . }}{{ end -}}
 {{- $config := deepCopy .Values.config -}}
 {{- $own := dict "cluster" (dict "address" "auto" "drain_s" .Values.api.drainSeconds) -}}
 {{- if gt (int .Values.api.replicas) 1 -}}

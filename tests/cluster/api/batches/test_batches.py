@@ -22,13 +22,13 @@ from kvrelay.cluster.api import calls
 from kvrelay.cluster.api.batches.store import BatchStore
 from kvrelay.cluster.api.batches.uploads import MAX_UPLOADS
 from kvrelay.cluster.api.context import ApiSettings
-from kvrelay.cluster.api.limiter import RESERVE
 from kvrelay.cluster.api.openai import generation
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.batches import batches
 from kvrelay.cluster.config import TenantEntry
 from kvrelay.engine.request import Refusal
+from kvrelay.engine.shares import reserve_of
 from kvrelay.router.messages import Failed
 from tests.cluster.api.conftest import ANSWER, MODEL, Served, serve, wait_until
 
@@ -97,11 +97,44 @@ def test_slow_uploads_of_one_address_keep_nobody_out_and_end(
             for each in slow:
                 each.sendall(b"a")
     refused = [each for each in said if b" 429 " in each]
-    assert len(refused) == MAX_UPLOADS // RESERVE
+    assert len(refused) == reserve_of(MAX_UPLOADS)
     assert all(b"for this caller, its share of 32" in each for each in refused)
     late = [each for each in said if b" 408 " in each]
     assert len(late) == MAX_UPLOADS - len(refused)
     assert all(b"expected 16384 a second" in each for each in late)
+
+
+def test_an_address_without_an_upload_takes_the_place_of_the_slowest_of_who_has_most(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Each address that came before took what its share left it: 28, 2, 1 and 1 of 32."""
+    own = {"batches": BatchStore(tmp_path)}
+    with serve(tokenizer, ApiSettings(), context=own) as served, contextlib.ExitStack() as stack:
+        at, uploads = ("127.0.0.1", served.port), list[list[socket.socket]]()
+        for host, most in ((2, 28), (3, 2), (4, 1), (5, 1)):
+            uploads.append([])
+            for _ in range(most + 1):
+                each = socket.create_connection(at, 20, source_address=(f"127.0.0.{host}", 0))
+                uploads[-1].append(stack.enter_context(each))
+                each.sendall(HEAD + FORM)
+            ready = select(uploads[-1], [], [], 5)[0]
+            assert [b"429" in each.recv(65536) for each in ready] == [True]
+            uploads[-1].remove(ready[0])
+        fast = uploads[0][:26] + uploads[0][27:]
+        for each in fast:
+            each.sendall(b"a" * 100_000)
+        time.sleep(1.2)
+        began = time.monotonic()
+        served.openai().files.create(file=("a", b"a"), purpose="batch")
+        assert time.monotonic() - began < 2
+        said = uploads[0][26].recv(65536)
+        assert b"HTTP/1.1 429" in said
+        assert b"its slowest, this one, made room for another caller's first" in said
+        assert not select([*fast, *uploads[1], *uploads[2], *uploads[3]], [], [], 0.1)[0]
+        end = b"a" * (200_000 - 100_000 - len(FORM) - 9) + b"\r\n--x--\r\n"
+        for each in fast[:2]:
+            each.sendall(end)
+            assert b"HTTP/1.1 400" in each.recv(65536)  # it has no purpose, but was read
 
 
 def test_a_file_lives_as_the_sdk_knows_it(running: Served) -> None:
@@ -110,6 +143,16 @@ def test_a_file_lives_as_the_sdk_knows_it(running: Served) -> None:
     assert (made.filename, made.bytes, made.status) == ("b c.jsonl", len(data), "processed")
     assert client.files.retrieve(made.id) == made
     assert [each.id for each in client.files.list(purpose="batch", limit=10_000)] == [made.id]
+    second = client.files.create(file=("b", b"b"), purpose="batch")
+    assert [each.id for each in client.files.list(limit=1)] == [second.id, made.id]
+    assert client.files.list(purpose="batch_output").data == []
+    assert client.files.delete(second.id).deleted
+    for path in ("files", "batches"):
+        answer = running.http.get(f"/v1/{path}?after=file-no")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+        empty = {"has_more": False, "first_id": None, "last_id": None}
+        found = running.http.get(f"/v1/{path}?purpose=no&order=asc").json()
+        assert found == {"object": "list", "data": [], **empty}
     assert client.files.content(made.id).content == data
     assert client.files.delete(made.id).deleted
     with pytest.raises(openai.NotFoundError):
@@ -133,6 +176,7 @@ def test_a_batch_runs_in_the_lowest_class_and_gives_each_row_once(running: Serve
     assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
     assert "max_tokens" in error["response"]["body"]["error"]["message"]
     assert {submit.priority for submit in running.router.submits} == {50}
+    assert {submit.caller for submit in running.router.submits} == {""}
     assert len({submit.sampling.seed for submit in running.router.submits}) == 40
     assert [each.id for each in client.batches.list()] == [batch.id]
 

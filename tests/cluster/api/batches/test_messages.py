@@ -71,6 +71,8 @@ def test_requests_are_answered_each_once(running: Served, client: anthropic.Anth
     assert [each.id for each in batches.list()] == [second.id, made.id]
     assert [each.id for each in batches.list(limit=1)] == [second.id, made.id]
     assert [each.id for each in batches.list(before_id=made.id).data] == [second.id]
+    with pytest.raises(anthropic.BadRequestError, match="'before_id': there is no batch"):
+        batches.list(before_id="batch_no")
     assert batches.delete(made.id).type == "message_batch_deleted"
     with pytest.raises(anthropic.NotFoundError):
         batches.retrieve(made.id)

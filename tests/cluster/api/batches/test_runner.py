@@ -26,6 +26,7 @@ from kvrelay.cluster.api.batches.runner import COUNT_S, Runner
 from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.pages import PageQuery
 from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.engine.service_class import ServiceClass
 
@@ -215,7 +216,8 @@ def test_a_batch_that_needs_thrice_its_window_keeps_what_it_has_when_that_ends(
         assert store.batch("", "batch_a")["request_counts"] == counts
         now[0] += KEEP_S + 86_400
         await runner.tick()
-        assert (store.batches(""), store.files("")) == ([], [])
+        every = PageQuery(True, None, 10)
+        assert (store.batches("", every), store.files("", every)) == (([], False), ([], False))
         assert list(store.path("x").parent.iterdir()) == []
         await runner.close()
 

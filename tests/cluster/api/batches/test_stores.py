@@ -18,6 +18,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from kvrelay.cluster.api.batches.folder import Full
 from kvrelay.cluster.api.batches.routes import LEAST_KEEP_S
 from kvrelay.cluster.api.batches.runner import LEASE_S
 from kvrelay.cluster.api.batches.shared import SharedBatchStore
@@ -25,11 +26,11 @@ from kvrelay.cluster.api.batches.store import (
     KEEP_S,
     MIN_FREE_BYTES,
     BatchStore,
-    Full,
     Result,
     StoreAway,
 )
 from kvrelay.cluster.api.batches.uploads import batch_record, cancel, file_record
+from kvrelay.cluster.api.pages import PageQuery
 from kvrelay.cluster.state.redis_client import Room, connect
 from tests.cluster.api.batches.test_runner import (
     Endpoint,
@@ -47,6 +48,7 @@ from tests.cluster.state.test_lease import Member
 
 Open = Callable[[], Any]
 MIB = 1 << 20
+ALL = PageQuery(True, None, 10_000)
 
 
 @pytest.fixture
@@ -98,6 +100,11 @@ def keep(store: Any, tenant: str, data: bytes, most: int = MIB, keep_s: int = 10
     return str(record["id"])
 
 
+def listed(call: Any, asked: PageQuery = ALL, **kw: Any) -> list[str]:
+    """Names of a tenant's files or batches."""
+    return [each["id"] for each in call("red", asked, **kw)[0]]
+
+
 def begin(store: Any, tenant: str, file: str) -> Any:
     record = batch_record("batch", "/v1/completions", file, 1000)
     store.add_batch(tenant, record)
@@ -108,9 +115,9 @@ def test_files_are_a_tenants_and_whole_wherever_they_are_read(stores: Open) -> N
     here, there = stores(), stores()
     texts = [b"", b"one\n", os.urandom(2 * MIB), b"x" * MIB]
     names = [keep(here, "red", text, 8 * MIB) for text in texts]
-    assert [each["id"] for each in there.files("red")] == names
+    assert listed(there.files) == names
     assert [there.fetched(name).read_bytes() for name in names] == texts
-    assert (there.files("blue"), there.file("blue", names[1])) == ([], None)
+    assert (there.files("blue", ALL)[0], there.file("blue", names[1])) == ([], None)
     there.delete_file("blue", names[1])
     assert here.file("red", names[1])["bytes"] == 4
     with pytest.raises(Full, match=rf"files of {3 * MIB + 4} bytes and uploads of 5, and may have"):
@@ -118,7 +125,7 @@ def test_files_are_a_tenants_and_whole_wherever_they_are_read(stores: Open) -> N
     there.check_room("blue", 0)
     for name in names:
         there.delete_file("red", name)
-    assert (here.files("red"), here.file("red", names[1])) == ([], None)
+    assert (listed(here.files), here.file("red", names[1])) == ([], None)
     keep(there, "red", b"again", 5)
     with pytest.raises(FileNotFoundError):
         stores().fetched(names[1])
@@ -132,21 +139,21 @@ def test_a_file_is_kept_for_the_batch_that_reads_it(stores: Open) -> None:
         other.delete_file("red", first)
     assert not other.delete_batch("red", record["id"])
     other.sweep(1011)
-    assert [each["id"] for each in other.files("red")] == [first, second]
+    assert listed(other.files) == [first, second]
     assert store.claim("me", 1000, LEASE_S, ()) is not None
     assert store.finish("me", "red", record, {}) == record
     other.sweep(1011)
-    assert [each["id"] for each in store.files("red")] == [second]
+    assert listed(store.files) == [second]
     assert other.batch("red", record["id"]) == record
     assert other.delete_batch("red", record["id"])
     last = begin(store, "red", second)
-    assert [each["id"] for each in other.batches("red")] == [last["id"]]
+    assert listed(other.batches) == [last["id"]]
     assert store.change_batch(last["id"], lambda record: record | {"status": "x"})["status"] == "x"
     assert store.claim("me", 1000, LEASE_S, ()) is not None
     store.finish("me", "red", last, {})
     assert store.change_batch(last["id"], lambda record: {}) is None
     other.sweep(1000 + 86_400 + KEEP_S + 1)
-    assert (store.batches("red"), store.files("red")) == ([], [])
+    assert (listed(store.batches), listed(store.files)) == ([], [])
 
 
 def test_the_first_result_of_a_row_counts_and_none_after_the_end(stores: Open) -> None:
@@ -308,7 +315,7 @@ def test_what_is_being_uploaded_counts_and_is_gone_however_it_ends(shared: Open)
 
 def test_batches_have_a_quarter_of_what_redis_may_have(running: Server) -> None:
     redis, now = connect(running.url, 5.0), 0.0
-    room = Room(redis, 64 * MIB, lambda: now)
+    room = Room(redis, 64 * MIB, clock=lambda: now)
     assert room() == 64 * MIB, "its machine has far more"
     redis.config_set("maxmemory", 16 * MIB)
     try:
@@ -417,8 +424,8 @@ def test_what_a_restart_of_the_shared_store_lost_is_no_file(
     monkeypatch.setattr(SharedBatchStore, "_begin", emptied)
     with pytest.raises(StoreAway, match="lost what was just written"):
         keep(store, "", b"rows")
-    assert store.files("") == []
+    assert store.files("", ALL) == ([], False)
     store._redis.close()
     away = SharedBatchStore(None, connect("unix:///no/such.sock", 0.1), "test:", lambda: MIB)
     with pytest.raises(StoreAway, match="Redis has not done it"):
-        away.batches("")
+        away.batches("", ALL)

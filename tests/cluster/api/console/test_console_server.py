@@ -225,7 +225,7 @@ def test_a_ticket_opens_the_console_once(served: Served, monkeypatch: pytest.Mon
 def test_listeners_are_bounded_and_their_places_come_back(
     tokenizer: Tokenizer, console: list[routes.Console], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "MAX_LISTENERS", 2)
+    monkeypatch.setattr(routes, "MAX_LISTENERS", 3)
     with serve(tokenizer, ApiSettings()) as served:
         listeners = console[-1].listeners
         with listening(served) as one, listening(served) as two:
@@ -233,6 +233,7 @@ def test_listeners_are_bounded_and_their_places_come_back(
             assert all(next(stream)["full"] for stream in streams)
             refused = served.http.get("/console/events")
             assert refused.status_code == 429
+            assert "2 consoles listen for this caller, its share of 3" in refused.text
             assert int(refused.headers["retry-after"]) >= 1
             assert served.http.get("/console/snapshot").status_code == 200
         wait_until(lambda: listeners.num_taken == 0, 3.0)

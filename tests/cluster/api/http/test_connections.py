@@ -38,8 +38,10 @@ def short(tokenizer: Tokenizer) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def connected(served: Served) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as sock:
+def connected(served: Served, host: str = "127.0.0.1") -> Iterator[socket.socket]:
+    """A connection that comes from that address."""
+    at, source = ("127.0.0.1", served.port), (host, 0)
+    with socket.create_connection(at, timeout=5, source_address=source) as sock:
         yield sock
 
 
@@ -182,21 +184,33 @@ def test_a_new_connection_takes_the_place_of_one_that_asks_for_nothing(short: Se
             assert closed(idle[0])
 
 
-def test_one_connection_too_many_is_told_so(short: Served, tokenizer: Tokenizer) -> None:
+def test_one_address_does_not_have_all_connections_with_a_request(
+    short: Served, tokenizer: Tokenizer
+) -> None:
+    """Two of three, and the third is told so; another address is served."""
     short.http.close()
     short.router.answer = lambda submit: tokenizer.encode("word " * 40)
     short.router.delay_s = 0.05
     body = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 40}).encode()
-    head = HEAD
     with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            sock = stack.enter_context(connected(short))
-            sock.sendall(head % len(body) + body)
+        asking = [stack.enter_context(connected(short)) for _ in range(2)]
+        for sock in asking:
+            sock.sendall(HEAD % len(body) + body)
         time.sleep(0.2)
         more = stack.enter_context(connected(short))
-        status, body = answer_of(more)
-        assert (status, code_of(body)) == (503, "too_many_connections")
+        more.sendall(HEAD % len(body) + body)
+        status, said = answer_of(more)
+        assert (status, code_of(said)) == (503, "too_many_connections")
+        assert "this address has its share of 3 connections" in said.decode()
         assert closed(more)
+        other = stack.enter_context(connected(short, "127.0.0.2"))
+        other.sendall(HEAD % len(body) + body)
+        time.sleep(0.1)
+        none = stack.enter_context(connected(short, "127.0.0.3"))
+        status, said = answer_of(none)
+        assert (status, code_of(said)) == (503, "too_many_connections")
+        assert closed(none)
+        assert [answer_of(sock)[0] for sock in (*asking, other)] == [200] * 3
 
     def is_served() -> bool:
         with connected(short) as sock:
@@ -204,6 +218,62 @@ def test_one_connection_too_many_is_told_so(short: Served, tokenizer: Tokenizer)
             return answer_of(sock)[0] == 200
 
     wait_until(is_served)
+
+
+def test_bodies_that_do_not_come_keep_nobody_out(tokenizer: Tokenizer) -> None:
+    """One address has four of five connections with half of a body, and a fifth. Whoever comes gets
+    the fifth, then the one whose body has stood still for the longest."""
+    few = serve(tokenizer, ApiSettings(), connections=ConnectionLimits(max_connections=5))
+    body = json.dumps({"model": MODEL, "prompt": "Hi" * 40_000}).encode()
+    with few as served, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connected(served, "127.0.0.2")) for _ in range(5)]
+        for sock in held:
+            sock.sendall(HEAD % len(body) + body[:10])
+        assert answer_of(held[4])[0] == 503
+        assert closed(held[4])
+        held[4] = stack.enter_context(connected(served, "127.0.0.2"))
+        time.sleep(0.1)
+        held[0].sendall(body[10:40_000])  # gets on
+        held[1].sendall(body[10:11])
+        time.sleep(0.1)
+        others = []
+        for host, dropped in ((3, 4), (4, 1), (5, 2)):
+            others.append(sock := stack.enter_context(connected(served, f"127.0.0.{host}")))
+            sock.sendall(GET[:-2])
+            status, said = answer_of(held[dropped])
+            assert (status, code_of(said)) == (503, "too_many_connections")
+            assert "this one made room for another" in said.decode()
+            assert closed(held[dropped])
+        for sock in others:
+            sock.sendall(b"\r\n")
+            assert answer_of(sock)[0] == 200
+        held[0].sendall(body[40_000:])
+        assert answer_of(held[0])[0] in (200, 400)
+        served.wait_idle()
+
+
+def test_a_body_makes_room_only_for_who_has_fewer(tokenizer: Tokenizer) -> None:
+    """Two bodies, one, and an idle connection: this one goes first for who has a body."""
+    few = serve(tokenizer, ApiSettings(), connections=ConnectionLimits(max_connections=4))
+    body = json.dumps({"model": MODEL, "prompt": "Hi"}).encode()
+    with few as served, contextlib.ExitStack() as stack:
+        held = []
+        for host in (2, 2, 3):
+            held.append(sock := stack.enter_context(connected(served, f"127.0.0.{host}")))
+            sock.sendall(HEAD % len(body) + body[:10])
+        idle = stack.enter_context(connected(served, "127.0.0.4"))
+        time.sleep(0.1)
+        more = stack.enter_context(connected(served, "127.0.0.3"))
+        assert answer_of(idle)[0] == 503
+        more.sendall(GET)
+        assert answer_of(more)[0] == 503, "it has its share"
+        with connected(served, "127.0.0.4") as other:
+            other.sendall(GET)
+            assert answer_of(other)[0] == 200
+        for sock in held:
+            sock.sendall(body[10:])
+            assert answer_of(sock)[0] == 200
+        served.wait_idle()
 
 
 def test_a_request_that_is_under_way_when_the_server_stops_is_answered(

@@ -7,6 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.responses import Response
@@ -215,18 +216,33 @@ def test_what_has_no_stream_to_be_read_again_says_so(
     assert done.output_text == ANSWER
 
 
-def test_more_than_the_limit_are_a_429(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_BACKGROUND", 2)
+def test_an_address_has_its_share_of_the_background(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three; another address finds the third, and then all are taken."""
+    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_BACKGROUND", 3)
     served.router.delay_s = 60
     running = [begin(served) for _ in range(2)]
     response = post(served, background=True)
     assert response.status_code == 429
-    assert response.json()["error"]["type"] == "rate_limit_error"
+    error = response.json()["error"]
+    assert error["type"] == "rate_limit_error"
+    wanted = "2 responses of this caller run in the background, its share of 3"
+    assert error["message"] == wanted
     assert response.headers["retry-after"] == "1"
-    served.openai().responses.cancel(running[0].id)
-    running[0] = begin(served)
+    asked = {"model": MODEL, "input": ASK, "background": True}
+    for host, status in (("127.0.0.2", 200), ("127.0.0.3", 429)):
+        transport = httpx.HTTPTransport(local_address=host)
+        with httpx.Client(base_url=served.url, transport=transport, timeout=20) as other:
+            answer = other.post(PATH, json=asked)
+            assert answer.status_code == status
+            if status == 429:
+                assert "3 responses run in the background, the limit" in answer.text
+            else:
+                running.append(Response.model_validate(answer.json()))
     for each in running:
         served.openai().responses.cancel(each.id)
+    served.openai().responses.cancel(begin(served).id)
 
 
 def test_one_that_its_server_did_not_finish_has_failed(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.errors import ApiError
-from kvrelay.cluster.api.limiter import RateLimits
+from kvrelay.cluster.api.limiter import CALLER, RateLimits
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.api.utility.openapi import document
@@ -225,6 +226,38 @@ def test_tokens_count_when_it_is_known_how_many_they_were() -> None:
         rates.admit(0.0, TENANT, 10)
     rates.admit(24.1, TENANT, 10)
     rates.settle(24.1, TENANT, 10, 0)  # it was refused later, and took nothing
+
+
+def test_an_address_leaves_others_of_its_key_something_of_each_minute() -> None:
+    """One takes all while it is alone, and each request that comes back as soon as it does."""
+    tenant, rates = Tenant("team", b"salt", requests_per_minute=60), RateLimits()
+
+    def admit(now: float, address: str) -> str:
+        """Returns "", or why not."""
+        token = CALLER.set(("team", address))
+        try:
+            rates.admit(now, tenant, 1)
+        except ApiError as error:
+            return error.message
+        finally:
+            CALLER.reset(token)
+        return ""
+
+    assert [admit(0.0, "greedy") for _ in range(70)].count("") == 60
+    assert admit(0.0, "other")
+    had, why = Counter[str](), Counter[str]()
+    for tenths in range(1, 1200):
+        for address in ("greedy", "other", "greedy"):
+            refused = admit(tenths / 10, address)
+            had[address] += not refused
+            why[address] += "left to other addresses, since this one has had its" in refused
+    assert 115 <= had.total() <= 120
+    assert had["other"] >= 50
+    assert had["greedy"] >= 20
+    assert why["greedy"] > 50
+    for number in range(100):
+        assert not admit(200.0 + 60 * number, str(number))
+    assert len(rates._buckets["team"]["requests"].had) == 1
 
 
 def test_a_prompt_larger_than_a_minute_is_served_from_a_full_bucket() -> None:
