@@ -471,9 +471,7 @@ class Admission:
     def _too_many(self, now: float, who: Newcomer) -> Rejection | None:
         limit, tenant = who.flow.share.max_queued, who.flow.tenant
         itself = len(who.flow) - who.num_own  # 0 if it is not submitted yet
-        others = self._queue.elsewhere.get(tenant)
-        num_queued = self._queue.num_before(who.flow) + (others.num_queued if others else 0)
-        if not limit or num_queued - itself < limit:
+        if not limit or self._queue.num_before(who.flow) - itself < limit:
             return None
         detail = f"{limit} requests of {tenant!r} are waiting, which is its limit"
         place_s = (self._estimates.wait_s(who) or 0.0) / limit
