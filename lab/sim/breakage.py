@@ -23,6 +23,7 @@ them.
 - `versions`: a worker names its blocks as before when it has other weights.
 - `pairs`: a worker says nothing of its new weights, and takes requests that mean others.
 - `classes`: a worker takes all requests for such of the default class.
+- `held`: computed prompts keep their blocks until their consumers have read them, whoever waits.
 - `verdict`: a router takes all its workers for full and slow, whatever it has measured.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
@@ -85,6 +86,7 @@ class Break(StrEnum):
     FITS = "fits"
     PASSES = "passes"
     CLASSES = "classes"
+    HELD = "held"
     OUTPUTS = "outputs"
     LEFT = "left"
     AHEAD = "ahead"
@@ -267,6 +269,8 @@ def break_worker(worker: Worker, broken: Break) -> None:
             add_known(seq)
 
         scheduler.add = add_alike  # type: ignore[method-assign]
+    if broken is Break.HELD:
+        worker.core.scheduler._held_before = lambda seq: []  # type: ignore[method-assign]
     if broken not in _CONNECTORS:
         return
     owned = worker.config, worker.core.kv, exchange.tiers, exchange.orphans
