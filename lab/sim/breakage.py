@@ -205,14 +205,13 @@ _CONNECTORS: dict[Break, type[Connector]] = {
 
 def break_worker(worker: Worker, broken: Break) -> None:
     """Replace one method of its connector, before it has received anything."""
-    exchange, kv = worker.exchange, worker.core.kv
+    core, exchange, kv = worker.core, worker.exchange, worker.core.kv
     if broken is Break.ORPHANS:
-        exchange.orphans = HastyOrphans(worker.core.kv.pool, exchange.tiers)
+        exchange.orphans = HastyOrphans(kv.pool, exchange.tiers)
         exchange.connector.orphans = exchange.orphans
     if broken is Break.LEFT:
         exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
     if broken is Break.VERSIONS:
-        core = worker.core
 
         def use_weights(version: WeightVersion) -> None:
             core.weights = version
@@ -271,10 +270,9 @@ def break_worker(worker: Worker, broken: Break) -> None:
         scheduler.add = add_alike  # type: ignore[method-assign]
     if broken is Break.HELD:
         worker.core.scheduler._held_before = lambda seq: []  # type: ignore[method-assign]
-    if broken not in _CONNECTORS:
-        return
-    owned = worker.config, worker.core.kv, exchange.tiers, exchange.orphans
-    exchange.connector = _CONNECTORS[broken](*owned)
+    if broken in _CONNECTORS:
+        owned = worker.config, kv, exchange.tiers, exchange.orphans
+        exchange.connector = _CONNECTORS[broken](*owned)
 
 
 class _BrokenRouter(Router):

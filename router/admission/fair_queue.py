@@ -101,7 +101,7 @@ class FairQueue:
         return running >= left
 
     def load(self, tenant: str) -> TenantLoad:
-        """What it has here."""
+        """How many of its requests run and wait here."""
         of_low = self._low_running[tenant], self._low_queued[tenant]
         return TenantLoad(self.num_running[tenant], self.num_queued[tenant], *of_low)
 
