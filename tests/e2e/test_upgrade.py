@@ -190,15 +190,20 @@ def restart_below(url: str, state_dir: Path) -> None:
 
     before = epochs()
     asked("POST", "/restart")
+    now: dict[str, int] = {}
 
     def is_anew() -> bool:
+        nonlocal now
         try:
             now = epochs()
         except (httpx.HTTPError, AssertionError):
             return False
         return now.keys() == before.keys() and all(now[n] > before[n] for n in now)
 
-    wait_until(is_anew, 120, f"not all were started anew since {before}")
+    try:
+        wait_until(is_anew, 300)  # Ray's start is in it twice
+    except AssertionError:
+        raise AssertionError(f"not all were started anew: {before} before, {now} now") from None
 
 
 def versions_are_served(
