@@ -200,7 +200,9 @@ def test_a_batch_is_seen_by_both_and_finished_by_the_other_when_one_is_killed(
         found = re.search(r'kvrelay_batch_rows_total{outcome="completed"} (\d+)', text)
         return int(found[1]) if found else 0
 
-    wait_until(lambda: max(map(rows_of, servers)) >= NUM_ROWS // 4)
+    began = time.monotonic()
+    wait_until(lambda: max(map(rows_of, servers)) >= NUM_ROWS // 4, 60, "a quarter is not done")
+    print(f"{NUM_ROWS // 4} rows after {time.monotonic() - began:.0f} s")
     which = rows_of(servers[0]) == 0
     signal_all(family(servers[which]), signal.SIGKILL)
     left, client = servers[not which], clients[not which]

@@ -207,14 +207,17 @@ def restart_below(url: str, state_dir: Path) -> None:
 
 
 def versions_are_served(
-    url: str, versions: Versions, path: list[str], restart: Callable[[str], None] = restart
+    served: Served, versions: Versions, path: list[str], restart: Callable[[str], None] = restart
 ) -> None:
-    load = Load(url)
-    with load.running():
-        for version in path:
-            versions.use(version)
-            restart(url)
-            load.show()
+    load = Load(served.url)
+    try:
+        with load.running():
+            for version in path:
+                versions.use(version)
+                restart(served.url)
+                load.show()
+    finally:
+        print("".join(served.lines))
     share = load.cached_share()
     print(f"cached of the next turn: {share:.0%}")
     load.check()
@@ -229,7 +232,7 @@ def test_from_the_first_version_that_can_to_this_one_and_back(
     versions.use(FIRST)
     with Served(settings_of(tmp_path), env=versions.env) as served:
         pid = served.process.pid
-        versions_are_served(served.url, versions, ["", FIRST])
+        versions_are_served(served, versions, ["", FIRST])
         assert status(served.url)["restart"]["number"] == 2
         assert served.process.pid == pid
         assert served.process.poll() is None
@@ -243,7 +246,7 @@ def test_from_a_version_whose_supervisor_stays_what_it_starts_is_this_one(
     versions.use(SUPERVISOR_STAYS)
     with Served(settings_of(tmp_path), env=versions.env) as served:
         below = partial(restart_below, state_dir=tmp_path / "state")
-        versions_are_served(served.url, versions, ["", SUPERVISOR_STAYS], below)
+        versions_are_served(served, versions, ["", SUPERVISOR_STAYS], below)
 
 
 @pytest.mark.timeout(480)
