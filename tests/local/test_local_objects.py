@@ -36,7 +36,7 @@ from tests.support.local import LocalCluster
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
 
 PATIENT = structs.replace(ENGINE, read_floor_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S)
-# Of prompts and answers: with some of these left out, the last prompts might not be there yet. The
+# Prompts' and answers': with some left out, those of the last prompt might not be there yet. The
 # last token of an answer is never computed.
 NUM_OBJECTS = NUM_PROMPTS * ((LENGTH + GREEDY.max_tokens - 1) // 16)
 
