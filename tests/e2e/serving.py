@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.cli.own_key import OwnKey
@@ -42,6 +43,15 @@ def arena_of(pid: int) -> Path:
     files = {line.split()[-1] for line in maps.splitlines() if line.endswith(f"/{BLOCKS}")}
     (path,) = (path for path in files if path.startswith(str(SHARED_MEMORY)))
     return Path(path)
+
+
+def samples(metrics: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """Labels and value of each sample of that name; fails where there is none, as after a change
+    of the name."""
+    families = text_string_to_metric_families(metrics)
+    found = [(s.labels, s.value) for family in families for s in family.samples if s.name == name]
+    assert found, f"no sample of {name}"
+    return found
 
 
 def is_idle(state: Status) -> bool:
