@@ -54,13 +54,11 @@ class World:
     def counts(self, url: str) -> dict[str, float]:
         """Requests that its router has answered, by endpoint; none that failed."""
         found: dict[str, float] = {}
-        text = self.get("/metrics", url).text
-        if "kvrelay_requests_total{" not in text:  # nothing was asked yet
-            return found
-        for labels, count in samples(text, "kvrelay_requests_total"):
+        for labels, count in samples(self.get("/metrics", url).text, "kvrelay_requests_total"):
             endpoint, outcome = labels["endpoint"], labels["outcome"]
-            assert outcome in ("stop", "length", "tool_calls"), (endpoint, outcome)
-            found[endpoint] = found.get(endpoint, 0) + count
+            if count:  # bugs are counted from nought on
+                assert outcome in ("stop", "length", "tool_calls"), (endpoint, outcome)
+                found[endpoint] = found.get(endpoint, 0) + count
         return found
 
     def counters(self) -> dict[str, int]:
