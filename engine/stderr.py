@@ -17,6 +17,8 @@ import threading
 import time
 from collections import deque
 
+from kvrelay.engine.installation import pin_installation
+
 MAX_QUEUED = 1 << 20  # characters that wait to be written
 DRAIN_S = 1.0  # for what waits, at the end of the process
 MAX_FILES = 1 << 17  # more cost memory in the kernel, and in libraries that ask for the limit
@@ -119,11 +121,12 @@ class _AtEnd(logging.Handler):
 
 
 def set_up_process() -> None:
-    """Queue what goes to stderr, and raise the limit of files. Call it before logging is set up,
-    and after a fork."""
+    """Queue what goes to stderr, raise the limit of files, and stay with the installed version.
+    Call it before logging is set up, and after a fork."""
     if not isinstance(sys.stderr, QueuedStderr):
         sys.stderr = QueuedStderr(2)
     raise_file_limit()
+    pin_installation()
 
 
 def lines_dropped() -> int:

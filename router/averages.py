@@ -65,18 +65,24 @@ class Meter:
         self._sum = self._sum * exp((self._at - clock) / self._window_s) + units
         self._at = clock
 
+    def lately(self, clock: float) -> float:
+        """Units in about the last window."""
+        return self._sum * exp((self._at - clock) / self._window_s)
+
     def rate(self, clock: float) -> float:
         """The rate of a meter that has run since clock 0."""
         if clock <= 0:
             return 0.0
-        decayed = self._sum * exp((self._at - clock) / self._window_s)
-        return decayed / (self._window_s * (1.0 - exp(-clock / self._window_s)))
+        return self.lately(clock) / (self._window_s * (1.0 - exp(-clock / self._window_s)))
 
 
 class DrainRate:
     """How much work is done: while requests wait, which is how fast the queue drains, and while
-    any are served; and how fast requests of each priority join the queue. Each clock stands still
-    while there is nothing to measure, and both do while no worker gets anything done.
+    any are served. Each clock stands still while there is nothing to measure, and both do while no
+    worker gets anything done.
+
+    How fast requests of each priority come is measured by time as it passes, as if none had come
+    before the first: a few that come at once, and wait for a second, come at no rate.
 
     Work is counted when it is done: while many long prompts are computed, none is done for long,
     and what a few requests took before says little of what workers can do. Until requests have
@@ -135,8 +141,7 @@ class DrainRate:
         return self._at - self._worked_at >= OUTAGE_S or self._outage_until > since
 
     def on_queued(self, priority: int, units: float) -> None:
-        if self._is_waiting:
-            self._joined.setdefault(priority, Meter()).add(self._waiting_s, units)
+        self._joined.setdefault(priority, Meter()).add(self._at, units)
 
     @property
     def units_per_s(self) -> float | None:
@@ -160,7 +165,7 @@ class DrainRate:
     def joining_above(self, priority: int) -> float:
         """Units per second of requests that go before this priority."""
         above = [meter for number, meter in self._joined.items() if number < priority]
-        return sum(meter.rate(self._waiting_s) for meter in above)
+        return sum(meter.lately(self._at) for meter in above) / WINDOW_S
 
 
 def _known(meter: Meter, clock_s: float) -> float | None:

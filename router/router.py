@@ -513,7 +513,7 @@ class Router:
     def _loads(self) -> dict[str, TenantLoad]:
         queue = self._requests.queue
         tenants = {*queue.num_running, *queue.num_queued}
-        return {t: TenantLoad(queue.num_running[t], queue.num_queued[t]) for t in tenants}
+        return {tenant: queue.load(tenant) for tenant in tenants}
 
     def _on_others_loads(self, now: float, others: OthersLoads) -> None:
         self._requests.queue.elsewhere = others.tenants

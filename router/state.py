@@ -67,6 +67,15 @@ class TenantLoad:
 
     num_running: int  # that a worker has
     num_queued: int
+    num_low_running: int = 0  # among them, of low classes of service
+    num_low_queued: int = 0
+
+    def seen_by(self, is_low: bool) -> tuple[int, int]:
+        """How many run and wait that count against a request of the tenant: those of low classes
+        do for low ones alone."""
+        if is_low:
+            return self.num_running, self.num_queued
+        return self.num_running - self.num_low_running, self.num_queued - self.num_low_queued
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +298,9 @@ def total_loads(loads: Iterable[Mapping[str, TenantLoad]]) -> dict[str, TenantLo
         for tenant, one in load.items():
             sofar = total.get(tenant, TenantLoad(0, 0))
             total[tenant] = TenantLoad(
-                sofar.num_running + one.num_running, sofar.num_queued + one.num_queued
+                sofar.num_running + one.num_running,
+                sofar.num_queued + one.num_queued,
+                sofar.num_low_running + one.num_low_running,
+                sofar.num_low_queued + one.num_low_queued,
             )
     return total

@@ -41,6 +41,7 @@ from msgspec.structs import replace
 import kvrelay.engine
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.files import held_lock, own_folder
+from kvrelay.engine.installation import interpreter
 from kvrelay.engine.wire.channel import command
 from kvrelay.worker.processes import FORK_MODULE, fork_server_name
 
@@ -124,7 +125,8 @@ def fork_key(cluster: str, environment: Mapping[str, str]) -> str:
         digest.update(repr(what).encode() + b"\0")
 
     add(os.getcwd())  # where modules are looked for first
-    add(cluster, sys.executable, sys.version, os.getuid(), os.getgid(), os.sched_getaffinity(0))
+    python = interpreter(sys.executable)  # as of a process that has pinned its installation
+    add(cluster, python, sys.version, os.getuid(), os.getgid(), os.sched_getaffinity(0))
     add(*(os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES))
     add(Path("/proc/self/cgroup").read_text())
     for name, value in sorted(environment.items()):
@@ -139,9 +141,9 @@ def fork_key(cluster: str, environment: Mapping[str, str]) -> str:
 
 def _installed(environment: Mapping[str, str]) -> Iterator[Path]:
     """Our own modules, and the folders that others are installed in."""
-    yield from (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    yield from (Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib"))
     yield from map(Path, filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
-    package = Path(str(kvrelay.engine.__file__)).parents[1]
+    package = Path(str(kvrelay.engine.__file__)).parents[1].resolve()
     for name in PACKAGES:
         yield from (package / name).rglob("*.py")
 

@@ -24,6 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrelay.cluster.processes.worker import run
+from kvrelay.engine.installation import pin_installation
 from kvrelay.engine.model.parallel import link
 from kvrelay.engine.wire.channel import inherited
 from kvrelay.worker.fork_server import (
@@ -290,6 +291,7 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     environment = dict(os.environ)  # before imports add to it
+    pin_installation()
     starter = inherited(fd)
     # Where workers serve already, it takes long, and who needs it meanwhile does not wait.
     is_early = priority == "normal"

@@ -33,13 +33,13 @@ from kvrelay.cluster.processes.life import (
 )
 from kvrelay.cluster.state.server_lock import inherited_locks
 from kvrelay.engine.files import write_private
+from kvrelay.engine.installation import PYTHON_PATH, interpreter
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
 
 log = logging.getLogger("kvrelay.serve")
 
 VARIABLE = "KVRELAY_HANDOVER"
-PYTHON_PATH = "PYTHONPATH"
 TRIAL_S = 300.0  # imports from a slow disk, and a model that has to be found
 SIGNALS = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}  # wait until the new program takes them
 # What is needed only later is found to be there, and to be Python, before anything ends.
@@ -95,10 +95,8 @@ def own_command() -> tuple[str, ...]:
 
 def installed(command: Sequence[str], python_path: str, settings: str | None) -> Installed:
     """What runs as this process, where links led when it started."""
-    folder, name = os.path.split(command[0])
-    # An interpreter of a virtual environment is itself a link out of it.
-    first = os.path.join(os.path.realpath(folder), name)
-    first = os.path.realpath(first) if command[0] == os.path.abspath(sys.argv[0]) else first
+    is_script = command[0] == os.path.abspath(sys.argv[0])
+    first = os.path.realpath(command[0]) if is_script else interpreter(command[0])
     parts = [os.path.realpath(part) if part else "" for part in python_path.split(os.pathsep)]
     version = channel.own_version()
     return Installed(version, (first, *command[1:]), os.pathsep.join(parts), settings)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable
@@ -47,6 +46,7 @@ from kvrelay.cluster.processes.supervised import END_S, WATCH_S, Child, end, end
 from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.host import keep_running
+from kvrelay.engine.installation import GIVEN_PATH
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.channel import inherited, own_version
 from kvrelay.worker.messages import Peer
@@ -89,7 +89,7 @@ class Supervisor:
         self._on_progress = on_progress
         self._source = source
         self._found = found
-        command, python_path = handover.own_command(), os.environ.get(handover.PYTHON_PATH, "")
+        command, python_path = handover.own_command(), GIVEN_PATH
         text = source.text() if source else None
         self._installed = handover.installed(command, python_path, text)
         # What a restart starts; a rollback has started something else.

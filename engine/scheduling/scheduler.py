@@ -53,6 +53,10 @@ def _makes_room(one: Sequence, other: Sequence) -> bool:
     return one.service_class < other.service_class
 
 
+def _num_blocks(seqs: list[Sequence]) -> int:
+    return sum(len(each.block_ids) - each.block_ids.count(NO_BLOCK) for each in seqs)
+
+
 class InFlight(NamedTuple):
     step: Step
     seqs: list[Sequence]  # those of its shares; none has that of a health check
@@ -500,10 +504,8 @@ class Scheduler:
         """Preempts and returns one of a lower class, or for a stream one of its class that streams
         nothing yet, if with them all gone `seq` could be admitted: a stream would be silent until
         others end."""
-        others = [each for each in self.running if self.may_preempt and _makes_room(each, seq)]
-        num_free = self.kv.pool.num_free + sum(
-            len(each.block_ids) - each.block_ids.count(NO_BLOCK) for each in others
-        )
+        others = self._running_before(seq)
+        num_free = self.kv.pool.num_free + _num_blocks(others)
         if not others or num_free < self.kv.windows.max_blocks(len(seq.tokens)):
             return None
         if self.in_flight:
@@ -513,19 +515,23 @@ class Scheduler:
         self._preempt(gone)
         return gone
 
+    def _running_before(self, seq: Sequence) -> list[Sequence]:
+        """Those that are preempted for `seq` where that makes enough room."""
+        return [each for each in self.running if self.may_preempt and _makes_room(each, seq)]
+
     def _held_before(self, seq: Sequence) -> list[Sequence]:
-        """Those of lower classes, the lowest first, whose consumers have not read what `seq` needs
-        the blocks of; none if all of it would not be enough."""
+        """Those of lower classes, the lowest first, whose blocks `seq` needs beside those of
+        running ones, and consumers have not read; none if all would not be enough."""
         lower = [each for each in self.held if each.service_class < seq.service_class]
         lower.sort(key=lambda each: each.service_class)
         lacking = self.kv.windows.max_blocks(len(seq.tokens)) + self._headroom(seq)
-        lacking -= self.kv.pool.num_free
+        lacking -= self.kv.pool.num_free + _num_blocks(self._running_before(seq))
         found: list[Sequence] = []
         for each in lower:
             if lacking <= 0:
                 break
             found.append(each)
-            lacking -= len(each.block_ids) - each.block_ids.count(NO_BLOCK)
+            lacking -= _num_blocks([each])
         return found if lacking <= 0 else []
 
     def _preempt(self, seq: Sequence) -> None:

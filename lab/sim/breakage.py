@@ -24,6 +24,7 @@ them.
 - `versions`: a worker names its blocks as before when it has other weights.
 - `pairs`: a worker says nothing of its new weights, and takes requests that mean others.
 - `classes`: a worker takes all requests for such of the default class.
+- `held`: computed prompts keep their blocks until their consumers have read them, whoever waits.
 - `verdict`: a router takes all its workers for full and slow, whatever it has measured.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
@@ -86,6 +87,7 @@ class Break(StrEnum):
     FITS = "fits"
     PASSES = "passes"
     CLASSES = "classes"
+    HELD = "held"
     OUTPUTS = "outputs"
     LEFT = "left"
     AHEAD = "ahead"
@@ -205,14 +207,13 @@ _CONNECTORS: dict[Break, type[Connector]] = {
 
 def break_worker(worker: Worker, broken: Break) -> None:
     """Replace one method of its connector, before it has received anything."""
-    exchange, kv = worker.exchange, worker.core.kv
+    core, exchange, kv = worker.core, worker.exchange, worker.core.kv
     if broken is Break.ORPHANS:
-        exchange.orphans = HastyOrphans(worker.core.kv.pool, exchange.tiers)
+        exchange.orphans = HastyOrphans(kv.pool, exchange.tiers)
         exchange.connector.orphans = exchange.orphans
     if broken is Break.LEFT:
         exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
     if broken is Break.VERSIONS:
-        core = worker.core
 
         def use_weights(version: WeightVersion) -> None:
             core.weights = version
@@ -269,10 +270,11 @@ def break_worker(worker: Worker, broken: Break) -> None:
             add_known(seq)
 
         scheduler.add = add_alike  # type: ignore[method-assign]
-    if broken not in _CONNECTORS:
-        return
-    owned = worker.config, worker.core.kv, exchange.tiers, exchange.orphans
-    exchange.connector = _CONNECTORS[broken](*owned)
+    if broken is Break.HELD:
+        worker.core.scheduler._held_before = lambda seq: []  # type: ignore[method-assign]
+    if broken in _CONNECTORS:
+        owned = worker.config, kv, exchange.tiers, exchange.orphans
+        exchange.connector = _CONNECTORS[broken](*owned)
 
 
 class _BrokenRouter(Router):

@@ -19,7 +19,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.cost import order_of
 from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.progress import FIRST_SLACK
+from kvrelay.engine.progress import FIRST_SLACK, SLACK
 from kvrelay.engine.request import NO_OUTPUTS, Refusal
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.stats import Progress, Role
@@ -514,12 +514,12 @@ def could_serve(runtime: SimRuntime, name: NodeId, record: RequestRecord) -> boo
 
 
 class NoProgress:
-    """At all times: no worker that makes no progress stays up for long."""
+    """At all times: no worker that makes no progress stays up for long. One whose steps have
+    seemed to take longer than they did waits for one accordingly."""
 
     def __init__(self, workers: Sequence[NodeId], scenario: Scenario) -> None:
         self._workers = workers
-        first_s = {w.node_id: FIRST_SLACK * w.step_timeout_s for w in scenario.workers}
-        self._hang_s = {worker: seconds + MARGIN_S for worker, seconds in first_s.items()}
+        self._first_s = {w.node_id: FIRST_SLACK * w.step_timeout_s for w in scenario.workers}
         self._since: dict[tuple[NodeId, int], float] = {}  # when something went wrong with a life
         self._due_at = 0.0
 
@@ -551,7 +551,9 @@ class NoProgress:
         if kind is SicknessKind.STOPPED:
             return STOPPED_S
         if kind is SicknessKind.HANGS and executor.is_busy:
-            return self._hang_s[life.node_id]
+            num_tokens = life.node.config.max_num_batched_tokens
+            seemed_s = runtime.faults.longest_s(life.node_id, num_tokens)
+            return max(self._first_s[life.node_id], SLACK * seemed_s) + MARGIN_S
         if kind is SicknessKind.FAILS and executor.failed_in_a_row > _most_failed(life.node.config):
             return 0.0
         return None

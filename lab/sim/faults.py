@@ -145,6 +145,14 @@ class FaultPlan:
         )
 
 
+LONGER = 1.5  # times, at most, that a step takes as long as it should
+SLOW_S = 1.0  # at most, that a slow one takes longer
+
+
+def _step_s(num_tokens: int) -> float:
+    return 0.002 + 0.0001 * num_tokens
+
+
 @dataclass(slots=True)
 class Faults:
     """Draws what happens to each message, read and step, and counts what it injected."""
@@ -213,10 +221,16 @@ class Faults:
             return None, None
         if kind is SicknessKind.FAILS:
             return 0.002, "injected, as in every step"
-        duration = (0.002 + 0.0001 * num_tokens) * self.rng.uniform(0.8, 1.5)
+        duration = _step_s(num_tokens) * self.rng.uniform(0.8, LONGER)
         if self._hits("step slow", self.plan.step_slow):
-            duration += self.rng.uniform(0.1, 1.0)
+            duration += self.rng.uniform(0.1, SLOW_S)
         return duration, "injected" if self._hits("step error", self.plan.step_error) else None
+
+    def longest_s(self, worker: NodeId, num_tokens: int) -> float:
+        """That a step of so many tokens may seem to have taken."""
+        plan = self.plan
+        longest_s = _step_s(num_tokens) * LONGER + (SLOW_S if plan.step_slow else 0.0)
+        return longest_s * plan.clock_noise * dict(plan.clocks).get(worker, 1.0)
 
     def measured(self, worker: NodeId, duration_s: float) -> float:
         """How long a step seems to have taken. That changes what is expected, and nothing else."""

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.service_class import ServiceClass
+from kvrelay.kvtransfer.peer.handoff import ConsumerState
+from kvrelay.kvtransfer.peer.producer import ASK_BACK_S
 from kvrelay.lab.sim.client import class_of
 from kvrelay.lab.sim.runtime import SimNode, SimRuntime
 from kvrelay.lab.sim.scenario import Scenario
 from kvrelay.worker.node import Worker
 
 MOST_STEPS = 8  # that a worker may take to make room: some have been planned
+MOST_HELD_S = 3 * ASK_BACK_S  # until consumers that have not begun to read do without
+UNREAD = (ConsumerState.WAITING, ConsumerState.HANDSHAKING)
 
 
 class ClassInversion:
@@ -25,6 +29,7 @@ class ClassInversion:
         self._classes = {job.request_id: class_of(job) for job in scenario.jobs}
         self._preempted: dict[tuple[NodeId, str, int], int] = {}
         self._since: dict[tuple[NodeId, str, int], float] = {}  # steps of the worker, till then
+        self._held_since: dict[tuple[NodeId, str, int], float] = {}
         self._last_step: dict[NodeId, int] = {}
         self._running: dict[NodeId, set[tuple[str, int]]] = {}
 
@@ -38,7 +43,7 @@ class ClassInversion:
         # KV that was arriving could not be taken.
         stayed = [s for s in scheduler.running if s.key in before]
         least = min((self._classes[s.request_id] for s in stayed), default=ServiceClass.PRIORITY)
-        if scheduler._isolation.is_under_way or not scheduler.running:
+        if scheduler._isolation.is_under_way:
             return
         for seq in scheduler.waiting:
             key, own = (worker.node_id, *seq.key), self._classes[seq.request_id]
@@ -48,6 +53,7 @@ class ClassInversion:
                 runtime.violate("class inversion", text)
             if not own.is_low:
                 self._look_at_waiting(runtime, worker, seq, own)
+                self._look_at_held(runtime, worker, seq, own)
         if scheduler.in_flight:
             self._look_at_step(runtime, worker)
 
@@ -69,6 +75,41 @@ class ClassInversion:
         if steps - self._since.setdefault(key, steps) > MOST_STEPS:
             self._since[key] = float("inf")
             runtime.violate("class inversion", f"{key} waits while a lower class is computed")
+
+    def _look_at_held(
+        self, runtime: SimRuntime, worker: Worker, seq: EngineSequence, own: ServiceClass
+    ) -> None:
+        """After the faults: messages are not lost, and consumers hear what they are asked."""
+        core, key = worker.core, (worker.node_id, *seq.key)
+        scheduler, windows = core.scheduler, core.kv.windows
+        unread = [
+            each
+            for each in scheduler.held
+            if self._classes[each.request_id] < own and self._is_unread(runtime, worker, each)
+        ]
+        lower = [s for s in scheduler.running if self._classes[s.request_id] < own]
+        others = (*scheduler.running, *scheduler.waiting)
+        rivals = [s for s in others if s is not seq and self._classes[s.request_id] >= own]
+        could = core.kv.pool.num_free + sum(len(s.block_ids) for s in (*lower, *unread))
+        needed = windows.max_blocks(len(seq.tokens)) + 1
+        waits = seq.arrived_at > scheduler.admits_until or scheduler.is_paused
+        is_late = waits or runtime.now < seq.not_before or seq.awaits_producer or scheduler.remote
+        if runtime.faults.active or rivals or not unread or is_late or could < needed:
+            self._held_since.pop(key, None)
+        elif runtime.now - self._held_since.setdefault(key, runtime.now) > MOST_HELD_S:
+            self._held_since[key] = float("inf")
+            held = [each.key for each in unread]
+            runtime.violate("class inversion", f"{key} waits, and {held} are held")
+
+    def _is_unread(self, runtime: SimRuntime, worker: Worker, held: EngineSequence) -> bool:
+        """Whether its consumer is well, and has not begun to read it."""
+        life = runtime.life(worker.exchange.producer.handoff(held.key).consumer)
+        if life is None or not isinstance(life.node, Worker):
+            return False
+        if runtime.faults.sickness(runtime.now, life.node_id, life.epoch) is not None:
+            return False
+        arrival = life.node.exchange.connector.arrivals.get(held.key)
+        return arrival is not None and arrival.state in UNREAD
 
     def _look_at_step(self, runtime: SimRuntime, worker: Worker) -> None:
         scheduler = worker.core.scheduler

@@ -488,9 +488,7 @@ class Admission:
         limit, tenant = who.flow.share.max_queued, who.flow.tenant
         if not limit:
             return None
-        others = self._queue.elsewhere.get(tenant)
-        num_queued = self._queue.num_before(who.flow) + (others.num_queued if others else 0)
-        free = limit - (num_queued - who.is_queued)
+        free = limit - (self._queue.num_before(who.flow) - who.is_queued)
         own = self._queue.num_before(who.flow, who.caller) - who.is_queued
         # However few places there are, no caller has all.
         reserve = reserve_of(limit)

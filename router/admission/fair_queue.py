@@ -88,29 +88,36 @@ class FairQueue:
     def is_limited(self, flow: Flow) -> bool:
         """Whether its tenant has as many running as it may. The limit is of all routers together:
         here it is what others leave of it, or the part of it that has come here where requests wait
-        at others too; but at least one. What it has of low classes here counts for these alone."""
-        limit, running = flow.share.max_concurrent, self.num_running[flow.tenant]
-        if not flow.is_low:
-            running -= self._low_running[flow.tenant]
-        if not limit or running < 1:
+        at others too; but at least one. What it has of low classes counts for these alone."""
+        limit = flow.share.max_concurrent
+        if not limit:
+            return False
+        running, queued = self.load(flow.tenant).seen_by(flow.is_low)
+        if running < 1:
             return False
         others = self.elsewhere.get(flow.tenant)
         if others is None:
             return running >= limit
-        here, there = running + self.num_queued[flow.tenant], others.num_running + others.num_queued
-        left = limit - others.num_running
-        if others.num_queued:
+        running_there, queued_there = others.seen_by(flow.is_low)
+        left = limit - running_there
+        if queued_there:
+            here, there = running + queued, running_there + queued_there
             left = min(left, limit * here // (here + there))
         return running >= left
 
+    def load(self, tenant: str) -> TenantLoad:
+        """How many of its requests run and wait here."""
+        of_low = self._low_running[tenant], self._low_queued[tenant]
+        return TenantLoad(self.num_running[tenant], self.num_queued[tenant], *of_low)
+
     def num_before(self, flow: Flow, caller: str | None = None) -> int:
-        """New requests of its tenant, or of one caller of it, that wait here and count against it:
-        those of low classes do for low ones alone."""
+        """New requests that wait and count against it: of its tenant, here or at other routers, or
+        of one caller of it, here. Those of low classes count for low ones alone."""
         if caller is not None:
             counts, key = self._queued_by_caller, (flow.tenant, caller)
             return counts[*key, False] + (counts[*key, True] if flow.is_low else 0)
-        num_queued = self.num_queued[flow.tenant]
-        return num_queued if flow.is_low else num_queued - self._low_queued[flow.tenant]
+        loads = self.load(flow.tenant), self.elsewhere.get(flow.tenant)
+        return sum(load.seen_by(flow.is_low)[1] for load in loads if load)
 
     def find(self, priority: int, tenant: str) -> tuple[Level | None, Flow | None]:
         """Priority and tenant, where such requests wait; None where none does."""

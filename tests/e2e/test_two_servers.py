@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import threading
@@ -27,6 +26,7 @@ from tests.e2e.serving import (
     MODEL,
     Status,
     begin_batch,
+    samples,
     status,
     texts_of_batch,
     wait_for,
@@ -197,10 +197,12 @@ def test_a_batch_is_seen_by_both_and_finished_by_the_other_when_one_is_killed(
 
     def rows_of(served: Served) -> int:
         text = httpx.get(f"{served.url}/metrics", auth=OwnKey()).text
-        found = re.search(r'kvrelay_batch_rows_total{outcome="completed"} (\d+)', text)
-        return int(found[1]) if found else 0
+        found = samples(text, "kvrelay_batch_rows_total")
+        return sum(int(value) for labels, value in found if labels["outcome"] == "completed")
 
-    wait_until(lambda: max(map(rows_of, servers)) >= NUM_ROWS // 4)
+    began = time.monotonic()
+    wait_until(lambda: max(map(rows_of, servers)) >= NUM_ROWS // 4, 60, "a quarter is not done")
+    print(f"{NUM_ROWS // 4} rows after {time.monotonic() - began:.0f} s")
     which = rows_of(servers[0]) == 0
     signal_all(family(servers[which]), signal.SIGKILL)
     left, client = servers[not which], clients[not which]

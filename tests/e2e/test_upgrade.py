@@ -20,15 +20,20 @@ from benchmarks.serving.served import Served, toml_text
 from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 from tests.chaos.clients import Clients, Stream, requests_of
-from tests.e2e.serving import KVRELAY, MODEL, status, wait_for, wait_until
+from tests.e2e.serving import KVRELAY, MODEL, slack, status, wait_for, wait_until
 from tests.operations.served import free_port
 from tests.support.versions import Versions
 
 pytestmark = pytest.mark.e2e
 
-SUPERVISOR_STAYS = "f1c0d6c"  # the last version whose supervisor does not replace itself
+# The last version whose supervisor does not replace itself; its routers close connections that a
+# client may be sending on.
+SUPERVISOR_STAYS = "f1c0d6c"
 FIRST = "e01f5b6"  # the first whose does, and whose routers end connections so that none fails
 NUM_STREAMS = 16
+MOST_SILENT_S = 3.0
+OWN_LOAD = 3.0  # for each processor, by all of this: others' comes on top, and is waited for
+RESETS = ("ReadError", "RemoteProtocolError")
 TOOL = {
     "type": "function",
     "function": {
@@ -99,6 +104,8 @@ class Load:
         self.clients: Any = None
         self.calls: list[Any] = []
         self.failures: list[str] = []
+        self.reset: list[Stream] = []  # which the first version may do
+        self.slack = 1.0
         self._stop = threading.Event()
 
     @contextmanager
@@ -143,17 +150,25 @@ class Load:
         silence_s = max(stream.silence_s for stream in streams)
         print(
             f"{len(streams)} streams, {failed} failed, {altered} altered, longest silence "
-            f"{silence_s:.2f} s; {len(self.calls)} calls of a tool, {len(self.failures)} failed"
+            f"{silence_s:.2f} s; {len(self.calls)} calls of a tool, {len(self.failures)} failed; "
+            f"load {os.getloadavg()[0]:.1f}"
         )
+        self.slack = max(self.slack, slack() / OWN_LOAD)
 
-    def check(self, most_silent_s: float = 3.0) -> None:
+    def allow_resets(self) -> None:
+        """So far, and one for each client: the router has ended."""
+        self.reset = [stream for stream in self.ended() if stream.error in RESETS]
+        assert len(self.reset) <= NUM_STREAMS
+
+    def check(self) -> None:
         streams = self.ended()
         silence_s = max(stream.silence_s for stream in streams)
-        assert [stream.error for stream in streams if stream.error] == []
+        failed = [stream for stream in streams if stream.error and stream not in self.reset]
+        assert [stream.error for stream in failed] == []
         assert not any(map(self.clients.is_altered, streams))
         assert self.failures == []
         assert [call for call in self.calls if call != self.call] == []
-        assert silence_s <= most_silent_s
+        assert silence_s <= MOST_SILENT_S * self.slack
 
     def cached_share(self) -> float:
         """How much of the next turns' prompts is found in the cache."""
@@ -190,26 +205,42 @@ def restart_below(url: str, state_dir: Path) -> None:
 
     before = epochs()
     asked("POST", "/restart")
+    now: dict[str, int] = {}
 
     def is_anew() -> bool:
+        nonlocal now
         try:
             now = epochs()
         except (httpx.HTTPError, AssertionError):
             return False
         return now.keys() == before.keys() and all(now[n] > before[n] for n in now)
 
-    wait_until(is_anew, 120, f"not all were started anew since {before}")
+    try:
+        wait_until(is_anew, 300)  # Ray's start is in it twice
+    except AssertionError:
+        raise AssertionError(f"not all were started anew: {before} before, {now} now") from None
 
 
 def versions_are_served(
-    url: str, versions: Versions, path: list[str], restart: Callable[[str], None] = restart
+    served: Served,
+    versions: Versions,
+    path: list[str],
+    restart: Callable[[str], None] = restart,
+    *,
+    resets: bool = False,
 ) -> None:
-    load = Load(url)
-    with load.running():
-        for version in path:
-            versions.use(version)
-            restart(url)
-            load.show()
+    """`resets`: routers of the first version close connections that their clients keep."""
+    load = Load(served.url)
+    try:
+        with load.running():
+            for version in path:
+                versions.use(version)
+                restart(served.url)
+                load.show()
+                if resets and version == path[0]:
+                    load.allow_resets()
+    finally:
+        print("".join(served.lines))
     share = load.cached_share()
     print(f"cached of the next turn: {share:.0%}")
     load.check()
@@ -224,7 +255,7 @@ def test_from_the_first_version_that_can_to_this_one_and_back(
     versions.use(FIRST)
     with Served(settings_of(tmp_path), env=versions.env) as served:
         pid = served.process.pid
-        versions_are_served(served.url, versions, ["", FIRST])
+        versions_are_served(served, versions, ["", FIRST])
         assert status(served.url)["restart"]["number"] == 2
         assert served.process.pid == pid
         assert served.process.poll() is None
@@ -238,7 +269,7 @@ def test_from_a_version_whose_supervisor_stays_what_it_starts_is_this_one(
     versions.use(SUPERVISOR_STAYS)
     with Served(settings_of(tmp_path), env=versions.env) as served:
         below = partial(restart_below, state_dir=tmp_path / "state")
-        versions_are_served(served.url, versions, ["", SUPERVISOR_STAYS], below)
+        versions_are_served(served, versions, ["", SUPERVISOR_STAYS], below, resets=True)
 
 
 @pytest.mark.timeout(480)

@@ -47,3 +47,18 @@ def test_a_queue_drains_by_what_is_done_while_requests_wait() -> None:
     drain.update(2.0, waits=False, serves=False)
     drain.update(500.0, waits=True, serves=True)
     assert drain.units_per_s == known, "its clock stood still"
+
+
+def test_a_few_requests_that_come_at_once_come_at_no_rate() -> None:
+    """They wait for a second, in which no more come. It is known of a lasting load."""
+    drain = DrainRate()
+    drain.update(0.0, waits=True, serves=True)
+    for _ in range(10):
+        drain.on_queued(-10, 25.0)
+    drain.update(1.0, waits=True, serves=True)
+    assert drain.joining_above(0) < 25.0
+    assert drain.joining_above(-10) == 0.0
+    for second in range(2, 60):
+        drain.update(float(second), waits=True, serves=True)
+        drain.on_queued(-10, 100.0)
+    assert drain.joining_above(0) == pytest.approx(100.0, rel=0.1)

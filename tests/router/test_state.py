@@ -216,6 +216,8 @@ def test_what_tenants_have_here_is_told_and_what_they_have_elsewhere_is_known() 
     sharing.say(OthersLoads(told))
     assert sharing.router._requests.queue.elsewhere == told
     assert total_loads([told, running])["a"] == TenantLoad(2, 2)
+    rows = [{"a": TenantLoad(3, 4, 2, 1)}, {"a": TenantLoad(1, 1, 0, 1)}]
+    assert total_loads(rows) == {"a": TenantLoad(4, 5, 2, 2)}
 
 
 @pytest.mark.parametrize(
@@ -236,6 +238,34 @@ def test_a_tenants_limit_is_of_all_routers_together(running: int, queued: int, h
     sharing.say(OthersLoads({}))  # the others have gone, or cannot be heard
     orders = [send.message for send in sharing.take(Send)]
     assert sum(isinstance(order, Decode) for order in orders) == 4 - here
+
+
+@pytest.mark.parametrize(("priority", "here", "in_queue"), [(0, 3, 3), (50, 1, 0)])
+def test_rows_at_other_routers_take_no_place_of_chats(
+    priority: int, here: int, in_queue: int
+) -> None:
+    """Three run and four wait elsewhere, and all but one of them are rows of a batch."""
+    sharing = Sharing()
+    sharing.say(WorkerUp(worker_info("decode-0")))
+    share = TenantShare(max_concurrent=4, max_queued=4)  # of which one is for other callers
+    sharing.say(OthersLoads({"a": TenantLoad(3, 4, 2, 4)}))
+    for number in range(6):
+        tokens, sampling = (number, 2, 3), SamplingParams(max_tokens=4)
+        about: dict[str, Any] = {"tenant": "a", "share": share, "priority": priority}
+        sharing.say(Submit(f"r{number}", "api-0", tokens, sampling, 60.0, **about))
+    sent = [send.message for send in sharing.take(Send)]
+    assert sum(isinstance(message, Decode) for message in sent) == here
+    assert len(sharing.router._requests.queue) == in_queue
+
+
+def test_what_a_router_has_of_low_classes_is_told_apart() -> None:
+    sharing = Sharing()
+    for number, priority in enumerate((0, 10, 50)):
+        sampling = SamplingParams(max_tokens=4)
+        about: dict[str, Any] = {"tenant": "a", "priority": priority}
+        sharing.say(Submit(f"r{number}", "api-0", (number, 2, 3), sampling, 60.0, **about))
+    sharing.tick(0.5)
+    assert sharing.take(SaveLoads)[-1] == SaveLoads({"a": TenantLoad(0, 3, 0, 2)})
 
 
 def test_a_tenants_queue_is_bounded_over_all_routers() -> None:

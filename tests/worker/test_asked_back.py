@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.decode_worker.messages import Decode
@@ -77,4 +79,28 @@ def test_what_is_being_read_is_not_released() -> None:
     assert world.output("row", ROW) == reference(ROW, 4)
     assert world.output("chat", CHAT) == reference(CHAT, 2)
     assert world.decode.exchange.connector.failures == {}
+    world.assert_idle()
+
+
+def test_what_is_held_and_what_runs_make_room_together() -> None:
+    """The chat's prompt needs 26 of 32 blocks: 20 are held for a row, another one has some."""
+    world = world_with_a_held_row()
+    taken = world.decode.core.kv.allocate(8)
+    assert taken, "or the row finds room there before the stream has grown"
+    params = SamplingParams(max_tokens=40, temperature=0)
+    prompt = [4] * 6 * BLOCK_SIZE
+    other = Decode("other", 0, "router", tuple(prompt), len(prompt), params, 60.0)
+    world.queue.append(("prefill", replace(other, service_class=BATCH)))
+    while len(world.output("other", prompt)) < 10:
+        assert world.step()
+    assert world.prefill.core.kv.pool.num_free + 20 < 26
+    chat = [5] * 26 * BLOCK_SIZE
+    hand_over(world, "chat", chat, 2, ServiceClass.DEFAULT)
+    while not world.output("chat", chat):
+        assert world.step()
+    assert world.decode.exchange.connector.failures == {"asked_back": 1}
+    assert world.prefill.core.scheduler.num_preemptions == 1
+    world.decode.core.kv.pool.release(taken)
+    world.drain()
+    assert world.output("other", prompt) == reference(prompt, 40)
     world.assert_idle()

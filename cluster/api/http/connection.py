@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvrelay.cluster.api.http.socket import BoundedSocket
 from kvrelay.cluster.api.limiter import ByteBudget, network_of
 
 _LAST_S = 0.5  # for a request that is under way when the server is to stop
+_LOOK_S = 0.01  # for the loop to read what has come
 _SAY_S = 2.0  # for the answer to a connection that is refused to be read
 _STEP_BYTES = 16 * 1024  # a body has got on when so much more of it has come
 
@@ -209,8 +211,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self.loop.call_later(_LAST_S, self._close_idle)
 
     def _close_idle(self) -> None:
-        if not (self._is_answering or self._in_body or self._head_bytes):
+        if self._is_answering or self._in_body or self._head_bytes or self.transport.is_closing():
+            return
+        if self._has_unread():  # it came while this process had no turn: a reset would lose it
+            self.loop.call_later(_LOOK_S, self._close_idle)
+        else:
             self.transport.close()
+
+    def _has_unread(self) -> bool:
+        """Whether something has come that the loop has not read yet."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
 
     def send_400_response(self, msg: str) -> None:
         """What came is not a request, or is too much of one."""

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from kvrelay.cluster.control.messages import UpdateModel
-from kvrelay.engine.node import NodeId
+from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.weights import UpdateMode
 from kvrelay.lab.sim import run, updates
@@ -22,7 +22,7 @@ from kvrelay.lab.sim.scenario import Scenario, draw_scenario
 from kvrelay.lab.sim.updates import BASE, VERSIONS, Update
 from kvrelay.worker.messages import CONTROLLER
 from kvrelay.worker.node import Worker
-from kvrelay.worker.weights import Phase
+from kvrelay.worker.weights import Phase, WeightUpdates
 
 WORKERS = {f"{role}-{n}": role for role in (Role.PREFILL, Role.DECODE) for n in range(2)}
 LATE = FaultPlan(until_s=5.0, delay=0.2, delay_s=0.5, step_slow=0.1)
@@ -53,7 +53,7 @@ def updated(
     seed: int = 5,
 ) -> SimCluster:
     """A run with one update. `dies` is killed when a worker, or it itself if it is one, is in
-    `phase`."""
+    `phase`, which it does not leave before."""
     mode = UpdateMode.DRAIN if phase is Phase.ENDING else UpdateMode.RECOMPUTE
     order = UpdateModel("", BASE, VERSIONS[1], mode)
     monkeypatch.setattr(run, "draw_scenario", four_workers)
@@ -73,6 +73,13 @@ def updated(
             runtime.call_at(runtime.now, lambda: cluster.control.hand_over(0.2))
             left.clear()
 
+    def stay(weights: WeightUpdates, now: float) -> list[Effect]:
+        """Without requests it would end within one message."""
+        is_it = weights.phase is phase and left == [weights._core.config.node_id]
+        return [] if is_it else advance(weights, now)
+
+    advance = WeightUpdates.advance
+    monkeypatch.setattr(WeightUpdates, "advance", stay)
     runtime.after_receive = kill
     cluster.run()
     return cluster

@@ -345,6 +345,20 @@ def test_a_high_priority_below_capacity_is_never_refused() -> None:
     s.drain()
 
 
+@pytest.mark.parametrize("began_s", [0.0, 60.0])
+def test_a_burst_of_a_high_priority_is_no_reason_to_refuse_others(began_s: float) -> None:
+    """All is served within 60 s of the 600 that each has."""
+    s = Overload()
+    s.run(began_s)
+    for _ in range(8):
+        s.submit(priority=-10)
+    for _ in range(100):
+        s.submit()
+    s.submit(priority=50)
+    s.drain()
+    assert [each for client in s.clients for each in client.refused] == []
+
+
 def call(**changes: Any) -> IncomingCall:
     values = {
         "name": b"call",
