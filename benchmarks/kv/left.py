@@ -145,7 +145,7 @@ class Survivor:
     def take_over(self, tokens: tuple[int, ...], num_left: int) -> Found:
         killed_at = time.perf_counter()
         sampling = SamplingParams(max_tokens=8, temperature=0.0)
-        work = Decode("a", 1, "router", tokens, len(tokens) - 9, sampling, 60.0)
+        work = Decode("a", sampling, 1, "router", tokens, len(tokens) - 9, 60.0)
         self.messages.put(work)
         counters = self.node.core.counters
         self.longest_s = 0.0

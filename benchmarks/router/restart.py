@@ -113,7 +113,7 @@ class Workers:
         """Whether this prompt is sent to the worker that holds it."""
         request_id = f"probe-{next(self._numbers)}"
         sampling = SamplingParams(max_tokens=4, temperature=0)
-        self.wire.send(ROUTER, Submit(request_id, PROBE, self.prompts[number], sampling, 30.0))
+        self.wire.send(ROUTER, Submit(request_id, sampling, PROBE, self.prompts[number], 30.0))
         deadline = time.monotonic() + WAIT_S
         while request_id not in self.sent_to:
             if time.monotonic() > deadline:

@@ -121,7 +121,11 @@ class Script(Outbox):
         **sampling: Any,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})
-        self.tell(Submit(request_id, CLIENT, tuple(tokens), params, timeout_s, priority, scope))
+        self.tell(
+            Submit(
+                request_id, params, CLIENT, tuple(tokens), timeout_s, priority=priority, scope=scope
+            )
+        )
 
     def delta(
         self,

@@ -199,7 +199,7 @@ def test_another_request_under_a_live_id_is_refused() -> None:
     s = Script("decode-0")
     s.submit()
     s.sent.clear()
-    s.tell(Submit("r", "another-api", (1, 2), SamplingParams(), 60.0))
+    s.tell(Submit("r", SamplingParams(), "another-api", (1, 2), 60.0))
     assert s.one(Failed, "another-api").reason is Refusal.DUPLICATE
     s.delta("decode-0", 10, 5)
     assert s.streamed() == [5]

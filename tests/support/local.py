@@ -192,8 +192,9 @@ class LocalCluster:
         """The future's result is the whole answer, or what it failed with. fields: as of Submit."""
         request_id = request_id or f"local-{next(self._ids)}"
         future: Future[Completion] = Future()
+        scope = scope.with_adapter(fields.get("adapter"))
         submit = Submit(
-            request_id, CLIENT, tuple(tokens), sampling, timeout_s, scope=scope, **fields
+            request_id, sampling, CLIENT, tuple(tokens), timeout_s, scope=scope, **fields
         )
 
         def begin() -> None:

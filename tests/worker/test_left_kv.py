@@ -60,7 +60,7 @@ class Machine(World):
     def take_over(self, name: str = "a", count: int = 20, **options: Any) -> None:
         """The router hands over a stream of which it has `BEFORE`."""
         params = SamplingParams(max_tokens=count, temperature=0)
-        work = (name, 1, "router", tuple(TOKENS), len(PROMPT), params, 60.0)
+        work = (name, params, 1, "router", tuple(TOKENS), len(PROMPT), 60.0)
         self.queue.append(("decode", Decode(*work, **options)))
 
     def cached(self, name: str = "a") -> dict[str, int]:

@@ -77,7 +77,7 @@ def test_every_message_survives_a_round_trip(message_type: type) -> None:
 def test_a_long_decode_keeps_its_tokens() -> None:
     sampling = SamplingParams(logit_bias={5: -1.5}, stop_token_ids=(1, 2))
     scope = CacheScope(b"\x00")
-    message = Decode("r", 3, "router-0", tuple(range(3000)), 2999, sampling, 1.5, scope)
+    message = Decode("r", sampling, 3, "router-0", tuple(range(3000)), 2999, 1.5, scope=scope)
     assert decode_message(encode(message)) == message
 
 

@@ -252,7 +252,7 @@ def test_baselines_keep_the_kv_wherever_it_is(policy: str) -> None:
     s = Script("prefill-0", "decode-0", policy=policy)
     kept = Retention(60.0)
     params = SamplingParams(max_tokens=8)
-    s.tell(Submit("r", CLIENT, PREFIX, params, 60.0, retention=kept))
+    s.tell(Submit("r", params, CLIENT, PREFIX, 60.0, retention=kept))
     assert [m.retention for _, m in s.sent if isinstance(m, Prefill | Decode)] == [kept, kept]
 
 

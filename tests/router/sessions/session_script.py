@@ -97,9 +97,9 @@ class SessionScript(Outbox):
         self.tell(
             Submit(
                 request_id,
+                sampling,
                 API,
                 tuple(tokens),
-                sampling,
                 600.0,
                 scope=scope,
                 retention=retention,
