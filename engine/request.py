@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvrelay.engine.adapters import Adapter
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.service_class import ServiceClass
 

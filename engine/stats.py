@@ -210,7 +210,7 @@ class WorkerStats:
     ] = ()
     # From the object store into the device.
     object_read_bytes_per_s: Annotated[
-        float, Fact("rate of loads from the object store, recent", "object_read_bytes_per_second")
+        float, Fact("rate of loads from the bucket", "object_read_bytes_per_second")
     ] = 0.0
     num_low_blocks: Annotated[int, _FOR_LOW] = 0  # that they use or want, and make room with
     num_low_decoding: Annotated[int, _FOR_LOW] = 0  # among num_decoding
@@ -220,7 +220,7 @@ class WorkerStats:
     adapter_load_s: Annotated[float, _FOR_ROUTERS] = 0.0
     num_host_lacking: Annotated[
         int,
-        Fact("blocks of host memory that the machine has no memory for", "host_blocks_lacking"),
+        Fact("host blocks that the machine has no memory for", "host_blocks_lacking"),
     ] = 0
     # Since its start; above 0, what it computes with now follows, as in `WorkerInfo`.
     num_weight_changes: Annotated[int, Hidden("the version is shown")] = 0

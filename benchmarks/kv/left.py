@@ -31,7 +31,8 @@ from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import settle_memory
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import Effect
 from kvrelay.engine.request import SamplingParams

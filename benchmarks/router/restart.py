@@ -34,8 +34,9 @@ from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.config import ApiSection, Config, StateSection
 from kvrelay.cluster.processes.router_api import ServedModel
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import HASH_BYTES, UNSALTED, hash_blocks
+from kvrelay.engine.kv.block_hash import HASH_BYTES, hash_blocks
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.messages import TokenDeltas
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta

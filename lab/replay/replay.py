@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role, RouterUp

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.request import RequestSpec, SamplingParams
 from kvrelay.engine.sequence import Sequence

@@ -9,8 +9,9 @@ from zlib import crc32
 import pytest
 
 from kvrelay.engine.cost import MIN_SAMPLES, StepTiming
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.block_pool import LEFT_S, LOW_SHARE
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.scheduling.selection import taking_part
 from kvrelay.engine.sequence import SeqState
 from kvrelay.engine.service_class import ServiceClass

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.node import Effect, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenDelta

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
 from kvrelay.router.messages import Submit
 from kvrelay.router.record import DeltaFit, RequestRecord

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.messages import Abort, Probe
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from kvrelay.prefill_worker.messages import Prefill

@@ -22,7 +22,7 @@ from kvrelay.cluster.control.audits import audit_dict
 from kvrelay.cluster.roles import build_worker
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.host import LoopThread, NodeHost
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import (
     NO_OUTPUTS,

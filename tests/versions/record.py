@@ -38,8 +38,9 @@ from kvrelay.cluster.scaling.decisions import Line
 from kvrelay.cluster.state import index_keys, session_keys
 from kvrelay.cluster.state.backup import Manifest
 from kvrelay.cluster.state.session_store import SessionStore
-from kvrelay.engine.kv.block_hash import HASH_BYTES, CacheScope
+from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.wire import channel, codec

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.node import Wake, Woken

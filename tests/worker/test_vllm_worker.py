@@ -34,8 +34,9 @@ from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.parameters import structure
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
 from kvrelay.engine.cost import prompt_features
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Exit, Send, Woken

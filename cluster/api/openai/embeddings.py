@@ -32,7 +32,7 @@ from kvrelay.cluster.api.openai.plan import (
 from kvrelay.cluster.api.openai.schema import Flag, ModelRequest, or_default, prompts_of
 from kvrelay.cluster.api.parameters import EMBEDDING, RERANK, SCORE
 from kvrelay.cluster.api.tenants import Tenant
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.request import Pooling, RequestSpec, SamplingParams
 
 MAX_INPUTS = 2048  # OpenAI's

@@ -51,7 +51,7 @@ from kvrelay.cluster.api.text.tokenizer import (
     infill_prompt,
 )
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
-from kvrelay.engine.kv.block_hash import APPROXIMATE, CacheScope
+from kvrelay.engine.kv.scope import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.request import ReasoningBudget, Refusal, RequestSpec, SamplingParams
 from kvrelay.engine.service_class import TIERS, ServiceClass

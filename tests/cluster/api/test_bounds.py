@@ -19,7 +19,7 @@ from kvrelay.cluster.api.openai.generation import Generation
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from kvrelay.engine.kv.block_hash import UNSALTED
+from kvrelay.engine.kv.scope import UNSALTED
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
 from tests.cluster.api.test_bad_input import error_of
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvrelay.cluster.api.openai.schema import MAX_PROMPT_LOGPROBS, MAX_SCORED_TOKENS
 from kvrelay.cluster.control.messages import ScalingReport, SetRole
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.request import PromptOutputs, SamplingParams, TokenDelta, TokenLogprobs
 from kvrelay.engine.wire.codec import FrameError, decode_message, encode

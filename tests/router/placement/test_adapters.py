@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.adapters import Adapter
-from kvrelay.engine.kv.block_hash import UNSALTED
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import Submit
