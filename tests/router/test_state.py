@@ -247,7 +247,7 @@ def test_rows_at_other_routers_take_no_place_of_chats(
     """Three run and four wait elsewhere, and all but one of them are rows of a batch."""
     sharing = Sharing()
     sharing.say(WorkerUp(worker_info("decode-0")))
-    share = TenantShare(max_concurrent=4, max_queued=4)  # of which one is for other callers
+    share = TenantShare(max_concurrent=4, max_queued=4)  # one for other callers
     sharing.say(OthersLoads({"a": TenantLoad(3, 4, 2, 4)}))
     for number in range(6):
         tokens, sampling = (number, 2, 3), SamplingParams(max_tokens=4)
