@@ -18,7 +18,7 @@ def pin_installation() -> None:
     children. Call it before others can move them; links inside the folders stay."""
     followed = {each: real for each in sys.path if (real := _followed(each)) != each}
     for module in list(sys.modules.values()):
-        path = vars(module).get("__path__")
+        path = getattr(module, "__dict__", {}).get("__path__")
         if isinstance(path, list):  # a namespace's follows `sys.path` by itself
             path[:] = [_below(each, followed) for each in path]
     sys.path[:] = [followed.get(each, each) for each in sys.path]

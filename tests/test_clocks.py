@@ -18,7 +18,7 @@ TIME_OF_DAY = {
     "cluster/api/openai": STAMPS,
     "cluster/api/batches/routes": STAMPS,
     "cluster/api/batches/runner": "when batches expire, and leases that processes share",
-    "cluster/api/batches/store": KEPT,
+    "cluster/api/batches/folder": KEPT,
     "cluster/api/responses/call": "whether the process that runs a response is overdue elsewhere",
     "cluster/api/responses/conversations": STAMPS,
     "cluster/api/responses/format": STAMPS,

@@ -13,6 +13,7 @@ import pytest
 from kvrelay.cluster.config import build_config
 from kvrelay.cluster.processes.orders import ControlSpec, GaveUp, StartupProgress
 from kvrelay.cluster.processes.supervised import Child
+from kvrelay.engine import installation
 from kvrelay.worker.process import Listening
 from tests.support.versions import Versions
 
@@ -20,16 +21,17 @@ pytestmark = pytest.mark.anyio
 
 # Imports one half of its package before the link moves, and starts a child after that.
 PROGRAM = """
-import os, subprocess, sys
-from kvrelay.engine.installation import GIVEN_PATH, pin_installation
+import os, runpy, subprocess, sys
+installation = runpy.run_path(sys.argv[2])
 import package, package.inner
-pin_installation()
+installation["pin_installation"]()
 os.remove(sys.argv[1])
 os.symlink("2.0", sys.argv[1])
 import package.inner.late, beside
 child = "import package.inner.late as late; print(late.VERSION)"
 subprocess.run([sys.executable, "-c", child], check=True)
-print(package.inner.late.VERSION, beside.VERSION, GIVEN_PATH.split(os.pathsep)[0], sys.executable)
+given = installation["GIVEN_PATH"]
+print(package.inner.late.VERSION, beside.VERSION, given.split(os.pathsep)[0], sys.executable)
 """
 
 
@@ -47,7 +49,7 @@ def test_what_is_imported_late_and_what_is_started_is_of_the_version_that_runs(
     (current := tmp_path / "current").symlink_to("1.0")
     path = os.pathsep.join([str(current), *filter(None, sys.path)])
     done = subprocess.run(
-        [current / "python", "-c", PROGRAM, current],
+        [current / "python", "-c", PROGRAM, current, installation.__file__],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
