@@ -164,10 +164,10 @@ class RequestSpec:
 
     def carried(self) -> dict[str, Any]:
         """Its fields by name, for a message that carries it."""
-        return {name: getattr(self, name) for name in _CARRIED}
+        return {name: getattr(self, name) for name in SPEC_FIELDS}
 
 
-_CARRIED = [each.name for each in fields(RequestSpec)]
+SPEC_FIELDS = tuple(each.name for each in fields(RequestSpec))
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,8 +250,7 @@ class Console:
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
         self.history = History(ctx.metrics)
-        # `ctx.status` is looked up each time: whoever serves may set another.
-        self.feed = Feed(lambda: ctx.status(), self.history, self._server)
+        self.feed = Feed(lambda: ctx.operations.status(), self.history, self._server)
         self.listeners = ConcurrencyLimiter(MAX_LISTENERS, what="consoles listen")
         self._ticked = asyncio.Event()
         self._seen_at = 0.0  # when the status was read last
@@ -262,7 +261,6 @@ class Console:
         return {
             "version": VERSION,
             "models": [*self._ctx.models],
-            "can_set_role": self._ctx.set_role is not None,
             "key_required": self._ctx.tenants.key_required,
             "period_s": PERIOD_S,
             "window_s": WINDOW_S,

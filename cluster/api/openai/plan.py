@@ -53,7 +53,13 @@ from kvrelay.cluster.api.text.tokenizer import (
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
 from kvrelay.engine.kv.scope import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Retention
-from kvrelay.engine.request import ReasoningBudget, Refusal, RequestSpec, SamplingParams
+from kvrelay.engine.request import (
+    SPEC_FIELDS,
+    ReasoningBudget,
+    Refusal,
+    RequestSpec,
+    SamplingParams,
+)
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.admission.admission import IncomingCall
 
@@ -458,8 +464,10 @@ def salt_of(request: ModelRequest, tenant: Tenant) -> bytes:
 
 
 def _about(ctx: ApiContext, request: GenerationRequest, tenant: Tenant) -> dict[str, Any]:
-    """Fields of the RequestSpec that all choices share. Raises `ApiError`."""
-    return {
+    """Fields of the RequestSpec that all choices share: those that a body has by the same name, and
+    what follows from others. Raises `ApiError`."""
+    same = type(request).model_fields.keys() & set(SPEC_FIELDS)
+    return {name: getattr(request, name) for name in same} | {
         "adapter": ctx.adapter_of(request.model),
         "priority": priority_of(request, tenant),
         "retention": _retention(ctx, request),

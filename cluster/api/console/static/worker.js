@@ -87,9 +87,6 @@ export function refreshDrawer() {
 }
 
 function rolePart(name) {
-  if (!store.parts.server.can_set_role) {
-    return h("p", { class: "hint", text: "Roles are set at the first router's console." });
-  }
   const now = store.workers.get(name).role;
   let wanted = now;
   const apply = h("button", {

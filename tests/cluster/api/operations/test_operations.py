@@ -238,7 +238,7 @@ def test_a_bug_is_logged_and_shows_no_traceback(
     def broken() -> Any:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(served.ctx, "status", broken)
+    monkeypatch.setattr(served.ctx.operations, "status", broken)
     with caplog.at_level(logging.ERROR, "kvrelay.api"):
         response = served.http.get("/status")
     assert response.status_code == 500

@@ -53,7 +53,7 @@ class Workers:
 def both(tokenizer: Tokenizer) -> Iterator[tuple[Served, Workers]]:
     workers = Workers()
     with serve(tokenizer, ApiSettings(), context={"set_role": workers.set_role}) as served:
-        served.ctx.status = workers.status
+        served.ctx.operations.status = workers.status
         yield served, workers
 
 
