@@ -34,7 +34,9 @@ class RouterConfig(Section, frozen=True):
     ttft_target_s: Seconds = 0.0
     # part of the service, for lower priorities while higher ones wait
     low_priority_share: Annotated[float, Meta(ge=0.0, le=0.5)] = 0.05
-    max_inflight_per_worker: Positive = 128  # requests of this router; the rest waits in its queue
+    # requests of this router, if they are no more than the worker runs at once and an eighth; the
+    # rest waits in its queue
+    max_inflight_per_worker: Positive = 128
     max_memory_wait_s: Seconds = 3.0  # no worker is chosen where KV blocks are free only later
     max_attempts: Positive = 6  # in a row that bring no new token; then the request fails
     # that end while they serve a request; then it fails, tokens or not

@@ -301,11 +301,11 @@ class Overtaken:
             runtime.violate("overtaken", text)
 
 
-def _order(core: EngineCore, seq: EngineSequence) -> float:
-    """The order of `engine.scheduling.selection`, by what there is to compute, not what routers
-    thought."""
+def _order(core: EngineCore, seq: EngineSequence) -> tuple[int, float]:
+    """The order of `engine.scheduling.selection`, by class and what there is to compute, not what
+    routers thought."""
     compute_s = seq.num_missing * core.timing.token_s
-    return order_of(compute_s, core.now - seq.arrived_at)
+    return -seq.service_class, order_of(compute_s, core.now - seq.arrived_at)
 
 
 class _Crowd:

@@ -76,7 +76,8 @@ class KeptAtRouter:
             return False
         config, info = router._config, endpoint.info
         is_away = endpoint.excluded_until > now or now - endpoint.struct.last_seen_at > LATELY_S
-        if is_away or endpoint.num_seqs >= config.max_inflight_per_worker:
+        slots = min(config.max_inflight_per_worker, endpoint.struct.max_booked)
+        if is_away or endpoint.num_seqs >= slots:
             return False
         most = record.num_prompt_tokens + record.sampling.max_tokens
         return fits(info, most) and endpoint.num_free_blocks >= info.blocks_for(most)

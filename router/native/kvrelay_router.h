@@ -130,7 +130,7 @@ typedef struct worker {
     double prompt_slowdown; /* by which prompts take longer than by the fit */
     double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
-    int64_t num_booked, reported_free_blocks;
+    int64_t num_booked, max_booked, reported_free_blocks;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
     int64_t held_blocks; /* that a request which was sent there waits for; 0: none does */
     int64_t decoding_tokens; /* KV that its decode steps read */

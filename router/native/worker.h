@@ -32,5 +32,6 @@ static inline double used_fraction(const worker *w) {
 
 static inline bool can_take(const worker *w, double now, int64_t max_inflight, bool low) {
     int64_t num_booked = w->num_booked - (low ? 0 : w->low_booked);
+    if (max_inflight > w->max_booked) max_inflight = w->max_booked;
     return w->alive && now >= w->excluded_until && num_booked < max_inflight;
 }

@@ -30,6 +30,9 @@ SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
 LEAST_S: float = (
     constants.LEAST_MS / 1000
 )  # for a prompt that should be computed by now, and is not
+# A worker may have one request in so many beside those that run: the next ones have their prompts
+# computed, and all others wait at the router, where callers take turns.
+AHEAD = 8
 TYPICAL_S = 10.0  # time constant of what is typical: sequences that decode, prompts to compute
 ROLE_BITS = {
     Role.DECODE: constants.DECODES,
@@ -167,6 +170,7 @@ class Endpoint:
             "block_size": info.block_size,
             "num_blocks": info.num_blocks,
             "max_model_len": info.max_model_len,
+            "max_booked": info.max_num_seqs + max(1, info.max_num_seqs // AHEAD),
             "max_seq_blocks": info.max_seq_blocks,
             "row_blocks": info.row_blocks,
             "windowed_groups": info.windowed_groups,

@@ -9,10 +9,10 @@ import pytest
 
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.kv.events import KVSnapshotRequest
-from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.engine.request import FinishReason, Refusal, SamplingParams
 from kvrelay.engine.waiting import MAX_PASSED
 from kvrelay.router.dispatch import Dispatcher
-from kvrelay.router.messages import Cancel, Failed
+from kvrelay.router.messages import Cancel, Failed, Submit
 from kvrelay.router.record import Attempt, Rejection, RequestRecord
 from kvrelay.router.requests import MAX_TRIED_AT_ONCE
 from tests.router.admission.overload import Overload
@@ -82,6 +82,23 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     assert s.router.status(s.now).num_queued == 3
     s.delta("decode-0", 10, 999, request_id="r0", finish=FinishReason.STOP)
     assert s.one(Decode).request_id == "r2"
+
+
+def test_a_worker_is_sent_an_eighth_more_than_it_runs_and_the_rest_takes_turns() -> None:
+    """Else whoever comes next would wait at the worker, behind all that others have sent."""
+    s = Script()
+    s.up("decode-0", max_num_seqs=8)
+
+    def submit(name: str, caller: str) -> None:
+        tokens, params = tuple(range(12)), SamplingParams(max_tokens=8)
+        s.tell(Submit(name, CLIENT, tokens, params, 60.0, caller=caller))
+
+    for n in range(30):
+        submit(f"flood {n}", "flood")
+    assert len(s.take(Decode)) == 9
+    submit("chat", "chat")
+    s.delta("decode-0", 12, 999, request_id="flood 0", finish=FinishReason.STOP)
+    assert s.one(Decode).request_id == "chat"
 
 
 def test_a_queue_of_zero_serves_what_can_be_served_at_once() -> None:
