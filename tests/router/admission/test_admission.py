@@ -97,8 +97,9 @@ def test_a_worker_is_sent_an_eighth_more_than_it_runs_and_the_rest_takes_turns()
         submit(f"flood {n}", "flood")
     assert len(s.take(Decode)) == 9
     submit("chat", "chat")
-    s.delta("decode-0", 12, 999, request_id="flood 0", finish=FinishReason.STOP)
-    assert s.one(Decode).request_id == "chat"
+    for n in range(2):
+        s.delta("decode-0", 12, 999, request_id=f"flood {n}", finish=FinishReason.STOP)
+    assert [each.request_id for each in s.take(Decode)] == ["flood 9", "chat"]
 
 
 def test_a_queue_of_zero_serves_what_can_be_served_at_once() -> None:
