@@ -99,7 +99,7 @@ class FittedCost:
         self._unit_s = 0.0  # seconds for what `shape` calls 1: the middle of what was measured
         self._squares = FIRST_SPREAD**2  # relative errors squared, on average
         self._num_off = 0  # samples in a row that were far off, all too low or all too high
-        self.slowest_unit_s = 0.0  # recently
+        self.slowest_unit_s = self._fastest_unit_s = 0.0  # recently
 
     def add(self, features: Sequence[float], seconds: float) -> None:
         if not 0 < seconds < inf:
@@ -112,6 +112,8 @@ class FittedCost:
         rate = max(1.0 / (1.0 + self._num_kept), UNIT_WEIGHT)
         self._unit_s = unit_s * exp((1.0 - rate) * log((self._unit_s or unit_s) / unit_s))
         self.slowest_unit_s = max(unit_s, self._unit_s, self.slowest_unit_s * FORGET)
+        fastest_s = self._fastest_unit_s / FORGET or inf
+        self._fastest_unit_s = min(unit_s, self._unit_s, fastest_s)
         expected_s = min(max(expected_s, seconds / MOST_OFF), seconds * MOST_OFF)
         scale = expected_s * seconds
         for i, feature in enumerate(features):
@@ -152,9 +154,11 @@ class FittedCost:
             self.weights[i] = weight
 
     def seconds(self, features: Sequence[float]) -> float:
-        """What is expected; never more than at the slowest speed that was measured of late."""
-        most_s: float = self.slowest_unit_s * sum(map(mul, self._shape, features))
-        return min(fitted_s(self.weights, features), most_s)
+        """What is expected, between the slowest and the fastest speed that were measured of late.
+        So never 0 once something was: a fit may say that of what was not among the samples."""
+        units: float = sum(map(mul, self._shape, features))
+        most_s, least_s = self.slowest_unit_s * units, self._fastest_unit_s * units
+        return max(least_s, min(fitted_s(self.weights, features), most_s))
 
     def spread(self, features: Sequence[float]) -> float:
         """Standard error of `seconds`, as a part of it: small where much like it was measured;

@@ -74,6 +74,19 @@ def test_a_fit_never_says_less_than_no_time() -> None:
     assert fitted_s((-1.0, 0.0), (1.0, 1.0)) == 0.0
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_what_was_not_among_the_samples_takes_some_time_too(seed: int) -> None:
+    """Beside 16 busy processes a fit said that a prompt takes what lies before its chunks alone, so
+    that the first chunk took nothing, and the worker ended at a division by that."""
+    rng, cost = Random(seed), FittedCost(PROMPT_SHAPE)
+    for _ in range(rng.randrange(1, 60)):
+        start, size = rng.choice((0, 512, 1024, 4096, 7000)), rng.choice((1, 64, 256, 512))
+        noise = rng.lognormvariate(0.0, rng.choice((0.1, 1.0, 3.0)))
+        cost.add(prompt_features(size, start, size), size * (2e-3 + start * 1e-6) * noise)
+    for size in (1, 256, 8000):
+        assert cost.seconds(prompt_features(size, 0, 512)) > 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_polynomial_is_found_in_noisy_samples(seed: int) -> None:
     rng = Random(seed)
