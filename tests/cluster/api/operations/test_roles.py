@@ -136,11 +136,6 @@ def test_what_is_no_role_is_refused_and_changes_nothing(
     assert workers.told == []
 
 
-def test_a_router_without_a_controller_has_no_such_call(served: Served, run: Any) -> None:
-    assert change(served, "decode-0", {"role": "prefill"}).status_code == 404
-    assert run(served, "decode-0", "prefill").exit_code == 1
-
-
 def test_the_command_waits_until_what_decodes_there_has_moved(
     server: Served, workers: Workers, run: Any
 ) -> None:
