@@ -228,6 +228,11 @@ class WorkerStats:
     weights: Annotated[str, Hidden("shown as the router takes it")] = ""
 
 
+def no_stats(worker: NodeId, epoch: int) -> WorkerStats:
+    """Those of a worker that has said nothing yet, or does not live: zeros."""
+    return WorkerStats(worker, epoch, *(0,) * 9)
+
+
 @dataclass(frozen=True, slots=True)
 class RouterUp:
     """From the controller. To a worker: publish to `router`, beginning with a snapshot. To another

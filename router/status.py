@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Struct, field
 
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import Fact, Role, WorkerStats, facts_of
+from kvrelay.engine.stats import Fact, Role, WorkerStats, facts_of, no_stats
 from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 
 LAYOUT_DIGITS = 12
@@ -176,5 +176,5 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         block_size=info.block_size,
         layout=info.fingerprint.hex()[:LAYOUT_DIGITS],
         weights=info.weights or None,
-        stats=stats,
+        stats=stats or no_stats(info.worker, info.epoch),
     )

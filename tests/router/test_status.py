@@ -54,7 +54,7 @@ def test_cached_tokens_are_counted_by_where_they_came_from() -> None:
 def test_status_tells_what_the_tiers_of_a_worker_hold_and_how_fast_they_are() -> None:
     s = Script("decode-0")
     (worker,) = s.router.status(s.now).workers
-    assert worker.fact("num_host_blocks") is None  # it has said nothing yet
+    assert worker.fact("num_host_blocks") == 0  # it has said nothing yet
     said = {
         "num_host_blocks": 70,
         "num_disk_blocks": 900,
