@@ -289,8 +289,7 @@ class RouterProcess:
                 await asyncio.to_thread(store.close)
 
     def change_models(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
-        """Begin to add a model or (None) to remove one. Raises ConfigError and
-        ControllerAway."""
+        """Begin to add a model or (None) remove one. Raises ConfigError and ControllerAway."""
         config = self.config
         if config.cluster.name:
             who = f"the servers of {config.cluster.name} read [[models]] of their files"
