@@ -46,7 +46,8 @@ MODULES += [
     "kvrelay.cluster.control.process_messages",
 ]
 INSIDE = {"StartFailed", "ProcessEnds"}  # they go to a guardian
-INSIDE |= {"WorkRequest"}  # the base of two
+INSIDE |= {"RequestSpec", "WorkRequest"}  # bases of others
+INSIDE |= {"Fact", "Hidden"}  # notes at fields
 
 
 def declared() -> Iterator[type]:

@@ -63,8 +63,9 @@ def make_runner(store: Any, endpoint: Any, clock: Callable[[], float] = time.tim
         batches=store,
         tenants=Tenants(),
         live=SimpleNamespace(num_taken=0, limit=100),
-        status=lambda: SimpleNamespace(num_queued=0, models=()),
-        is_draining=lambda: False,
+        operations=SimpleNamespace(
+            status=lambda: SimpleNamespace(num_queued=0, models=()), draining=False
+        ),
         chosen=lambda model, tenant: None,
         metrics=ApiMetrics(CollectorRegistry()),
     )
