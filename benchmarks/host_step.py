@@ -127,7 +127,7 @@ class Host:
             length = context + random_.randrange(BLOCK_SIZE)
             tokens = tuple(random_.randrange(1, VOCAB) for _ in range(length))
             sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, stop_token_ids=(2,))
-            asked = Decode(f"r-{number}", 1, ROUTER, tokens, length, sampling, 1e6)
+            asked = Decode(f"r-{number}", sampling, 1, ROUTER, tokens, length, 1e6)
             effects += self.node.receive(0.0, asked)
         steps = _steps_of(effects)
         while len(steps[0].seqs) < num_seqs or steps[0].num_tokens > num_seqs:

@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from kvrelay.engine.wire.codec import register
 from kvrelay.router.status import RouterStatus, WorkerStatus
@@ -209,6 +210,11 @@ class ClusterStatus(RouterStatus, kw_only=True):
     certificates: dict[str, float] = field(default_factory=dict)  # seconds since 1970 of their ends
     restart: RestartStatus = field(default_factory=RestartStatus)
     weights: list[WeightsStatus] = field(default_factory=list)  # by model, where they were changed
+
+    def json(self) -> bytes:
+        """What `/status` answers: of each worker its facts."""
+        facts = [worker.facts() for worker in self.workers]
+        return msgspec.json.encode(asdict(self) | {"workers": facts})
 
 
 def merge(own: ClusterStatus, view: ClusterView, age_s: float) -> None:

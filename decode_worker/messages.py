@@ -9,7 +9,7 @@ from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.codec import register
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decode(WorkRequest):
     """Generate from `tokens` on. With `prefill_from`, wait for that producer's KV (and compute
     what does not come); without it, compute the prompt here."""

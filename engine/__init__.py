@@ -1,4 +1,13 @@
 """The engine: what a worker is made of, independent of its role.
 
-Everything here except `engine.model` is pure: no clock, no socket, no thread, no torch.
+    request, service_class, adapters, shares   what a request is: one vocabulary
+    core, sequence, scheduling                 sequences, steps, and who is in the next one
+    kv                                         blocks, their names, groups and windows; events
+    cost, waiting, stats, messages             what workers publish, and what they are asked
+    model                                      a step becomes tokens: checkpoint, cpu, gpu, parallel
+    node, host, wire                           processes that talk; they know nothing of models
+    config, settings, identity, files, logs    what a process starts with
+
+Everything but `model`, `host` and `wire` is pure: no clock, no socket, no thread, no torch. Nothing
+here imports another package of KVRelay.
 """

@@ -19,7 +19,14 @@ from kvrelay.engine.kv.tier import LOWER_TIERS, Tier
 from kvrelay.engine.messages import Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.progress import StepWatch
-from kvrelay.engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta, TokenLogprobs
+from kvrelay.engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    Refusal,
+    RequestSpec,
+    TokenDelta,
+    TokenLogprobs,
+)
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import RECOMPUTED, WorkerStats
@@ -105,12 +112,11 @@ class EngineCore:
                 f"{config.node_id} has {num_here} requests, of which {config.max_num_seqs} may run",
             )
         seq = Sequence(
-            request_id=work.request_id,
+            spec=RequestSpec(**work.carried()),
             attempt=work.attempt,
             router=work.router,
             tokens=list(work.tokens),
             num_prompt_tokens=work.num_prompt_tokens,
-            sampling=work.sampling,
             deadline=now + work.timeout_s,
             arrived_at=now,
             phase_since=now,
@@ -125,8 +131,6 @@ class EngineCore:
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
             num_held=work.num_held,
-            adapter=work.adapter,
-            service_class=work.service_class,
             weights=((0, self.weights.name),),
             pins_weights=work.pins_weights,
         )

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from kvrelay.engine.adapters import Adapter
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
-from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.request import Refusal, SamplingParams, TokenDelta
-from kvrelay.engine.service_class import ServiceClass
+from kvrelay.engine.request import Refusal, RequestSpec, TokenDelta
 from kvrelay.engine.wire.codec import register
 
 
 @dataclass(frozen=True, slots=True)
-class WorkRequest:
+class WorkRequest(RequestSpec):
     """What a router asks of a worker, whether it prefills or decodes: the base of both messages."""
 
-    request_id: str
     attempt: int
     router: NodeId
     tokens: tuple[int, ...]  # prompt, then output so far
     num_prompt_tokens: int
-    sampling: SamplingParams
     timeout_s: float
-    scope: CacheScope = UNSALTED
-    retention: Retention | None = None  # None: the worker's own
+    _: KW_ONLY
     fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
     block_hashes: bytes = b""  # packed, for the full blocks of `tokens`: hashed only once
     num_held: int = 0  # tokens that need not be computed, as far as the router knows
-    adapter: Adapter | None = None  # its digest is in `scope` already
     num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
-    service_class: ServiceClass = ServiceClass.DEFAULT
     fingerprint: bytes = b""  # whose weights are meant; b"": those it began with
     pins_weights: bool = False  # no others may go on with it
 

@@ -1,10 +1,20 @@
-"""Requests as every role sees them: sampling parameters, reasons to end, reasons to refuse."""
+"""Requests as every role sees them: what was asked for, reasons to end, reasons to refuse.
+
+`RequestSpec` is what a request is. The API writes it down; routers, workers and their messages
+carry it whole, so what is added to it is everywhere, and copied nowhere field by field.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import StrEnum
+from typing import Any
+
+from kvrelay.engine.adapters import Adapter
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.service_class import ServiceClass
 
 
 class FinishReason(StrEnum):
@@ -129,6 +139,35 @@ class SamplingParams:
             and not self.frequency_penalty
             and not self.must_go_on(num_output_tokens)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A request, the same for each of its attempts and for everybody who works on it."""
+
+    request_id: str
+    sampling: SamplingParams
+    _: KW_ONLY
+    scope: CacheScope = UNSALTED  # who may share its KV; the adapter's digest is in it
+    adapter: Adapter | None = None  # with which it is computed
+    retention: Retention | None = None  # for its KV; None: the workers' own
+    priority: int = 0  # the lowest goes first; says of which class of service it is
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass.of(self.priority)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether others go before it at workers too."""
+        return self.service_class.is_low
+
+    def carried(self) -> dict[str, Any]:
+        """Its fields by name, for a message that carries it."""
+        return {name: getattr(self, name) for name in SPEC_FIELDS}
+
+
+SPEC_FIELDS = tuple(each.name for each in fields(RequestSpec))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,13 @@ from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.request import FinishReason, PromptOutputs, SamplingParams, TokenLogprobs
+from kvrelay.engine.request import (
+    FinishReason,
+    PromptOutputs,
+    RequestSpec,
+    SamplingParams,
+    TokenLogprobs,
+)
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.waiting import Passes
 
@@ -34,18 +40,15 @@ class Sequence:
     counts entries of the table is a multiple of the number of groups (`engine.kv.window`).
     """
 
-    request_id: str
+    spec: RequestSpec
     attempt: int
     router: NodeId
     tokens: list[int]
     num_prompt_tokens: int
-    sampling: SamplingParams
     deadline: float
     arrived_at: float
     chain: BlockChain
-    retention: Retention
-    adapter: Adapter | None = None
-    service_class: ServiceClass = ServiceClass.DEFAULT
+    retention: Retention  # the worker's own, where the request has none
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
     block_ids: list[int] = field(default_factory=list)
@@ -90,6 +93,17 @@ class Sequence:
     # Some of its KV is of earlier weights: nobody else gets any of it. Once it has lost that, it
     # has this chain.
     next_chain: BlockChain | None = None
+
+    # What every step reads of the request.
+    request_id: str = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    adapter: Adapter | None = field(init=False)
+    service_class: ServiceClass = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.request_id, self.sampling = spec.request_id, spec.sampling
+        self.adapter, self.service_class = spec.adapter, spec.service_class
 
     @property
     def is_low(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, get_type_hints
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.codec import register
@@ -117,46 +118,119 @@ class GroupBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStats:
-    """What changes. Rates are moving averages in SI units; 0: nothing was measured yet."""
+class Fact:
+    """What operators are told of a field: `text` on the pages, in the console and for its gauge
+    `kvrelay_worker_METRIC`, if it is one."""
 
-    worker: NodeId
-    epoch: int
-    num_free_blocks: int  # free or evictable
-    num_cached_blocks: int  # sealed, whether in use or evictable
-    num_waiting: int
-    num_running: int
-    num_handoffs: int  # transfers that have not settled, and sequences held for a consumer
-    pending_prefill_tokens: int  # known tokens without KV
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    read_bytes_per_s: float
-    event_seq: int = 0  # last KVEvents: shows the loss of one that no other follows
-    counters: dict[str, float] = field(default_factory=dict)  # totals since start, for metrics
-    host_read_bytes_per_s: float = 0.0  # from its host memory into the device
-    disk_read_bytes_per_s: float = 0.0  # from its disk into the device
-    num_host_blocks: int = 0  # that hold KV, of the host tier
-    num_disk_blocks: int = 0
-    disk_used_bytes: int = 0  # that these take there
-    prompt_weights: tuple[float, ...] = ()  # for `cost.prompt_features`; empty: not known yet
-    decode_weights: tuple[float, ...] = ()  # for `cost.decode_features`
-    prompt_slowdown: float = 1.0  # by which prompts take longer now than by `prompt_weights`
-    num_wanted_blocks: int = 0  # that waiting sequences need
-    num_decoding: int = 0  # sequences that have their whole prompt
-    decoding_tokens: int = 0  # sum of their context lengths
-    progress: Progress = Progress.MADE
-    links: tuple[KVLink, ...] = ()  # to the peers that it can read
-    groups: tuple[GroupBlocks, ...] = ()  # where layers are in several groups
-    object_read_bytes_per_s: float = 0.0  # from the object store into the device
-    num_low_blocks: int = 0  # low classes of service use or want them, and make room for others
-    num_low_decoding: int = 0  # among num_decoding
-    low_decoding_tokens: int = 0  # among decoding_tokens
-    adapters: tuple[bytes, ...] = ()  # digests of those in memory
-    adapter_load_s: float = 0.0  # how long it takes to load another
-    num_host_lacking: int = 0  # blocks of the host tier that the machine has no memory for
-    num_weight_changes: int = 0  # since its start; above 0, what it computes with now:
-    fingerprint: bytes = b""  # as in `WorkerInfo`
-    weights: str = ""
+    text: str
+    metric: str = ""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.text[0].upper()}{self.text[1:]}."
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """A field that operators are not shown, and why."""
+
+    why: str
+
+
+def facts_of(kind: type) -> dict[str, Fact]:
+    """The fields of a class that operators are shown. Each has a `Fact`, or is `Hidden`."""
+    hints = get_type_hints(kind, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: note for name, note in notes.items() if isinstance(note, Fact)}
+
+
+_FOR_ROUTERS = Hidden("a term of the routers' costs")
+_FOR_LOW = Hidden("routers count low classes of service apart")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What changes. Rates are moving averages in SI units; 0: nothing was measured yet.
+
+    A field is written here alone, with what operators are told of it: `/status`, metrics, console,
+    `kvrelay status` and the pages take it from here."""
+
+    worker: Annotated[NodeId, Hidden("the row's name")]
+    epoch: Annotated[int, Hidden("the row's")]
+    num_free_blocks: Annotated[int, Hidden("what is used is shown")]  # free or evictable
+    num_cached_blocks: Annotated[
+        int, Fact("KV blocks that are sealed: found by prefix", "cached_blocks")
+    ]
+    num_waiting: Annotated[int, Fact("requests that wait to run", "waiting")]
+    num_running: Annotated[int, Fact("requests in the running batch", "running")]
+    num_handoffs: Annotated[
+        int, Fact("KV transfers not settled, and KV held for a consumer", "handoffs")
+    ]
+    pending_prefill_tokens: Annotated[
+        int, Fact("tokens known and not computed", "pending_prefill_tokens")
+    ]
+    prefill_tokens_per_s: Annotated[
+        float, Fact("rate of prefill, recent", "prefill_tokens_per_second")
+    ]
+    decode_step_s: Annotated[float, Fact("time of a decode step, recent", "decode_step_seconds")]
+    read_bytes_per_s: Annotated[
+        float, Fact("rate of KV transfers, recent", "read_bytes_per_second")
+    ]
+    # The last KVEvents: shows the loss of one that no other follows.
+    event_seq: Annotated[int, Hidden("between worker and router")] = 0
+    counters: Annotated[
+        dict[str, float], Fact("totals since its start, as in `kvrelay_worker_events_total`")
+    ] = field(default_factory=dict)
+    host_read_bytes_per_s: Annotated[
+        float, Fact("rate of loads from host memory, recent", "host_read_bytes_per_second")
+    ] = 0.0
+    disk_read_bytes_per_s: Annotated[
+        float, Fact("rate of loads from disk, recent", "disk_read_bytes_per_second")
+    ] = 0.0
+    num_host_blocks: Annotated[int, Fact("blocks of host memory that hold KV", "host_blocks")] = 0
+    num_disk_blocks: Annotated[int, Fact("blocks of disk that hold KV", "disk_blocks")] = 0
+    disk_used_bytes: Annotated[int, Fact("bytes that these take there", "disk_used_bytes")] = 0
+    # For `cost.prompt_features` and `cost.decode_features`; empty: not known yet.
+    prompt_weights: Annotated[tuple[float, ...], _FOR_ROUTERS] = ()
+    decode_weights: Annotated[tuple[float, ...], _FOR_ROUTERS] = ()
+    # By which prompts take longer now than by `prompt_weights`.
+    prompt_slowdown: Annotated[float, _FOR_ROUTERS] = 1.0
+    num_wanted_blocks: Annotated[int, _FOR_ROUTERS] = 0  # that waiting sequences need
+    # Sequences that have their whole prompt, and the sum of their context lengths.
+    num_decoding: Annotated[int, Hidden("each router shows its own")] = 0
+    decoding_tokens: Annotated[int, _FOR_ROUTERS] = 0
+    progress: Annotated[Progress, Hidden("the state of the worker says so")] = Progress.MADE
+    links: Annotated[
+        tuple[KVLink, ...],
+        Fact("for each peer that it reads: `peer`, and `bytes_per_s` of a first small read"),
+    ] = ()
+    groups: Annotated[
+        tuple[GroupBlocks, ...],
+        Fact("of each kind of groups of layers what it has of the pool: below"),
+    ] = ()
+    # From the object store into the device.
+    object_read_bytes_per_s: Annotated[
+        float, Fact("rate of loads from the bucket", "object_read_bytes_per_second")
+    ] = 0.0
+    num_low_blocks: Annotated[int, _FOR_LOW] = 0  # that they use or want, and make room with
+    num_low_decoding: Annotated[int, _FOR_LOW] = 0  # among num_decoding
+    low_decoding_tokens: Annotated[int, _FOR_LOW] = 0  # among decoding_tokens
+    # Digests of those in memory, and how long it takes to load another.
+    adapters: Annotated[tuple[bytes, ...], Hidden("names stand at /v1/adapters")] = ()
+    adapter_load_s: Annotated[float, _FOR_ROUTERS] = 0.0
+    num_host_lacking: Annotated[
+        int,
+        Fact("host blocks that the machine has no memory for", "host_blocks_lacking"),
+    ] = 0
+    # Since its start; above 0, what it computes with now follows, as in `WorkerInfo`.
+    num_weight_changes: Annotated[int, Hidden("the version is shown")] = 0
+    fingerprint: Annotated[bytes, Hidden("shown as the layout")] = b""
+    weights: Annotated[str, Hidden("shown as the router takes it")] = ""
+
+
+def no_stats(worker: NodeId, epoch: int) -> WorkerStats:
+    """Those of a worker that has said nothing yet, or does not live: zeros."""
+    return WorkerStats(worker, epoch, *(0,) * 9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,9 @@ Workers' messages to it are `engine.messages`, `engine.kv.events` and `engine.st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 
-from kvrelay.engine.adapters import Adapter
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import (
@@ -17,10 +15,9 @@ from kvrelay.engine.request import (
     FinishReason,
     PromptOutputs,
     Refusal,
-    SamplingParams,
+    RequestSpec,
     TokenLogprobs,
 )
-from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.wire.codec import register
 
@@ -45,39 +42,20 @@ class TenantShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(RequestSpec):
     """A client's request. Answered to `reply_to` by `Output`s, the last with `finish` set, or by
     one `Failed`; exactly one of the two ends it."""
 
-    request_id: str
     reply_to: NodeId
     tokens: tuple[int, ...]
-    sampling: SamplingParams
     timeout_s: float
-    priority: int = 0  # the lowest goes first; says of which class of service it is
-    scope: CacheScope = UNSALTED
-    retention: Retention | None = None  # for its KV; None: the workers' own
+    _: KW_ONLY
     session: str | None = None  # name of the session it is a turn of, unique within `tenant`
     tenant: str = ""
     share: TenantShare = TenantShare()
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do
-    adapter: Adapter | None = None  # with which it is computed
     weights: str = ""  # name of the version that it is pinned to; "": any
     caller: str = ""  # who of the tenant asks: a name without meaning; "": it is not known
-
-    @property
-    def kv_scope(self) -> CacheScope:
-        """Who may share its KV."""
-        return self.scope.with_adapter(self.adapter)
-
-    @property
-    def service_class(self) -> ServiceClass:
-        return ServiceClass.of(self.priority)
-
-    @property
-    def is_low(self) -> bool:
-        """Whether others go before it at workers too."""
-        return self.service_class.is_low
 
 
 @dataclass(frozen=True, slots=True)

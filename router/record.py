@@ -272,7 +272,7 @@ class RequestRecord:
         key = (info.fingerprint, info.block_size)
         chain = self._chains.get(key)
         if chain is None:
-            scope = self.submit.kv_scope
+            scope = self.submit.scope
             chain = self._chains[key] = BlockChain(info.fingerprint, scope, info.block_size)
         return chain
 
@@ -344,34 +344,30 @@ def dispatch_messages(
     """Decode, and Prefill where there is a prefill worker. The worker that computes the prompt is
     told the peer to fetch from; a decode worker that waits for a prefill worker reads from that."""
     decode, prefill = attempt.decode.worker, attempt.prefill
-    common: dict[str, Any] = {
-        "request_id": record.request_id,
+    common: dict[str, Any] = record.submit.carried() | {
         "attempt": attempt.number,
         "router": router,
         "tokens": tuple(record.tokens),
         "num_prompt_tokens": record.num_prompt_tokens,
         "sampling": record.sampling,
         "timeout_s": timeout_s,
-        "scope": record.submit.kv_scope,
-        "adapter": record.submit.adapter,
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
         "num_held": record.num_held(attempt),
         "num_stored": attempt.num_stored,
-        "service_class": record.submit.service_class,
         "fingerprint": attempt.fingerprint,
         "pins_weights": bool(record.submit.weights),
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST
     there = retention if attempt.retain_on in (RetainOn.PREFILL, RetainOn.BOTH) else EVICT_FIRST
+    computes: dict[str, Any] = {"fetch_from": attempt.fetch_from}
+    common["retention"] = here
     if prefill is None:
-        alone = Decode(retention=here, fetch_from=attempt.fetch_from, **common)
-        return [Send(decode, alone)]
-    to_prefill = Prefill(decode_to=decode, retention=there, fetch_from=attempt.fetch_from, **common)
-    return [
-        Send(decode, Decode(prefill_from=prefill.worker, retention=here, **common)),
-        Send(prefill.worker, to_prefill),
-    ]
+        return [Send(decode, Decode(**common, **computes))]
+    to_decode = Decode(prefill_from=prefill.worker, **common)
+    common["retention"] = there
+    to_prefill = Prefill(decode_to=decode, **common, **computes)
+    return [Send(decode, to_decode), Send(prefill.worker, to_prefill)]
 
 
 def abort_messages(

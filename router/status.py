@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
+from typing import Annotated, Any
 
 from msgspec import Struct, field
 
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import GroupBlocks, KVLink, Role
+from kvrelay.engine.stats import Fact, Role, WorkerStats, facts_of, no_stats
 from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 
 LAYOUT_DIGITS = 12
@@ -77,54 +78,65 @@ def _add(sums: dict[str, float], key: str, amount: float) -> None:
 
 
 class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
-    """A worker in `/status`. A router fills in what it measures, and nothing of a worker that it
-    does not know; the controller fills in the rest. None: not known, and left out.
+    """A worker in `/status`, where the facts of `stats` stand beside the others. A router fills in
+    what it measures, and nothing of a worker that it does not know; the controller fills in the
+    rest. None: not known, and left out.
 
     Blocks are KV blocks. Units are in the names: `_s` seconds, `_bytes_per_s`, `_tokens_per_s`."""
 
-    worker: NodeId
-    role: Role
-    model: str | None = None  # that it serves, where there are several
-    state: str  # a `ProcessState`, "draining", or as a router sees it: "up", "backoff" or "down"
-    epoch: int | None = None  # counts its starts
+    worker: Annotated[NodeId, Fact("its name")]
+    role: Annotated[Role, Fact("`prefill`, `decode` or `both`")]
+    model: Annotated[str | None, Fact("that it serves, where there are several")] = None
+    # A `ProcessState`, "draining", or as a router sees it: "up", "backoff" or "down".
+    state: Annotated[str, Fact("`up`, `backoff`, `draining` or `down`; or how far its start is")]
+    epoch: Annotated[int | None, Fact("counts its starts")] = None
     # By the router that is asked:
-    num_blocks: int | None = None
-    num_used_blocks: int | None = None  # held by requests
-    num_cached_blocks: int | None = None  # sealed: found by prefix
-    num_running: int | None = None  # requests in its batch
-    num_waiting: int | None = None
-    num_handoffs: int | None = None  # transfers not settled, and KV held for a consumer
-    num_inflight: int | None = None  # requests of this router
-    num_decoding: int | None = None  # those among them whose output is generated there
-    pending_prefill_tokens: int | None = None
-    cache_hit_rate: float | None = None  # cached / prompt tokens of the requests it reported
-    prefill_tokens_per_s: float | None = None
-    decode_step_s: float | None = None
-    read_bytes_per_s: float | None = None  # KV transfers
-    counters: dict[str, float] | None = None  # totals since its start
-    num_host_blocks: int | None = None  # blocks of its host memory that hold KV
-    num_host_lacking: int | None = None  # that the machine has no memory for
-    num_disk_blocks: int | None = None
-    disk_used_bytes: int | None = None  # that these take there
-    disk_ratio: float | None = None  # bytes of KV to these; 0: none is there
-    host_read_bytes_per_s: float | None = None
-    disk_read_bytes_per_s: float | None = None
-    cached_tokens_by_source: dict[str, int] | None = None
-    groups: tuple[GroupBlocks, ...] | None = None  # by kind of groups of layers; None: one
-    block_size: int | None = None  # tokens
-    links: tuple[KVLink, ...] | None = None  # by which it reads KV from others
-    layout: str | None = None  # only workers whose KV has one layout pass it to each other
-    weights: str | None = None  # name of their version
+    num_blocks: Annotated[int | None, Fact("KV blocks in its pool", "blocks")] = None
+    num_used_blocks: Annotated[int | None, Fact("KV blocks held by requests", "used_blocks")] = None
+    num_inflight: Annotated[int | None, Fact("requests of this router")] = None
+    num_decoding: Annotated[int | None, Fact("those among them that decode there")] = None
+    cache_hit_rate: Annotated[
+        float | None, Fact("cached tokens / prompt tokens of the requests it reported")
+    ] = None
+    disk_ratio: Annotated[
+        float | None, Fact("bytes of KV on disk to those that it takes there", "disk_ratio")
+    ] = None
+    cached_tokens_by_source: Annotated[
+        dict[str, int] | None, Fact("cached tokens by `device`, `host`, `disk`, `object`, `peer`")
+    ] = None
+    block_size: Annotated[int | None, Fact("tokens of a block")] = None
+    layout: Annotated[str | None, Fact("of its KV: only workers of one layout exchange KV")] = None
+    weights: Annotated[
+        str | None, Fact("name of the version of its weights ([weights.md](weights.md))")
+    ] = None
+    stats: WorkerStats | None = None  # as it said last; its facts stand beside the others
     # By the controller:
-    pid: int | None = None
-    machine: str | None = None  # "": it has none
-    further_machines: tuple[str, ...] | None = None  # that have some of its ranks
-    tensor_parallel_size: int | None = None  # ranks
-    restarts: int | None = None
-    hangs: int | None = None  # times that it was ended because it did not answer
-    last_error: str | None = None
-    version: str | None = None  # the package's; "unknown": it does not say
-    start_s: float | None = None  # from the start of its process until it listened
+    pid: Annotated[int | None, Fact("its process")] = None
+    machine: Annotated[str | None, Fact("where it is; empty: nowhere")] = None
+    further_machines: Annotated[tuple[str, ...] | None, Fact("where its other ranks are")] = None
+    tensor_parallel_size: Annotated[int | None, Fact("its ranks")] = None
+    restarts: Annotated[int | None, Fact("times it was started again")] = None
+    hangs: Annotated[int | None, Fact("times it was ended because it did not answer")] = None
+    last_error: Annotated[str | None, Fact("why it was lost last")] = None
+    version: Annotated[str | None, Fact("of kvrelay; `unknown` of one that does not say")] = None
+    start_s: Annotated[float | None, Fact("time that it took to start, once it had a process")] = (
+        None
+    )
+
+    def fact(self, name: str) -> Any:
+        """The value of one of WORKER_FACTS; None: not known."""
+        return getattr(self if name in OWN_FACTS else self.stats, name, None)
+
+    def facts(self) -> dict[str, Any]:
+        """All that is known of it, by name: its own fields and those of its statistics."""
+        found = {name: getattr(self, name) for name in OWN_FACTS}
+        if self.stats is not None:
+            found |= {name: getattr(self.stats, name) for name in STATS_FACTS}
+        return {name: value for name, value in found.items() if value not in (None, ())}
+
+
+OWN_FACTS, STATS_FACTS = facts_of(WorkerStatus), facts_of(WorkerStats)
+WORKER_FACTS = OWN_FACTS | STATS_FACTS
 
 
 class RouterStatus(Struct, kw_only=True):
@@ -146,7 +158,7 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
     state = "backoff" if now < endpoint.excluded_until else "up"
     state = "draining" if endpoint.excluded_until == inf else state
     state = state if endpoint.alive else "down"
-    num_on_disk, disk_bytes = (stats.num_disk_blocks, stats.disk_used_bytes) if stats else (0, 0)
+    disk_bytes = stats.disk_used_bytes if stats else 0
     return WorkerStatus(
         worker=info.worker,
         role=info.role,
@@ -154,29 +166,15 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         state=state,
         num_blocks=info.num_blocks,
         num_used_blocks=info.num_blocks - stats.num_free_blocks if stats else 0,
-        num_cached_blocks=stats.num_cached_blocks if stats else 0,
-        num_running=stats.num_running if stats else 0,
-        num_waiting=stats.num_waiting if stats else 0,
-        num_handoffs=stats.num_handoffs if stats else 0,
         num_inflight=len(endpoint.bookings),
         num_decoding=endpoint.struct.own_decoding,
-        pending_prefill_tokens=endpoint.pending_prefill_tokens if endpoint.alive else 0,
         cache_hit_rate=endpoint.cached_tokens / max(1, endpoint.prompt_tokens),
-        prefill_tokens_per_s=stats.prefill_tokens_per_s if stats else 0.0,
-        decode_step_s=stats.decode_step_s if stats else 0.0,
-        read_bytes_per_s=stats.read_bytes_per_s if stats else 0.0,
-        counters=dict(stats.counters) if stats else {},
-        num_host_blocks=stats.num_host_blocks if stats else 0,
-        num_host_lacking=stats.num_host_lacking if stats else 0,
-        num_disk_blocks=num_on_disk,
-        disk_used_bytes=disk_bytes,
-        disk_ratio=num_on_disk * info.bytes_per_block / disk_bytes if disk_bytes else 0.0,
-        host_read_bytes_per_s=stats.host_read_bytes_per_s if stats else 0.0,
-        disk_read_bytes_per_s=stats.disk_read_bytes_per_s if stats else 0.0,
+        disk_ratio=stats.num_disk_blocks * info.bytes_per_block / disk_bytes
+        if stats and disk_bytes
+        else 0.0,
         cached_tokens_by_source=dict(endpoint.cached_tokens_by_source),
-        groups=(stats.groups or None) if stats else None,
         block_size=info.block_size,
-        links=stats.links if stats else (),
         layout=info.fingerprint.hex()[:LAYOUT_DIGITS],
         weights=info.weights or None,
+        stats=stats or no_stats(info.worker, info.epoch),
     )

@@ -11,7 +11,7 @@ from tests.structure import PACKAGES, ROOT, Structure
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
-MAX_LAYERS = 10  # imports within a package
+MAX_LAYERS = 11  # imports within a package
 
 # Who may import whom, among the product's packages: itself and all before it in the chain.
 MAY_IMPORT = {

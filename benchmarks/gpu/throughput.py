@@ -21,7 +21,8 @@ from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner
 from benchmarks.gpu.measure import print_table, write_json
 from kvrelay.engine.config import EngineSection, WorkerConfig
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.kv.block_hash import BlockChain, CacheScope
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import Sequence

@@ -31,7 +31,8 @@ from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import settle_memory
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import Effect
 from kvrelay.engine.request import SamplingParams
@@ -145,7 +146,7 @@ class Survivor:
     def take_over(self, tokens: tuple[int, ...], num_left: int) -> Found:
         killed_at = time.perf_counter()
         sampling = SamplingParams(max_tokens=8, temperature=0.0)
-        work = Decode("a", 1, "router", tokens, len(tokens) - 9, sampling, 60.0)
+        work = Decode("a", sampling, 1, "router", tokens, len(tokens) - 9, 60.0)
         self.messages.put(work)
         counters = self.node.core.counters
         self.longest_s = 0.0

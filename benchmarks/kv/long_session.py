@@ -23,7 +23,6 @@ from typing import Any
 
 import httpx
 
-from benchmarks.kv.outlive import worker
 from benchmarks.serving.conversations import http_client
 from benchmarks.serving.served import Served
 from kvrelay.cluster.cli.own_key import OwnKey
@@ -139,6 +138,11 @@ async def attempts(own: httpx.AsyncClient, timing: RequestTiming) -> int:
 async def recomputed(own: httpx.AsyncClient, timing: RequestTiming) -> int:
     """Tokens that were computed a second time."""
     return int(sum((await explained(own, timing.request_id))["recomputed_tokens"].values()))
+
+
+async def worker(http: httpx.AsyncClient, name: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = (await http.get("/status")).json()["workers"]
+    return next(each for each in found if each["worker"] == name)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Replay:
         sampling = SamplingParams(max_tokens=count, temperature=0.0)
         tokens, timeout_s = tuple(prompt), 1e9
         self._deliver(
-            Decode(name, 1, "router", tokens, len(tokens), sampling, timeout_s, retention=retention)
+            Decode(name, sampling, 1, "router", tokens, len(tokens), timeout_s, retention=retention)
         )
 
     def run(self) -> dict[str, list[int]]:

@@ -61,7 +61,7 @@ def decision(dispatcher: Dispatcher, load: RoutingLoad, num_blocks: int) -> dict
         records = []
         for n in range(NUM_DECISIONS):
             tokens = tuple(rng.randrange(1 << 17) for _ in range(num_blocks * BLOCK_SIZE + 1))
-            submit = Submit(f"{kind} {num_blocks} {n}", "api", tokens, SamplingParams(), 60.0)
+            submit = Submit(f"{kind} {num_blocks} {n}", SamplingParams(), "api", tokens, 60.0)
             record = RequestRecord(submit, submit.sampling, n, 0.0, 60.0, 0.0)
             holder = dispatcher.endpoint(name_of(1 + n % (load.num_workers - 1)), 1)
             assert holder is not None

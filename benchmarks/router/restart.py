@@ -34,8 +34,9 @@ from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.config import ApiSection, Config, StateSection
 from kvrelay.cluster.processes.router_api import ServedModel
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import HASH_BYTES, UNSALTED, hash_blocks
+from kvrelay.engine.kv.block_hash import HASH_BYTES, hash_blocks
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.messages import TokenDeltas
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
@@ -113,7 +114,7 @@ class Workers:
         """Whether this prompt is sent to the worker that holds it."""
         request_id = f"probe-{next(self._numbers)}"
         sampling = SamplingParams(max_tokens=4, temperature=0)
-        self.wire.send(ROUTER, Submit(request_id, PROBE, self.prompts[number], sampling, 30.0))
+        self.wire.send(ROUTER, Submit(request_id, sampling, PROBE, self.prompts[number], 30.0))
         deadline = time.monotonic() + WAIT_S
         while request_id not in self.sent_to:
             if time.monotonic() > deadline:

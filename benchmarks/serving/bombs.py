@@ -46,7 +46,7 @@ KEYS = {"chat": "chat-key", "bombs": "bombs-key"}
 TENANTS = "".join(f'[[tenant]]\nname = "{n}"\nkeys = ["{key}"]\n' for n, key in KEYS.items())
 CHAT = "/v1/chat/completions"
 TEXT = "Some words of a prompt, and 12345 more. "
-TURN_MIB, NUM_TURNS = 7, 15  # in the conversation: 105 MiB
+ITEM_MIB, NUM_ITEMS = 1, 7  # in the conversation, which may have 8 MiB
 ROUTER, COMPILER = "cluster.processes.child router", "kvrelay.cluster.api.constraints.compiler"
 
 
@@ -130,26 +130,17 @@ def send_many(url: str) -> list[Reply]:
 
 
 def lengthen(url: str) -> str:
-    """A conversation, turn by turn; the id of its last response."""
-    text, last = text_of(TURN_MIB * MIB), None
-    for _ in range(NUM_TURNS):
-        turn = [{"role": "user", "content": text}, {"role": "user", "content": "Hi"}]
-        body = {"model": MODEL, "input": turn, "max_output_tokens": 16, "truncation": "auto"}
-        body |= {"previous_response_id": last} if last else {}
-        reply = post(url, "/v1/responses", json.dumps(body).encode(), "turn")
-        if reply.status == 429:  # it is to come back
-            time.sleep(1.0)
-            continue
-        if reply.status != 200:
-            raise click.ClickException(f"a turn was answered {reply.status}: {reply.message}")
-        last = reply.message
-    assert last is not None
-    return last
+    """The name of a conversation of as many items as it may have."""
+    item = {"role": "user", "content": text_of(ITEM_MIB * MIB)}
+    made = post(url, "/v1/conversations", json.dumps({"items": [item] * NUM_ITEMS}).encode(), "it")
+    if made.status != 200:
+        raise click.ClickException(f"the conversation was answered {made.status}: {made.message}")
+    return made.message
 
 
-def ask_on(url: str, last: str) -> Reply:
-    body = {"model": MODEL, "input": "Hi", "previous_response_id": last}
-    return post(url, "/v1/responses", json.dumps(body).encode(), "history of 100 MiB")
+def ask_on(url: str, name: str) -> Reply:
+    body = {"model": MODEL, "input": "Hi", "conversation": name}
+    return post(url, "/v1/responses", json.dumps(body).encode(), f"history of {NUM_ITEMS} MiB")
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ from rich.table import Table
 from benchmarks.report import json_option, write_json
 from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.lab.bench.load import (
     Client,

@@ -1,6 +1,14 @@
 """The HTTP API: the only package that speaks HTTP as a server.
 
-Life of a call: `body` reads it (bounded), `schema` checks it, `tokenizer` turns it into token ids
+    app, server, http            routes, connections and their bounds
+    incoming, limiter, tenants   who calls, what they may, and their share of what is limited
+    openai, anthropic, responses, batches   the APIs, over the same plans and pieces
+    text, output, constraints    tokens and text, what models say, and what they may say
+    client, calls, explain       to the router and back; what became of a call
+    utility                      models, adapters, weights, tokens, documents
+    metrics, cluster_metrics, operations, console   what operators see
+
+Life of a call: `incoming` reads it (bounded), `schema` checks it, `tokenizer` makes token ids of it
 in a thread, `generation` submits one request per choice through `client.RouterClient`, turns the
 tokens that come back into text, and `respond` sends them, whole or as server-sent events. A client
 that goes away cancels what it asked for.

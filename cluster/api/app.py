@@ -43,11 +43,10 @@ from kvrelay.cluster.api.openai.embeddings import (
     ScoreRequest,
     plan_embeddings,
 )
-from kvrelay.cluster.api.openai.formats import CompletionFormat
+from kvrelay.cluster.api.openai.formats import ChatFormat, CompletionFormat
 from kvrelay.cluster.api.openai.plan import plan_chat, plan_completion
 from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
 from kvrelay.cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
-from kvrelay.cluster.api.openai.stored import StoredChats, chat_format
 from kvrelay.cluster.api.operations import operation_routes
 from kvrelay.cluster.api.responses.routes import response_routes
 from kvrelay.cluster.api.sessions import session_routes
@@ -180,7 +179,6 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
     app.router.routes += [
         *_generating_routes(ctx),
-        *StoredChats(ctx).routes(),
         *batches.routes(),
         *message_routes(ctx),
         *response_routes(ctx),
@@ -199,7 +197,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
 
 
 def _generating_routes(ctx: ApiContext) -> list[ApiRoute]:
-    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
+    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, ChatFormat)
     chats = GenerateEndpoint(ctx, "chat", partial(parse, ChatsRequest), plan_chats, ChatsFormat)
     read_completion = partial(parse, CompletionRequest)
     completions = GenerateEndpoint(

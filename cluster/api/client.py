@@ -14,15 +14,11 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
-from kvrelay.engine.adapters import Adapter
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
-from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
     Refusal,
-    SamplingParams,
     TokenLogprobs,
 )
 from kvrelay.router.messages import (
@@ -34,7 +30,6 @@ from kvrelay.router.messages import (
     SessionOp,
     SessionReply,
     Submit,
-    TenantShare,
 )
 
 
@@ -168,49 +163,16 @@ class RouterClient:
     def num_live(self) -> int:
         return len(self._streams)
 
-    def submit(
-        self,
-        request_id: str,
-        tokens: tuple[int, ...],
-        sampling: SamplingParams,
-        timeout_s: float,
-        *,
-        priority: int = 0,
-        scope: CacheScope = UNSALTED,
-        adapter: Adapter | None = None,
-        retention: Retention | None = None,
-        session: str | None = None,
-        tenant: str = "",
-        share: TenantShare = TenantShare(),
-        call: bytes = b"",
-        weights: str = "",
-        caller: str = "",
-        signal: asyncio.Event | None = None,
-    ) -> RequestStream:
-        """Send a request. `signal` is set when something arrives; several streams may share one.
+    def submit(self, submit: Submit, signal: asyncio.Event | None = None) -> RequestStream:
+        """Send a request, which has this client's `node_id`. `signal` is set when something
+        arrives; several streams may share one.
 
         Read either by `async for`, or by waiting for `signal` and `take()`.
         """
+        request_id, most = submit.request_id, submit.sampling.max_tokens
         assert request_id not in self._streams, request_id
-        stream = RequestStream(request_id, sampling.max_tokens, signal or asyncio.Event())
+        stream = RequestStream(request_id, most, signal or asyncio.Event())
         self._streams[request_id] = stream
-        submit = Submit(
-            request_id=request_id,
-            reply_to=self.node_id,
-            tokens=tokens,
-            sampling=sampling,
-            timeout_s=timeout_s,
-            priority=priority,
-            scope=scope,
-            adapter=adapter,
-            retention=retention,
-            session=session,
-            tenant=tenant,
-            share=share,
-            call=call,
-            weights=weights,
-            caller=caller,
-        )
         self._deliver(self.router, submit)
         return stream
 

@@ -22,7 +22,7 @@ from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.engine.stats import RECOMPUTED
 from kvrelay.router.messages import SessionState
 from kvrelay.router.record import Cause
-from kvrelay.router.status import Totals, WorkerStatus
+from kvrelay.router.status import WORKER_FACTS, Totals, WorkerStatus
 
 # Label values that are known before anything was counted. A counter that appears with its first
 # event hides that event: `increase()` needs a value before it. So what alerts look at begins at 0.
@@ -119,7 +119,7 @@ def _each_worker(name: str) -> Callable[[ClusterStatus], Samples]:
 
     def samples(status: ClusterStatus) -> Samples:
         for worker in status.workers:
-            value = getattr(worker, name)
+            value = worker.fact(name)
             if value is not None:
                 yield (worker.worker, worker.role), float(value)
 
@@ -128,16 +128,17 @@ def _each_worker(name: str) -> Callable[[ClusterStatus], Samples]:
 
 def _links(status: ClusterStatus) -> Samples:
     for worker in status.workers:
-        for link in worker.links or ():
+        for link in worker.fact("links") or ():
             if link.bytes_per_s:  # not timed is not 0
                 yield (worker.worker, worker.role, link.peer), link.bytes_per_s
 
 
 def _events(status: ClusterStatus) -> Samples:
     for worker in status.workers:
-        if not worker.counters:  # it is not up: zeros would look like a fall of its counters
+        counters = worker.fact("counters")
+        if not counters:  # it is not up: zeros would look like a fall of its counters
             continue
-        for event, count in sorted(from_zero(WORKER_EVENTS, worker.counters).items()):
+        for event, count in sorted(from_zero(WORKER_EVENTS, counters).items()):
             if ":" not in event:  # others have families of their own
                 yield (worker.worker, worker.role, event), float(count)
 
@@ -147,7 +148,7 @@ def _reads(prefix: str) -> Callable[[ClusterStatus], Samples]:
 
     def samples(status: ClusterStatus) -> Samples:
         for worker in status.workers:
-            for event, count in sorted((worker.counters or {}).items()):
+            for event, count in sorted((worker.fact("counters") or {}).items()):
                 if event.startswith(prefix):
                     source, peer = event.removeprefix(prefix).split(":", 1)
                     yield (worker.worker, worker.role, source, peer), float(count)
@@ -158,9 +159,9 @@ def _reads(prefix: str) -> Callable[[ClusterStatus], Samples]:
 def _recomputed(status: ClusterStatus) -> Samples:
     """From 0 where there are groups that may lack it."""
     for worker in status.workers:
-        for group in worker.groups or ():
+        for group in worker.fact("groups") or ():
             if group.kind != "full":
-                count = (worker.counters or {}).get(f"{RECOMPUTED}{group.kind}", 0.0)
+                count = (worker.fact("counters") or {}).get(f"{RECOMPUTED}{group.kind}", 0.0)
                 yield (worker.worker, worker.role, group.kind), count
 
 
@@ -169,7 +170,7 @@ def _groups(name: str) -> Callable[[ClusterStatus], Samples]:
 
     def samples(status: ClusterStatus) -> Samples:
         for worker in status.workers:
-            for group in worker.groups or ():
+            for group in worker.fact("groups") or ():
                 yield (worker.worker, worker.role, group.kind), float(getattr(group, name))
 
     return samples
@@ -263,28 +264,6 @@ def _cache_config(status: ClusterStatus) -> Samples:
 
 
 _WORKER = ("worker", "role")
-_WORKER_GAUGES = {
-    "num_blocks": ("blocks", "KV blocks in the worker's pool."),
-    "num_used_blocks": ("used_blocks", "KV blocks held by requests."),
-    "num_cached_blocks": ("cached_blocks", "KV blocks that are sealed: found by prefix."),
-    "num_running": ("running", "Requests in the running batch."),
-    "num_waiting": ("waiting", "Requests that wait to run."),
-    "num_handoffs": ("handoffs", "KV transfers not settled, and KV held for a consumer."),
-    "pending_prefill_tokens": ("pending_prefill_tokens", "Tokens known and not computed."),
-    "prefill_tokens_per_s": ("prefill_tokens_per_second", "Rate of prefill, recent."),
-    "decode_step_s": ("decode_step_seconds", "Time of a decode step, recent."),
-    "read_bytes_per_s": ("read_bytes_per_second", "Rate of KV transfers, recent."),
-    "num_host_blocks": ("host_blocks", "Blocks of the worker's host memory that hold KV."),
-    "num_host_lacking": (
-        "host_blocks_lacking",
-        "Blocks of the worker's host memory that its machine has no memory for.",
-    ),
-    "num_disk_blocks": ("disk_blocks", "Blocks of the worker's disk that hold KV."),
-    "disk_used_bytes": ("disk_used_bytes", "What these take there."),
-    "disk_ratio": ("disk_ratio", "Bytes of KV on the disk to those that it takes there."),
-    "host_read_bytes_per_s": ("host_read_bytes_per_second", "Rate of loads from host memory."),
-    "disk_read_bytes_per_s": ("disk_read_bytes_per_second", "Rate of loads from disk."),
-}
 _ROUTER_GAUGES = {
     "num_live": ("live", "Requests that the router serves."),
     "num_queued": ("queued", "Requests that wait for a worker."),
@@ -451,8 +430,9 @@ FAMILIES = (
         ],
     ),
     *(
-        Family(f"kvrelay_worker_{name}", GAUGE, text, _WORKER, _each_worker(key))
-        for key, (name, text) in _WORKER_GAUGES.items()
+        Family(f"kvrelay_worker_{fact.metric}", GAUGE, fact.sentence, _WORKER, _each_worker(name))
+        for name, fact in WORKER_FACTS.items()
+        if fact.metric
     ),
     Family(
         "kvrelay_worker_kv_link_bytes_per_second",
@@ -552,12 +532,12 @@ FAMILIES = (
     _vllm(
         "num_requests_waiting",
         "Requests that wait, at a router or worker.",
-        lambda s: float(s.num_queued + sum(w.num_waiting or 0 for w in _known(s))),
+        lambda s: float(s.num_queued + sum(w.fact("num_waiting") or 0 for w in _known(s))),
     ),
     _vllm(
         "num_requests_running",
         "Requests in running batches.",
-        lambda s: float(sum(w.num_running or 0 for w in _known(s))),
+        lambda s: float(sum(w.fact("num_running") or 0 for w in _known(s))),
     ),
     *(
         _vllm(

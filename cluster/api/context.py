@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
-from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -31,12 +30,9 @@ from kvrelay.cluster.api.responses.threads import StoreThreads
 from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
-from kvrelay.cluster.config import ApiSection, ModelEntry, names_of
-from kvrelay.cluster.status import ClusterStatus
+from kvrelay.cluster.config import ApiSection, names_of
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.logs import LogSection
-from kvrelay.engine.stats import Role
-from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.explain import Explanations
 from kvrelay.router.messages import Failed
@@ -45,6 +41,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.batches.shared import SharedBatchStore
     from kvrelay.cluster.api.constraints.grammar import Constraints
     from kvrelay.cluster.api.openai.logprobs import TokenNames
+    from kvrelay.cluster.api.operator import Operations
     from kvrelay.cluster.api.output.dialect import Dialect
     from kvrelay.engine.adapters import Adapter
 
@@ -57,18 +54,6 @@ _NUM_BODIES = 8  # as large as they may be, that may be there at once
 _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
 _LARGE_AT_ONCE = 2  # threads; of one caller one
 _MAX_LARGE = 32  # that wait, for one caller
-
-
-class ControllerAway(Exception):
-    """What only the controller knows or does cannot be had now."""
-
-
-class Service(StrEnum):
-    """What an operator may ask of the whole server."""
-
-    DRAIN = "drain"  # finish what is there, and end
-    RESTART = "restart"  # every process, one after the other
-    ROLLBACK = "rollback"  # a restart with the version and settings of before
 
 
 class ApiSettings(ApiSection, frozen=True):
@@ -121,26 +106,11 @@ class ApiContext:
     tokenizer: Tokenizer
     client: RouterClient
     max_model_len: int  # tokens, prompt and output together
-    status: Callable[[], ClusterStatus]
-    healthy: Callable[[], tuple[bool, dict[str, Any]]]
+    operations: Operations
     metrics: ApiMetrics
     explanations: Explanations  # those of the router behind `client`
     settings: ApiSettings = field(default_factory=ApiSettings)
-    audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.control.audits
-    # Prefer a worker for another role; returns the one before. KeyError: lists the workers. This
-    # and `audit` may raise ControllerAway.
-    set_role: Callable[[str, Role], Role] | None = None
-    is_draining: Callable[[], bool] = lambda: False  # no new request is taken
-    order: Callable[[Service], None] | None = None  # begins what is asked
-    # Begins to add a model or (None) to remove one, whose requests have so many seconds to end.
-    # Raises ConfigError and ControllerAway.
-    change_models: Callable[[str, ModelEntry | None, float | None], None] | None = None
-    # Begins to change the model's weights to those in a folder, under a name, or (no folder) back.
-    # May raise ModelError; this and the next, ControllerAway.
-    change_weights: (
-        Callable[[str | None, str, UpdateMode], Awaitable[WeightVersion | None]] | None
-    ) = None
-    pause: Callable[[PauseMode | None], None] | None = None
+    name: str = ""  # of the model in [[models]]
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[IncomingCall], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)
@@ -150,8 +120,6 @@ class ApiContext:
     allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
     adapters: Adapters = field(default_factory=Adapters)  # all models' have one
     adapter_base: AdapterBase = field(default_factory=AdapterBase)
-    # Names of models, those that are being added too, and who each is (`name_table`).
-    reserved: Callable[[], Mapping[str, str]] = dict
     tracing: Tracing | None = None
     cluster: str = ""  # its name, where several servers share it; a label of all metrics
     rates: RateLimits = field(default_factory=RateLimits)
@@ -252,7 +220,7 @@ class ApiContext:
     def who_has(self, name: str) -> str:
         """Whose name that is, other than an adapter's, in words; "": nobody's."""
         own = dict(names_of((each.model_name, each.aliases) for each in self.all))
-        return own.get(name, "") or self.reserved().get(name, "")
+        return own.get(name, "") or self.operations.reserved().get(name, "")
 
     def chosen(self, name: str | None, tenant: Tenant) -> ApiContext:
         """The model that a call names, itself or by an adapter of it; if it names none, the first.

@@ -8,20 +8,22 @@ operators only.
 
 from __future__ import annotations
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvrelay.cluster.api.context import ApiContext, ControllerAway, Service
+from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.metrics import OfCluster
 from kvrelay.cluster.api.openai.schema import parse
+from kvrelay.cluster.api.operator import ControllerAway, Service
 from kvrelay.cluster.api.utility.version import VERSION
 from kvrelay.engine.stats import Role
+
+_ROLE = "/workers/{worker}/role"
 
 
 class RoleRequest(BaseModel):
@@ -34,7 +36,7 @@ class RoleRequest(BaseModel):
 
 def operation_routes(ctx: ApiContext) -> list[ApiRoute]:
     calls = _Operations(ctx)
-    routes = [
+    return [
         ApiRoute("GET", "/health", calls.health, "Whether requests can be served"),
         ApiRoute("GET", "/health/live", calls.ping, "Whether the server answers"),
         ApiRoute("GET", "/health/ready", calls.ready, "Whether new requests should come here"),
@@ -43,41 +45,12 @@ def operation_routes(ctx: ApiContext) -> list[ApiRoute]:
         ApiRoute("GET", "/version", calls.version, "Version of the server"),
         ApiRoute("GET", "/status", calls.status, "Workers, caches and totals"),
         ApiRoute("GET", "/metrics", calls.metrics, "For Prometheus"),
+        ApiRoute("GET", "/audit", calls.audit, "What the workers hold, and what nobody owns"),
+        ApiRoute("POST", _ROLE, calls.set_role, "Prefer a worker for another role", RoleRequest),
+        ApiRoute("POST", "/drain", calls.drain, "Take no new request, and end when all have ended"),
+        ApiRoute("POST", "/restart", calls.restart, "Replace each process, one after the other"),
+        ApiRoute("POST", "/rollback", calls.rollback, "Back to the version and settings before"),
     ]
-    if ctx.audit is not None:
-        routes.append(
-            ApiRoute("GET", "/audit", calls.audit, "What the workers hold, and what nobody owns")
-        )
-    if ctx.set_role is not None:
-        routes.append(
-            ApiRoute(
-                "POST",
-                "/workers/{worker}/role",
-                calls.set_role,
-                "Prefer a worker for another role",
-                RoleRequest,
-            )
-        )
-    if ctx.order is not None:
-        routes.append(
-            ApiRoute(
-                "POST", "/drain", calls.drain, "Take no new request, and end when all are answered"
-            )
-        )
-        routes.append(
-            ApiRoute(
-                "POST", "/restart", calls.restart, "Replace every process, one after the other"
-            )
-        )
-        routes.append(
-            ApiRoute(
-                "POST",
-                "/rollback",
-                calls.rollback,
-                "Go back to the version and the settings before",
-            )
-        )
-    return routes
 
 
 class _Operations:
@@ -85,14 +58,14 @@ class _Operations:
         self._ctx = ctx
 
     async def health(self, http: Request) -> Response:
-        is_healthy, detail = self._ctx.healthy()
+        is_healthy, detail = self._ctx.operations.healthy()
         status = {"status": "ok" if is_healthy else "unavailable"}
         return JSONResponse(detail | status, 200 if is_healthy else 503)
 
     async def ready(self, http: Request) -> Response:
         """Whether new requests should come here."""
-        is_healthy, detail = self._ctx.healthy()
-        if self._ctx.is_draining():
+        is_healthy, detail = self._ctx.operations.healthy()
+        if self._ctx.operations.draining:
             return JSONResponse(detail | {"status": "draining"}, 503)
         status = {"status": "ready" if is_healthy else "unavailable"}
         return JSONResponse(detail | status, 200 if is_healthy else 503)
@@ -108,8 +81,7 @@ class _Operations:
 
     def _order(self, http: Request, service: Service) -> Response:
         check_operator(self._ctx, http)
-        assert self._ctx.order is not None
-        self._ctx.order(service)
+        self._ctx.operations.order(service)
         return JSONResponse({"begun": str(service)}, 202)
 
     async def ping(self, http: Request) -> Response:
@@ -121,7 +93,7 @@ class _Operations:
 
     async def status(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        data = msgspec.json.encode(self._ctx.status())
+        data = self._ctx.operations.status().json()
         return Response(data, media_type="application/json")
 
     async def metrics(self, http: Request) -> Response:
@@ -132,22 +104,20 @@ class _Operations:
 
     async def audit(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        assert self._ctx.audit is not None
         try:
-            return JSONResponse(await self._ctx.audit())
+            return JSONResponse(await self._ctx.operations.audit())
         except ControllerAway:
             raise controller_away() from None
 
     async def set_role(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        assert self._ctx.set_role is not None
         wanted = parse(RoleRequest, await read_body(self._ctx, http)).role
         roles = [str(role) for role in Role]
         if wanted not in roles:
             raise invalid(f"'role': expected one of {roles}, got {wanted[:40]!r}", param="role")
         worker = http.path_params["worker"]
         try:
-            was = self._ctx.set_role(worker, Role(wanted))
+            was = self._ctx.operations.set_role(worker, Role(wanted))
         except KeyError as error:
             known = ", ".join(error.args[0]) or "none"
             raise ApiError(404, f"There is no worker {worker[:80]!r}; there are: {known}") from None

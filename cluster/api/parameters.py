@@ -101,6 +101,7 @@ CHAT = Fields(
         "functions": Refused("function calls are not supported; use 'tools'"),
         "return_prompt_text": Refused("the prompt's text is not told; /tokenize tells its tokens"),
         "separate_reasoning": Refused("reasoning is always apart from content", but=(True,)),
+        "store": Refused("chats are not kept; /v1/responses keeps what it answers"),
         "task": Refused("tasks of DeepSeek's are not supported"),
         "web_search_options": Refused("web search is not supported"),
     },
@@ -171,13 +172,14 @@ RERANK = Fields(refused=_SCORING, harmless=_SCORED)
 
 RESPONSES = Fields(
     refused={
-        "context_management": Refused("the server does not compact; use 'truncation'"),
+        "context_management": Refused("no turn is compacted by itself; see /v1/responses/compact"),
         "ec_transfer_params": Refused(_NOT_MOVED),
         "enable_response_messages": Refused("the messages behind items are not told"),
         "kv_transfer_params": Refused(_NOT_MOVED),
         "moderation": Refused("moderation is not supported"),
         "previous_input_messages": Refused("put them into 'input', as items"),
         "prompt": Refused("prompts are not kept here; use 'instructions' and 'input'"),
+        "truncation": Refused("nothing is left out of a prompt; see /compact", ("disabled",)),
         "vllm_xargs": _CANNOT["vllm_xargs"],
     },
     harmless={
@@ -201,7 +203,6 @@ COMPACT = Fields(
     refused={
         **RESPONSES.refused,
         "background": Refused("a summary is written in the foreground"),
-        "context_management": Refused("this call compacts; use 'truncation'"),
         "ignore_eos": Refused("a summary ends where the model ends it"),
         "include_stop_str_in_output": Refused("a summary ends where the model ends it"),
         "stop": Refused("a summary ends where the model ends it"),

@@ -45,7 +45,6 @@ COMMANDS = {
     "chat": ("client", "chat", "Talk to a served model from the terminal."),
     "scaling": ("operate", "scaling", "What the autoscaler does or not, and why."),
     "status": ("client", "status", "Workers, what they do, and the cache hit rate."),
-    "top": ("top", "top", "A live table of workers, load and latencies."),
     "sessions": ("sessions", "sessions", "See, park, resume, fork or close sessions."),
 }
 PLUGGED_IN = "kvrelay.commands"  # entry points of other distributions: dicts like COMMANDS

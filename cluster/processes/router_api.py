@@ -9,21 +9,19 @@ import socket
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
 
+from kvrelay.cluster.api.operator import Operations
 from kvrelay.cluster.api.tenants import Access, made_operations_key
-from kvrelay.cluster.config import Config, ModelEntry
+from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.process_messages import RouterLoad
-from kvrelay.cluster.processes.adapter_bases import adapter_base, model_names
-from kvrelay.cluster.status import ClusterStatus, StoreStatus
+from kvrelay.cluster.processes.adapter_bases import adapter_base
+from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.host import NodeHost, settle_memory
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import Role
-from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from kvrelay.router.models import ForModel, ModelRouters
 
 if TYPE_CHECKING:
@@ -52,29 +50,17 @@ class ServedModel:
         return cls(model.path, model.served_name, model.max_model_len, model.name)
 
 
-class RouterHost(Protocol):
-    """Who hosts a router. The methods are described in `cluster.api.context`."""
+class RouterHost(Operations, Protocol):
+    """Who hosts a router, and does what operators ask for."""
 
     config: Config
     configs: dict[str, Config]  # by model, as are the next
     served_models: dict[str, ServedModel]
     host: NodeHost
     routers: ModelRouters
-    draining: bool
     certificate: ServerCertificate | None  # None: the API is served in clear text
     context: ApiContext | None
     finish_s: float  # that live requests have when it stops, besides SHUTDOWN_S
-
-    def status(self) -> ClusterStatus: ...
-    def healthy(self) -> tuple[bool, dict[str, Any]]: ...
-    def set_role(self, worker: str, role: Role) -> Role: ...
-    async def audit(self) -> dict[str, Any]: ...
-    def order(self, service: Any) -> None: ...
-    async def change_weights(
-        self, model: str, path: str | None, name: str, mode: UpdateMode
-    ) -> WeightVersion | None: ...
-    def pause(self, model: str, mode: PauseMode | None) -> None: ...
-    def change_models(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None: ...
 
 
 def load_of(router: ModelRouters, now: float, state: StoreStatus) -> RouterLoad:
@@ -199,19 +185,13 @@ async def _of_model(
         "max_model_len": served.served_models[model].max_model_len,
         "explanations": router.explanations,
         "refuse_early": lambda call: router.refuse(asyncio.get_running_loop().time(), call),
-        "change_weights": partial(served.change_weights, model),
-        "pause": partial(served.pause, model),
+        "name": model,
         "settings": _settings(config),
         "public_prompts": prompts,
         "adapter_base": adapter_base(
             config, served.served_models[model].path, router.refuses_adapters
         ),
-        "reserved": partial(_reserved, served),
     }
-
-
-def _reserved(served: RouterHost) -> dict[str, str]:
-    return model_names(served.config, (each.served_name for each in served.served_models.values()))
 
 
 async def offer_model(
@@ -251,13 +231,7 @@ async def open_context(
     tracing = await asyncio.to_thread(_tracing, config, metrics)
     context = ApiContext(
         **await _of_model(served, first, tokenizer, access),
-        status=served.status,
-        healthy=served.healthy,
-        audit=served.audit,
-        set_role=served.set_role,
-        is_draining=lambda: served.draining,
-        order=served.order,
-        change_models=served.change_models,
+        operations=served,
         metrics=metrics,
         tracing=tracing,
         cluster=config.cluster.name,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvrelay.cluster.api.operator import ControllerAway, Service
 from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config, ConfigError, ModelEntry
 from kvrelay.cluster.control.audits import AuditService
@@ -41,7 +42,7 @@ from kvrelay.cluster.control.process_messages import (
 )
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
-from kvrelay.cluster.processes.adapter_bases import check_change
+from kvrelay.cluster.processes.adapter_bases import check_change, model_names
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
 from kvrelay.cluster.processes.orders import ChangeModels, ModelsUsed
 from kvrelay.cluster.processes.reload import Source, follow
@@ -288,8 +289,7 @@ class RouterProcess:
                 await asyncio.to_thread(store.close)
 
     def change_models(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
-        """Begin to add a model or (None) to remove one. Raises ConfigError and
-        ControllerAway."""
+        """Begin to add a model or (None) remove one. Raises ConfigError and ControllerAway."""
         config = self.config
         if config.cluster.name:
             who = f"the servers of {config.cluster.name} read [[models]] of their files"
@@ -304,9 +304,13 @@ class RouterProcess:
             ChangeModels(name, entry, config.cluster.drain_s if drain_s is None else drain_s)
         )
 
-    def order(self, service: Any) -> None:
+    def reserved(self) -> dict[str, str]:
+        """Names of models, which adapters cannot have."""
+        return model_names(self.config, (m.served_name for m in self.served_models.values()))
+
+    def order(self, service: Service) -> None:
         """Begin what an operator asks of the whole server; to drain, this router begins at once."""
-        self.draining |= service == "drain"
+        self.draining |= service is Service.DRAIN
         self._order(service)
 
     async def serves(self) -> None:
@@ -451,8 +455,6 @@ class RouterProcess:
     def _ask_controller(self) -> ClusterView:
         age_s = self._loop.time() - self._viewed_at
         if self._view is None or age_s > AWAY_S:
-            from kvrelay.cluster.api.context import ControllerAway
-
             raise ControllerAway
         return self._view
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import msgspec
 from redis import Redis
 
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.router.sessions.session import (

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from kvrelay.cluster.config import Config
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import Effect
 from kvrelay.router.sessions.session import (

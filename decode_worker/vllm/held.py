@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.decode_worker.vllm.messages import Cleared, Removed, Stored
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, block_hash, root_hash
+from kvrelay.engine.kv.block_hash import block_hash, root_hash
 from kvrelay.engine.kv.block_pool import NetChanges
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 
 
 def salt_of(scope: CacheScope) -> str:

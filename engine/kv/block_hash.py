@@ -5,7 +5,7 @@ the root of (fingerprint, tenant salt). Equal hashes mean equal model, layout, t
 to the end of the block. Where a prompt begins with a public region, its blocks have the root
 without a salt, and the tenant's salt goes into the chain behind them. KV that may be approximate
 has another root than exact KV, in public regions too, so that the two never meet. What is computed
-with an adapter has that in its salt (`CacheScope.with_adapter`).
+with an adapter has that in its salt (`engine.kv.scope`).
 
 Where layers are in groups (`engine.kv.window`), such a hash names the block of the first group; the
 block of another group that holds KV of these tokens is named after it (`group_hash`).
@@ -19,48 +19,16 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from kvrelay.engine.adapters import Adapter
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.native import NativeBuildError, declarations, load
 
 SOURCE = Path(__file__).parents[1] / "c" / "block_chain.c"
 HASH_BYTES = 16
-APPROXIMATE = b"approximate KV\0\0"  # a salt that begins so; others are digests, or in tests short
 TOKEN_BYTES = array("I").itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class CacheScope:
-    """Who may share the KV of a prompt: a salt for each tenant, none for a region that the operator
-    has declared public. Set by the server; what a request says can only divide a tenant's."""
-
-    salt: bytes = b""
-    num_public_tokens: int = 0  # from the start of the prompt; blocks within are unsalted
-
-    @property
-    def is_approximate(self) -> bool:
-        """Its KV may be kept in fewer bits. The mark is part of the salt: so processes and records
-        of versions that know nothing of it keep its blocks apart as well."""
-        return self.salt.startswith(APPROXIMATE)
-
-    @property
-    def public_salt(self) -> bytes:
-        return APPROXIMATE if self.is_approximate else b""
-
-    def with_adapter(self, adapter: Adapter | None) -> CacheScope:
-        """What is computed with an adapter is shared with nothing that is not: a digest of all its
-        bytes is part of the salt. No region of it is public."""
-        if adapter is None:
-            return self
-        salt = blake2b(self.salt, digest_size=32, key=adapter.digest, person=b"kvrelay-adapter")
-        return CacheScope(self.public_salt + salt.digest())
-
-
-UNSALTED = CacheScope()
 
 
 def root_hash(fingerprint: bytes, salt: bytes = b"") -> bytes:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role, RouterUp
@@ -214,9 +214,9 @@ class Replay:
         self._open[request_id] = sample
         submit = Submit(
             request_id,
+            SamplingParams(max_tokens=max(1, request.output_length), temperature=0.0, seed=number),
             CLIENT,
             self._tokens(request),
-            SamplingParams(max_tokens=max(1, request.output_length), temperature=0.0, seed=number),
             self.config.timeout_s,
             priority=request.priority,
             scope=CacheScope(request.tenant.encode()) if request.tenant else UNSALTED,

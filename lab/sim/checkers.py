@@ -88,8 +88,10 @@ class QueueBounds:
     """After every event of a node: no queue is above its bound.
 
     Preempted sequences wait again on a worker: they had a place already. Requests that come back to
-    the router were dispatched: each time that workers are lost, at most as many as these had slots
-    for. New ones may be served before them, where they avoid a worker."""
+    the router were dispatched: each time that workers are lost, or give no sign of life, at most as
+    many as these had slots for. New ones may be served before them, where they avoid a worker."""
+
+    LOSSES = ("crash", "exit", "killed", *map(str, (SicknessKind.STOPPED, SicknessKind.HANGS)))
 
     def __init__(self, scenario: Scenario) -> None:
         config = scenario.router
@@ -105,7 +107,7 @@ class QueueBounds:
                 runtime.violate("queue above its bound", f"{node.node_id}: {waiting} waiting")
         elif isinstance(node, Router) and runtime.num_events % ROUTER_SAMPLING == 0:
             queue, injected = node._requests.queue, runtime.faults.injected
-            num_losses = sum(injected[name] for name in ("crash", "exit", "killed"))
+            num_losses = sum(injected[name] for name in self.LOSSES)
             if queue.num_new > self._max_new:
                 runtime.violate("queue above its bound", f"{node.node_id}: {queue.num_new} are new")
             if len(queue) > self._max_new + self._slots * (1 + num_losses):

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.request import FinishReason, Pooling, SamplingParams
 from kvrelay.lab.sim.model import EOS, FULL, VOCAB_SIZE, Attention, generate
 from kvrelay.router.messages import TenantShare

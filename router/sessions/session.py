@@ -22,7 +22,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from kvrelay.engine.kv.block_hash import HASH_BYTES, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import HASH_BYTES, hash_blocks
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import WorkerInfo

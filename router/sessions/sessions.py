@@ -302,7 +302,7 @@ class Sessions:
         session = self.table.find(submit.tenant, submit.session)
         if session is None:
             retention = submit.retention or self._config.retention
-            scope = submit.kv_scope
+            scope = submit.scope
             session = Session(submit.tenant, submit.session, scope, retention, now, now, now)
             self.table.add(session)
         self.table.set_limits(submit.tenant, submit.share.sessions)
@@ -319,7 +319,7 @@ class Sessions:
             return
         session.live.remove(submit.request_id)
         if record.num_output_tokens:
-            session.scope = submit.kv_scope
+            session.scope = submit.scope
             session.retention = submit.retention or self._config.retention
             session.used_at = now
             session.num_turns += 1

@@ -40,7 +40,7 @@ class Killer:
     def on_tokens(self, num_tokens: int) -> None:
         if self._ctx is None or self.is_done or num_tokens < BUSY_FROM:
             return
-        pids = [each.pid for each in self._ctx.status().workers if each.pid is not None]
+        pids = [each.pid for each in self._ctx.operations.status().workers if each.pid is not None]
         spent = {pid: sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids}
         if not self._before:
             self._before = spent

@@ -1,7 +1,4 @@
-"""The list of modules in docs/architecture.md, made from the first sentences of their docstrings.
-
-`python -m tests.docs.modules` rewrites what stands between the two `modules` marks.
-"""
+"""`python -m tests.docs.modules`: each module with the first sentence of its docstring."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from pathlib import Path
 
 from tests.structure import PACKAGES, ROOT
 
-PAGE = ROOT / "docs/architecture.md"
 WIDTH = 100
 
 
@@ -61,9 +57,5 @@ def between_marks(page: str, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
 
 
-def with_modules(page: str) -> str:
-    return between_marks(page, "modules", module_list())
-
-
 if __name__ == "__main__":
-    PAGE.write_text(with_modules(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(module_list())

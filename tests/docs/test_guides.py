@@ -24,6 +24,8 @@ COPIED = (*PACKAGES, "tests", "pyproject.toml", "kvrelay.example.toml")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 NEW_FILE = re.compile(r"(?:#|//) (\S+/\S+\.\w+)\n")
 TIMEOUT_S = 170.0
+# Files of the product that a first change may touch, beside its tests.
+MOST_FILES = {"request-attribute": 3, "worker-gauge": 2, "api-endpoint": 2}
 
 
 @pytest.fixture
@@ -85,10 +87,11 @@ SLOW = ("model-family", "kernel")
     ],
 )
 def test_a_guide_does_what_it_says(guide: Path, project: Path) -> None:
-    commands = 0
+    commands, touched = 0, set[str]()
     for language, body in BLOCK.findall(guide.read_text(encoding="utf-8")):
         if language == "diff":
             apply(project, body)
+            touched |= set(re.findall(r"^\+\+\+ b/(\S+)", body, flags=re.MULTILINE))
         elif language == "sh":
             for command in body.splitlines():
                 run(project, command)
@@ -97,4 +100,7 @@ def test_a_guide_does_what_it_says(guide: Path, project: Path) -> None:
             path = project / named[1]
             assert not path.exists(), f"{named[1]} is there already"
             path.write_text(body[named.end() :], encoding="utf-8")
+            touched.add(named[1])
     assert commands
+    product = {each for each in touched if not each.startswith("tests/")}
+    assert len(product) <= MOST_FILES.get(guide.stem, len(product)), sorted(product)

@@ -7,16 +7,14 @@ from random import Random
 import pytest
 
 from kvrelay.engine.kv.block_hash import (
-    APPROXIMATE,
     HASH_BYTES,
-    UNSALTED,
     BlockChain,
-    CacheScope,
     block_hash,
     hash_blocks,
     root_hash,
     unpack,
 )
+from kvrelay.engine.kv.scope import APPROXIMATE, UNSALTED, CacheScope
 
 SIZE = 4
 TOKENS = [7 * n for n in range(22)]  # 5 blocks and a part of one

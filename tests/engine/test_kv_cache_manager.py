@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.cache_manager import COPY_LAG, KVCacheManager
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.sequence import Sequence

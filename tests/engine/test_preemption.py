@@ -20,7 +20,7 @@ def test_a_prompt_that_has_told_nothing_makes_room_for_a_stream(comes_by: str) -
     else:
         params = SamplingParams(max_tokens=12, temperature=0)
         told = (*stream, *reference(stream, 2))
-        moved = Decode("stream", 1, "router", told, len(stream), params, 60.0)
+        moved = Decode("stream", params, 1, "router", told, len(stream), 60.0)
         world.deliver("decode", moved)
     core, order = world.decode.core, list[str]()
     while world.step():
@@ -77,7 +77,7 @@ def test_a_stream_that_comes_from_elsewhere_does_not_wait_behind_prompts() -> No
         world.step()
     said = reference([9] * 9, 4)
     params = SamplingParams(max_tokens=30, temperature=0)
-    moved = Decode("moved", 1, "router", (*[9] * 9, *said), 9, params, 60.0)
+    moved = Decode("moved", params, 1, "router", (*[9] * 9, *said), 9, 60.0)
     world.deliver("decode", moved)
     scheduler, order = world.decode.core.scheduler, list[str]()
     assert [seq.request_id for seq in scheduler.running] == ["one", "moved"]

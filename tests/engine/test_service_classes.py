@@ -9,8 +9,9 @@ from zlib import crc32
 import pytest
 
 from kvrelay.engine.cost import MIN_SAMPLES, StepTiming
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.block_pool import LEFT_S, LOW_SHARE
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.scheduling.selection import taking_part
 from kvrelay.engine.sequence import SeqState
 from kvrelay.engine.service_class import ServiceClass
@@ -40,7 +41,7 @@ class Steps(World):
 
     def ask(self, name: str, num_tokens: int, max_tokens: int, of: ServiceClass) -> list[int]:
         prompt = [2 + crc32(f"{name} {i}".encode()) % 90 for i in range(num_tokens)]
-        self.submit(name, prompt, max_tokens, remote=False, service_class=of)
+        self.submit(name, prompt, max_tokens, remote=False, priority=of.priority)
         return prompt
 
     def until_in_step(self, name: str) -> None:
@@ -109,7 +110,7 @@ def test_one_that_waits_for_memory_is_not_passed_by_lower_classes() -> None:
 def test_a_prompt_does_not_wait_for_blocks_that_are_computed_for_a_lower_class() -> None:
     world = Steps(num_blocks=64, max_num_batched_tokens=BLOCK_SIZE)
     prompt = [5] * 6 * BLOCK_SIZE
-    world.submit("low", prompt, 2, remote=False, service_class=BATCH)
+    world.submit("low", prompt, 2, remote=False, priority=BATCH.priority)
     world.until_in_step("low")
     world.submit("other", [8] * 12 * BLOCK_SIZE, 2, remote=False)
     world.until_in_step("other")
@@ -183,7 +184,8 @@ def test_before_steps_are_measured_nothing_joins_interactive_rows() -> None:
 
 def test_of_low_classes_flex_joins_before_batch_and_prompts_last() -> None:
     def row(name: str, of: ServiceClass, num_missing: int = 1) -> Any:
-        return sequence([1] * 8, request_id=name, service_class=of, num_computed=8 - num_missing)
+        about = {"request_id": name, "priority": of.priority}
+        return sequence([1] * 8, num_computed=8 - num_missing, **about)
 
     batch, flex, chat = row("batch", BATCH), row("flex", FLEX), row("chat", DEFAULT)
     prompt, low = row("prompt", DEFAULT, 8), row("low", FLEX, 8)

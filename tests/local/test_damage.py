@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks, of_groups
+from kvrelay.engine.kv.block_hash import hash_blocks, of_groups
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kvtransfer.agent import CopyBlocks
 from kvrelay.kvtransfer.codec import open_codec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier
 from tests.local.test_local import GREEDY, VOCAB, small
 from tests.local.test_local import model_dir as model_dir

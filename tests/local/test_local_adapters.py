@@ -16,7 +16,8 @@ import pytest
 from kvrelay.engine.adapter_copies import register
 from kvrelay.engine.adapters import Adapter, read_adapter
 from kvrelay.engine.config import EngineSection
-from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.engine.step import Step
 from tests.engine.model.runners import model_runner

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.config import EngineSection
-from kvrelay.engine.kv.block_hash import APPROXIMATE, CacheScope
+from kvrelay.engine.kv.scope import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Tier
 from tests.local.test_local import GREEDY, VOCAB, small
 from tests.local.test_local import model_dir as model_dir

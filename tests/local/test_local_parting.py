@@ -52,7 +52,7 @@ def num_hits(answers: list[Completion], shared: int, block_size: int) -> int:
 
 
 def recomputed(cluster: LocalCluster) -> float:
-    counters = [worker.counters or {} for worker in cluster.status().workers]
+    counters = [worker.fact("counters") or {} for worker in cluster.status().workers]
     return sum(n for each in counters for name, n in each.items() if name.startswith(RECOMPUTED))
 
 
@@ -121,13 +121,13 @@ def test_pools_four_times_too_small_or_too_large_serve_and_say_which_group_evict
             assert all(each.failed is None for each in found), num_blocks
             answers[num_blocks] = [each.tokens for each in found]
             deadline = time.monotonic() + 10.0
-            while (worker := cluster.status().workers[0]).groups is None:
+            while not (told := cluster.status().workers[0].fact("groups")):
                 assert time.monotonic() < deadline, "no statistics"
                 time.sleep(0.05)
             assert_clean(cluster)
             core = cluster.workers["decode-0"].node.core  # type: ignore[attr-defined]
             groups = {each.kind: each for each in cluster.run(core.kv.group_blocks)}
-        assert {each.kind for each in worker.groups} == set(groups)
+        assert {each.kind for each in told} == set(groups)
         assert len(groups) > 1
         evicted = {kind: each.num_evicted for kind, each in groups.items()}
         if num_blocks == 75:

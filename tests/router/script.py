@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Tier, TierHashes
 from kvrelay.engine.messages import Refused, TokenDeltas
 from kvrelay.engine.node import Note, Send, Wake, Woken
@@ -121,7 +122,11 @@ class Script(Outbox):
         **sampling: Any,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})
-        self.tell(Submit(request_id, CLIENT, tuple(tokens), params, timeout_s, priority, scope))
+        self.tell(
+            Submit(
+                request_id, params, CLIENT, tuple(tokens), timeout_s, priority=priority, scope=scope
+            )
+        )
 
     def delta(
         self,

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.node import Effect, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
@@ -83,7 +84,7 @@ class Models(Outbox):
 
     def submit(self, model: str, request_id: str, tokens: Any = range(10)) -> None:
         params = SamplingParams(max_tokens=8, stop_token_ids=(999,))
-        self.tell(ForModel(model, Submit(request_id, CLIENT, tuple(tokens), params, 60.0)))
+        self.tell(ForModel(model, Submit(request_id, params, CLIENT, tuple(tokens), 60.0)))
 
     def token(self, worker: str, request_id: str, attempt: int = 1, **more: Any) -> None:
         delta = TokenDelta(request_id, attempt, 10, (5,), **more)
@@ -275,7 +276,7 @@ def test_one_model_is_as_a_router_alone() -> None:
     """Where there are no [[models]], what is sent is what one router sends."""
     alone = Router("router-0", RouterConfig())
     only = ModelRouters({"": Router("router-0", RouterConfig())})
-    submit = Submit("r", CLIENT, tuple(range(10)), SamplingParams(max_tokens=8), 60.0)
+    submit = Submit("r", SamplingParams(max_tokens=8), CLIENT, tuple(range(10)), 60.0)
     messages = [
         WorkerUp(worker_info("decode-0")),
         KVSnapshot("decode-0", 1, 0, ()),

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
 from kvrelay.router.messages import Submit
 from kvrelay.router.record import DeltaFit, RequestRecord
@@ -17,7 +18,7 @@ PROMPT = tuple(range(10))
 
 def record_of(*output: int, scope: CacheScope = UNSALTED, **sampling: object) -> RequestRecord:
     params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})  # type: ignore[arg-type]
-    submit = Submit("r", "api", PROMPT, params, 60.0, scope=scope)
+    submit = Submit("r", params, "api", PROMPT, 60.0, scope=scope)
     record = RequestRecord(submit, params, 1, 0.0, 60.0, 0.0)
     record.tokens += output
     return record

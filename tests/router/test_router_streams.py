@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.messages import Abort, Probe
 from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from kvrelay.prefill_worker.messages import Prefill
@@ -199,7 +200,7 @@ def test_another_request_under_a_live_id_is_refused() -> None:
     s = Script("decode-0")
     s.submit()
     s.sent.clear()
-    s.tell(Submit("r", "another-api", (1, 2), SamplingParams(), 60.0))
+    s.tell(Submit("r", SamplingParams(), "another-api", (1, 2), 60.0))
     assert s.one(Failed, "another-api").reason is Refusal.DUPLICATE
     s.delta("decode-0", 10, 5)
     assert s.streamed() == [5]

@@ -205,7 +205,7 @@ def test_what_tenants_have_here_is_told_and_what_they_have_elsewhere_is_known() 
     for number, tenant in enumerate(("a", "a", "b")):
         sampling = SamplingParams(max_tokens=4)
         tokens = tuple(range(100 * number, 100 * number + 12))
-        sharing.say(Submit(f"r{number}", "api-0", tokens, sampling, 60.0, tenant=tenant))
+        sharing.say(Submit(f"r{number}", sampling, "api-0", tokens, 60.0, tenant=tenant))
     sharing.tick(0.5)
     told = {"a": TenantLoad(0, 2), "b": TenantLoad(0, 1)}
     assert sharing.take(SaveLoads) == [SaveLoads(told)]
@@ -232,7 +232,7 @@ def test_a_tenants_limit_is_of_all_routers_together(running: int, queued: int, h
     for number in range(6):
         tokens = tuple(range(100 * number, 100 * number + 12))
         sampling = SamplingParams(max_tokens=4)
-        sharing.say(Submit(f"r{number}", "api-0", tokens, sampling, 60.0, tenant="a", share=share))
+        sharing.say(Submit(f"r{number}", sampling, "api-0", tokens, 60.0, tenant="a", share=share))
     orders = [send.message for send in sharing.take(Send)]
     assert sum(isinstance(order, Decode) for order in orders) == here
     sharing.say(OthersLoads({}))  # the others have gone, or cannot be heard
@@ -252,7 +252,7 @@ def test_rows_at_other_routers_take_no_place_of_chats(
     for number in range(6):
         tokens, sampling = (number, 2, 3), SamplingParams(max_tokens=4)
         about: dict[str, Any] = {"tenant": "a", "share": share, "priority": priority}
-        sharing.say(Submit(f"r{number}", "api-0", tokens, sampling, 60.0, **about))
+        sharing.say(Submit(f"r{number}", sampling, "api-0", tokens, 60.0, **about))
     sent = [send.message for send in sharing.take(Send)]
     assert sum(isinstance(message, Decode) for message in sent) == here
     assert len(sharing.router._requests.queue) == in_queue
@@ -263,7 +263,7 @@ def test_what_a_router_has_of_low_classes_is_told_apart() -> None:
     for number, priority in enumerate((0, 10, 50)):
         sampling = SamplingParams(max_tokens=4)
         about: dict[str, Any] = {"tenant": "a", "priority": priority}
-        sharing.say(Submit(f"r{number}", "api-0", (number, 2, 3), sampling, 60.0, **about))
+        sharing.say(Submit(f"r{number}", sampling, "api-0", (number, 2, 3), 60.0, **about))
     sharing.tick(0.5)
     assert sharing.take(SaveLoads)[-1] == SaveLoads({"a": TenantLoad(0, 3, 0, 2)})
 
@@ -274,7 +274,7 @@ def test_a_tenants_queue_is_bounded_over_all_routers() -> None:
     for number in range(3):
         sampling, share = SamplingParams(max_tokens=4), TenantShare(max_queued=3)
         sharing.say(
-            Submit(f"r{number}", "api-0", (1, 2, 3), sampling, 60.0, tenant="a", share=share)
+            Submit(f"r{number}", sampling, "api-0", (1, 2, 3), 60.0, tenant="a", share=share)
         )
     failed = [send.message.request_id for send in sharing.take(Send)]
     assert failed == ["r1", "r2"]

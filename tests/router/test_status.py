@@ -54,18 +54,15 @@ def test_cached_tokens_are_counted_by_where_they_came_from() -> None:
 def test_status_tells_what_the_tiers_of_a_worker_hold_and_how_fast_they_are() -> None:
     s = Script("decode-0")
     (worker,) = s.router.status(s.now).workers
-    assert (worker.num_host_blocks, worker.disk_read_bytes_per_s) == (0, 0.0)
-    s.tell(
-        worker_stats(
-            "decode-0",
-            num_host_blocks=70,
-            num_disk_blocks=900,
-            disk_used_bytes=600 * 4096,
-            host_read_bytes_per_s=8e9,
-            disk_read_bytes_per_s=1e9,
-        )
-    )
+    assert worker.fact("num_host_blocks") == 0  # it has said nothing yet
+    said = {
+        "num_host_blocks": 70,
+        "num_disk_blocks": 900,
+        "disk_used_bytes": 600 * 4096,
+        "host_read_bytes_per_s": 8e9,
+        "disk_read_bytes_per_s": 1e9,
+    }
+    s.tell(worker_stats("decode-0", **said))
     (worker,) = s.router.status(s.now).workers
-    assert (worker.num_host_blocks, worker.num_disk_blocks) == (70, 900)
-    assert (worker.disk_used_bytes, worker.disk_ratio) == (600 * 4096, 1.5)
-    assert (worker.host_read_bytes_per_s, worker.disk_read_bytes_per_s) == (8e9, 1e9)
+    facts = worker.facts()
+    assert facts | said | {"disk_ratio": 1.5} == facts

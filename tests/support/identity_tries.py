@@ -32,8 +32,9 @@ from kvrelay.decode_worker.vllm.copies import Copies
 from kvrelay.engine import cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
 from kvrelay.engine.identity import OWN, VLLM
-from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.stats import Role

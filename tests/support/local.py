@@ -22,7 +22,7 @@ from kvrelay.cluster.control.audits import audit_dict
 from kvrelay.cluster.roles import build_worker
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.host import LoopThread, NodeHost
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import (
     NO_OUTPUTS,
@@ -192,8 +192,9 @@ class LocalCluster:
         """The future's result is the whole answer, or what it failed with. fields: as of Submit."""
         request_id = request_id or f"local-{next(self._ids)}"
         future: Future[Completion] = Future()
+        scope = scope.with_adapter(fields.get("adapter"))
         submit = Submit(
-            request_id, CLIENT, tuple(tokens), sampling, timeout_s, scope=scope, **fields
+            request_id, sampling, CLIENT, tuple(tokens), timeout_s, scope=scope, **fields
         )
 
         def begin() -> None:

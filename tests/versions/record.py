@@ -38,8 +38,9 @@ from kvrelay.cluster.scaling.decisions import Line
 from kvrelay.cluster.state import index_keys, session_keys
 from kvrelay.cluster.state.backup import Manifest
 from kvrelay.cluster.state.session_store import SessionStore
-from kvrelay.engine.kv.block_hash import HASH_BYTES, CacheScope
+from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.wire import channel, codec
@@ -145,14 +146,12 @@ def store_answers(path: Path) -> dict[str, str]:
     tokenizer = Tokenizer(resolve_model(DEFAULT_MODEL, progress=lambda _: None))
     store = ResponseStore(path)
     with serve(tokenizer, ApiSettings(), context={"responses": store}) as served:
-        chat = {"model": MODEL, "messages": [user("Hi")], "store": True}
         called = [
             user("Rain?"),
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "dry"},
         ]
         bodies: dict[str, tuple[str, dict[str, Any]]] = {
-            "chat": ("/v1/chat/completions", chat),
             "conversation": ("/v1/conversations", {"items": [user("The word is slate.")]}),
             "response": ("/v1/responses", {"model": MODEL, "input": called}),
         }

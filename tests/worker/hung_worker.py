@@ -35,7 +35,7 @@ def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None,
     process, answer = REAL_START(spec, listening)
     assert process is not None, answer
     params = SamplingParams(max_tokens=4, temperature=0)
-    request = Decode("a", 0, "router-0", (1, 2, 3), 3, params, 60.0)
+    request = Decode("a", params, 0, "router-0", (1, 2, 3), 3, 60.0)
     process._host.deliver_soon(WORKER, request)
     return process, answer
 

@@ -20,9 +20,9 @@ def hand_over(
     world: World, name: str, prompt: list[int], max_tokens: int, of: ServiceClass
 ) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    work = (name, 0, "router", tuple(prompt), len(prompt), params, 60.0)
-    world.queue.append(("prefill", Prefill(*work, decode_to="decode", service_class=of)))
-    world.queue.append(("decode", Decode(*work, prefill_from="prefill", service_class=of)))
+    work = (name, params, 0, "router", tuple(prompt), len(prompt), 60.0)
+    world.queue.append(("prefill", Prefill(*work, decode_to="decode", priority=of.priority)))
+    world.queue.append(("decode", Decode(*work, prefill_from="prefill", priority=of.priority)))
 
 
 def world_with_a_held_row() -> World:
@@ -89,8 +89,8 @@ def test_what_is_held_and_what_runs_make_room_together() -> None:
     assert taken, "or the row finds room there before the stream has grown"
     params = SamplingParams(max_tokens=40, temperature=0)
     prompt = [4] * 6 * BLOCK_SIZE
-    other = Decode("other", 0, "router", tuple(prompt), len(prompt), params, 60.0)
-    world.queue.append(("prefill", replace(other, service_class=BATCH)))
+    other = Decode("other", params, 0, "router", tuple(prompt), len(prompt), 60.0)
+    world.queue.append(("prefill", replace(other, priority=BATCH.priority)))
     while len(world.output("other", prompt)) < 10:
         assert world.step()
     assert world.prefill.core.kv.pool.num_free + 20 < 26

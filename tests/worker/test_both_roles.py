@@ -51,7 +51,7 @@ class Both(World):
     ) -> None:
         """The prompt is computed by one worker and the output by another."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
-        work = (name, 0, "router", tuple(prompt), len(prompt), params, TIMEOUT_S)
+        work = (name, params, 0, "router", tuple(prompt), len(prompt), TIMEOUT_S)
         self.queue.append((computes, Prefill(*work, decode_to=decodes)))
         self.queue.append((decodes, Decode(*work, prefill_from=computes)))
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks, of_groups
+from kvrelay.engine.kv.block_hash import hash_blocks, of_groups
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.step import Step
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone, KVReady

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.node import Wake, Woken
@@ -60,7 +61,7 @@ class Machine(World):
     def take_over(self, name: str = "a", count: int = 20, **options: Any) -> None:
         """The router hands over a stream of which it has `BEFORE`."""
         params = SamplingParams(max_tokens=count, temperature=0)
-        work = (name, 1, "router", tuple(TOKENS), len(PROMPT), params, 60.0)
+        work = (name, params, 1, "router", tuple(TOKENS), len(PROMPT), 60.0)
         self.queue.append(("decode", Decode(*work, **options)))
 
     def cached(self, name: str = "a") -> dict[str, int]:

@@ -60,7 +60,7 @@ def test_one_that_does_not_fit_is_passed_a_number_of_times(told: bool) -> None:
     def submit(name: str, prompt: list[int], max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
         tokens = (*prompt, *(reference(prompt, 1) if told else ()))
-        world.deliver("decode", Decode(name, 0, "router", tokens, len(prompt), params, 600.0))
+        world.deliver("decode", Decode(name, params, 0, "router", tokens, len(prompt), 600.0))
 
     number = 0
     while "large" not in {seq.request_id for seq in world.decode.core.scheduler.running}:

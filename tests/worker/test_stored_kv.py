@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Wake, Woken
 from kvrelay.kvtransfer.agent import FindStored, StoreListed

@@ -198,7 +198,8 @@ def test_what_comes_before_a_changed_block_is_used() -> None:
 
 
 def _block_hashes(world: World) -> list[bytes]:
-    from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks
+    from kvrelay.engine.kv.block_hash import hash_blocks
+    from kvrelay.engine.kv.scope import UNSALTED
 
     return hash_blocks(b"tiny", UNSALTED, PROMPT, 4)
 

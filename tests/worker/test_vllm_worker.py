@@ -34,8 +34,9 @@ from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.parameters import structure
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
 from kvrelay.engine.cost import prompt_features
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Exit, Send, Woken
@@ -78,7 +79,7 @@ CONFIG = WorkerConfig(
     step_timeout_s=1.0,
 )
 ROUTER = "router-0"
-WORK = Decode("r", 1, ROUTER, (1, 2, 3), 3, replace(GREEDY, max_tokens=4), 30.0)
+WORK = Decode("r", replace(GREEDY, max_tokens=4), 1, ROUTER, (1, 2, 3), 3, 30.0)
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
@@ -340,7 +341,7 @@ def test_what_no_vllm_copies_is_asked_for_in_vain_and_nothing_dies() -> None:
     assert not answer.metadata
     for asked in (
         replace(WORK, prefill_from="prefill-0"),
-        Prefill("p", 1, ROUTER, (1, 2, 3), 3, GREEDY, 30.0, decode_to="decode-1"),
+        Prefill("p", GREEDY, 1, ROUTER, (1, 2, 3), 3, 30.0, decode_to="decode-1"),
     ):
         [refused] = sent(node.receive(0.0, asked), Refused)
         assert refused.reason is Refusal.WORKER_FAILED

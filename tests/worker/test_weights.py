@@ -183,7 +183,7 @@ def test_a_request_that_was_sent_for_other_weights_is_refused_after_it_is_said_w
     changed = world.said(WeightsChanged)[-1]
     params = SamplingParams(max_tokens=2, temperature=0)
     for number, fingerprint in enumerate((b"", b"tiny", changed.fingerprint)):
-        work = f"r{number}", 0, "router", tuple(PROMPT), len(PROMPT), params, 60.0
+        work = f"r{number}", params, 0, "router", tuple(PROMPT), len(PROMPT), 60.0
         world.deliver("decode", Decode(*work, fingerprint=fingerprint))
     world.drain()
     assert [each.request_id for each in world.said(Refused)] == ["r0", "r1"]

@@ -201,7 +201,7 @@ class World:
     ) -> None:
         """`options`: of the `Prefill` if it is handed over, else of the `Decode`."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **(sampling or {}))
-        work = (name, attempt, "router", tuple(prompt), len(prompt), params, 60.0)
+        work = (name, params, attempt, "router", tuple(prompt), len(prompt), 60.0)
         if remote:
             self.queue.append(("prefill", Prefill(*work, decode_to=decode, **options)))
             options = {"prefill_from": "prefill"}

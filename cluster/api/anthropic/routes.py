@@ -196,7 +196,9 @@ async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
         plan = await plan_chat(ctx, request, tenant)
     if request.keep_s is None:
         return plan
-    return replace(plan, retention=Retention(max(request.keep_s, ctx.retention_s)))
+    kept = Retention(max(request.keep_s, ctx.retention_s))
+    choices = (replace(each, spec=replace(each.spec, retention=kept)) for each in plan.choices)
+    return replace(plan, choices=tuple(choices))
 
 
 async def _count(ctx: ApiContext, http: Request) -> Response:

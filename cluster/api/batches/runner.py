@@ -130,7 +130,7 @@ class Runner:
         now = self.clock()
         for name in [name for name, (_, task) in self._runs.items() if task.done()]:
             del self._runs[name]
-        if self.ctx.is_draining():
+        if self.ctx.operations.draining:
             if self._runs:
                 await self._give_back()
         else:
@@ -145,7 +145,7 @@ class Runner:
 
     def _look(self, now: float) -> None:
         if self._runs:
-            self.windows.look(self.ctx.status(), max(0.0, now - self._looked_at))
+            self.windows.look(self.ctx.operations.status(), max(0.0, now - self._looked_at))
         self._looked_at = now
 
     async def _renew(self, now: float) -> None:
@@ -173,7 +173,7 @@ class Runner:
             if found is None:
                 return
             if not runs:
-                self.windows.look(self.ctx.status(), 0.0)
+                self.windows.look(self.ctx.operations.status(), 0.0)
             run = BatchRun(self.shared, *found)
             run.look(run.record, now)
             if run.record["status"] == "in_progress" and not run.is_over:

@@ -46,34 +46,14 @@ from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.cluster.api.utility.version import VERSION
 from kvrelay.cluster.status import ClusterStatus
-from kvrelay.router.status import WorkerStatus
+from kvrelay.router.status import WORKER_FACTS, WorkerStatus
 
 GONE_TICKS = 60  # for so long it is known that a worker is gone; who has seen less gets all
 
 WORKER_FIELDS = (
-    "worker",
-    "model",
-    "role",
-    "state",
-    "epoch",
-    "num_blocks",
-    "num_used_blocks",
-    "num_cached_blocks",
-    "num_host_blocks",
-    "num_disk_blocks",
-    "groups",
-    "num_running",
-    "num_waiting",
-    "num_handoffs",
-    "num_inflight",
-    "num_decoding",
-    "pending_prefill_tokens",
-    "cache_hit_rate",
-    "prefill_tokens_per_s",
-    "decode_step_s",
-    "read_bytes_per_s",
-    "host_read_bytes_per_s",
-    "disk_read_bytes_per_s",
+    *("worker", "model", "role", "state", "epoch", "groups"),
+    *("num_inflight", "num_decoding", "cache_hit_rate"),
+    *(name for name, fact in WORKER_FACTS.items() if fact.metric),
 )
 _LOAD = ("num_live", "num_queued", "cache_hit_rate", "prediction_error")
 _TOTALS = (
@@ -147,6 +127,8 @@ class Feed:
             fields.append(b'"gone":' + _encode(gone))
         if is_full:
             fields.append(b'"worker_fields":' + _encode(WORKER_FIELDS))
+            texts = {name: WORKER_FACTS[name].sentence for name in WORKER_FIELDS}
+            fields.append(b'"worker_facts":' + _encode(texts))
             fields.append(b'"point_fields":' + _encode(POINT_FIELDS))
         points = self._history.since(num_points)
         fields.append(b'"points":' + _encode(points.pop(ALL)))
@@ -164,7 +146,7 @@ class Feed:
         for worker in workers:
             name = worker.worker
             found.add(name)
-            values = [_plain(getattr(worker, key)) for key in WORKER_FIELDS]
+            values = [_plain(worker.fact(key)) for key in WORKER_FIELDS]
             self._put(self._workers, name, values)
         for name in self._workers.keys() - found:
             del self._workers[name]
@@ -268,8 +250,7 @@ class Console:
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
         self.history = History(ctx.metrics)
-        # `ctx.status` is looked up each time: whoever serves may set another.
-        self.feed = Feed(lambda: ctx.status(), self.history, self._server)
+        self.feed = Feed(lambda: ctx.operations.status(), self.history, self._server)
         self.listeners = ConcurrencyLimiter(MAX_LISTENERS, what="consoles listen")
         self._ticked = asyncio.Event()
         self._seen_at = 0.0  # when the status was read last
@@ -280,7 +261,6 @@ class Console:
         return {
             "version": VERSION,
             "models": [*self._ctx.models],
-            "can_set_role": self._ctx.set_role is not None,
             "key_required": self._ctx.tenants.key_required,
             "period_s": PERIOD_S,
             "window_s": WINDOW_S,

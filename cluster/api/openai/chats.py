@@ -19,7 +19,7 @@ from kvrelay.cluster.api.openai.schema import MAX_CHOICES, ChatRequest, Message
 from kvrelay.cluster.api.tenants import Tenant
 
 _Conversation = Annotated[list[Message], Field(min_length=1), FailFast()]
-REFUSED = {"stream": False, "store": False, "n": 1, "prompt_logprobs": None}
+REFUSED = {"stream": False, "n": 1, "prompt_logprobs": None}
 """Fields that are about one answer, and what they have to be here."""
 
 

@@ -32,8 +32,8 @@ from kvrelay.cluster.api.openai.plan import (
 from kvrelay.cluster.api.openai.schema import Flag, ModelRequest, or_default, prompts_of
 from kvrelay.cluster.api.parameters import EMBEDDING, RERANK, SCORE
 from kvrelay.cluster.api.tenants import Tenant
-from kvrelay.engine.kv.block_hash import CacheScope
-from kvrelay.engine.request import Pooling, SamplingParams
+from kvrelay.engine.kv.scope import CacheScope
+from kvrelay.engine.request import Pooling, RequestSpec, SamplingParams
 
 MAX_INPUTS = 2048  # OpenAI's
 
@@ -87,7 +87,9 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
     adapter = ctx.adapter_of(request.model)
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
-    scope, special = CacheScope(salt_of(request, tenant)), request.add_special_tokens
+    scope = CacheScope(salt_of(request, tenant)).with_adapter(adapter)
+    priority, special = priority_of(request, tenant), request.add_special_tokens
+    spec = RequestSpec("", sampling, scope=scope, adapter=adapter, priority=priority)
     texts: list[ChoicePlan] = []
     keep = keep_of(ctx, request, 1)
     for place, text in enumerate(request.prompts):
@@ -99,10 +101,8 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
         )
         tokens = tuple(truncated(whole, keep))
         room_after(ctx, tokens, param)
-        own: dict[str, Any] = {"is_silent": True, "scope": scope, "adapter": adapter}
-        texts.append(ChoicePlan(place, place, tokens, sampling, **own))
-    priority = priority_of(request, tenant)
-    about = tenant, priority, None
+        texts.append(ChoicePlan(place, place, tokens, spec, is_silent=True))
+    about = tenant, spec.service_class
     return Plan(tuple(texts), (), None, False, False, *about, weights=request.weight_version or "")
 
 

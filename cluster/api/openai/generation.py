@@ -22,7 +22,7 @@ from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
 from kvrelay.cluster.api.output.events import THINK
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
 from kvrelay.engine.request import FinishReason, Refusal, TokenLogprobs
-from kvrelay.router.messages import Failed, Output
+from kvrelay.router.messages import Failed, Output, Submit
 
 # A client that fell behind finds thousands of tokens waiting. Turning them into text in slices lets
 # the event loop serve the others in between: about this many of each choice, and of all choices.
@@ -262,7 +262,7 @@ class Generation:
             num_prompt += len(first.plan.tokens)
             num_cached += first.num_cached_tokens
             by_source.update(first.cached_by_source)
-        is_approximate = any(choice.plan.scope.is_approximate for choice in self.choices)
+        is_approximate = any(choice.plan.spec.scope.is_approximate for choice in self.choices)
         num_output = sum(choice.num_tokens for choice in self.choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         drafts = draft_tokens(*(sum(c.drafts[i] for c in self.choices) for i in (0, 1)))
@@ -296,23 +296,21 @@ class Generation:
         while self._unsent and len(self._streams) < _MAX_AT_ONCE:
             choice = self._unsent.popleft()
             plan = choice.plan
-            choice.stream = self._streams[plan.index] = self._ctx.client.submit(
-                f"{self._request_id}-{plan.index}",
-                plan.tokens,
-                plan.sampling,
-                max(0.0, self._deadline - now),
-                scope=plan.scope,
-                adapter=plan.adapter,
-                retention=self.plan.retention,
+            asked = replace(plan.spec, request_id=f"{self._request_id}-{plan.index}")
+            submit = Submit(
+                **asked.carried(),
+                reply_to=self._ctx.client.node_id,
+                tokens=plan.tokens,
+                timeout_s=max(0.0, self._deadline - now),
                 session=plan.session,
-                priority=self.plan.priority,
                 tenant=self.plan.tenant.name,
                 share=self.plan.tenant.share,
                 call=self.plan.call,
                 weights=self.plan.weights,
                 caller=caller_name(),
-                signal=self._signal,
             )
+            choice.stream = self._ctx.client.submit(submit, self._signal)
+            self._streams[plan.index] = choice.stream
 
     def _cancel(self, index: int) -> None:
         """Choice `index` needs no more tokens. Nothing happens if none would come."""

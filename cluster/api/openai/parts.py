@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvrelay.engine.adapters import Adapter
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
-from kvrelay.engine.kv.tier import Retention
-from kvrelay.engine.request import SamplingParams, TokenLogprobs
+from kvrelay.engine.request import RequestSpec, SamplingParams, TokenLogprobs
 from kvrelay.engine.service_class import ServiceClass
 
 if TYPE_CHECKING:
@@ -25,15 +22,17 @@ class ChoicePlan:
     index: int
     prompt: int
     tokens: tuple[int, ...]
-    sampling: SamplingParams
+    spec: RequestSpec  # without its name
     text: str = ""  # the prompt, where it is to be echoed
     offsets: tuple[int, ...] = ()  # where the text of each of its tokens begins in it
     is_silent: bool = False  # the one token of output is not wanted, only what the prompt gives
     prompt_logprobs: int | None = None  # so many beside the text, of each of the prompt's tokens
     continues: bool = False  # the output goes on where the prompt's text ends
-    scope: CacheScope = UNSALTED
     session: str | None = None
-    adapter: Adapter | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.spec.sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +43,12 @@ class Plan:
     stream: bool
     include_usage: bool
     tenant: Tenant
-    priority: int  # lower goes first
-    retention: Retention | None  # None: the server's own
+    service_class: ServiceClass
     includes_stop: bool = False  # a text that is stopped has what stopped it
     shows_special: bool = False  # special tokens are part of texts
     tells_ids: bool = False  # log-probabilities go with token ids: those of what ended it too
     call: bytes = b""  # names the call; the same when it is repeated
     weights: str = ""  # version that it is pinned to
-
-    @property
-    def service_class(self) -> ServiceClass:
-        return ServiceClass.of(self.priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,15 @@ from kvrelay.cluster.api.text.tokenizer import (
     infill_prompt,
 )
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
-from kvrelay.engine.kv.block_hash import APPROXIMATE, CacheScope
+from kvrelay.engine.kv.scope import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Retention
-from kvrelay.engine.request import ReasoningBudget, Refusal, SamplingParams
+from kvrelay.engine.request import (
+    SPEC_FIELDS,
+    ReasoningBudget,
+    Refusal,
+    RequestSpec,
+    SamplingParams,
+)
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.admission.admission import IncomingCall
 
@@ -141,7 +147,7 @@ async def plan_chat(
     )
     last = request.messages[-1]
     choice = ChoicePlan(
-        *(0, 0, tuple(tokens), sampling),
+        *(0, 0, tuple(tokens), RequestSpec("", sampling)),
         text=last.content if request.echo and last.role == "assistant" else "",
         prompt_logprobs=request.prompt_logprobs,
         continues=request.continue_final_message,
@@ -255,7 +261,8 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
             sampling = replace(sampling, prompt_logprobs=num)
         prompts.append(
             ChoicePlan(
-                *(0, len(prompts), tuple(tokens), sampling, text, offsets, wanted == 0),
+                *(0, len(prompts), tuple(tokens), RequestSpec("", sampling)),
+                *(text, offsets, wanted == 0),
                 prompt_logprobs=request.prompt_logprobs,
                 continues=True,
             )
@@ -456,6 +463,17 @@ def salt_of(request: ModelRequest, tenant: Tenant) -> bytes:
     return APPROXIMATE + salt if asked else salt
 
 
+def _about(ctx: ApiContext, request: GenerationRequest, tenant: Tenant) -> dict[str, Any]:
+    """Fields of the RequestSpec that all choices share: those that a body has by the same name, and
+    what follows from others. Raises `ApiError`."""
+    same = type(request).model_fields.keys() & set(SPEC_FIELDS)
+    return {name: getattr(request, name) for name in same} | {
+        "adapter": ctx.adapter_of(request.model),
+        "priority": priority_of(request, tenant),
+        "retention": _retention(ctx, request),
+    }
+
+
 def _plan(
     ctx: ApiContext,
     request: GenerationRequest,
@@ -466,21 +484,17 @@ def _plan(
     """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
-    salt, adapter = salt_of(request, tenant), ctx.adapter_of(request.model)
+    salt, about = salt_of(request, tenant), _about(ctx, request, tenant)
     for prompt in prompts:
         scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
+        about["scope"] = scope.with_adapter(about["adapter"])
         for i in range(request.n):
             sampling = replace(prompt.sampling, seed=choice_seed(seed, i))
             if reading is not None and i:  # a chat tells those of its prompt once
                 sampling = replace(sampling, prompt_logprobs=None)
             session = None if choices else request.prompt_cache_key
-            own: dict[str, Any] = {
-                "sampling": sampling,
-                "scope": scope,
-                "session": session,
-                "adapter": adapter,
-            }
-            choices.append(replace(prompt, index=len(choices), **own))
+            spec = replace(prompt.spec, sampling=sampling, **about)
+            choices.append(replace(prompt, index=len(choices), spec=spec, session=session))
     return Plan(
         choices=tuple(choices),
         stop=tuple(request.stop),
@@ -488,8 +502,7 @@ def _plan(
         stream=request.stream,
         include_usage=request.include_usage,
         tenant=tenant,
-        priority=priority_of(request, tenant),
-        retention=_retention(ctx, request),
+        service_class=ServiceClass.of(about["priority"]),
         includes_stop=request.includes_stop,
         shows_special=not request.skip_special_tokens,
         tells_ids=request.return_token_ids,

@@ -172,7 +172,7 @@ class GenerateEndpoint(Generic[Request]):
 
     async def _serve(self, http: HttpRequest, call: Call, send: Send) -> End:
         """Serve one request; return how it ended. Raises `ApiError` before the first byte only."""
-        if self._ctx.is_draining():
+        if self._ctx.operations.draining:
             raise draining()
         tenant = caller(self._ctx, http)
         clock = asyncio.get_running_loop().time

@@ -415,7 +415,6 @@ class ChatRequest(GenerationRequest):
     continue_final_message: Flag = False  # vLLM's: the answer goes on where that ends
     echo: Flag = False  # vLLM's: a last message of the assistant begins the answer
     modalities: list[str] | None = None
-    store: Flag = False  # keep the completion, to be asked for again
 
     @model_validator(mode="after")
     def _is_text_only(self) -> ChatRequest:

@@ -38,7 +38,6 @@ from kvrelay.cluster.api.responses.schema import (
     check_outputs,
     is_reference,
 )
-from kvrelay.cluster.api.responses.truncation import truncated, with_their_calls
 from kvrelay.cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # that are read back of a conversation
@@ -128,7 +127,7 @@ class ResponseCall:
         with ctx.bodies.share() as take:
             history, num_bytes = await self._history(take, ctx.settings.max_body_bytes - size)
             self._before = history
-            if history and self.request.truncation != "auto":
+            if history:
                 check_outputs(history, self.request.input)
             self._num_bytes = size + num_bytes
             if self._num_bytes > ctx.settings.max_body_bytes:
@@ -273,9 +272,6 @@ class ResponseCall:
             try:
                 data = await self._kept.stored(self.tenant, previous)
                 is_more = len(turns) == MAX_TURNS or num_bytes + len(data) > most
-                if is_more and self.request.truncation == "auto":
-                    items = [item for turn in reversed(turns) for item in turn]
-                    return with_their_calls(items), num_bytes
                 if not is_more:
                     hold(take, len(data))
                     record = await self._kept.understood(previous, data)
@@ -289,7 +285,7 @@ class ResponseCall:
                 limit = self._ctx.settings.max_body_bytes
                 raise invalid(
                     f"A conversation has at most {MAX_TURNS} turns that are read back, and"
-                    f" {limit} bytes: begin a new one, or ask for 'truncation': 'auto'",
+                    f" {limit} bytes: begin a new one",
                     param="previous_response_id",
                 )
             num_bytes += len(data)
@@ -304,10 +300,7 @@ class ResponseCall:
 
 async def _plan(ctx: ApiContext, chat: ResponsesChat, tenant: Tenant) -> Plan:
     with renamed(CHAT_NAMES):
-        tokens = None
-        if chat.asked.truncation == "auto":
-            chat, tokens = await truncated(ctx, chat)
-        return await plan_chat(ctx, chat, tenant, tokens)
+        return await plan_chat(ctx, chat, tenant)
 
 
 def asked_items(record: dict[str, Any]) -> list[dict[str, Any]]:

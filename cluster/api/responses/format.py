@@ -66,7 +66,7 @@ Keep = Callable[[dict[str, Any]], Awaitable[bool]]
 
 _REPEATED = (
     *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"),
-    *("tools", "tool_choice", "parallel_tool_calls", "metadata", "user", "truncation"),
+    *("tools", "tool_choice", "parallel_tool_calls", "metadata", "user"),
     *("prompt_cache_key", "background", "top_logprobs", "service_tier", "presence_penalty"),
     *("frequency_penalty", "max_tool_calls", "safety_identifier"),
 )
@@ -79,7 +79,6 @@ _DEFAULTS: dict[str, Any] = {
     "tool_choice": "auto",
     "parallel_tool_calls": True,
     "metadata": {},
-    "truncation": "disabled",
     "background": False,
     "top_logprobs": 0,
     "service_tier": "default",
@@ -108,6 +107,7 @@ def begun(request: ResponsesRequest, model: str, response_id: str, status: str) 
         "model": model,
         "output": [],
         "usage": None,
+        "truncation": "disabled",
         "store": request.is_kept,
         "text": {"format": {"type": "text"}} | {k: v for k, v in text.items() if v is not None},
         "reasoning": {"effort": None, "summary": None} | reasoning,

@@ -45,7 +45,6 @@ from kvrelay.cluster.api.tenants import Tenant
 
 MAX_BACKGROUND = 64  # of one tenant, shared by its addresses
 Asked = TypeVar("Asked", bound=BaseModel)
-COMPACT_SHARE = 8  # a summary may have an 8th of the context
 SUM_UP = (
     "Write a summary of this conversation, for an assistant that is to go on with it and sees "
     "nothing else of it: what the user wants, what was decided, found and done, with names, paths "
@@ -256,12 +255,8 @@ class Compaction:
                 del body
         except ClientDisconnect:
             return
-        # The oldest is left out of a conversation that does not fit: it is compacted for that.
-        most = max(1, ctx.chosen(asked.model, tenant).max_model_len // COMPACT_SHARE)
         own = {
             "input": [*asked.input, {"role": "user", "content": SUM_UP}],
-            "max_output_tokens": asked.max_output_tokens or most,
-            "truncation": asked.truncation or "auto",
             "store": False,
         }
         given = {name: getattr(asked, name) for name in CompactRequest.model_fields}

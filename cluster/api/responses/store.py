@@ -73,11 +73,6 @@ _HEADLESS = """
 SELECT c.tenant, c.id FROM conversations c LEFT JOIN responses r
     ON r.tenant = c.tenant AND r.id = c.id WHERE r.id IS NULL
 """
-_LATEST = """
-SELECT place, id, size FROM (SELECT rowid AS place, id, LENGTH(record) AS size FROM responses
-    WHERE tenant = ? AND id >= ? AND id < ? ORDER BY rowid DESC LIMIT ?)
-"""
-_AT = "SELECT record FROM responses WHERE tenant = ? AND rowid = ?"
 
 
 class ResponseStore:
@@ -175,26 +170,6 @@ class ResponseStore:
     def get(self, tenant: str, response_id: str) -> bytes | None:
         with self.reading() as connection:
             row = connection.execute(_GET, (tenant, response_id)).fetchone()
-        return None if row is None else row[0]
-
-    def latest(self, tenant: str, prefix: str, limit: int, max_bytes: int) -> list[tuple[int, str]]:
-        """Places and names of records whose names begin with `prefix`, the youngest first: `limit`
-        at most, and the next only while they have fewer than `max_bytes` together."""
-        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        with self.reading() as connection:
-            rows = connection.execute(_LATEST, (tenant, prefix, end, limit)).fetchall()
-        found, size = list[tuple[int, str]](), 0
-        for place, name, num_bytes in rows:
-            found.append((place, name))
-            size += num_bytes
-            if size >= max_bytes:
-                break
-        return found
-
-    def at(self, tenant: str, place: int) -> bytes | None:
-        """Returns the record at a place that `latest` told, if it still is there."""
-        with self.reading() as connection:
-            row = connection.execute(_AT, (tenant, place)).fetchone()
         return None if row is None else row[0]
 
     def delete(self, tenant: str, response_id: str) -> bool:

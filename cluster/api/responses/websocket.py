@@ -54,7 +54,7 @@ class ResponsesSocket:
         try:
             tenant = caller(self._ctx, socket)
             check_origin(self._ctx.settings, socket.headers)
-            if self._ctx.is_draining():
+            if self._ctx.operations.draining:
                 raise draining()
         except ApiError as error:
             self._count(error)

@@ -8,17 +8,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvrelay.cluster.api.context import ApiContext, ControllerAway
+from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
+from kvrelay.cluster.api.operator import ControllerAway
 from kvrelay.cluster.config import ConfigError, ModelEntry
 from kvrelay.engine.settings import explain_error
 
 
 def changing_routes(ctx: ApiContext) -> list[ApiRoute]:
-    if ctx.change_models is None:
-        return []
     calls = _ModelCalls(ctx)
     return [
         ApiRoute("POST", "/models", calls.add, "Serve one more model", _entry()),
@@ -64,9 +63,8 @@ class _ModelCalls:
         return JSONResponse({"begun": "remove", "model": name}, 202)
 
     def _change(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
-        assert self._ctx.change_models is not None
         try:
-            self._ctx.change_models(name, entry, drain_s)
+            self._ctx.operations.change_models(name, entry, drain_s)
         except ConfigError as error:
             raise invalid(f"{error}") from None
         except ControllerAway:

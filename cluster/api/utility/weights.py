@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvrelay.cluster.api.context import ApiContext, ControllerAway
+from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.openai.schema import parse
+from kvrelay.cluster.api.operator import ControllerAway
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.weights import PauseMode, UpdateMode
 
@@ -38,8 +39,6 @@ class WeightsRequest(BaseModel):
 
 
 def weight_routes(ctx: ApiContext) -> list[ApiRoute]:
-    if ctx.change_weights is None:
-        return []
     calls = _WeightCalls(ctx)
     return [
         ApiRoute("GET", "/v1/weights", calls.shown, "Versions of the weights"),
@@ -62,17 +61,18 @@ class _WeightCalls:
 
     async def shown(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        data = [msgspec.to_builtins(each) for each in self._ctx.status().weights]
+        data = [msgspec.to_builtins(each) for each in self._ctx.operations.status().weights]
         return JSONResponse({"object": "list", "data": data})
 
     async def update(self, http: Request) -> Response:
         check_operator(self._ctx, http)
         asked = parse(WeightsRequest, await read_body(self._ctx, http))
         ctx = self._model(asked.model)
-        assert ctx.change_weights is not None
         mode = _one_of(UpdateMode, asked.mode, "mode")
         try:
-            version = await ctx.change_weights(asked.path, asked.name or "", mode)
+            version = await ctx.operations.change_weights(
+                ctx.name, asked.path, asked.name or "", mode
+            )
         except ModelError as error:
             raise invalid(f"'path': {error}", "path") from None
         except ControllerAway:
@@ -89,16 +89,16 @@ class _WeightCalls:
     def _pause(self, http: Request, mode: str | None) -> Response:
         check_operator(self._ctx, http)
         ctx = self._model(http.query_params.get("model", ""))
-        assert ctx.pause is not None
         try:
-            ctx.pause(None if mode is None else _one_of(PauseMode, mode, "mode"))
+            wanted = None if mode is None else _one_of(PauseMode, mode, "mode")
+            ctx.operations.pause(ctx.name, wanted)
         except ControllerAway:
             raise controller_away() from None
         return JSONResponse({"status": "resumed" if mode is None else "paused"})
 
     async def is_paused(self, http: Request) -> Response:
         check_operator(self._ctx, http)
-        is_paused = any(each.paused for each in self._ctx.status().weights)
+        is_paused = any(each.paused for each in self._ctx.operations.status().weights)
         return JSONResponse({"is_paused": is_paused})
 
     def _model(self, name: str) -> ApiContext:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,16 @@ from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.api.context import ApiContext, ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.operator import Service
 from kvrelay.cluster.api.server import bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.state.server_lock import ServerLock
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.files import write_private
 from kvrelay.engine.settings import OPERATIONS_KEY_FILE
+from kvrelay.engine.stats import Role, WorkerStats
+from kvrelay.engine.weights import PauseMode
+from kvrelay.router.status import STATS_FACTS
 from tests.cluster.api.fake_router import FakeRouter
 
 JSON = "application/json"
@@ -42,9 +46,19 @@ ANSWER = " The capital of France is Paris."  # the scripted router's, where a te
 
 
 def cluster_status(plain: dict[str, Any]) -> ClusterStatus:
-    """A status of which only some fields matter."""
+    """A status of which only some fields matter. Workers have their facts side by side."""
     rest = {"router": "router-0", "policy": "seconds", "model": MODEL}
-    return msgspec.convert(rest | plain, ClusterStatus, dec_hook=lambda _, counts: Counter(counts))
+    nested = rest | plain | {"workers": [_worker(each) for each in plain.get("workers", ())]}
+    return msgspec.convert(nested, ClusterStatus, dec_hook=lambda _, counts: Counter(counts))
+
+
+def _worker(facts: dict[str, Any]) -> dict[str, Any]:
+    said = {name: value for name, value in facts.items() if name in STATS_FACTS}
+    if not said:
+        return facts
+    required = [each for each in fields(WorkerStats) if each.default is each.default_factory]
+    unsaid = {each.name: 0 for each in required}
+    return facts | {"stats": unsaid | {"worker": facts["worker"], "epoch": 1} | said}
 
 
 _STATUS = {
@@ -77,7 +91,7 @@ _STATUS = {
         }
     ],
 }
-STATUS: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(cluster_status(_STATUS)))
+STATUS: dict[str, Any] = msgspec.json.decode(cluster_status(_STATUS).json())
 
 SCALING = {
     "why": "2 are enough",
@@ -190,6 +204,44 @@ async def _running(
     await serve_app(create_app(ctx), "127.0.0.1", port, stop=stopping, **{**own, **options})
 
 
+class FakeOperations:
+    """What operators ask for is taken, and nothing comes of it. A test sets what it looks at."""
+
+    def __init__(self, health: list[Any], audits: list[Any]) -> None:
+        self.draining = False
+        self._health, self._audits = health, audits
+
+    def status(self) -> ClusterStatus:
+        return cluster_status(STATUS)
+
+    def healthy(self) -> tuple[bool, dict[str, Any]]:
+        return self._health[0], self._health[1]
+
+    async def audit(self) -> dict[str, Any]:
+        return self._audits.pop(0) if self._audits else AUDIT
+
+    def order(self, service: Service) -> None:
+        pass
+
+    def set_role(self, worker: str, role: Role) -> Role:
+        return role
+
+    async def change_weights(self, *order: Any) -> None:
+        pass
+
+    def pause(self, model: str, mode: PauseMode | None) -> None:
+        pass
+
+    def change_models(self, *order: Any) -> None:
+        pass
+
+    def reserved(self) -> dict[str, str]:
+        return {}
+
+
+OPERATIONS = ("draining", *(name for name in vars(FakeOperations) if not name.startswith("_")))
+
+
 @contextlib.contextmanager
 def serve(
     tokenizer: Tokenizer,
@@ -200,9 +252,9 @@ def serve(
     further: Callable[[ApiContext], None] = lambda ctx: None,
     **options: Any,
 ) -> Iterator[Served]:
-    """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: in place of a fake
-    one; `further`: adds models; `options`: of `serve_app`. Where clients have no keys, `http` and
-    the commands of this process are those of an operator."""
+    """`sock`: to listen on; `context`: more of the `ApiContext`, or of its operations;
+    `real_router`: in place of a fake one; `further`: adds models; `options`: of `serve_app`. Where
+    clients have no keys, `http` and the commands of this process are those of an operator."""
     is_keyless = not (settings.operations_key or "tenants" in (context or {}))
     if not settings.operations_key:
         settings = msgspec.structs.replace(settings, operations_key=OPERATORS_KEY)
@@ -213,23 +265,22 @@ def serve(
     registry = CollectorRegistry()
     audits, health = list[Any](), list[Any]([True, {}])
 
-    async def audit() -> dict[str, Any]:
-        return audits.pop(0) if audits else AUDIT
-
+    given = context or {}
+    operations = FakeOperations(health, audits)
+    for name in given.keys() & set(OPERATIONS):
+        setattr(operations, name, given[name])
     ctx = ApiContext(
         model_name=MODEL,
         tokenizer=tokenizer,
         client=client,
         max_model_len=MAX_MODEL_LEN,
-        status=lambda: cluster_status(STATUS),
-        healthy=lambda: (health[0], health[1]),
-        audit=audit,
+        operations=operations,
         metrics=ApiMetrics(registry, MODEL),
         explanations=router.explanations,
         settings=settings,
-        **(context or {}),
+        **{name: value for name, value in given.items() if name not in OPERATIONS},
     )
-    ClusterCollector(registry, ctx.status)
+    ClusterCollector(registry, operations.status)
     further(ctx)
     sock = sock or bind_socket("127.0.0.1", 0)
     port = sock.getsockname()[1]

@@ -94,12 +94,12 @@ def test_one_that_is_registered_again_has_its_new_digest(
 ) -> None:
     register(server, "tuned", folder)
     before, _ = ask(server, "tuned")
-    scope = server.router.submits[-1].kv_scope
+    scope = server.router.submits[-1].scope
     write_adapter(folder, llama, seed=1)
     assert ask(server, "tuned")[0] == before, "only what was registered counts"
     register(server, "tuned", folder)
     assert ask(server, "tuned")[0] != before
-    assert server.router.submits[-1].kv_scope.salt != scope.salt
+    assert server.router.submits[-1].scope.salt != scope.salt
     assert server.http.delete("/v1/adapters/tuned").json()["deleted"]
     error = error_of(server.post({"model": "tuned", "prompt": "Hi"}, "/v1/completions"), 404)
     assert error["message"] == f"The model 'tuned' does not exist; this server has '{MODEL}'"

@@ -19,7 +19,7 @@ from kvrelay.cluster.api.openai.generation import Generation
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from kvrelay.engine.kv.block_hash import UNSALTED
+from kvrelay.engine.request import RequestSpec, SamplingParams
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
 from tests.cluster.api.test_bad_input import error_of
 
@@ -224,7 +224,7 @@ def test_responses_that_are_asked_for_again_count_as_requests(shared: Served) ->
 
 def test_the_usage_of_many_prompts_is_counted_once_over() -> None:
     class Prompt:
-        tokens, scope = (1, 2, 3), UNSALTED
+        tokens, spec = (1, 2, 3), RequestSpec("", SamplingParams())
 
         def __init__(self, prompt: int) -> None:
             self.prompt = prompt

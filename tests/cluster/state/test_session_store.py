@@ -259,7 +259,7 @@ def serve_a_turn(config: Config) -> Router:
         done = TokenDelta("r", 1, 10, (50, 51), finish=FinishReason.STOP)
         for message in (
             WorkerUp(worker_info("decode-0")),
-            Submit("r", "api", tuple(range(10)), SamplingParams(max_tokens=8), 60.0, session="s"),
+            Submit("r", SamplingParams(max_tokens=8), "api", tuple(range(10)), 60.0, session="s"),
             TokenDeltas("decode-0", 1, (done,)),
         ):
             thread.call(lambda message=message: host.deliver("router-0", message))  # type: ignore[misc]

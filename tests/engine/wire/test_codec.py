@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvrelay.cluster.api.openai.schema import MAX_PROMPT_LOGPROBS, MAX_SCORED_TOKENS
 from kvrelay.cluster.control.messages import ScalingReport, SetRole
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.request import PromptOutputs, SamplingParams, TokenDelta, TokenLogprobs
 from kvrelay.engine.wire.codec import FrameError, decode_message, encode
@@ -46,7 +46,8 @@ MODULES += [
     "kvrelay.cluster.control.process_messages",
 ]
 INSIDE = {"StartFailed", "ProcessEnds"}  # they go to a guardian
-INSIDE |= {"WorkRequest"}  # the base of two
+INSIDE |= {"RequestSpec", "WorkRequest"}  # bases of others
+INSIDE |= {"Fact", "Hidden"}  # notes at fields
 
 
 def declared() -> Iterator[type]:
@@ -77,7 +78,7 @@ def test_every_message_survives_a_round_trip(message_type: type) -> None:
 def test_a_long_decode_keeps_its_tokens() -> None:
     sampling = SamplingParams(logit_bias={5: -1.5}, stop_token_ids=(1, 2))
     scope = CacheScope(b"\x00")
-    message = Decode("r", 3, "router-0", tuple(range(3000)), 2999, sampling, 1.5, scope)
+    message = Decode("r", sampling, 3, "router-0", tuple(range(3000)), 2999, 1.5, scope=scope)
     assert decode_message(encode(message)) == message
 
 

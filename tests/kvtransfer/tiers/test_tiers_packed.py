@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import APPROXIMATE, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
+from kvrelay.engine.kv.scope import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.node import Effect
 from kvrelay.kvtransfer.agent import NOT_STORED, CopyBlocks, CopyDone, StoreIndex

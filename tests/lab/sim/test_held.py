@@ -66,9 +66,9 @@ def held_before_a_chat(monkeypatch: pytest.MonkeyPatch, broken: Break | None) ->
     def hand_over(name: str) -> None:
         tokens = (1 + int(name[1:]),) * (SIZES[name] * BLOCK_SIZE)
         sampling = SamplingParams(max_tokens=2, temperature=0.0)
-        work = (name, 0, "sink", tokens, len(tokens), sampling, 60.0)
+        work = (name, sampling, 0, "sink", tokens, len(tokens), 60.0)
         (job,) = (job for job in cluster.scenario.jobs if job.request_id == name)
-        about = {"service_class": class_of(job)}
+        about = {"priority": class_of(job).priority}
         runtime.post("sink", Role.DECODE, Decode(*work, prefill_from=Role.PREFILL, **about))
         runtime.post("sink", Role.PREFILL, Prefill(*work, decode_to=Role.DECODE, **about))
 

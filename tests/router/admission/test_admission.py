@@ -91,7 +91,7 @@ def test_a_worker_is_sent_an_eighth_more_than_it_runs_and_the_rest_takes_turns()
 
     def submit(name: str, caller: str) -> None:
         tokens, params = tuple(range(12)), SamplingParams(max_tokens=8)
-        s.tell(Submit(name, CLIENT, tokens, params, 60.0, caller=caller))
+        s.tell(Submit(name, params, CLIENT, tokens, 60.0, caller=caller))
 
     for n in range(30):
         submit(f"flood {n}", "flood")

@@ -38,7 +38,7 @@ class Memory(Script):
         share = TenantShare()
         self.tell(
             Submit(
-                request_id, CLIENT, tokens, params, TIMEOUT_S, tenant=tenant, share=share, **options
+                request_id, params, CLIENT, tokens, TIMEOUT_S, tenant=tenant, share=share, **options
             )
         )
 

@@ -29,7 +29,7 @@ class Waiting:
 
     def come(self, name: str, num_tokens: int) -> RequestRecord:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
-        submit = Submit(name, "client", (1,) * num_tokens, sampling, 600.0)
+        submit = Submit(name, sampling, "client", (1,) * num_tokens, 600.0)
         number = len(self.records)
         record = RequestRecord(submit, sampling, number, self.now, self.now + 600.0, self.now)
         self.records[name] = record

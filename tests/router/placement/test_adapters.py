@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvrelay.engine.adapters import Adapter
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import Submit
@@ -84,7 +86,8 @@ def test_requests_of_an_adapter_stay_where_it_was_loaded() -> None:
         digest = DIGESTS[number % 4]
         tokens = tuple(range(100 * number, 100 * number + 10))
         sampling, adapter = SamplingParams(max_tokens=8), Adapter(digest, "x")
-        s.tell(Submit(f"r{number}", CLIENT, tokens, sampling, 60.0, adapter=adapter))
+        about: dict[str, Any] = {"adapter": adapter, "scope": UNSALTED.with_adapter(adapter)}
+        s.tell(Submit(f"r{number}", sampling, CLIENT, tokens, 60.0, **about))
         decision = s.router.explain(f"r{number}")[-1]
         chosen.setdefault(digest, set()).add(decision.decode)
         loads = sorted(each.seconds.load for each in decision.candidates(Role.DECODE))

@@ -61,7 +61,7 @@ def test_routers_break_ties_differently() -> None:
         router = Router(f"router-{number}")
         for worker in range(16):
             router.receive(0.0, WorkerUp(worker_info(f"decode-{worker}")))
-        submit = Submit("r", "api", tuple(range(40)), SamplingParams(max_tokens=8), 60.0)
+        submit = Submit("r", SamplingParams(max_tokens=8), "api", tuple(range(40)), 60.0)
         router.receive(0.0, submit)
         firsts.append(router.explain("r")[0].decode)
     assert len(set(firsts)) > 1, firsts

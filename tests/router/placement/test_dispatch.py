@@ -158,7 +158,7 @@ def test_predictions_learn_from_first_tokens_that_come_late(s: Script) -> None:
 
 def recorded(request_id: str, tokens: range, now: float) -> RequestRecord:
     sampling = SamplingParams(max_tokens=8)
-    submit = Submit(request_id, CLIENT, tuple(tokens), sampling, 60.0)
+    submit = Submit(request_id, sampling, CLIENT, tuple(tokens), 60.0)
     return RequestRecord(submit, sampling, 1, now, now + 60.0, now)
 
 

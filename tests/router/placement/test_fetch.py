@@ -218,7 +218,7 @@ def test_only_what_is_computed_is_booked_as_prompt() -> None:
     s.submit(tokens=(*PREFIX, 1))
     s.holds("decode-1", host=range(900, 1000))
     s.submit("own", tokens=range(900, 1003))
-    pending = {w.worker: w.pending_prefill_tokens for w in s.router.status(s.now).workers}
+    pending = {e.worker: e.pending_prefill_tokens for e in s.router._dispatcher.endpoints}
     assert pending["decode-1"] == 1 + 3
     assert s.take(Decode, "decode-1")[0].fetch_from == "decode-0"
 
@@ -252,7 +252,7 @@ def test_baselines_keep_the_kv_wherever_it_is(policy: str) -> None:
     s = Script("prefill-0", "decode-0", policy=policy)
     kept = Retention(60.0)
     params = SamplingParams(max_tokens=8)
-    s.tell(Submit("r", CLIENT, PREFIX, params, 60.0, retention=kept))
+    s.tell(Submit("r", params, CLIENT, PREFIX, 60.0, retention=kept))
     assert [m.retention for _, m in s.sent if isinstance(m, Prefill | Decode)] == [kept, kept]
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.block_hash import UNSALTED, group_hash, hash_blocks
+from kvrelay.engine.kv.block_hash import group_hash, hash_blocks
 from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import Tier, TierHashes
 from kvrelay.engine.kv.window import Windows
 from kvrelay.router.dispatch import fits

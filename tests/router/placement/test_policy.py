@@ -12,8 +12,9 @@ from random import Random
 import pytest
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.request import FinishReason
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import POLICIES

@@ -60,7 +60,7 @@ class Copies:
 
 def recorded(request_id: str, session: str | None = None) -> RequestRecord:
     sampling = SamplingParams(max_tokens=8)
-    submit = Submit(request_id, CLIENT, (1,) * NUM_TOKENS, sampling, 60.0, session=session)
+    submit = Submit(request_id, sampling, CLIENT, (1,) * NUM_TOKENS, 60.0, session=session)
     return RequestRecord(submit, sampling, 1, 0.0, 60.0, 0.0)
 
 

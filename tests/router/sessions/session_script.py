@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.messages import TokenDeltas
 from kvrelay.engine.node import Note, Send, Wake, Woken
@@ -97,9 +98,9 @@ class SessionScript(Outbox):
         self.tell(
             Submit(
                 request_id,
+                sampling,
                 API,
                 tuple(tokens),
-                sampling,
                 600.0,
                 scope=scope,
                 retention=retention,

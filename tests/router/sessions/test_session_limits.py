@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.request import FinishReason
 from kvrelay.kvtransfer.messages import CacheAction

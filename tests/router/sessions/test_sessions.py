@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.request import FinishReason
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone

@@ -107,6 +107,7 @@ class Store extends EventTarget {
       this.workers = new Map();
       this.series = {};
       this.fields = { worker: news.worker_fields, point: news.point_fields };
+      this.texts = news.worker_facts;
     }
     Object.assign(this.parts, news.parts);
     for (const name of news.gone ?? []) this.workers.delete(name);

@@ -8,7 +8,25 @@ import { store } from "./store.js";
 
 const ROLES = [["prefill", "Prefill"], ["decode", "Decode"], ["both", "Both"]];
 
+// Facts that have a place of their own above the list of the others.
+const DRAWN = new Set([
+  "worker", "model", "role", "state", "epoch", "groups", "num_blocks", "num_used_blocks",
+  "num_cached_blocks", "num_host_blocks", "num_disk_blocks",
+]);
+const UNITS = [
+  [/_bytes_per_s$/, rate],
+  [/_tokens_per_s$/, (value) => `${count(value)} tok/s`],
+  [/_rate$/, percent],
+  [/_s$/, (value) => seconds(value || null)],
+];
+
 let shown = null; // the name of the worker
+
+/** A fact's unit is the end of its name. */
+function valueOf(name, value) {
+  const [, text] = UNITS.find(([end]) => end.test(name)) ?? [null, count];
+  return text(value);
+}
 
 export function openWorker(name) {
   const dialog = document.getElementById("drawer");
@@ -64,25 +82,11 @@ export function refreshDrawer() {
         `${count(group.num_used)} used, ${count(group.num_cached)} cached, `
           + `${count(group.num_evicted)} evicted`,
       ]))),
-    facts([
-      ["Running", count(worker.num_running)],
-      ["Waiting", count(worker.num_waiting)],
-      ["Decoding, of this router", count(worker.num_decoding)],
-      ["KV transfers", count(worker.num_handoffs)],
-      ["Prompt tokens to compute", count(worker.pending_prefill_tokens)],
-      ["Cache hit rate", percent(worker.cache_hit_rate)],
-      ["Prefill", `${count(worker.prefill_tokens_per_s)} tok/s`],
-      ["Decode step", seconds(worker.decode_step_s || null)],
-      ["Reads from peers", rate(worker.read_bytes_per_s)],
-      ["Loads from host", rate(worker.host_read_bytes_per_s)],
-      ["Loads from disk", rate(worker.disk_read_bytes_per_s)],
-    ]));
+    facts(Object.keys(store.texts).filter((name) => !DRAWN.has(name))
+      .map((name) => [store.texts[name].replace(/\.$/, ""), valueOf(name, worker[name])])));
 }
 
 function rolePart(name) {
-  if (!store.parts.server.can_set_role) {
-    return h("p", { class: "hint", text: "Roles are set at the first router's console." });
-  }
   const now = store.workers.get(name).role;
   let wanted = now;
   const apply = h("button", {

@@ -110,21 +110,20 @@ class Cluster:
         }
         backend.live = {name: model.live for name, model in models.items()}
         known = {name.encode(): tenant for name, tenant in (tenants or {}).items()}
-        self.is_draining = False
         self.ctx: Any = SimpleNamespace(
             settings=settings or ApiSettings(),
             batches=store,
             tenants=Tenants(known),
             live=models["a"].live,
-            status=lambda: SimpleNamespace(
-                num_queued=sum(self.queued.values()),
-                models=[SimpleNamespace(model=m, num_queued=n) for m, n in self.queued.items()],
-            ),
-            is_draining=lambda: self.is_draining,
+            operations=SimpleNamespace(status=self._status_now, draining=False),
             chosen=lambda model, tenant: models[model or "a"],
         )
         self.runner = self.another()
         self.ctx = self.runner.ctx
+
+    def _status_now(self) -> Any:
+        models = [SimpleNamespace(model=m, num_queued=n) for m, n in self.queued.items()]
+        return SimpleNamespace(num_queued=sum(self.queued.values()), models=models)
 
     def another(self) -> Runner:
         """A runner of another process on the same store."""

@@ -63,8 +63,9 @@ def make_runner(store: Any, endpoint: Any, clock: Callable[[], float] = time.tim
         batches=store,
         tenants=Tenants(),
         live=SimpleNamespace(num_taken=0, limit=100),
-        status=lambda: SimpleNamespace(num_queued=0, models=()),
-        is_draining=lambda: False,
+        operations=SimpleNamespace(
+            status=lambda: SimpleNamespace(num_queued=0, models=()), draining=False
+        ),
         chosen=lambda model, tenant: None,
         metrics=ApiMetrics(CollectorRegistry()),
     )
@@ -259,7 +260,7 @@ def test_rows_give_way(tmp_path: Path) -> None:
         endpoint = Endpoint()
         runner = make_runner(store, endpoint)
         waiting = [3]
-        runner.ctx.status = lambda: SimpleNamespace(num_queued=waiting[0], models=())  # type: ignore
+        runner.ctx.operations.status = lambda: SimpleNamespace(num_queued=waiting[0], models=())  # type: ignore
         await runner.tick()
         await until(lambda: status(store) == "in_progress", runner.tick)
         for _ in range(5):
@@ -279,7 +280,7 @@ def test_a_batch_waits_for_idle_workers_until_its_window_is_near(tmp_path: Path)
         add_batch(store, 3, now[0])
         endpoint = Endpoint()
         runner = make_runner(store, endpoint, lambda: now[0])
-        runner.ctx.status = lambda: SimpleNamespace(num_queued=3, models=())  # type: ignore
+        runner.ctx.operations.status = lambda: SimpleNamespace(num_queued=3, models=())  # type: ignore
 
         def metric(name: str) -> float | None:
             return runner.ctx.metrics.registry.get_sample_value(f"kvrelay_{name}")

@@ -411,9 +411,9 @@ def test_a_server_that_drains_gives_its_batches_back_and_names_are_by_claim(play
         other = cluster.another()
         cluster.add("batch_a", 30)
         await cluster.until(lambda: backend.num_running >= 4)
-        cluster.is_draining = True
+        cluster.ctx.operations.draining = True
         await cluster.until(lambda: backend.num_running == 0, 3)
-        cluster.is_draining = False
+        cluster.ctx.operations.draining = False
         for runner in (other, cluster.runner):  # it claims it again
             first = {sent.name for sent in backend.sent}
             backend.sent.clear()

@@ -270,7 +270,7 @@ def demo(tokenizer: Tokenizer, num_workers: int, **context: Any) -> Iterator[tup
             sample(at, models)
 
         console.history.sample = go_on  # type: ignore[method-assign]
-        console._ctx.status = fleet.status
+        console._ctx.operations.status = fleet.status
         began(console)
 
     with contextlib.ExitStack() as stack:

@@ -165,7 +165,9 @@ def test_a_snapshot_is_all_there_is_with_one_point(served: Served) -> None:
 
 
 def test_scaling_is_passed_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.ctx, "status", lambda: cluster_status(STATUS | {"scaling": SCALING}))
+    monkeypatch.setattr(
+        served.ctx.operations, "status", lambda: cluster_status(STATUS | {"scaling": SCALING})
+    )
     time.sleep(0.6)  # a status is read again after half a second
     assert served.http.get("/console/snapshot").json()["parts"]["scaling"] == SCALING
 
@@ -248,7 +250,7 @@ def test_a_listener_that_does_not_read_loses_its_place(
     monkeypatch.setattr(routes, "WRITE_TIMEOUT_S", 0.3)
     fleet = Fleet(4000)
     with serve(tokenizer, ApiSettings()) as served:
-        served.ctx.status = fleet.status
+        served.ctx.operations.status = fleet.status
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", served.port))
@@ -303,7 +305,7 @@ def test_a_broken_status_shows_no_traceback_and_listeners_go_on(
         stream = events(response)
         assert next(stream)["full"]
         with monkeypatch.context() as patch:
-            patch.setattr(served.ctx, "status", broken)
+            patch.setattr(served.ctx.operations, "status", broken)
             time.sleep(0.6)
             refused = served.http.get("/console/snapshot")
             assert refused.status_code == 500

@@ -73,7 +73,7 @@ def test_the_first_event_has_all_and_the_next_only_what_changed(cluster: Cluster
     assert first["worker_fields"] == list(WORKER_FIELDS)
     assert set(first["workers"]) == {"a", "b"}
     row = dict(zip(WORKER_FIELDS, first["workers"]["a"], strict=True))
-    assert (row["worker"], row["num_running"], row["decode_step_s"]) == ("a", 1, None)
+    assert (row["worker"], row["num_running"], row["decode_step_s"]) == ("a", 1, 0.0)
     assert row["groups"] == [states]
     cluster.set(worker("a", num_running=2, groups=[states]), worker("b"), num_live=1)
     news = listener.listen()

@@ -24,9 +24,8 @@ from tests.cluster.api.console.conftest import EVIL
 pytestmark = [pytest.mark.e2e]
 
 SECRET = "my password is hunter2"
-CHAT = json.dumps(
-    {"model": MODEL, "store": True, "messages": [{"role": "user", "content": SECRET}]}
-)
+CHAT = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": SECRET}]})
+KEPT = {"model": MODEL, "input": SECRET}
 RESPONSE = json.dumps({"type": "response.create", "model": MODEL, "input": SECRET})
 # What each page does; it gives what it has got, "" for nothing. `at`: the server, as the page names
 # it; `chat`, `response`: bodies.
@@ -70,8 +69,8 @@ const tag = async (kind, path) => {
 };
 """
 REBOUND = {
-    "the list of chats": 'get("/v1/chat/completions")',
-    "messages of a chat": 'get("/v1/chat/completions/" + id + "/messages")',
+    "the list of batches": 'get("/v1/batches")',
+    "items of a response": 'get("/v1/responses/" + id + "/input_items")',
     "requests": 'get("/requests")',
     "the status": 'get("/status")',
     "the models": 'get("/v1/models")',
@@ -100,20 +99,20 @@ CROSS_SITE = {
 class Scene:
     served: Served
     orders: list[Any]
-    chat_id: str
+    kept_id: str  # of a response
     elsewhere: int  # the port of another site
 
 
 @pytest.fixture(scope="module")
 def scene(tokenizer: Tokenizer) -> Iterator[Scene]:
-    """A server with a stored chat, and another site."""
+    """A server with a stored response, and another site."""
     orders: list[Any] = []
     other = ThreadingHTTPServer(("127.0.0.1", 0), Page)
     threading.Thread(target=other.serve_forever, daemon=True).start()
     with serve(tokenizer, ApiSettings(), context={"order": orders.append}) as served:
-        chat_id = served.post(json.loads(CHAT)).json()["id"]
+        kept_id = served.post(KEPT, "/v1/responses").json()["id"]
         served.router.submits.clear()
-        yield Scene(served, orders, chat_id, other.server_address[1])
+        yield Scene(served, orders, kept_id, other.server_address[1])
     other.shutdown()
     other.server_close()
 
@@ -132,7 +131,7 @@ class Page(BaseHTTPRequestHandler):
 
 
 def what_it_got(scene: Scene, page: Any, at: str, attack: str) -> str:
-    given = {"at": at, "id": scene.chat_id, "chat": CHAT, "response": RESPONSE}
+    given = {"at": at, "id": scene.kept_id, "chat": CHAT, "response": RESPONSE}
     code = f"async ({{ at, id, chat, response }}) => {{ {HELP} return String(await ({attack})); }}"
     got = str(page.evaluate(code, given))
     assert scene.served.http.get("/v1/models").status_code == 200  # calls before it are over
@@ -143,7 +142,7 @@ def check_untouched(scene: Scene, why: str) -> None:
     served = scene.served
     assert (served.router.submits, scene.orders) == ([], []), why
     assert served.http.get("/v1/files").json()["data"] == [], why
-    assert len(served.http.get("/v1/chat/completions").json()["data"]) == 1, why
+    assert served.http.get(f"/v1/responses/{scene.kept_id}").status_code == 200, why
 
 
 def test_a_page_that_was_bound_to_the_server_gets_nothing(
@@ -174,8 +173,8 @@ def test_the_pages_would_get_it_at_home(scene: Scene, open_tab: Callable[..., An
     """With the server's own name the same calls are answered, so it is the name that counts."""
     at = scene.served.url
     page = open_tab(f"{at}/page", document="<!doctype html><body>")
-    for name in ("the models", "messages of a chat", "a chat", "a WebSocket"):
+    for name in ("the models", "items of a response", "a chat", "a WebSocket"):
         assert what_it_got(scene, page, at, REBOUND[name]), name
-    for name in ("the status", "the list of chats", "a drain"):
+    for name in ("the status", "the list of batches", "a drain"):
         assert what_it_got(scene, page, at, REBOUND[name]) == "", name
     assert httpx.get(f"{at}/status").status_code == 401

@@ -199,7 +199,7 @@ def test_at_an_address_that_others_reach_there_is_a_key(
 def test_without_keys_sessions_and_lists_are_for_operators(
     tokenizer: Tokenizer, insecure: bool
 ) -> None:
-    lists = ("/requests", "/v1/chat/completions", "/v1/files", "/v1/batches", "/v1/sessions")
+    lists = ("/requests", "/v1/files", "/v1/batches", "/v1/sessions")
     with serve(tokenizer, ApiSettings(insecure=insecure)) as served:
         served.router.answer_command = lambda command: SessionReply(command.command_id)
         assert {served.http.get(path).status_code for path in lists} == {200}

@@ -16,14 +16,14 @@ from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import JSON, MODEL, Served, serve
 from tests.cluster.api.http.test_operators import server as with_tenants
 
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "store": True}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 FRIEND = "https://friend.example"
 CROSS = {"sec-fetch-site": "cross-site"}
 ROUTES = (
     ("GET", "/v1/models"),
     ("GET", "/health"),
     ("GET", "/console"),
-    ("GET", "/v1/chat/completions/chatcmpl-1/messages"),
+    ("GET", "/v1/responses/resp_1/input_items"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/files"),
     ("DELETE", "/v1/responses/resp_1"),

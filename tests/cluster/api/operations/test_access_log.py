@@ -149,7 +149,7 @@ def test_a_bug_is_logged_with_the_request_and_without_what_it_has(
         raise RuntimeError(QUESTION)
 
     with logged(LogSection()) as (server, lines):
-        monkeypatch.setattr(server.ctx, "status", broken)
+        monkeypatch.setattr(server.ctx.operations, "status", broken)
         server.http.get("/status", headers={"x-request-id": "mine-2", **AS_OPERATOR})
         line = lines.next()
     assert line["client_request_id"] == "mine-2"

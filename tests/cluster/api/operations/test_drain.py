@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cluster.api.context import ApiSettings, ControllerAway, Service
+from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.operator import ControllerAway, Service
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.operate import drain, restart
 from kvrelay.engine.stats import Role
@@ -21,7 +23,7 @@ class Operated:
     """What the server was asked, and how it is."""
 
     def __init__(self) -> None:
-        self.draining = False
+        self.operations: Any = SimpleNamespace()
         self.orders: list[Service] = []
 
 
@@ -36,23 +38,23 @@ def server(tokenizer: Tokenizer, operated: Operated) -> Iterator[Served]:
         raise ControllerAway
 
     context: dict[str, Any] = {
-        "is_draining": lambda: operated.draining,
         "order": operated.orders.append,
         "set_role": set_role,
     }
     with serve(tokenizer, ApiSettings(), context=context) as running:
+        operated.operations = running.ctx.operations
         yield running
 
 
 @pytest.fixture(autouse=True)
 def as_new(operated: Operated) -> None:
-    operated.draining = False
+    operated.operations.draining = False
     operated.orders.clear()
 
 
 def test_ready_is_not_live(server: Served, operated: Operated) -> None:
     assert server.http.get("/health/ready").json()["status"] == "ready"
-    operated.draining = True
+    operated.operations.draining = True
     ready = server.http.get("/health/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "draining")
     assert server.http.get("/health/live").status_code == 200
@@ -69,11 +71,11 @@ def test_a_server_without_workers_is_not_ready(server: Served) -> None:
 def test_a_draining_server_takes_no_new_request(
     server: Served, operated: Operated, path: str
 ) -> None:
-    operated.draining = True
+    operated.operations.draining = True
     answer = server.post(ASK | {"prompt": "Hi", "max_tokens": 3}, path)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "takes no new requests" in answer.text
-    operated.draining = False
+    operated.operations.draining = False
     assert server.post(ASK).status_code == 200
 
 

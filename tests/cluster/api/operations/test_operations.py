@@ -212,7 +212,7 @@ def test_what_is_not_known_is_left_out_of_the_status() -> None:
     totals = Totals(prompt_tokens=8, cached_tokens=4)
     totals.requests["stop"] += 3
     totals.cached_tokens_by_source["host"] += 4
-    worker = WorkerStatus(worker="decode-0", role=Role.DECODE, state="up", num_running=0)
+    worker = WorkerStatus(worker="decode-0", role=Role.DECODE, state="up", num_inflight=0)
     link = LinkLoss("prefill-0", "decode-0", fetches=True, lost_share=0.5, wait_s=1.0)
     status = ClusterStatus(
         router="router-0",
@@ -222,10 +222,10 @@ def test_what_is_not_known_is_left_out_of_the_status() -> None:
         workers=[worker],
         bad_links=(link,),
     )
-    plain = msgspec.json.decode(msgspec.json.encode(status))
+    plain = msgspec.json.decode(status.json())
     assert plain["model"] == MODEL
     assert plain["workers"] == [
-        {"worker": "decode-0", "role": "decode", "state": "up", "num_running": 0}
+        {"worker": "decode-0", "role": "decode", "state": "up", "num_inflight": 0}
     ]
     assert plain["bad_links"][0]["reader"] == "decode-0"
     assert plain["totals"]["requests"] == {"stop": 3}
@@ -238,7 +238,7 @@ def test_a_bug_is_logged_and_shows_no_traceback(
     def broken() -> Any:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(served.ctx, "status", broken)
+    monkeypatch.setattr(served.ctx.operations, "status", broken)
     with caplog.at_level(logging.ERROR, "kvrelay.api"):
         response = served.http.get("/status")
     assert response.status_code == 500

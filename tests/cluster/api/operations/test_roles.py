@@ -53,7 +53,7 @@ class Workers:
 def both(tokenizer: Tokenizer) -> Iterator[tuple[Served, Workers]]:
     workers = Workers()
     with serve(tokenizer, ApiSettings(), context={"set_role": workers.set_role}) as served:
-        served.ctx.status = workers.status
+        served.ctx.operations.status = workers.status
         yield served, workers
 
 
@@ -134,11 +134,6 @@ def test_what_is_no_role_is_refused_and_changes_nothing(
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert says in error["message"]
     assert workers.told == []
-
-
-def test_a_router_without_a_controller_has_no_such_call(served: Served, run: Any) -> None:
-    assert change(served, "decode-0", {"role": "prefill"}).status_code == 404
-    assert run(served, "decode-0", "prefill").exit_code == 1
 
 
 def test_the_command_waits_until_what_decodes_there_has_moved(

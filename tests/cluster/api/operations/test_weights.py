@@ -22,13 +22,15 @@ class Orders:
         self.given: list[Any] = []
         self.paused: PauseMode | None = None
 
-    async def change(self, path: str | None, name: str, mode: UpdateMode) -> WeightVersion | None:
+    async def change(
+        self, model: str, path: str | None, name: str, mode: UpdateMode
+    ) -> WeightVersion | None:
         if path == "/none":
             raise ModelError("/none is no folder")
         self.given.append((path, name, mode))
         return None if path is None else WeightVersion(name or "ab12", b"\xab\x12", path)
 
-    def pause(self, mode: PauseMode | None) -> None:
+    def pause(self, model: str, mode: PauseMode | None) -> None:
         self.paused = mode
 
     def status(self) -> ClusterStatus:
@@ -42,7 +44,7 @@ def both(tokenizer: Tokenizer) -> Iterator[tuple[Served, Orders]]:
     orders = Orders()
     context = {"change_weights": orders.change, "pause": orders.pause}
     with serve(tokenizer, ApiSettings(), context=context) as served:
-        served.ctx.status = orders.status
+        served.ctx.operations.status = orders.status
         yield served, orders
 
 

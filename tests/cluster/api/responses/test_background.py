@@ -118,7 +118,7 @@ def test_one_that_is_wrong_is_refused_and_not_kept(served: Served) -> None:
 def test_one_is_refused_as_in_the_foreground(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served.ctx, "is_draining", lambda: True)
+    monkeypatch.setattr(served.ctx.operations, "draining", True)
     response = post(served, background=True)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
     assert response.headers["retry-after"] == "1"

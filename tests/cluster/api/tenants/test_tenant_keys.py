@@ -14,7 +14,8 @@ from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.block_hash import hash_blocks
+from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.router.messages import SessionReply, Submit
 from tests.cluster.api.conftest import AS_OPERATOR, MODEL, Served, serve
 from tests.cluster.api.test_bad_input import error_of

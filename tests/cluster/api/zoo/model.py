@@ -36,7 +36,7 @@ from kvrelay.engine.request import FinishReason
 from kvrelay.engine.step import Sampled, ScheduledSeq
 from kvrelay.router.explain import Explanations
 from kvrelay.router.messages import Output
-from tests.cluster.api.conftest import STATUS, cluster_status
+from tests.cluster.api.conftest import FakeOperations
 from tests.cluster.api.zoo.texts import QUESTION, TOOLS
 
 FILES = {
@@ -80,8 +80,7 @@ class Model:
             tokenizer=self.tokenizer,
             client=RouterClient("api-0", "router-0", lambda message: None),
             max_model_len=8192,
-            status=lambda: cluster_status(STATUS),
-            healthy=lambda: (True, {}),
+            operations=FakeOperations([True, {}], []),
             metrics=ApiMetrics(CollectorRegistry(), name),
             explanations=Explanations(1),
         )
