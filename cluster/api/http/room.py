@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Generic, TypeVar
 
 from kvrelay.cluster.api.limiter import Shares
+from kvrelay.router.admission.turns import Most
 
 C = TypeVar("C")
 
@@ -25,34 +26,6 @@ class Stage(IntEnum):
     ANSWER = 3  # is never dropped
 
 
-class _Counts:
-    """How many each address has of something, and who has the most, in a few steps each."""
-
-    def __init__(self) -> None:
-        self._num: dict[str, int] = {}
-        self._who: dict[int, dict[str, None]] = {}  # by how many they have
-        self._most = 0
-
-    def add(self, address: str, more: int) -> None:
-        """Changes the address's number by 1, -1 or nothing."""
-        if not more:
-            return
-        before = self._num.pop(address, 0)
-        after = before + more
-        if before:
-            del self._who[before][address]
-            if not self._who[before]:
-                del self._who[before]
-        if after:
-            self._num[address] = after
-            self._who.setdefault(after, {})[address] = None
-        if after > self._most or (before == self._most and before not in self._who):
-            self._most = after
-
-    def busiest(self) -> str | None:
-        return next(iter(self._who[self._most])) if self._most else None
-
-
 class OpenConnections(Generic[C]):
     """Those of one server. Invariant: each is at one stage; the bodies and answers of an address
     are its share of all connections at most."""
@@ -62,15 +35,15 @@ class OpenConnections(Generic[C]):
         self._place: dict[C, tuple[str, Stage]] = {}
         # By address and stage, each the one first that has been at it for the longest.
         self._at: dict[str, dict[Stage, dict[C, None]]] = {}
-        self._resting, self._droppable = _Counts(), _Counts()
+        self._most_resting: Most[str] = Most()  # idle, or with a part of a head
+        self._most_droppable: Most[str] = Most()  # these, and bodies
 
     def enter(self, connection: C, address: str) -> None:
         """A new one, which has asked for nothing yet."""
         own = self._at.setdefault(address, {stage: {} for stage in Stage})
         own[Stage.IDLE][connection] = None
         self._place[connection] = address, Stage.IDLE
-        self._resting.add(address, 1)
-        self._droppable.add(address, 1)
+        self._count(address)
 
     def stage(self, connection: C) -> Stage | None:
         """What it is at; None means that it has left."""
@@ -91,8 +64,8 @@ class OpenConnections(Generic[C]):
         del own[before][connection]
         own[stage][connection] = None
         self._place[connection] = address, stage
-        self._resting.add(address, (stage < Stage.BODY) - (before < Stage.BODY))
-        self._droppable.add(address, (stage < Stage.ANSWER) - (before < Stage.ANSWER))
+        if stage != before:
+            self._count(address)
         return True
 
     def leave(self, connection: C) -> None:
@@ -103,10 +76,15 @@ class OpenConnections(Generic[C]):
             return
         address = place[0]
         del self._at[address][Stage.IDLE][connection]
-        self._resting.add(address, -1)
-        self._droppable.add(address, -1)
+        self._count(address)
         if not self._num_open(address):
             del self._at[address]
+
+    def _count(self, address: str) -> None:
+        own = self._at[address]
+        resting = len(own[Stage.IDLE]) + len(own[Stage.HEAD])
+        self._most_resting.put(address, resting, 0)
+        self._most_droppable.put(address, resting + len(own[Stage.BODY]), 0)
 
     def _num_open(self, address: str) -> int:
         return sum(map(len, self._at.get(address, {}).values()))
@@ -114,13 +92,13 @@ class OpenConnections(Generic[C]):
     def drop_for(self, address: str) -> C | None:
         """Which one makes room for a new connection of `address`; it has left then. A body does
         only if its address keeps as many as the new one's gets. None: none does."""
-        busiest = self._droppable.busiest()
+        busiest = self._most_droppable.top()
         if busiest is None:
             return None
         own = self._at[busiest]
         has_more = self._num_open(busiest) > self._num_open(address) + 1
         if not (own[Stage.IDLE] or own[Stage.HEAD] or has_more):
-            resting = self._resting.busiest()
+            resting = self._most_resting.top()
             if resting is None:
                 return None
             own = self._at[resting]

@@ -56,7 +56,7 @@ def test_what_is_open_is_known_and_the_right_one_makes_room() -> None:
         room.put(each, Stage.ANSWER)
     check(room, {})
     assert not room._at
-    assert (room._resting._num, room._droppable._num) == ({}, {})
+    assert (room._most_resting._keys, room._most_droppable._keys) == ({}, {})
 
 
 def test_the_body_that_has_stood_still_for_the_longest_goes_first() -> None:
