@@ -123,9 +123,9 @@ def limit_of(http: Request, default: int, most: int) -> int:
     return limit
 
 
-def page_query(http: Request, default: str = "desc", most: int = 100) -> PageQuery:
-    """default: of the order; most: of the limit. Raises ApiError."""
-    order = http.query_params.get("order", default)
+def page_query(http: Request, most: int = 100) -> PageQuery:
+    """most: entries of a page. Raises ApiError."""
+    order = http.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid(f"'order': expected asc or desc, got {order[:40]!r}", param="order")
     return PageQuery(order == "asc", http.query_params.get("after"), limit_of(http, 20, most))
@@ -135,10 +135,9 @@ def no_entry(after: str) -> ApiError:
     return invalid(f"'after': there is no entry {after[:100]!r}", param="after")
 
 
-def page_of(http: Request, data: list[dict[str, Any]], default: str = "desc") -> dict[str, Any]:
-    """A page of a list whose entries have ids, oldest first. default: of the order. Raises
-    ApiError."""
-    is_asc, after, limit = page_query(http, default)
+def page_of(http: Request, data: list[dict[str, Any]]) -> dict[str, Any]:
+    """A page of a list whose entries have ids, oldest first. Raises ApiError."""
+    is_asc, after, limit = page_query(http)
     wanted = data if is_asc else data[::-1]
     if after is not None:
         places = [i for i, entry in enumerate(wanted) if entry["id"] == after]

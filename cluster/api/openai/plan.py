@@ -117,14 +117,11 @@ def choice_seed(seed: int, i: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-async def plan_chat(
-    ctx: ApiContext, request: ChatRequest, tenant: Tenant, prompt: ChatPrompt | None = None
-) -> Plan:
-    """prompt: where it is known. Raises `ApiError`."""
+async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Plan:
+    """Raises `ApiError`."""
     wanted = request.max_completion_tokens or request.max_tokens
     keep = keep_of(ctx, request, wanted or 1)
-    if prompt is None:
-        prompt = await chat_prompt(ctx, request, keep)
+    prompt = await chat_prompt(ctx, request, keep)
     tokens = truncated(prompt.tokens, keep)
     room = room_after(ctx, tokens, "messages", is_scored=request.prompt_logprobs is not None)
     given = [tool.tool() for tool in request.tools or ()]
