@@ -43,6 +43,7 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS results (batch TEXT, row INTEGER, is_error INTEGER, line BLOB,"
     " input INTEGER, cached INTEGER, output INTEGER, reasoning INTEGER, PRIMARY KEY (batch, row))",
     "CREATE INDEX IF NOT EXISTS files_of_tenant ON files (tenant)",
+    "CREATE INDEX IF NOT EXISTS files_by_size ON files (num_bytes)",  # what all have, per MiB sent
     "CREATE INDEX IF NOT EXISTS batches_of_tenant ON batches (tenant)",
     "CREATE INDEX IF NOT EXISTS batches_by_end ON batches (is_over, tenant)",
     # What sums and files of results need is here: a sum reads no answers.
