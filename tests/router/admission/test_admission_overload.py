@@ -242,12 +242,13 @@ def test_tenants_get_their_shares_under_overload() -> None:
     s.drain()
 
 
-def test_a_flood_leaves_a_modest_tenant_alone() -> None:
+@pytest.mark.parametrize("by", ["tenant", "caller"])
+def test_a_flood_leaves_who_is_modest_alone(by: str) -> None:
     s = Overload(max_queue=20, max_queue_wait_s=60.0)
-    s.offer(20.0, 0.0, 30.0, "flood")
-    s.offer(0.5, 5.0, 30.0, "modest")
+    s.offer(20.0, 0.0, 30.0, **{by: "flood"})  # type: ignore[arg-type]
+    s.offer(0.5, 5.0, 30.0, **{by: "modest"})  # type: ignore[arg-type]
     s.run(30.0)
-    modest = [c for c in s.clients if c.submit.tenant == "modest"]
+    modest = [c for c in s.clients if getattr(c.submit, by) == "modest"]
     assert not any(c.refused for c in modest)
     assert max(waits(modest)) <= 1.7
     s.drain()
@@ -279,17 +280,6 @@ def test_no_caller_has_all_places_of_its_tenant() -> None:
     assert low.refused, "those of the classes above count for it too"
     for caller in ("one", "other"):
         assert not s.submit("red", share, caller=caller).refused
-    s.drain()
-
-
-def test_a_flood_of_one_caller_leaves_the_others_of_its_tenant_alone() -> None:
-    s = Overload(max_queue=20, max_queue_wait_s=60.0)
-    s.offer(20.0, 0.0, 30.0, caller="flood")
-    s.offer(0.5, 5.0, 30.0, caller="modest")
-    s.run(30.0)
-    modest = [c for c in s.clients if c.submit.caller == "modest"]
-    assert not any(c.refused for c in modest)
-    assert max(waits(modest)) <= 1.7
     s.drain()
 
 

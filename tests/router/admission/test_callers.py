@@ -86,21 +86,6 @@ def test_one_request_at_a_time_does_not_evade_that_it_takes_more() -> None:
     assert abs(work["many"] - work["heavy"]) <= 21
 
 
-def test_what_took_longer_than_estimated_is_paid_for_by_the_caller() -> None:
-    s = QueueScript()
-    for _ in range(60):
-        s.push(caller="one")
-        s.push(caller="other")
-    work = {"one": 0.0, "other": 0.0}
-    for _ in range(60):
-        record = s.serve()
-        assert record is not None
-        took = 3.0 if record.submit.caller == "one" else 1.0
-        work[record.submit.caller] += took
-        s.end(record, took)
-    assert abs(work["one"] - work["other"]) <= 3.0
-
-
 def test_a_full_queue_takes_from_the_caller_that_has_most() -> None:
     s = QueueScript()
     flood = [s.push(caller="flood") for _ in range(9)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,17 +75,19 @@ def test_one_request_at_a_time_does_not_evade_a_small_weight() -> None:
     assert s.served[0, "blue"] <= 50 / 10 + 1
 
 
-def test_what_took_longer_than_estimated_is_paid_for_afterwards() -> None:
+@pytest.mark.parametrize("by", ["tenant", "caller"])
+def test_what_took_longer_than_estimated_is_paid_for_afterwards(by: str) -> None:
     s = QueueScript()
     for _ in range(60):
-        s.push("red")
-        s.push("blue")
+        s.push(**{by: "red"})  # type: ignore[arg-type]
+        s.push(**{by: "blue"})  # type: ignore[arg-type]
     work = {"red": 0.0, "blue": 0.0}
     for _ in range(60):
         record = s.serve()
         assert record is not None
-        took = 3.0 if record.submit.tenant == "red" else 1.0
-        work[record.submit.tenant] += took
+        who = getattr(record.submit, by)
+        took = 3.0 if who == "red" else 1.0
+        work[who] += took
         s.end(record, took)
     assert abs(work["red"] - work["blue"]) <= 3.0
 
