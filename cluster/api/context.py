@@ -110,7 +110,7 @@ class ApiContext:
     metrics: ApiMetrics
     explanations: Explanations  # those of the router behind `client`
     settings: ApiSettings = field(default_factory=ApiSettings)
-    name: str = ""  # of the model in [[models]]
+    name: str = ""  # which the model has in [[models]]
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[IncomingCall], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrelay.state")
 
-# Of each URL in [state] the variables' prefix, before _URL, _USER and _PASSWORD.
+# Variables for each URL in [state] begin so; then _URL, _USER or _PASSWORD follows.
 VARIABLES = {"url": "KVRELAY_REDIS", "batches_url": "KVRELAY_BATCHES_REDIS"}
 TOKEN_VARIABLE = "KVRELAY_CLUSTER_TOKEN"
 

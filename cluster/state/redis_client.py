@@ -26,7 +26,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 _OF_COMMANDS = (NoScriptError, OutOfMemoryError, WatchError)  # the connection is as it was
-OWN_PART = 2  # of a Redis for batches alone: one that ends takes as much again for a moment
+OWN_PART = 2  # in a Redis for batches alone: one that ends takes as much again for a moment
 PART = 4  # and half is for all others, where there are some
 ASK_S = 60.0  # between two questions for what Redis may have
 _log = logging.getLogger("kvrelay.state")

@@ -29,7 +29,7 @@ FILES_PART = 2  # all files may have one in so many of the disk's bytes
 RESERVE_PART = 16  # and uploads leave one in so many free,
 MAX_RESERVE_BYTES = 1 << 30  # or this
 _TEMPORARY = "kvrelay-files-"
-_LOCK = "lock"  # of a folder below /tmp: held by its process
+_LOCK = "lock"  # its process holds it, in a folder below /tmp
 
 
 class Full(Exception):

@@ -38,7 +38,7 @@ from kvrelay.cluster.api.pages import PageQuery, list_of
 from kvrelay.cluster.api.tenants import Tenant
 
 PATH = f"{MESSAGES}/batches"
-_PREFIX = "msgbatch"  # of their names
+_PREFIX = "msgbatch"  # their names begin so
 _READ_CHARS = 64 * 1024
 _PAGE = 20
 _ENDS = ("completed", "failed", "expired", "cancelled")

@@ -43,7 +43,7 @@ from kvrelay.cluster.api.responses.schema import (
 from kvrelay.cluster.api.responses.websocket import ResponsesSocket
 from kvrelay.cluster.api.tenants import Tenant
 
-MAX_BACKGROUND = 64  # of one tenant, shared by its addresses
+MAX_BACKGROUND = 64  # a tenant's, shared by its addresses
 Asked = TypeVar("Asked", bound=BaseModel)
 SUM_UP = (
     "Write a summary of this conversation, for an assistant that is to go on with it and sees "
