@@ -9,7 +9,6 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$python && break; done)
 PORT ?= 8000
 SEED ?= 1
-PACKAGES := engine kvtransfer worker prefill_worker decode_worker router cluster lab
 ARGS ?=
 
 # Compiled modules are kept, whatever the environment says: each command starts several processes.
@@ -33,7 +32,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py lab/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer, with venv, is needed'; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): some minutes the first time.'
@@ -74,9 +73,6 @@ test-long: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# mypy knows no packages that are installed under other names than their folders'.
-	@mkdir -p $(VENV)/source/kvrelay
-	@cd $(VENV)/source/kvrelay && ln -sfn $(addprefix ../../../,$(PACKAGES)) .
 	$(BIN)/mypy
 
 sim: setup

@@ -15,10 +15,12 @@ from tests.structure import PACKAGES, ROOT
 def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Yields setuptools' command that collects the files."""
     pytest.importorskip("setuptools", reason="setuptools is not installed")
-    from distutils.core import run_setup
+    from setuptools.dist import Distribution
 
     monkeypatch.chdir(ROOT)
-    dist: Any = run_setup("setup.py", stop_after="config")
+    dist: Any = Distribution({"script_name": "setup.py"})
+    dist.parse_config_files()
+    dist.set_defaults(name=False)
     dist.include_package_data = False  # what git or a manifest adds does not count
     command: Any = dist.get_command_obj("build_py")
     command.ensure_finalized()
@@ -26,10 +28,10 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_wheel_has_every_module_and_every_file_that_modules_read(build: Any) -> None:
-    served = [Path("cluster/api/console/static", name) for name in page_files() if name]
+    served = [Path("kvrelay/cluster/api/console/static", name) for name in page_files() if name]
     wanted = {path.as_posix() for path in served}
     for package in set(PACKAGES) - {"lab"}:
-        files = (ROOT / package).rglob("*")
+        files = (ROOT / "kvrelay" / package).rglob("*")
         wanted |= {
             path.relative_to(ROOT).as_posix()
             for path in files

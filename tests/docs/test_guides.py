@@ -38,10 +38,7 @@ def project(tmp_path: Path) -> Path:
             shutil.copytree(source, tmp_path / name, ignore=ignored)
         else:
             shutil.copy(source, tmp_path / name)
-    names = tmp_path / "source/kvrelay"  # under which the packages are imported
-    names.mkdir(parents=True)
-    for package in PACKAGES:
-        (names / package).symlink_to(tmp_path / package)
+    shutil.copytree(ROOT / "kvrelay", tmp_path / "kvrelay", symlinks=True)
     return tmp_path
 
 
@@ -63,7 +60,7 @@ def apply(root: Path, diff: str) -> None:
 def run(root: Path, command: str) -> None:
     _, _, *arguments = words = shlex.split(command)
     assert words[:2] == ["python", "-m"], command
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'source'}:{root}"}
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-m", *arguments, "-q", "-p", "no:cacheprovider"],
         cwd=root,

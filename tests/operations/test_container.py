@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.operations import container
 from tests.operations.container import CONTAINERFILE, ROOT, ContainerError, parse
+from tests.structure import PACKAGES
 
 
 def test_lines_that_go_on_are_one_step() -> None:
@@ -31,11 +31,9 @@ def test_what_is_copied_is_in_the_context() -> None:
 
 
 def test_packages_of_the_wheel_are_in_the_context() -> None:
-    """What setup.py lists, and the data that pyproject.toml says belongs to it."""
+    """The folders that `kvrelay` links to, and the data that pyproject.toml says belongs to it."""
     known = {path.parts[0] for path in container.context_files()}
-    listed = re.findall(r'^    "(\w+)",$', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    assert listed
-    assert set(listed) <= known
+    assert {"kvrelay", *PACKAGES} <= known
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(project["license-files"]) <= known
 

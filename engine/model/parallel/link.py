@@ -46,7 +46,7 @@ class RankHost:
 
 def start_process(connected: socket.socket) -> subprocess.Popen[bytes]:
     """A follower whose leader is at the other end of `connected`, which it gets a copy of."""
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[4])  # where `kvrelay` is
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-m", FOLLOWER, str(connected.fileno())],
