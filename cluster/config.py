@@ -9,7 +9,6 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,10 +23,13 @@ from kvrelay.engine.logs import LogSection
 from kvrelay.engine.settings import ConfigError as ConfigError
 from kvrelay.engine.settings import (
     Count,
+    FixedFloat,
+    FixedInt,
     Positive,
     Seconds,
     Section,
     Timeout,
+    check_settings,
     explain_error,
     matching,
     state_folder,
@@ -48,7 +50,7 @@ class SessionsSection(Section, frozen=True):
     max_sessions: Positive = 10_000  # beyond it the least recently used is forgotten
     max_per_tenant: Positive = 2_000
     max_tokens: Positive = 64_000_000  # of all sessions; each takes 4 bytes of memory and of disk
-    order_timeout_s: Timeout = 10.0  # workers have this long to park, resume, pin or drop
+    order_timeout_s: FixedFloat = 10.0  # workers have this long to park, resume, pin or drop
     durable: bool = True  # they outlive the server, in the state directory
     state_dir: str = ""  # "": kvrelay in the user's state directory
 
@@ -117,15 +119,15 @@ class ApiSection(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000  # 0: any that is free
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20  # of a request
-    max_header_bytes: Annotated[int, Meta(ge=1024)] = 64 << 10  # of a request
+    max_header_bytes: FixedInt = 64 << 10  # of a request
     # open at once, of each router, and at most half of the files that it may open (ulimit -n)
     max_connections: Positive = 8192
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
     request_timeout_s: Timeout = 600.0  # from the arrival of a request to its last token
     max_file_bytes: Annotated[int, Meta(ge=1024)] = 200 << 20  # a file for batches may have so many
     max_tenant_file_bytes: Annotated[int, Meta(ge=1024)] = 4 << 30  # all files of a tenant together
-    max_batch_rows: Positive = 50_000  # requests that a batch may have
-    max_batch_rows_at_once: Positive = 64  # that run of a tenant at a model, in each router
+    max_batch_rows: FixedInt = 50_000  # requests that a batch may have
+    max_batch_rows_at_once: FixedInt = 64  # that run of a tenant at a model, in each router
     # no stream is silent for longer: it sends comments, before its first token too; 0: it may be
     keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
     # for everybody who calls, where there is no [[tenant]], or several with spaces between; "":
@@ -189,7 +191,7 @@ class StateSection(Section, frozen=True):
     # of all keys; give each cluster that uses one Redis its own
     key_prefix: Annotated[str, matching(r"[\w.-]{1,64}", "letters, digits, . _ or -")] = "kvrelay"
     # between two looks at which workers' blocks have to be written
-    index_interval_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 5.0
+    index_interval_s: FixedFloat = 5.0
     # of each command; beyond it the routers go on from memory
     timeout_s: Annotated[float, Meta(ge=0.05, le=60.0)] = 2.0
     # its memory for files and results of batches, where servers have one cluster.name: a quarter of
@@ -234,7 +236,7 @@ class ClusterSection(Section, frozen=True):
     # a worker that routers find silent (router.silent_after_s), and that does not answer for this
     # long, is killed and started again
     silent_grace_s: Annotated[float, Meta(ge=1.0, le=3600.0)] = 5.0
-    max_frame_mib: Annotated[int, Meta(ge=1, le=1024)] = 64  # the largest message between processes
+    max_frame_mib: FixedInt = 64  # the largest message between processes
     # workers live so long without a controller: a server that is started again within this time, at
     # the same port, finds them with their weights and KV
     orphan_s: Annotated[float, Meta(ge=10.0, le=86_400.0)] = 120.0
@@ -329,6 +331,7 @@ class Config(Section, frozen=True):
         for name in OWN_SECTIONS:
             common, given = getattr(self, name), getattr(entry, name)
             try:
+                check_settings(given, type(common), "$")
                 own[name] = convert(asdict(common) | given, type(common)) if given else common
             except ValidationError as error:
                 told = explain_error(str(error), asdict(common) | given, type(common))
@@ -491,9 +494,8 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
     try:
         config = convert(tables, Config)
         for section, table in tables.items():
-            for key, value in table.items() if isinstance(table, Mapping) else ():
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise ValidationError(f"Not finite - at `$.{section}.{key}`")
+            if isinstance(table, Mapping):
+                check_settings(table, type(getattr(config, section)), f"$.{section}")
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain_error(str(error), tables, Config)}") from None
     for number, entry in enumerate(config.tenant, start=1):

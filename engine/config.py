@@ -10,7 +10,15 @@ from msgspec import Meta, field, structs
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.settings import Count, Positive, Seconds, Section, Timeout, matching
+from kvrelay.engine.settings import (
+    Count,
+    FixedFloat,
+    FixedInt,
+    Positive,
+    Seconds,
+    Section,
+    matching,
+)
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
@@ -79,11 +87,11 @@ class EngineSection(Section, frozen=True):
     core_dumps: Annotated[str, matching("|[/~].*", "an absolute path")] = ""
     # CPU threads per worker; 0: all cores, which the workers of a machine share
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
-    lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
-    handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
-    read_timeout_s: Timeout = 20.0  # one KV transfer has at most this
+    lease_s: FixedFloat = 30.0  # a producer holds finished KV for its consumer this long
+    handoff_timeout_s: FixedFloat = 30.0  # a consumer without KV after this computes it itself
+    read_timeout_s: FixedFloat = 20.0  # one KV transfer has at most this
     # one KV transfer has at least this; in between, ten times what it takes at the measured rate
-    read_floor_s: Timeout = 2.0
+    read_floor_s: FixedFloat = 2.0
 
     def sized(self, *, gpu: bool) -> EngineSection:
         """With the sizes that the device decides. On a GPU kv_cache_gib may stay 0: how much memory
@@ -130,7 +138,7 @@ class TiersSection(Section, frozen=True):
     # KV that was not used for this long is written there; that of a parked session at once
     object_after_s: Seconds = 60.0
     # objects that a worker remembers, 0.5 KB each
-    object_blocks: Annotated[int, Meta(ge=1, le=1 << 24)] = 1 << 16
+    object_blocks: FixedInt = 1 << 16
 
     @property
     def set_host_gib(self) -> float:

@@ -10,10 +10,11 @@ import math
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, ValidationError
 from msgspec.structs import fields
 
 _EXPECTED = {"int": "a whole number", "float": "a number", "str": "a text"}
@@ -30,6 +31,27 @@ Timeout = Annotated[float, Meta(ge=0.1)]  # seconds
 def matching(pattern: str, expected: str = "", secret: bool = False) -> Meta:
     """A text that matches `pattern` as a whole; errors do not show the value of a secret."""
     return Meta(pattern=rf"^(?:{pattern})\Z", extra={"expected": expected, "secret": secret})
+
+
+# Numbers that nobody has had a reason to set: constants, which the simulator and tests vary.
+FIXED = Meta(extra={"fixed": True})
+FixedInt = Annotated[int, FIXED]
+FixedFloat = Annotated[float, FIXED]
+
+
+def settings_of(kind: type[Struct]) -> list[str]:
+    """The names of what a file may set of a table."""
+    return [each.name for each in fields(kind) if FIXED not in get_args(each.type)]
+
+
+def check_settings(table: Mapping[str, Any], kind: type[Struct], where: str) -> None:
+    """Raises ValidationError, as msgspec words it, for a name in `table` that no file may set, or a
+    number that is not finite. `where`: of the table, as "$.router"."""
+    for key, value in table.items():
+        if key not in settings_of(kind):
+            raise ValidationError(f"Object contains unknown field `{key}` - at `{where}`")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValidationError(f"Not finite - at `{where}.{key}`")
 
 
 OPERATIONS_KEY_FILE = "operations.key"  # in the state directory, where one was made
@@ -114,6 +136,6 @@ def _flat(kind: Any) -> list[Any]:
 
 
 def _suggestion(key: str, kind: type[Struct]) -> str:
-    known = sorted(each.name for each in fields(kind))
+    known = sorted(settings_of(kind))
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

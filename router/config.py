@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from kvrelay.engine.settings import Count, Positive, Seconds, Section
+from kvrelay.engine.settings import Count, FixedFloat, FixedInt, Positive, Seconds, Section
 
 PolicyName = Literal[
     "prefix",
@@ -18,7 +18,6 @@ PolicyName = Literal[
 ]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 MAX_PRIORITY = 100  # requests have one in [-MAX_PRIORITY, MAX_PRIORITY]; lower goes first
-Period = Annotated[float, Meta(gt=0.0)]  # seconds
 
 
 class RouterConfig(Section, frozen=True):
@@ -37,20 +36,22 @@ class RouterConfig(Section, frozen=True):
     # requests of this router, if they are no more than the worker runs at once and an eighth; the
     # rest waits in its queue
     max_inflight_per_worker: Positive = 128
-    max_memory_wait_s: Seconds = 3.0  # no worker is chosen where KV blocks are free only later
+    max_memory_wait_s: FixedFloat = 3.0  # no worker is chosen where KV blocks are free only later
     max_attempts: Positive = 6  # in a row that bring no new token; then the request fails
     # that end while they serve a request; then it fails, tokens or not
-    max_lost_workers: Positive = 16
-    max_timeout_s: Period = 86_400.0  # a client's timeout is cut to this: a batch's window
+    max_lost_workers: FixedInt = 16
+    max_timeout_s: FixedFloat = 86_400.0  # a client's timeout is cut to this: a batch's window
     no_workers_wait_s: Seconds = 60.0  # for a first decode worker; then the request fails
-    probe_after_s: Period = 5.0  # without a delta of a request for this long, its worker is asked
-    max_silent_probes: Positive = 3  # unanswered in a row: the request goes to another worker
-    silent_after_s: Period = 3.0  # a worker without news for this long is left, and looked after
-    tick_s: Period = 0.25  # how often deadlines and silences are looked at
-    snapshot_retry_s: Period = 1.0  # an index with a gap asks again after this
-    speculative_s: Seconds = 10.0  # how long a routed prompt counts as cached without an event
-    max_speculative: Count = 200_000  # such blocks, of all workers together
-    backoff_s: Period = 0.5  # a worker that failed gets no requests so long; doubles each time
-    max_backoff_s: Seconds = 30.0
-    max_decisions: Count = 512  # kept to be explained
-    max_ended: Count = 4096  # ids kept, so that a repeated Submit does not run again
+    # without a delta of a request for this long, its worker is asked
+    probe_after_s: FixedFloat = 5.0
+    max_silent_probes: FixedInt = 3  # unanswered in a row: the request goes to another worker
+    # a worker without news for this long is left, and looked after
+    silent_after_s: Annotated[float, Meta(gt=0.0)] = 3.0
+    tick_s: FixedFloat = 0.25  # how often deadlines and silences are looked at
+    snapshot_retry_s: FixedFloat = 1.0  # an index with a gap asks again after this
+    speculative_s: FixedFloat = 10.0  # how long a routed prompt counts as cached without an event
+    max_speculative: FixedInt = 200_000  # such blocks, of all workers together
+    backoff_s: FixedFloat = 0.5  # a worker that failed gets no requests so long; doubles each time
+    max_backoff_s: FixedFloat = 30.0
+    max_decisions: FixedInt = 512  # kept to be explained
+    max_ended: FixedInt = 4096  # ids kept, so that a repeated Submit does not run again

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvrelay.engine.settings import Section, matching
+from kvrelay.engine.settings import FixedFloat, FixedInt, Section, matching
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_S = 86_400
@@ -92,9 +92,9 @@ class ScalingConfig(Section, frozen=True):
     tick_s: Annotated[float, Meta(ge=0.1, le=60.0)] = 2.0  # between two decisions
     memory_s: Annotated[float, Meta(ge=10.0, le=86_400.0)] = 900.0  # how far back traffic counts
     hold_s: Wait = 300.0  # fewer workers have to be enough for this long before any goes
-    max_reversals_per_hour: Annotated[int, Meta(ge=2, le=1000)] = 10  # from more to fewer, and back
+    max_reversals_per_hour: FixedInt = 10  # from more to fewer, and back
     idle_s: Wait = 300.0  # without a request, until there are min_workers
-    stale_s: Annotated[float, Meta(ge=0.1)] = 10.0  # measurements older than this change nothing
+    stale_s: FixedFloat = 10.0  # measurements older than this change nothing
     warmup_s: Wait = 10.0  # after a worker's start, in which what it measures does not count
     pending_timeout_s: Annotated[float, Meta(ge=1.0)] = 60.0  # without a place, a start is given up
     budget_worker_hours: Wait = 0.0  # in the last hour, at most; 0: any number
@@ -102,7 +102,7 @@ class ScalingConfig(Section, frozen=True):
     workers_per_machine: Count = 0
     # what Ray knows of such a machine, as "GPU=8" or "CPU=16,big=1"; "": as the largest there is
     machine: Annotated[str, _MACHINE] = ""
-    log_mib: Annotated[float, Meta(ge=0.0, le=65_536.0)] = 64.0  # decisions take, twice; 0: no log
+    log_mib: FixedFloat = 64.0  # decisions take, twice; 0: no log
     # limits at certain times (UTC), such as "mon-fri 08:00-18:00 4-12": from 4 to 12 workers
     schedules: tuple[str, ...] = ()
 

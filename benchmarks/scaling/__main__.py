@@ -64,7 +64,6 @@ SETTINGS: dict[str, object] = {
     "scaling.memory_s": 10.0,
     "scaling.hold_s": 3.0,
     "scaling.idle_s": 6.0,
-    "scaling.max_reversals_per_hour": 1000,
 }
 ZERO_S = 120.0
 

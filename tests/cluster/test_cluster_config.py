@@ -58,7 +58,7 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("[engine]\nblock_size = true", "engine.block_size = True: expected a whole number"),
         ("[engine]\nblock_size = 0", "engine.block_size = 0: expected at least 1"),
         ("[engine]\nkv_cache_gib = nan", "engine.kv_cache_gib = nan: expected a finite number"),
-        ("[engine]\nlease_s = inf", "engine.lease_s = inf: expected a finite number"),
+        ("[cluster]\nlease_s = inf", "cluster.lease_s = inf: expected a finite number"),
         ("[api]\nport = 65536", "api.port = 65536: expected at most 65535"),
         ("[model]\nname = 7", "model.name = 7: expected a text"),
         ('[model]\ndtype = "int8"', "model.dtype = 'int8': expected one of auto, float32"),
@@ -75,7 +75,8 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("[router]\npolicy = 'best'", "router.policy = 'best': expected one of prefix, random"),
         ("[router]\nmax_attempts = 0", "router.max_attempts = 0: expected at least 1"),
         ("[router]\nmax_queue = -1", "router.max_queue = -1: expected at least 0"),
-        ("[router]\ntick_s = 0.0", "router.tick_s = 0.0: expected more than 0.0"),
+        ("[router]\nsilent_after_s = 0.0", "router.silent_after_s = 0.0: expected more than 0.0"),
+        ("[router]\ntick_s = 1.0", "router.tick_s is not a setting; there are"),
         (
             "[router]\nlow_priority_share = 0.6",
             "router.low_priority_share = 0.6: expected at most 0.5",

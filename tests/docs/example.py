@@ -14,6 +14,7 @@ import textwrap
 from msgspec import Struct
 
 from kvrelay.cluster.config import AdapterEntry, Config, ModelEntry, TenantEntry
+from kvrelay.engine.settings import settings_of
 
 EXAMPLES: dict[str, Struct] = {  # tables that there may be several of
     "tenant": TenantEntry("search", keys=("a-long-random-text",), key_hashes=("...",)),
@@ -31,7 +32,7 @@ def example_toml() -> str:
         about = " ".join((type(table).__doc__ or "").split()).partition(". ")[0].rstrip(".")
         rows = [(f"[[{name}]]" if name in EXAMPLES else f"[{name}]", about)]
         comments = _comments(type(table))
-        for key in table.__struct_fields__:
+        for key in settings_of(type(table)):
             rows.append((f"{key} = {json.dumps(getattr(table, key))}", comments[key]))
         start = "# " if name in EXAMPLES else ""
         column = max(len(row) for row, _ in rows) + 2

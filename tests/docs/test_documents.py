@@ -100,7 +100,7 @@ def is_in_code(dotted: str) -> bool:
             if end == len(parts):
                 return True
             if base.is_dir():
-                break  # `router.tick_s` is a setting, not a module
+                break  # `router.policy` is a setting, not a module
             return re.search(rf"\b{parts[end]}\b", file.read_text(encoding="utf-8")) is not None
     section, _, key = dotted.partition(".")
     example = (ROOT / "kvrelay.example.toml").read_text(encoding="utf-8")
