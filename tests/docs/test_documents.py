@@ -73,13 +73,17 @@ def test_modules_files_and_commands_that_are_named_exist() -> None:
     commands = {*kvrelay.list_commands(None)}  # type: ignore[arg-type]
 
     def missing(path: Path, text: str) -> Iterator[str]:
-        if path.name == "CHANGELOG.md":
-            return  # names what is gone
         yield from (name for name in DOTTED.findall(text) if not is_in_code(name))
         yield from (name for name in FILE.findall(text) if not (ROOT / name).exists())
         yield from {*COMMAND.findall(code_of(text))} - commands
 
     assert not offenders(missing)
+
+
+def test_the_index_by_reader_has_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    linked = {target.partition("#")[0] for target in LINK.findall(index.read_text("utf-8"))}
+    assert {path.name for path in index.parent.glob("*.md")} - {"README.md"} <= linked
 
 
 def test_each_decision_has_a_status() -> None:
