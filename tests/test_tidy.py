@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "worker": {"engine", "kvtransfer", "worker"},
     "prefill_worker": {"engine", "kvtransfer", "worker", "prefill_worker"},
     "decode_worker": {"engine", "kvtransfer", "worker", "decode_worker"},
-    "router": {*PACKAGES} - {"cluster", "lab"},
-    "cluster": {*PACKAGES} - {"lab"},
-    "lab": {*PACKAGES},
+    "router": {*PACKAGES} - {"cluster", "lab", "training"},
+    "cluster": {*PACKAGES} - {"lab", "training"},
+    "lab": {*PACKAGES} - {"training"},
+    "training": {*PACKAGES} - {"lab"},
 }
 IMPURE = {"ray", "torch", "asyncio", "threading", "time", "logging", "random", "socket", "secrets"}
 PURE_PLACES = (
@@ -56,7 +57,7 @@ IMPURE_PLACES = (
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
 RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")
-TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store", "lab/training/")
+TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store", "training/")
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 
 

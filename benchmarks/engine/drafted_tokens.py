@@ -36,9 +36,9 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.scheduling import selection
 from kvrelay.engine.stats import Role
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.lab.training.corpus import make_tokenizer
-from kvrelay.lab.training.draft.data import tokens_of
-from kvrelay.lab.training.draft.prompts import Questions
+from kvrelay.training.corpus import make_tokenizer
+from kvrelay.training.draft.data import tokens_of
+from kvrelay.training.draft.prompts import Questions
 from tests.engine.model.heads import make_head
 from tests.engine.model.tiny import make_padded
 from tests.local.test_local import REMOTE

@@ -4,7 +4,5 @@ COMMANDS = {
     "bench": (f"{__name__}.bench", "bench", "Measure a server, or the engine alone."),
     "profile": (f"{__name__}.profile", "profile", "Measure this machine into a timing file."),
     "replay": (f"{__name__}.replay", "replay_command", "What would a cluster do with this load?"),
-    "train-hybrid": (f"{__name__}.train", "train_hybrid", "Train a small hybrid model."),
-    "draft": (f"{__name__}.draft", "draft", "Train a head that drafts tokens for a model."),
     "fuzz": (f"{__name__}.fuzz", "fuzz", "Run the cluster's nodes in the simulator."),
 }

@@ -27,7 +27,7 @@ from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model import batch
 from kvrelay.engine.model.states import NO_STATE
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.training import corpus, hybrid
+from kvrelay.training import corpus, hybrid
 from tests.e2e.prompts import Message, greedy
 from tests.e2e.serving import all_up, status, wait_for, worker_of
 from tests.e2e.test_same_tokens import HAND_OVER, Asked, wait_until_on_disk

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.lab.training.draft.data import (
+from kvrelay.training.draft.data import (
     TEMPERATURES,
     Answers,
     Batch,
@@ -30,9 +30,9 @@ from kvrelay.lab.training.draft.data import (
     batches,
     frequent,
 )
-from kvrelay.lab.training.draft.head import Head, HeadShape
-from kvrelay.lab.training.draft.prompts import Questions
-from kvrelay.lab.training.draft.target import Target
+from kvrelay.training.draft.head import Head, HeadShape
+from kvrelay.training.draft.prompts import Questions
+from kvrelay.training.draft.target import Target
 
 WORK = "unfinished"  # the folder beside the head
 PLAN_FILE, STATE_FILE = "plan.json", "state.pt"

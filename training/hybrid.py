@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvrelay.lab.training.corpus import (
+from kvrelay.training.corpus import (
     ASSISTANT,
     CHAT_TEMPLATE,
     END,

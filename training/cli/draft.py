@@ -59,9 +59,9 @@ def train(
 
     A run that was stopped goes on when the same command is given again.
     """
-    from kvrelay.lab.training.draft.prompts import read_prompts
-    from kvrelay.lab.training.draft.train import Recipe, Trained
-    from kvrelay.lab.training.draft.train import train as train_head
+    from kvrelay.training.draft.prompts import read_prompts
+    from kvrelay.training.draft.train import Recipe, Trained
+    from kvrelay.training.draft.train import train as train_head
 
     recipe = Recipe(minutes=minutes, seed=seed, draft_vocab_size=draft_vocab)
     with _failing_clearly():
@@ -104,10 +104,10 @@ def measure(
 
     Measured on answers to questions that no training asks, or to all --prompts.
     """
-    from kvrelay.lab.training.draft import data
-    from kvrelay.lab.training.draft.head import Head
-    from kvrelay.lab.training.draft.prompts import Questions, read_prompts
-    from kvrelay.lab.training.draft.train import Recipe
+    from kvrelay.training.draft import data
+    from kvrelay.training.draft.head import Head
+    from kvrelay.training.draft.prompts import Questions, read_prompts
+    from kvrelay.training.draft.train import Recipe
 
     with _failing_clearly():
         loaded = Head.load(head)
@@ -139,7 +139,7 @@ def _target(model: str, num_seqs: int, threads: int) -> tuple[Any, Any, str]:
     """The model, its tokenizer and its digest."""
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
     from kvrelay.engine.model.checkpoint.resolve import resolve_model
-    from kvrelay.lab.training.draft.target import Target
+    from kvrelay.training.draft.target import Target
 
     path = resolve_model(model, progress=lambda line: click.echo(line, err=True))
     target = Target(path, num_seqs, LENGTH, threads or len(os.sched_getaffinity(0)))
@@ -151,7 +151,7 @@ def _default_folder(digest: str) -> Path:
 
 
 def _print_worth(console: Console, head: Any, target: Any, answers: list[Any]) -> None:
-    from kvrelay.lab.training.draft.measure import MOST_DRAFTS, accepted, draft_share
+    from kvrelay.training.draft.measure import MOST_DRAFTS, accepted, draft_share
 
     row_s = [target.step_s(rows, CONTEXT) for rows in range(1, MOST_DRAFTS + 2)]
     draft_s = row_s[0] * draft_share(head, target)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvrelay.lab.training.draft import train as training
-from kvrelay.lab.training.draft.data import Answers, Batch, answer, batches, frequent
-from kvrelay.lab.training.draft.head import CONFIG_FILE, WEIGHTS_FILE, Head, HeadShape
-from kvrelay.lab.training.draft.measure import MOST_DRAFTS, accepted, chances
-from kvrelay.lab.training.draft.target import Sample, Target
-from kvrelay.lab.training.draft.train import WORK, Recipe, train
+from kvrelay.training.draft import train as training
+from kvrelay.training.draft.data import Answers, Batch, answer, batches, frequent
+from kvrelay.training.draft.head import CONFIG_FILE, WEIGHTS_FILE, Head, HeadShape
+from kvrelay.training.draft.measure import MOST_DRAFTS, accepted, chances
+from kvrelay.training.draft.target import Sample, Target
+from kvrelay.training.draft.train import WORK, Recipe, train
 from tests.engine.model.tiny import VOCAB
 
 RECIPE = Recipe(

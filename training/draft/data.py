@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.request import SamplingParams
-from kvrelay.lab.training.draft.prompts import Questions
-from kvrelay.lab.training.draft.target import Sample, Target
+from kvrelay.training.draft.prompts import Questions
+from kvrelay.training.draft.target import Sample, Target
 
 TEMPERATURES = (0.0, 0.8)  # files have them in turn
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
-from kvrelay.lab.training.corpus import sentences
+from kvrelay.training.corpus import sentences
 
 HELD_OUT_EVERY = 12  # word of each list, and prompt of a user's own
 PASSAGE_SENTENCES = (3, 9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.lab.training.corpus import (
+from kvrelay.training.corpus import (
     NAMES,
     NO_TARGET,
     NUM_FACTS,

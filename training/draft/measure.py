@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.model.sampling.sampler import key_of, luck
-from kvrelay.lab.training.draft.data import Answers, Batch
-from kvrelay.lab.training.draft.head import Head
-from kvrelay.lab.training.draft.target import Sample, Target
+from kvrelay.training.draft.data import Answers, Batch
+from kvrelay.training.draft.head import Head
+from kvrelay.training.draft.target import Sample, Target
 
 MOST_DRAFTS = 4
 

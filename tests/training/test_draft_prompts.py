@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.lab.training.draft.prompts import WORDS, Questions, read_prompts
+from kvrelay.training.draft.prompts import WORDS, Questions, read_prompts
 
 
 def test_questions_that_are_held_out_have_subjects_of_their_own() -> None:

@@ -18,7 +18,7 @@ def train_hybrid(folder: Path) -> None:
     A few minutes on two cores. It has the words of Python's reference, and answers from what a
     conversation has told it, which its gated delta nets keep in their states.
     """
-    from kvrelay.lab.training.hybrid import train
+    from kvrelay.training.hybrid import train
 
     if folder.exists() and any(folder.iterdir()):
         raise click.BadParameter(f"{str(folder)!r} is not empty", param_hint="FOLDER")

@@ -1,1 +1,0 @@
-"""A small hybrid model, trained here: `kvrelay train-hybrid`."""
