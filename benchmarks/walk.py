@@ -272,9 +272,11 @@ def main() -> None:
     for name, walk in walks().items():
         if arguments.walk in (None, name):
             files, num_ran = walk.run()
-            print(*files, sep="\n")
-            print(f"{name}: passes {len(files)} files; {num_ran} in which anything ran")
-            found[name] = {"passed": files, "num_ran": num_ran}
+            lines = {file: (ROOT / file).read_text(encoding="utf-8").count("\n") for file in files}
+            print(*(f"{count:6,} {file}" for file, count in lines.items()), sep="\n")
+            what = f"{len(files)} files, {sum(lines.values()):,} lines"
+            print(f"{name}: passes {what}; {num_ran} files in which anything ran")
+            found[name] = {"passed": files, "lines": sum(lines.values()), "num_ran": num_ran}
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -48,7 +48,10 @@ def install(needs: list[Need]) -> str:
         return "there is no apt-get"
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     packages = [need.package for need in needs]
-    for words in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]):
+    for words in (
+        ["update", "-qq"],
+        ["install", "-y", "-qq", "--no-install-recommends", *packages],
+    ):
         try:
             done = subprocess.run(
                 ["apt-get", *words], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
