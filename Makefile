@@ -15,7 +15,7 @@ ARGS ?=
 # Compiled modules are kept, whatever the environment says: each command starts several processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-all setup-gpu serve test test-all lint sim bench runbooks container \
+.PHONY: help setup setup-all setup-gpu serve test test-slow test-all lint sim bench runbooks container \
 	example clean
 
 help:
@@ -23,7 +23,8 @@ help:
 	@echo 'make setup-gpu           the same, with what NVIDIA GPUs need; says what does not fit'
 	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
 	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
-	@echo 'make test-all            these, and all that take servers of their own: half an hour'
+	@echo 'make test-slow           tests that take a second or more each'
+	@echo 'make test-all            all of these, and those that take servers of their own'
 	@echo 'make lint                ruff and mypy'
 	@echo 'make sim SEED=1          one run of the simulator'
 	@echo 'make bench [ARGS=...]    measure what listens at PORT'
@@ -77,15 +78,19 @@ E2E := tests/e2e tests/operations tests/cluster/api/console tests/lab/replay/tes
 # What starts real processes has the machine to itself; the rest shares two processes.
 test: setup
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -m 'not gpu and not e2e and not long' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and not e2e and not long and not slow' -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m 'not gpu and e2e and not long' $(E2E)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Everything that ends within half an hour: what takes long or servers of its own, a browser, a
-# second model, vLLM, hosts and disks. `soak` is for what takes longer, each by its own command.
-test-all: test setup-all
+# What takes a second or more each, and needs nothing else.
+test-slow: setup
+	$(BIN)/python -m pytest -m 'not gpu and not e2e and not long and slow' -n 2 --dist loadfile
+
+# Everything: what takes long or servers of its own too, a browser, a second model, vLLM, hosts and
+# disks. `soak` is for what takes still longer, each by its own command.
+test-all: test test-slow setup-all
 	$(BIN)/python -m pytest -m 'not gpu and not e2e and long and not soak' -n 2 --dist loadfile
 	KVRELAY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
 		$(BIN)/python -m pytest -m 'not gpu and e2e and long and not soak'

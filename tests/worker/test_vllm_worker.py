@@ -475,7 +475,9 @@ def test_its_process_finds_our_source_and_nothing_else_of_ours(
     given = {"VIRTUAL_ENV": "/ours", "PYTHONPATH": "/ours/lib", "HOME": "/home"}
     words, env = in_environment(sys.executable, ["python", "-S", "-c", look], given)
     assert "VIRTUAL_ENV" not in env
-    said = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        words, env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     assert said.startswith(str(tmp_path / "source"))
     assert "/ours" not in said
     assert in_environment(sys.executable, ["python"], given)[1] == env  # the link is there
