@@ -86,6 +86,10 @@ class WorkerInfo:
         return len(self.group_windows) - 1 if self.windowed_groups else 0
 
     @property
+    def bytes_per_token(self) -> float:
+        return self.bytes_per_block * self.row_blocks / self.block_size
+
+    @property
     def pool_tokens(self) -> int:
         """What its pool holds of long sequences, about."""
         return self.num_blocks // self.row_blocks * self.block_size

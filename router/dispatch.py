@@ -340,7 +340,7 @@ class Dispatcher:
             seconds=seconds,
             predicted_ttft_s=self._predictor.predict(seconds, others_decode=others_decode),
             others_decode=others_decode,
-            was_measured=self.cost.has_prompt_weights,
+            was_measured=self.cost.is_measured,
             candidates=choice.candidates,
         )
         return attempt

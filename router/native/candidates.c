@@ -28,8 +28,8 @@ static bool is_source(const question *q, const worker *w) {
 
 /* Whether it could hold a sequence of `num_tokens` tokens, if it were empty. */
 static bool fits(const worker *w, int64_t num_tokens) {
-    int64_t rows = (num_tokens + w->block_size - 1) / w->block_size;
-    return num_tokens <= w->max_model_len && blocks_of(w, rows) <= w->num_blocks;
+    int64_t rows = (num_tokens + w->info.block_size - 1) / w->info.block_size;
+    return num_tokens <= w->info.max_model_len && blocks_of(w, rows) <= w->info.num_blocks;
 }
 
 bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool decodes) {

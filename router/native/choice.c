@@ -114,7 +114,7 @@ static int64_t best_first(const cost_model *c, const work *asked, const worker *
     int64_t best = -1, best_ms = 0;
     for (int64_t i = 0; i < count; i++) {
         const worker *from = firsts[i].worker;
-        if (from->model != w->model || from == w || !w->hands_over)
+        if (from->model != w->model || from == w || !w->info.hands_over)
             continue;
         double lost_here = asked->num_links ? lost_s(c, w, from, asked) : 0.0;
         int64_t cost_ms = firsts[i].cost_ms + llround(1000.0 * lost_here);
@@ -137,14 +137,14 @@ static void find_options(const cost_model *c, const question *q, const candidate
     option *firsts = a->options, *all = a->options + 2 * q->num_candidates;
     for (uint32_t i = 0; i < prefills->count; i++) {
         worker *w = prefills->workers[i];
-        if (!q->alone && w->hands_over)
+        if (!q->alone && w->info.hands_over)
             firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
         if (!q->given && kvr_is_usable(c, q, w, true))
             all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
     }
     for (uint32_t i = 0; !q->given && !q->alone && i < decodes->count; i++) {
         worker *w = decodes->workers[i];
-        if (w->roles & PREFILLS && w->hands_over && kvr_is_usable(c, q, w, false))
+        if (w->roles & PREFILLS && w->info.hands_over && kvr_is_usable(c, q, w, false))
             firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
     }
     if (!q->given)

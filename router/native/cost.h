@@ -15,7 +15,7 @@ static inline double total_of(const seconds *s) {
 /* Hashed as workers like this one do it; NULL: it was not. */
 static inline const hashed_prompt *prompt_for(const work *asked, const worker *w) {
     for (int64_t i = 0; i < asked->num_prompts; i++)
-        if (asked->prompts[i].model == w->model && asked->prompts[i].block_size == w->block_size)
+        if (asked->prompts[i].model == w->model && asked->prompts[i].block_size == w->info.block_size)
             return &asked->prompts[i];
     return NULL;
 }

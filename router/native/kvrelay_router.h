@@ -106,50 +106,53 @@ enum { DECODES = 1, PREFILLS = 2 };
 
 enum { NUM_WEIGHTS = 4 }; /* of a fit, as in engine/cost.py */
 
-/* Seconds and bytes as measured; 0, or no weights: not measured. */
+/* Fields of engine.stats.WorkerInfo: each is copied from the one of its name. */
+typedef struct {
+    int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
+    int64_t row_blocks, windowed_groups, window_blocks;
+    double bytes_per_token;
+    bool hands_over;
+} worker_info;
+
+/* Likewise of WorkerStats. Rates and weights that are 0 were not measured. */
 typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
     double object_read_bytes_per_s, adapter_load_s;
-    double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
-    bool has_prompt_weights, has_decode_weights;
-} rates;
+    double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS], prompt_slowdown;
+    int64_t num_free_blocks, num_wanted_blocks, num_low_blocks;
+    int64_t decoding_tokens, low_decoding_tokens;
+} worker_stats;
 
 typedef struct worker {
     uint64_t model; /* equal for workers that can use each other's KV */
     uint64_t cores; /* equal for workers that share the cores of a machine; 0: it has its own */
-    int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
-    int64_t row_blocks, windowed_groups, window_blocks; /* as in engine.stats.WorkerInfo */
-    double bytes_per_token;
+    worker_info info;
+    worker_stats stats; /* the last ones, and what has been released since */
     int64_t slot; /* in the prefix index; -1: none */
     int64_t store_slot; /* likewise, of the object store that it can read; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
     double beside; /* as `stalled` has it of all others on the same cores; as of the last choice */
     int64_t decoding_beside; /* sequences that decode there now; likewise */
     struct worker *next_beside; /* the next worker on the same cores, in a ring; likewise */
-    double prompt_slowdown; /* by which prompts take longer than by the fit */
     double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
-    int64_t num_booked, max_booked, reported_free_blocks;
+    int64_t num_booked, max_booked;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
     int64_t held_blocks; /* that a request which was sent there waits for; 0: none does */
-    int64_t decoding_tokens; /* KV that its decode steps read */
-    /* Low classes of service: what they have is as good as free to the others. The first three are
-     * among those above, the last two are not. */
-    int64_t low_booked, low_decoding, low_uncounted_blocks, low_blocks, low_decoding_tokens;
-    rates rates;
+    /* Low classes of service, among those above: what they have is as good as free to others. */
+    int64_t low_booked, low_decoding, low_uncounted_blocks;
     const uint64_t *adapters; /* that are in memory, or that a request there waits for */
     int64_t num_adapters;
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     int64_t roles;
     bool alive, has_stats, is_ranked;
-    bool hands_over; /* it computes prompts for others, and reads their KV */
 } worker;
 
 /* `fleet`: rates of workers that have measured none. */
 typedef struct {
-    rates fleet;
+    worker_stats fleet;
     double handoff_s, stalled_at_least, prefilling_at_least;
     double low_priority_factor; /* factor of prompts for others while sequences decode on the same cores */
     int64_t free_tokens;

@@ -31,25 +31,32 @@ from __future__ import annotations
 
 from kvrelay.engine.stats import WorkerStats
 from kvrelay.router.native.bindings import address_of, ffi
-from kvrelay.router.placement.endpoint import RATES, set_weights, struct_field
+from kvrelay.router.placement.endpoint import struct_field
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
+# The fleet's rates before any worker has reported one.
+GUESSES = {
+    "prefill_tokens_per_s": 1000.0,
+    "decode_step_s": 0.03,
+    "read_bytes_per_s": 1e9,
+    "host_read_bytes_per_s": 2e9,
+    "disk_read_bytes_per_s": 5e8,
+    "object_read_bytes_per_s": 1e8,
+    "adapter_load_s": 0.3,
+}
 
 
 class CostModel:
-    """Owned by a router. The rates are the fleet's, for workers that have measured none; the
-    numbers here are only believed until the first worker has reported one. They lie in a struct
-    that native code reads: `cost_model` of kvrelay_router.h."""
+    """Owned by a router. The rates are the fleet's, for workers that have measured none. They lie
+    in a struct that native code reads: `cost_model` of kvrelay_router.h."""
 
     handoff_s: float = struct_field("handoff_s")
     prefill_tokens_per_s: float = struct_field("fleet.prefill_tokens_per_s")
     decode_step_s: float = struct_field("fleet.decode_step_s")
-    has_prompt_weights: bool = struct_field("fleet.has_prompt_weights")
 
     def __init__(
         self,
         *,
-        prefill_tokens_per_s: float = 1000.0,
         handoff_s: float = 0.01,
         stalled_at_least: float = 0.5,
         prefilling_at_least: float = 0.5,
@@ -62,9 +69,8 @@ class CostModel:
         computed, where they are meant to be. `low_priority_factor`: how much longer prompts for
         others take while sequences decode on the same cores, by the niceness in worker.threads.
         `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
-        fleet = (prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8, 1e8, 0.3)
         fields = {
-            "fleet": dict(zip(RATES, fleet, strict=True)),
+            "fleet": GUESSES,
             "handoff_s": handoff_s,
             "stalled_at_least": stalled_at_least,
             "prefilling_at_least": prefilling_at_least,
@@ -80,7 +86,7 @@ class CostModel:
     def on_stats(self, stats: WorkerStats) -> None:
         """Let one worker's rates count for the fleet; 0 is "not measured"."""
         fleet = self.struct.fleet
-        for name in RATES:
+        for name in GUESSES:
             value = getattr(stats, name)
             if value > 0:
                 known = getattr(fleet, name)
@@ -89,7 +95,12 @@ class CostModel:
                 self._measured.add(name)
         self._prompt_weights = _nearer(self._prompt_weights, stats.prompt_weights)
         self._decode_weights = _nearer(self._decode_weights, stats.decode_weights)
-        set_weights(fleet, self._prompt_weights, self._decode_weights)
+        fleet.prompt_weights, fleet.decode_weights = self._prompt_weights, self._decode_weights
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any worker has reported what prompts cost."""
+        return bool(self._prompt_weights)
 
 
 def _nearer(known: tuple[float, ...], measured: tuple[float, ...]) -> tuple[float, ...]:

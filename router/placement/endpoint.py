@@ -39,7 +39,6 @@ ROLE_BITS = {
     Role.PREFILL: constants.PREFILLS,
     Role.BOTH: constants.DECODES | constants.PREFILLS,
 }
-RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "double")
 
 
 @cache
@@ -52,13 +51,10 @@ def adapter_number(digest: bytes) -> int:
     return int.from_bytes(digest[:8])
 
 
-def set_weights(rates: Any, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
-    """Weights of native `rates`. Empty: there is no fit yet."""
-    rates.has_prompt_weights, rates.has_decode_weights = bool(prompt), bool(decode)
-    if prompt:
-        rates.prompt_weights = prompt
-    if decode:
-        rates.decode_weights = decode
+def native(struct: str, facts: WorkerInfo | WorkerStats) -> Any:
+    """A struct of the native code, each of whose fields is a fact by its name."""
+    names = dict(ffi.typeof(struct).fields)
+    return ffi.new(f"{struct} *", {name: getattr(facts, name) for name in names})[0]
 
 
 def struct_field(name: str) -> Any:
@@ -153,7 +149,7 @@ class Endpoint:
     store_slot: int = struct_field("store_slot")  # those of the object store that it can read
     excluded_until: float = struct_field("excluded_until")
     typical_decoding: float = struct_field("typical_decoding")
-    prompt_slowdown: float = struct_field("prompt_slowdown")
+    prompt_slowdown: float = struct_field("stats.prompt_slowdown")
     typical_prefilling: float = struct_field("typical_prefilling")
     chosen_at: int = struct_field("chosen_at")  # number of the decision that last took it
     held_blocks: int = struct_field("held_blocks")  # that one which was sent there waits for
@@ -167,25 +163,15 @@ class Endpoint:
         fields = {
             "model": model_number(info.fingerprint),
             "cores": model_number(info.cores.encode()) if info.cores else 0,
-            "block_size": info.block_size,
-            "num_blocks": info.num_blocks,
-            "max_model_len": info.max_model_len,
+            "info": native("worker_info", info),
+            "stats": {"num_free_blocks": info.num_blocks, "prompt_slowdown": 1.0},
             "max_booked": info.max_num_seqs + max(1, info.max_num_seqs // AHEAD),
-            "max_seq_blocks": info.max_seq_blocks,
-            "row_blocks": info.row_blocks,
-            "windowed_groups": info.windowed_groups,
-            "window_blocks": info.window_blocks,
-            "max_num_batched_tokens": info.max_num_batched_tokens,
-            "bytes_per_token": info.bytes_per_block * info.row_blocks / info.block_size,
             "slot": -1,
             "store_slot": -1,
             "last_seen_at": last_seen_at,
-            "reported_free_blocks": info.num_blocks,
             "prompts": self.prompts.struct,
-            "prompt_slowdown": 1.0,
             "roles": ROLE_BITS[info.role],
             "alive": True,
-            "hands_over": info.hands_over,
         }
         self.struct = ffi.new("worker *", fields)
         self.address = address_of(self.struct)
@@ -214,8 +200,7 @@ class Endpoint:
     def free_share(self) -> float:
         """The share of its KV blocks that are free, but for those that are about to be
         allocated."""
-        free: int = self.struct.reported_free_blocks - self.struct.uncounted_blocks
-        return max(0, free) / max(1, self.info.num_blocks)
+        return max(0, self.num_free_blocks) / max(1, self.info.num_blocks)
 
     @property
     def pending_prefill_tokens(self) -> int:
@@ -237,7 +222,8 @@ class Endpoint:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that are neither held nor waited for; negative where more are wanted than free."""
-        number: int = self.struct.reported_free_blocks - self.struct.uncounted_blocks
+        stats = self.struct.stats
+        number: int = stats.num_free_blocks - stats.num_wanted_blocks - self.struct.uncounted_blocks
         return number
 
     def book(
@@ -300,10 +286,11 @@ class Endpoint:
         struct.low_booked -= booking.is_low
         struct.low_decoding -= booking.decoding and booking.is_low
         if booking.counted:  # until statistics say so, they are as good as known to be free
-            free_blocks = struct.reported_free_blocks + booking.num_blocks
-            struct.reported_free_blocks = min(self.info.num_blocks, free_blocks)
+            stats = struct.stats
+            most = self.info.num_blocks + stats.num_wanted_blocks
+            stats.num_free_blocks = min(most, stats.num_free_blocks + booking.num_blocks)
             if booking.is_low:
-                struct.low_blocks = max(0, struct.low_blocks - booking.num_blocks)
+                stats.num_low_blocks = max(0, stats.num_low_blocks - booking.num_blocks)
         else:
             self._count_blocks(booking, -booking.num_blocks)
         return True
@@ -325,16 +312,8 @@ class Endpoint:
         self.stats = stats
         self.silent_s, self.progress = 0.0, stats.progress
         self.struct.has_stats = True
-        self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
-        self.struct.low_blocks = stats.num_low_blocks
-        self.struct.low_decoding_tokens = stats.low_decoding_tokens
-        self.struct.decoding_tokens = stats.decoding_tokens - stats.low_decoding_tokens
+        self.struct.stats = native("worker_stats", stats)
         self.struct.last_seen_at = now
-        rates = self.struct.rates
-        for name in RATES:
-            setattr(rates, name, getattr(stats, name))
-        set_weights(rates, stats.prompt_weights, stats.decode_weights)
-        self.prompt_slowdown = stats.prompt_slowdown
         self._set_adapters()
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:

@@ -156,7 +156,7 @@ def test_kv_that_is_there_makes_steps_longer_where_the_worker_says_so() -> None:
 
 
 def test_rates_not_measured_are_those_of_the_fleet() -> None:
-    cost = CostModel(prefill_tokens_per_s=1000.0)
+    cost = CostModel()
     silent = Endpoint(worker_info("prefill-9"), last_seen_at=0.0)
     assert prefill_s(cost, silent, 500) == pytest.approx(0.5)
     cost.on_stats(replace(STATS, prefill_tokens_per_s=100.0, decode_step_s=0.0))
