@@ -25,9 +25,17 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint, Ends, adapter_number, model_number
-from kvrelay.router.placement.policy import GROUP, POOL, Fleet, Option, Policy, TtftPredictor
+from kvrelay.router.placement.policy import (
+    GROUP,
+    POOL,
+    Fleet,
+    Option,
+    Policy,
+    RoutingDecision,
+    TtftPredictor,
+)
 from kvrelay.router.placement.retention_policy import RetentionPolicy
-from kvrelay.router.placement.work import HashedPrompt, RoutingDecision, Work
+from kvrelay.router.placement.work import HashedPrompt, Work
 from kvrelay.router.record import Attempt, Rejection, RequestRecord
 
 
@@ -329,19 +337,14 @@ class Dispatcher:
         if first is not None:
             self._book(now, record, first, work, decodes=False, computes=True)
         attempt.decision = RoutingDecision(
-            request_id=record.request_id,
-            attempt=attempt.number,
             at_s=now,
             policy=self._config.policy,
             num_tokens=len(record.tokens),
-            decode=choice.decode.worker,
-            prefill=None if choice.prefill is None else choice.prefill.worker,
-            fetch_from=intake.fetch_from,
-            seconds=seconds,
+            best=best,
             predicted_ttft_s=self._predictor.predict(seconds, others_decode=others_decode),
             others_decode=others_decode,
             was_measured=self.cost.is_measured,
-            candidates=choice.candidates,
+            options=choice.options,
         )
         return attempt
 
@@ -359,7 +362,9 @@ class Dispatcher:
         decision = attempt.decision
         if decision is not None and decision.was_measured:
             real_s, others_decode = now - attempt.sent_at, decision.others_decode
-            self._predictor.on_first_token(decision.seconds, real_s, others_decode=others_decode)
+            self._predictor.on_first_token(
+                decision.best.seconds, real_s, others_decode=others_decode
+            )
         self._stop_holding(attempt)
         attempt.decode.start_decoding(now, request_id)
         self._update(now, attempt.decode)
@@ -384,7 +389,7 @@ class Dispatcher:
             return lost
         for ends in [each for each in attempt.links if each.reader is endpoint]:
             is_trial = attempt.links.pop(ends)
-            seconds = decision.seconds
+            seconds = decision.best.seconds
             if ends.fetches:
                 wait_s = phases.get("fetch", 0.0) + phases.get("lost", 0.0)
                 is_lost = wait_s > 0 and not delta.cached_by_source.get("peer")

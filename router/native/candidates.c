@@ -56,6 +56,7 @@ void find_candidates(const cost_model *c, const question *q, const fleet *f,
                      worker *const *holders, uint32_t num_holders, bool decode,
                      candidates *found) {
     int64_t most = -1;
+    found->count = 0;
     uint32_t tried = f->count < q->max_tried ? f->count : (uint32_t)q->max_tried;
     for (uint32_t i = 0; i < tried && found->count < q->num_idle; i++) {
         worker *w = f->ranked[i].worker;
@@ -78,8 +79,8 @@ void find_candidates(const cost_model *c, const question *q, const fleet *f,
     }
 }
 
-void find_fetch_sources(const cost_model *c, question *q, const holders_found *holders,
-                        fetch_source *found) {
+void find_fetch_sources(const cost_model *c, question *q, const holders_found *holders) {
+    fetch_source *found = q->asked.fetch_sources;
     double gains[MAX_FETCH_SOURCES];
     uint32_t count = 0;
     for (int role = 0; role < 2; role++)
@@ -102,6 +103,5 @@ void find_fetch_sources(const cost_model *c, question *q, const holders_found *h
             found[at] = source;
             count++;
         }
-    q->asked.fetch_sources = found;
     q->asked.num_fetch_sources = count;
 }

@@ -4,13 +4,6 @@
 #include "cost.h"
 #include "fleet.h"
 
-#define MAX_FETCH_SOURCES 64
-
-typedef struct {
-    worker *workers[MAX_CANDIDATES];
-    uint32_t count;
-} candidates;
-
 /* Workers that hold most of the prefix, by role, as the index has ranked them. */
 typedef struct {
     worker *workers[2][MAX_CANDIDATES];
@@ -24,5 +17,4 @@ void find_candidates(const cost_model *c, const question *q, const fleet *f,
                      candidates *found);
 
 /* Workers to fetch KV from, best first, among equals the least busy. They become those of `q`. */
-void find_fetch_sources(const cost_model *c, question *q, const holders_found *holders,
-                        fetch_source *found);
+void find_fetch_sources(const cost_model *c, question *q, const holders_found *holders);

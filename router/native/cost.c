@@ -153,15 +153,14 @@ static bool intake_with_fetch(const cost_model *c, const worker *w, const work *
     return fetched->fetch_from != NULL;
 }
 
-/* Until the request's adapter is there. */
-static double adapter_s(const cost_model *c, const worker *w, const work *asked) {
-    for (int64_t i = 0; i < w->num_adapters; i++)
-        if (w->adapters[i] == asked->adapter)
-            return 0.0;
-    return asked->adapter ? RATE(c, w, adapter_load_s) : 0.0;
-}
-
 /* -- placements -------------------------------------------------------------------------------- */
+
+/* Add what Python has computed of a worker that does `what`. */
+static void add_terms(const cost_model *c, const worker *w, uint32_t what, placement *p) {
+    for (int i = 0; i < MAX_TERMS; i++)
+        if (c->terms_at[i] & what)
+            p->seconds.terms[i] += w->terms[i];
+}
 
 static placement prefill_with(const cost_model *c, const worker *w, const work *asked,
                               const intake *in) {
@@ -176,10 +175,11 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
                                                 &num_behind_beside);
         num_behind += num_behind_beside;
     }
-    p.seconds.load = in->load_s + adapter_s(c, w, asked);
+    p.seconds.load = in->load_s;
     p.seconds.fetch = in->fetch_s;
     p.seconds.delay = num_behind * p.seconds.prefill;
     p.seconds.stall = p.computing_s * w->beside;
+    add_terms(c, w, AT_COMPUTING, &p);
     return p;
 }
 
@@ -242,6 +242,7 @@ static void add_decode(const cost_model *c, const worker *w, const work *asked, 
         p->seconds.stall += prefilling * p->seconds.decode;
         p->seconds.crowd += prefilling * p->seconds.decode;
     }
+    add_terms(c, w, AT_DECODING, p);
 }
 
 placement local_at(const cost_model *c, const worker *w, const work *asked) {
@@ -285,7 +286,8 @@ placement remote_at(const cost_model *c, const worker *w, const placement *first
     double token_s = read_s(w, 1, RATE(c, w, read_bytes_per_s));
     double last_s = fmin(own.computed, w->info.max_num_batched_tokens) * token_s;
     double rest_s = fmax(own.computed * token_s, own.load_s) - first->seconds.prefill;
-    p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s) + adapter_s(c, w, asked);
+    p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s);
+    add_terms(c, w, AT_READING, &p);
     add_decode(c, w, asked, &p);
     return p;
 }

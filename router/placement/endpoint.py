@@ -177,7 +177,7 @@ class Endpoint:
         self.address = address_of(self.struct)
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
-        self._adapters: set[int] = set()
+        self.adapters: set[int] = set()  # in memory, as it says, or loaded for what was sent there
         self.failures = 0  # in a row
         self._failed_at = float("-inf")
         self.silent_s = 0.0  # since its last statistics, or since it came up
@@ -243,7 +243,7 @@ class Endpoint:
         token_s = prefill_s / max(1, prefill_tokens) / self.prompt_slowdown
         booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, adapter=adapter)
         self.bookings[request_id] = booking
-        self._set_adapters()
+        self.adapters.add(adapter)
         struct = self.struct
         struct.num_booked += 1
         struct.low_booked += is_low
@@ -252,15 +252,6 @@ class Endpoint:
             struct.own_tokens += prefill_tokens
             if not is_low:
                 self.prompts.add(now, request_id, prefill_s)
-
-    def _set_adapters(self) -> None:
-        """Those that the worker has, and those that requests make it load."""
-        held = self.stats.adapters if self.stats is not None else ()
-        numbers = {each.adapter for each in self.bookings.values() if each.adapter}
-        numbers |= {adapter_number(digest) for digest in held}
-        if numbers != self._adapters:
-            self._adapters, self._native = numbers, ffi.new("uint64_t[]", sorted(numbers))
-            self.struct.adapters, self.struct.num_adapters = self._native, len(numbers)
 
     def start_decoding(self, now: float, request_id: str) -> None:
         """The first token of `request_id` has come: no more of its prompt is to be computed."""
@@ -314,7 +305,8 @@ class Endpoint:
         self.struct.has_stats = True
         self.struct.stats = native("worker_stats", stats)
         self.struct.last_seen_at = now
-        self._set_adapters()
+        self.adapters = {each.adapter for each in self.bookings.values()}
+        self.adapters.update(map(adapter_number, stats.adapters))
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:

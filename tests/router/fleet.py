@@ -122,8 +122,7 @@ class Chooser:
         roles = [
             [w for w in workers if w.info.role is role] for role in (Role.DECODE, Role.PREFILL)
         ]
-        decodes, prefills = self.fleets[Role.DECODE], self.fleets[Role.PREFILL]
-        options = self.policy.chooser.weigh(decodes, prefills, (roles[0], roles[1]), todo.sources)
+        options = self.policy.chooser.weigh(*roles, todo.sources)
         assert options is not None
         return options.best, options.best_prefill
 

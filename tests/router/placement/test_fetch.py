@@ -49,8 +49,8 @@ def test_a_request_goes_to_the_worker_that_has_its_prefix_in_whatever_tier(tier:
     s.submit(tokens=(*PREFIX, 1, 2))
     assert placed(s) == ("decode-1", None, None)
     (decision,) = s.router.explain("r")
-    best = decision.decode_candidates[0]
-    assert best.cached == Held(**{tier: 200}, said=200)
+    best = decision.options.decodes[0]
+    assert best.held == Held(**{tier: 200}, said=200)
     assert (best.seconds.load > 0) == (tier != "device")
 
 
@@ -89,10 +89,10 @@ def test_a_hot_prefix_spreads_from_its_overloaded_holder() -> None:
     assert (prefill, source) == (None, "decode-0")
     (third,) = {"decode-1", "decode-2"} - {second}
     (decision,) = s.router.explain("a")
-    assert decision.fetch_from == decision.decode_candidates[0].fetch_from == "decode-0"
+    assert decision.best.fetch_from == decision.options.decodes[0].fetch_from == "decode-0"
     # 200 tokens of 1 KB, at 1 GB/s.
-    assert decision.seconds.fetch == pytest.approx(0.01 + 200 * 1024 / 1e9)
-    assert decision.seconds.prefill == pytest.approx(0.001)
+    assert decision.best.seconds.fetch == pytest.approx(0.01 + 200 * 1024 / 1e9)
+    assert decision.best.seconds.prefill == pytest.approx(0.001)
     assert s.router.status(s.now).totals.fetches == 1
     # The copy counts at once; when it is overloaded too, the next worker fetches.
     s.submit("b", tokens=(*PREFIX, 2))
@@ -201,8 +201,8 @@ def test_a_prefill_worker_fetches_from_the_decode_worker_that_goes_on() -> None:
     s.submit(tokens=(*PREFIX, *range(500, 540)))
     assert placed(s) == ("decode-0", "prefill-0", "decode-0")
     (decision,) = s.router.explain("r")
-    assert (decision.prefill, decision.fetch_from) == ("prefill-0", "decode-0")
-    assert decision.prefill_candidates[0].fetch_from == "decode-0"
+    assert (decision.best.prefill_from, decision.best.fetch_from) == ("prefill-0", "decode-0")
+    assert decision.options.prefills[0].fetch_from == "decode-0"
 
 
 def test_a_decode_worker_fetches_from_a_prefill_worker() -> None:

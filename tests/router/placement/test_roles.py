@@ -254,7 +254,7 @@ def test_new_prompts_follow_the_role_and_find_what_is_cached() -> None:
     assert roles(s) == {"decode-0": Role.DECODE, "decode-1": Role.PREFILL}
     s.submit("a", tokens=range(240))
     assert s.dispatched()[:2] == ("decode-0", "decode-1")
-    assert s.router.explain("a")[0].prefill_candidates[0].cached.device == 200
+    assert s.router.explain("a")[0].options.prefills[0].held.device == 200
     s.tell(RoleChanged("decode-1", 1, Role.DECODE))
     s.tell(RoleChanged("decode-0", 1, Role.PREFILL))
     assert roles(s) == {"decode-0": Role.PREFILL, "decode-1": Role.DECODE}
@@ -270,10 +270,10 @@ def test_a_holder_is_found_among_the_workers_of_its_new_role() -> None:
     s.tell(worker_stats("decode-1", pending_prefill_tokens=20))
     s.submit("a", tokens=range(240))
     (decision,) = s.router.explain("a")
-    held = {c.worker: c.cached.device for c in decision.prefill_candidates}
+    held = {c.worker: c.held.device for c in decision.options.prefills}
     assert held.pop("decode-1") == 200
     assert list(held.values()) == [0] * NUM_IDLE
-    assert {c.worker for c in decision.decode_candidates if c.prefill_from} == {"decode-0"}
+    assert {c.worker for c in decision.options.decodes if c.prefill_from} == {"decode-0"}
 
 
 def test_a_role_of_an_unknown_worker_or_another_epoch_changes_nothing() -> None:
