@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 from kvrelay.engine.stats import WorkerStats, notes_of
 from kvrelay.router.native.bindings import address_of, constants, ffi
-from kvrelay.router.placement.endpoint import Endpoint, struct_field
+from kvrelay.router.placement.endpoint import Endpoint
 from kvrelay.router.placement.work import Work
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
@@ -30,6 +30,17 @@ GUESSES = {
     "disk_read_bytes_per_s": 5e8,
     "object_read_bytes_per_s": 1e8,
     "adapter_load_s": 0.3,
+}
+CONSTANTS = {
+    "handoff_s": 0.01,  # messages and connection of one handoff, whatever its size
+    # Sequences that will come to decode while a prompt is computed, where they are meant to.
+    "stalled_at_least": 0.5,
+    # Share of the time in which prompts will be computed, where they are meant to be.
+    "prefilling_at_least": 0.5,
+    # How much longer prompts for others take while sequences decode on the same cores, by the
+    # niceness in worker.threads.
+    "low_priority_factor": 4.0,
+    "free_tokens": 16,  # of a prompt, cost a decode step nothing: it waits for the weights anyway
 }
 NATIVE_RATES = GUESSES.keys() & dict(ffi.typeof("worker_stats").fields)
 
@@ -109,33 +120,13 @@ class CostModel:
     """Owned by a router. The rates are the fleet's, for workers that have measured none. They lie
     in a struct that native code reads: `cost_model` of kvrelay_router.h."""
 
-    handoff_s: float = struct_field("handoff_s")
-
-    def __init__(
-        self,
-        *,
-        handoff_s: float = 0.01,
-        stalled_at_least: float = 0.5,
-        prefilling_at_least: float = 0.5,
-        low_priority_factor: float = 4.0,
-        free_tokens: int = 16,
-    ) -> None:
-        """`handoff_s`: messages and connection of one handoff, whatever its size.
-        `stalled_at_least`: sequences that will come to decode while a prompt is computed, where
-        they are meant to. `prefilling_at_least`: share of the time in which prompts will be
-        computed, where they are meant to be. `low_priority_factor`: how much longer prompts for
-        others take while sequences decode on the same cores, by the niceness in worker.threads.
-        `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
+    def __init__(self, **constants: float) -> None:
+        """`constants`: other values of some of CONSTANTS."""
         fields = {
             "fleet": {name: GUESSES[name] for name in NATIVE_RATES},
             "terms_at": [term.at for term in TERMS.values()],
-            "handoff_s": handoff_s,
-            "stalled_at_least": stalled_at_least,
-            "prefilling_at_least": prefilling_at_least,
-            "low_priority_factor": low_priority_factor,
-            "free_tokens": free_tokens,
         }
-        self.struct = ffi.new("cost_model *", fields)
+        self.struct = ffi.new("cost_model *", fields | CONSTANTS | constants)
         self.address = address_of(self.struct)
         self.rates = GUESSES.copy()  # the fleet's
         self._measured: set[str] = set()

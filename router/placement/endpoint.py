@@ -9,7 +9,6 @@ booked work that they must include is subtracted from them: the rest is other ro
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,9 +26,6 @@ from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
-LEAST_S: float = (
-    constants.LEAST_MS / 1000
-)  # for a prompt that should be computed by now, and is not
 # A worker may have one request in so many beside those that run: the next ones have their prompts
 # computed, and all others wait at the router, where callers take turns.
 AHEAD = 8
@@ -89,12 +85,12 @@ class PromptQueue:
     what it has sent and how long each should take: the queue runs down by itself, and what is
     reported corrects it."""
 
-    __slots__ = ("_address", "_lib", "_numbers", "_tickets", "struct")
+    __slots__ = ("_lib", "_numbers", "_tickets", "address", "struct")
 
     def __init__(self) -> None:
         self._lib = bindings()
         self.struct = ffi.gc(ffi.new("prompt_queue *"), _free_prompts)
-        self._address = address_of(self.struct)
+        self.address = address_of(self.struct)
         self._tickets: dict[str, int] = {}
         self._numbers = count()
 
@@ -104,35 +100,21 @@ class PromptQueue:
     def add(self, now: float, request_id: str, seconds: float) -> None:
         """`request_id` is not there yet."""
         ticket = self._tickets[request_id] = next(self._numbers)
-        self._lib.kvr_prompts_add(self._address, now, ticket, seconds)
+        self._lib.kvr_prompts_add(self.address, now, ticket, seconds)
 
     def correct(self, now: float, request_id: str, seconds: float) -> None:
         """It still needs so long, if it is there."""
         ticket = self._tickets.get(request_id)
         if ticket is not None:
-            self._lib.kvr_prompts_correct(self._address, now, ticket, seconds)
+            self._lib.kvr_prompts_correct(self.address, now, ticket, seconds)
 
     def discard(self, now: float | None, request_id: str) -> None:
         """It is computed (`now`), or not wanted any more (None)."""
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             if now is not None:
-                self._lib.kvr_prompts_run_down(self._address, now)
-            self._lib.kvr_prompts_discard(self._address, ticket)
-
-    def ahead_of(self, now: float, seconds: float) -> tuple[float, int]:
-        """How long a prompt that takes `seconds` waits for shorter ones, and how many longer ones
-        would wait for it."""
-        num_behind = ctypes.c_uint32()
-        wait_s: float = self._lib.kvr_prompts_ahead_of(
-            self._address, now, seconds, ctypes.byref(num_behind)
-        )
-        return wait_s, num_behind.value
-
-    def busy_until(self, now: float) -> float:
-        """When all of it should be computed, on the router's clock."""
-        until: float = self._lib.kvr_prompts_busy_until(self._address, now)
-        return until
+                self._lib.kvr_prompts_run_down(self.address, now)
+            self._lib.kvr_prompts_discard(self.address, ticket)
 
 
 def _free_prompts(queue: Any) -> None:
@@ -201,12 +183,6 @@ class Endpoint:
         """The share of its KV blocks that are free, but for those that are about to be
         allocated."""
         return max(0, self.num_free_blocks) / max(1, self.info.num_blocks)
-
-    @property
-    def pending_prefill_tokens(self) -> int:
-        """Prompt tokens known to wait for computation there, of all routers."""
-        number: int = self.struct.own_tokens + self.struct.other_tokens
-        return number
 
     @property
     def num_seqs(self) -> int:

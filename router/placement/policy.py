@@ -141,23 +141,15 @@ class Options:
     """All options that a choice has considered: the `answer` that native code has written, read
     when asked for. At least one says who decodes."""
 
-    __slots__ = ("_answer", "_endpoints", "_first")
+    __slots__ = ("_answer", "_endpoints", "_first", "best", "best_prefill")
 
     def __init__(self, answer: Any, num_candidates: int, endpoints: Mapping[Any, Endpoint]) -> None:
         """`endpoints`: by their structs; all that are in the answer, for as long as it is read."""
         self._answer, self._endpoints = answer, endpoints
         self._first = 2 * num_candidates  # number of the first one that says who decodes
-
-    @property
-    def best(self) -> Option:
-        """The option that costs least: decode worker and all."""
-        return self._read(self._first)
-
-    @property
-    def best_prefill(self) -> Option | None:
-        """What the prefill worker does in `best`."""
-        number: int = self._answer.options[self._first].prefill
-        return None if number < 0 else self._read(number)
+        self.best = self._read(self._first)  # decode worker and all
+        number = answer.options[self._first].prefill
+        self.best_prefill = None if number < 0 else self._read(number)  # its part of that
 
     @property
     def decodes(self) -> list[Option]:
@@ -318,22 +310,6 @@ MAX_FACTOR, MIN_FACTOR = 8.0, 0.125  # factors of what is computed
 LEAST_S = 1e-4
 
 
-class Placement(NamedTuple):
-    """What was chosen, and from which options."""
-
-    best: Option
-    prefill_option: Option | None  # the prefill worker's part of it
-    options: Options
-
-    @property
-    def decode(self) -> Endpoint:
-        return self.best.endpoint
-
-    @property
-    def prefill(self) -> Endpoint | None:
-        return self.best.prefill
-
-
 @dataclass(slots=True)
 class RoutingDecision:
     """A choice and its alternatives, so that it can be explained."""
@@ -341,7 +317,6 @@ class RoutingDecision:
     at_s: float  # the router's clock
     policy: str
     num_tokens: int
-    best: Option  # what was chosen
     predicted_ttft_s: float
     others_decode: bool  # on the decode worker, when this was decided
     was_measured: bool  # False: no worker had reported yet what prompts cost
@@ -372,7 +347,7 @@ class Policy:
 
     def choose(
         self, now: float, work: Work, sticky: Callable[[], bytes], *, trusting: bool = False
-    ) -> Placement | None:
+    ) -> Options | None:
         """None: no worker is usable. Prompts are handed over only between workers of the same
         fingerprint. `sticky`, for a baseline: equal for what should go to the same
         worker. `trusting`: silent workers, and those that have failed this request, are better than
@@ -389,11 +364,11 @@ class Policy:
             options = self.chooser.weigh(*given)
         if options is None:
             return None
-        best, first = options.best, options.best_prefill
+        best = options.best
         best.endpoint.chosen_at = self._num_choices
         if best.prefill is not None:
             best.prefill.chosen_at = self._num_choices
-        return Placement(best, first, options)
+        return options
 
     def _pick(
         self, pool: Role, sticky: Callable[[], bytes], *, decodes: bool = False

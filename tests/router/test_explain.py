@@ -148,7 +148,8 @@ def test_every_attempt_shows_with_what_was_lost_in_it() -> None:
         (3, third, ""),
     ]
     assert all(
-        a.decision is not None and a.decision.best.worker == a.decode.worker for a in found.attempts
+        a.decision is not None and a.decision.options.best.worker == a.decode.worker
+        for a in found.attempts
     )
 
 

@@ -123,7 +123,7 @@ def test_nor_does_a_prefix_lead_it_to_another_model() -> None:
     models.submit("small", "r", prompt)
     assert models.asked() == {("decode-small", "r")}
     decision = models.routers.routers["small"].explain("r")[0]
-    assert decision.best.fetch_from is None
+    assert decision.options.best.fetch_from is None
     assert [each.worker for each in decision.options.decodes] == ["decode-small"]
 
 

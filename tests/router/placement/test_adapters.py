@@ -90,7 +90,7 @@ def test_requests_of_an_adapter_stay_where_it_was_loaded() -> None:
         about: dict[str, Any] = {"adapter": adapter, "scope": UNSALTED.with_adapter(adapter)}
         s.tell(Submit(f"r{number}", sampling, CLIENT, tokens, 60.0, **about))
         decision = s.router.explain(f"r{number}")[-1]
-        chosen.setdefault(digest, set()).add(decision.best.worker)
+        chosen.setdefault(digest, set()).add(decision.options.best.worker)
         loads = sorted(each.seconds.adapter for each in decision.options.decodes)
         assert loads[0] == (0.0 if number > 3 else LOAD_S)
     assert [len(workers) for workers in chosen.values()] == [1, 1, 1, 1]

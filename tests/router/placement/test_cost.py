@@ -111,7 +111,7 @@ def test_a_transfer_slower_than_the_prefill_is_what_is_waited_for() -> None:
     slow = endpoint("decode-0", read_bytes_per_s=1024 * 500.0)
     todo = work(1000)
     assert remote_cost(cost, slow, endpoint("prefill-0"), todo).seconds.transfer == pytest.approx(
-        cost.handoff_s + 2.0 - 1.0
+        cost.struct.handoff_s + 2.0 - 1.0
     )
 
 
@@ -162,7 +162,7 @@ def test_memory_is_free_when_others_end_however_short_the_own_output_is() -> Non
         tokens = range(1000 * max_tokens, 1000 * max_tokens + 120)
         s.submit(f"{max_tokens}", tokens=tokens, max_tokens=max_tokens)
         s.tell(Cancel(f"{max_tokens}"))
-        waits.append(s.router.explain(f"{max_tokens}")[0].best.seconds.memory)
+        waits.append(s.router.explain(f"{max_tokens}")[0].options.best.seconds.memory)
     assert waits[1] == pytest.approx(waits[0])
     assert waits[1] > 1.0
 

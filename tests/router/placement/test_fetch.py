@@ -15,6 +15,7 @@ from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import POLICIES
 from kvrelay.router.index.prefix_index import Held
 from kvrelay.router.messages import Cancel, RoleChanged, Submit, WorkerDraining
+from tests.router.fleet import pending_tokens
 from tests.router.script import CLIENT, Script, worker_stats
 
 PREFIX = tuple(range(200))
@@ -89,10 +90,10 @@ def test_a_hot_prefix_spreads_from_its_overloaded_holder() -> None:
     assert (prefill, source) == (None, "decode-0")
     (third,) = {"decode-1", "decode-2"} - {second}
     (decision,) = s.router.explain("a")
-    assert decision.best.fetch_from == decision.options.decodes[0].fetch_from == "decode-0"
+    assert decision.options.best.fetch_from == decision.options.decodes[0].fetch_from == "decode-0"
     # 200 tokens of 1 KB, at 1 GB/s.
-    assert decision.best.seconds.fetch == pytest.approx(0.01 + 200 * 1024 / 1e9)
-    assert decision.best.seconds.prefill == pytest.approx(0.001)
+    assert decision.options.best.seconds.fetch == pytest.approx(0.01 + 200 * 1024 / 1e9)
+    assert decision.options.best.seconds.prefill == pytest.approx(0.001)
     assert s.router.status(s.now).totals.fetches == 1
     # The copy counts at once; when it is overloaded too, the next worker fetches.
     s.submit("b", tokens=(*PREFIX, 2))
@@ -201,7 +202,10 @@ def test_a_prefill_worker_fetches_from_the_decode_worker_that_goes_on() -> None:
     s.submit(tokens=(*PREFIX, *range(500, 540)))
     assert placed(s) == ("decode-0", "prefill-0", "decode-0")
     (decision,) = s.router.explain("r")
-    assert (decision.best.prefill_from, decision.best.fetch_from) == ("prefill-0", "decode-0")
+    assert (decision.options.best.prefill_from, decision.options.best.fetch_from) == (
+        "prefill-0",
+        "decode-0",
+    )
     assert decision.options.prefills[0].fetch_from == "decode-0"
 
 
@@ -218,7 +222,7 @@ def test_only_what_is_computed_is_booked_as_prompt() -> None:
     s.submit(tokens=(*PREFIX, 1))
     s.holds("decode-1", host=range(900, 1000))
     s.submit("own", tokens=range(900, 1003))
-    pending = {e.worker: e.pending_prefill_tokens for e in s.router._dispatcher.endpoints}
+    pending = {e.worker: pending_tokens(e) for e in s.router._dispatcher.endpoints}
     assert pending["decode-1"] == 1 + 3
     assert s.take(Decode, "decode-1")[0].fetch_from == "decode-0"
 

@@ -67,7 +67,7 @@ def test_output_on_a_prefill_worker_counts_as_waiting_for_prompts() -> None:
     decode, prefill = endpoint("decode-0"), endpoint("prefill-0")
     chooser = Chooser(decode, prefill, cost=CostModel(prefilling_at_least=0.8))
     choice = chooser.choose(work(200, output_tokens=100.0))
-    seconds = {o.endpoint.worker: o.seconds for o in choice.options.decodes if o.prefill is None}
+    seconds = {o.endpoint.worker: o.seconds for o in choice.decodes if o.prefill is None}
     there, here = seconds["prefill-0"], seconds["decode-0"]
     assert there.decode == here.decode
     assert there.stall == pytest.approx(0.8 * there.decode)
@@ -87,8 +87,8 @@ def test_without_a_usable_decode_worker_a_prefill_worker_does_all(policy: str, s
         asked = asked._replace(avoid=[decode])
     choice = chooser.policy.choose(0.0, asked, lambda: b"r")
     assert choice is not None
-    assert choice.decode in prefills
-    assert choice.prefill is None
+    assert choice.best.endpoint in prefills
+    assert choice.best.prefill is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -100,7 +100,7 @@ def test_a_prefill_worker_too_small_for_the_output_does_not_decode(policy: str) 
         asked = chooser.asked(work(200))._replace(total_tokens=400)
         choice = chooser.policy.choose(0.0, asked, lambda: b"r")
         assert choice is not None
-        assert choice.decode is large
+        assert choice.best.endpoint is large
 
 
 # -- who is usable ----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_workers_of_role_both_are_options_in_every_way_each_once() -> None:
         if int(name[-1]) >= NUM_IDLE:
             workers[name].book(0.0, "x", 300, 10, 0.3)
     held = {name: on(395 if name in holders else 390) for name in names}
-    options = chooser.choose(Todo(400, 100.0, held)).options
+    options = chooser.choose(Todo(400, 100.0, held))
     firsts = [option.endpoint.worker for option in options.prefills]
     ways = [(o.endpoint.worker, o.prefill and o.prefill.worker) for o in options.decodes]
     assert len(firsts) == len(set(firsts)) == 2 * (NUM_HOLDERS + NUM_IDLE)
