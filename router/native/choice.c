@@ -185,12 +185,12 @@ static void look_beside(const chooser *x, const cost_model *c, const candidates 
 
 void kvr_find(chooser *x, const cost_model *c, const fleet *decodes, const fleet *prefills,
               question *q) {
-    holders_found holders;
+    candidates holders[2];
     for (uint32_t role = 0; role < 2; role++)
-        holders.count[role] = kvr_find_holders(x, q, role, holders.workers[role]);
-    find_fetch_sources(c, q, &holders);
-    find_candidates(c, q, decodes, holders.workers[0], holders.count[0], true, &q->decodes);
-    find_candidates(c, q, prefills, holders.workers[1], holders.count[1], false, &q->prefills);
+        holders[role].count = kvr_find_holders(x, q, role, holders[role].workers);
+    find_fetch_sources(c, q, holders);
+    find_candidates(c, q, decodes, &holders[0], true, &q->decodes);
+    find_candidates(c, q, prefills, &holders[1], false, &q->prefills);
 }
 
 void kvr_choose(const chooser *x, const cost_model *c, question *q, answer *a) {

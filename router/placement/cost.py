@@ -73,20 +73,21 @@ def adapter_s(cost: CostModel, endpoint: Endpoint, work: Work) -> float:
 class Seconds(NamedTuple):
     """A cost by its terms. Those of native code come first, in the order of its `seconds`."""
 
-    queue: Annotated[float, Term("shorter prompts, which go before it", COMPUTING)] = 0.0
-    load: Annotated[float, Term("KV from its own memory, disk and object store", READING)] = 0.0
-    fetch: Annotated[float, Term("KV from a peer that holds more of the prefix", READING)] = 0.0
+    queue: Annotated[float, Term("waiting for shorter prompts, which go first", COMPUTING)] = 0.0
+    load: Annotated[float, Term("reading KV from its own lower tiers", READING)] = 0.0
+    fetch: Annotated[float, Term("reading KV from a peer that holds more", READING)] = 0.0
     prefill: Annotated[float, Term("computing the tokens that are missing then", COMPUTING)] = 0.0
-    transfer: Annotated[float, Term("KV of the prompt, as far as computing does not hide it")] = 0.0
+    transfer: Annotated[float, Term("reading KV of the prefill worker, once it has computed")] = 0.0
     # And computing it after all. `fetch` has the same of a peer.
     lost: Annotated[float, Term("waiting for KV that often does not come from there")] = 0.0
     memory: Annotated[float, Term("waiting for blocks, where there are too few")] = 0.0
     decode: Annotated[float, Term("its output, with the KV that is there then")] = 0.0
-    delay: Annotated[float, Term("longer prompts, which now wait for this one")] = 0.0
+    delay: Annotated[float, Term("longer prompts, which now wait for it")] = 0.0
     # But for the few tokens that a decode step computes beside its own. On a prefill worker, the
     # time that its output waits for prompts.
-    stall: Annotated[float, Term("computing, for each sequence that decodes meanwhile")] = 0.0
-    crowd: Annotated[float, Term("longer steps of others; of prompts, where they are meant")] = 0.0
+    stall: Annotated[float, Term("computing it, for each sequence that decodes there")] = 0.0
+    # On a prefill worker, also what its prompts wait for this one's steps.
+    crowd: Annotated[float, Term("longer steps, for each sequence that decodes there")] = 0.0
     adapter: Annotated[
         float, Term("loading its adapter, to compute the prompt", READING, AT_COMPUTING, adapter_s)
     ] = 0.0
