@@ -79,7 +79,7 @@ def explanation(answer: dict[str, Any]) -> Group:
         if decision is not None:
             parts.append(Text(f"{decision['reason']}."))
             parts.append(candidates_table(decision["decode_candidates"]))
-            parts.append(line(_terms(decision["decode_candidates"]), "dim"))
+            parts += [line(text, "dim") for text in _terms(decision["decode_candidates"])]
     return Group(*parts)
 
 
@@ -164,10 +164,10 @@ def _attempt_line(attempt: dict[str, Any]) -> str:
     return text + (f"; given up: {attempt['cause']}" if attempt["cause"] else "")
 
 
-def _terms(candidates: list[dict[str, Any]]) -> str:
+def _terms(candidates: list[dict[str, Any]]) -> Iterator[str]:
     """What the terms are that the costs of these have."""
     shown = {name for each in candidates for name, s in each["seconds"].items() if s > 0}
-    return "; ".join(f"{name}: {term.text}" for name, term in TERMS.items() if name in shown)
+    return (f"{name}: {term.text}" for name, term in TERMS.items() if name in shown)
 
 
 def candidates_table(candidates: list[dict[str, Any]]) -> Table:

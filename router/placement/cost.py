@@ -22,7 +22,7 @@ from kvrelay.router.placement.work import Work
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
 # The fleet's rates before any worker has reported one.
-GUESSES = {
+FIRST_RATES = {
     "prefill_tokens_per_s": 1000.0,
     "decode_step_s": 0.03,
     "read_bytes_per_s": 1e9,
@@ -40,9 +40,9 @@ CONSTANTS = {
     # How much longer prompts for others take while sequences decode on the same cores, by the
     # niceness in worker.threads.
     "low_priority_factor": 4.0,
-    "free_tokens": 16,  # of a prompt, cost a decode step nothing: it waits for the weights anyway
+    "free_tokens": 16,  # that cost a decode step nothing: it waits for the weights anyway
 }
-NATIVE_RATES = GUESSES.keys() & dict(ffi.typeof("worker_stats").fields)
+NATIVE_RATES = FIRST_RATES.keys() & dict(ffi.typeof("worker_stats").fields)
 
 
 # When the time of a term passes: before the first token, while something is computed, or is read;
@@ -124,12 +124,12 @@ class CostModel:
     def __init__(self, **constants: float) -> None:
         """`constants`: other values of some of CONSTANTS."""
         fields = {
-            "fleet": {name: GUESSES[name] for name in NATIVE_RATES},
+            "fleet": {name: FIRST_RATES[name] for name in NATIVE_RATES},
             "terms_at": [term.at for term in TERMS.values()],
         }
         self.struct = ffi.new("cost_model *", fields | CONSTANTS | constants)
         self.address = address_of(self.struct)
-        self.rates = GUESSES.copy()  # the fleet's
+        self.rates = FIRST_RATES.copy()  # the fleet's
         self._measured: set[str] = set()
         self._prompt_weights: tuple[float, ...] = ()
         self._decode_weights: tuple[float, ...] = ()

@@ -107,7 +107,7 @@ GROUP = {Role.DECODE: 0, Role.BOTH: 0, Role.PREFILL: 1}  # in the index; native 
 MAX_CANDIDATES: int = constants.MAX_CANDIDATES  # in a pool
 _ANSWER, _BYTES = ffi.typeof("answer *"), ffi.typeof("uint8_t[]")
 _HELD, _INTAKE = attrgetter(*Held._fields), attrgetter(*Intake._fields[:-1])
-# Of a request: fields that native code has by the same names.
+# Fields of a request that native code has by the same names.
 _ASKED = [name for name, _ in ffi.typeof("work").fields if name in {*Work._fields} - {"prompts"}]
 _QUESTION = [n for n, _ in ffi.typeof("question").fields if n in {*Work._fields} - {"avoid"}]
 _new = tuple.__new__  # makes a NamedTuple of all its fields in half the time

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/explain.md"
 
 
 def with_terms(page: str) -> str:
-    """The page, with a row for each term."""
+    """Gives the page a row for each term."""
     lines = ["| term | seconds of | before the first token |", "|---|---|---|"]
     lines += [
         f"| `{name}` | {term.text} | {'no' if term.when == LATER else 'yes'} |"
