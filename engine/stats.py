@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire.codec import register
@@ -86,6 +86,10 @@ class WorkerInfo:
         return len(self.group_windows) - 1 if self.windowed_groups else 0
 
     @property
+    def bytes_per_token(self) -> float:
+        return self.bytes_per_block * self.row_blocks / self.block_size
+
+    @property
     def pool_tokens(self) -> int:
         """What its pool holds of long sequences, about."""
         return self.num_blocks // self.row_blocks * self.block_size
@@ -137,11 +141,15 @@ class Hidden:
     why: str
 
 
+def notes_of(kind: type) -> dict[str, Any]:
+    """What stands beside the types of the fields of a class; None: nothing."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+
+
 def facts_of(kind: type) -> dict[str, Fact]:
     """The fields of a class that operators are shown. Each has a `Fact`, or is `Hidden`."""
-    hints = get_type_hints(kind, include_extras=True)
-    notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
-    return {name: note for name, note in notes.items() if isinstance(note, Fact)}
+    return {name: note for name, note in notes_of(kind).items() if isinstance(note, Fact)}
 
 
 _FOR_ROUTERS = Hidden("a term of the routers' costs")

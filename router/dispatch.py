@@ -25,9 +25,17 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint, Ends, adapter_number, model_number
-from kvrelay.router.placement.policy import GROUP, POOL, Fleet, Option, Policy, TtftPredictor
+from kvrelay.router.placement.policy import (
+    GROUP,
+    POOL,
+    Fleet,
+    Option,
+    Policy,
+    RoutingDecision,
+    TtftPredictor,
+)
 from kvrelay.router.placement.retention_policy import RetentionPolicy
-from kvrelay.router.placement.work import HashedPrompt, RoutingDecision, Work
+from kvrelay.router.placement.work import HashedPrompt, Work
 from kvrelay.router.record import Attempt, Rejection, RequestRecord
 
 
@@ -65,9 +73,7 @@ def clamp_max_tokens(
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended
-STREAM_WEIGHT_ON_PREFILL = (
-    8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
-)
+STREAM_WEIGHT_ON_PREFILL = 8.0  # with a target for TTFT, a stream there counts as so many
 LATE_S = 1.0  # KV that comes so much later than estimated, and than it takes to compute, is lost
 Accepts = Callable[[float, RequestRecord, float, float, float], bool]  # `Admission.accepts`
 STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
@@ -82,14 +88,10 @@ class Dispatcher:
         self._config = config
         self._backoff = Backoff(config.backoff_s, config.max_backoff_s)
         self._endpoints: dict[NodeId, Endpoint] = {}
-        has_target = config.ttft_target_s > 0
-        self.cost = (
-            CostModel(prefilling_at_least=STREAM_WEIGHT_ON_PREFILL) if has_target else CostModel()
-        )
+        targets = {"prefilling_at_least": STREAM_WEIGHT_ON_PREFILL} if config.ttft_target_s else {}
+        self.cost = CostModel(**targets)
         self._fleets = {pool: Fleet(name, self.cost) for pool in (Role.DECODE, Role.PREFILL)}
-        self._kinds: dict[
-            tuple[bytes, int], WorkerInfo
-        ] = {}  # one for each kind of workers that are up
+        self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # one of each that is up
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
@@ -310,38 +312,33 @@ class Dispatcher:
         self.found_room = choice is not None
         if choice is None or (leaves and choice.best.seconds.memory > 0):
             return None
-        best, first = choice.best, choice.prefill_option
-        seconds, intake, free = best.seconds, best.intake, choice.decode.free_share
+        best, first = choice.best, choice.best_prefill
+        decode, prefill, _, seconds, intake = best
+        free = decode.free_share
         if accepts is not None and not accepts(now, record, seconds.ttft, seconds.queue, free):
             return None
-        attempt = record.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
+        attempt = record.dispatch(now, decode, prefill, intake.fetch_from)
         if self._config.policy == "prefix":
-            block_hashes = record.block_hashes(choice.decode.info)
-            attempt.retain_on = self._retention.choose(now, record, block_hashes, choice.prefill)
+            block_hashes = record.block_hashes(decode.info)
+            attempt.retain_on = self._retention.choose(now, record, block_hashes, prefill)
         attempt.num_held = len(record.tokens) - intake.computed
-        attempt.num_stored = self._stored(now, record, choice.decode.info)
+        attempt.num_stored = self._stored(now, record, decode.info)
         if patient and seconds.memory > 0 and not record.submit.is_low:
             missing = work.num_tokens - best.held.device
-            choice.decode.held_blocks = choice.decode.info.blocks_for(missing)
+            decode.held_blocks = decode.info.blocks_for(missing)
             self._waits = attempt
-        others_decode = choice.decode.num_decoding > 0
+        others_decode = decode.num_decoding > 0
         self._book(now, record, best, work, decodes=True, computes=first is None)
         if first is not None:
             self._book(now, record, first, work, decodes=False, computes=True)
         attempt.decision = RoutingDecision(
-            request_id=record.request_id,
-            attempt=attempt.number,
             at_s=now,
             policy=self._config.policy,
             num_tokens=len(record.tokens),
-            decode=choice.decode.worker,
-            prefill=None if choice.prefill is None else choice.prefill.worker,
-            fetch_from=intake.fetch_from,
-            seconds=seconds,
             predicted_ttft_s=self._predictor.predict(seconds, others_decode=others_decode),
             others_decode=others_decode,
-            was_measured=self.cost.has_prompt_weights,
-            candidates=choice.candidates,
+            was_measured=self.cost.is_measured,
+            options=choice,
         )
         return attempt
 
@@ -359,7 +356,9 @@ class Dispatcher:
         decision = attempt.decision
         if decision is not None and decision.was_measured:
             real_s, others_decode = now - attempt.sent_at, decision.others_decode
-            self._predictor.on_first_token(decision.seconds, real_s, others_decode=others_decode)
+            self._predictor.on_first_token(
+                decision.options.best.seconds, real_s, others_decode=others_decode
+            )
         self._stop_holding(attempt)
         attempt.decode.start_decoding(now, request_id)
         self._update(now, attempt.decode)
@@ -384,7 +383,7 @@ class Dispatcher:
             return lost
         for ends in [each for each in attempt.links if each.reader is endpoint]:
             is_trial = attempt.links.pop(ends)
-            seconds = decision.seconds
+            seconds = decision.options.best.seconds
             if ends.fetches:
                 wait_s = phases.get("fetch", 0.0) + phases.get("lost", 0.0)
                 is_lost = wait_s > 0 and not delta.cached_by_source.get("peer")

@@ -30,7 +30,7 @@ from statistics import median
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, Refusal
 from kvrelay.router.placement.endpoint import LinkLoss
-from kvrelay.router.placement.work import Candidate, RoutingDecision
+from kvrelay.router.placement.policy import Option, RoutingDecision
 from kvrelay.router.record import Attempt, RequestRecord
 
 MAX_ERRORS = 512  # predictions that the median is taken over
@@ -228,12 +228,10 @@ def _prediction(record: RequestRecord) -> Prediction | None:
 
 def reason(decision: RoutingDecision) -> str:
     """Why the chosen workers were chosen, in a sentence for operators."""
-    best, *others = decision.decode_candidates
+    best, *others = decision.options.decodes
     computing = best
     if best.prefill_from is not None:
-        computing = next(
-            (c for c in decision.prefill_candidates if c.worker == best.prefill_from), best
-        )
+        computing = next((c for c in decision.options.prefills if c.endpoint is best.prefill), best)
     said = [_holding(computing, decision.num_tokens)]
     if best.fetch_from is not None:
         said.append(f"fetching from {best.fetch_from} takes {seconds_text(best.seconds.fetch)}")
@@ -261,7 +259,7 @@ def link_text(link: LinkLoss) -> str:
     )
 
 
-def name_of(candidate: Candidate) -> str:
+def name_of(candidate: Option) -> str:
     if candidate.prefill_from is None:
         return candidate.worker
     return f"{candidate.worker} after {candidate.prefill_from}"
@@ -276,8 +274,8 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds else "0 s"
 
 
-def _holding(candidate: Candidate, num_tokens: int) -> str:
-    held = candidate.cached
+def _holding(candidate: Option, num_tokens: int) -> str:
+    held = candidate.held
     tiers = (
         (held.device, "in device memory"),
         (held.host, "in host memory"),

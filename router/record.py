@@ -29,7 +29,7 @@ from kvrelay.engine.stats import WorkerInfo
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.messages import Submit
 from kvrelay.router.placement.endpoint import Endpoint, Ends
-from kvrelay.router.placement.work import RoutingDecision
+from kvrelay.router.placement.policy import RoutingDecision
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
 EVICT_FIRST = Retention(keep_s=0.0, to_disk=False)

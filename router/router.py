@@ -51,7 +51,7 @@ from kvrelay.router.messages import (
     WorkerUp,
 )
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.work import RoutingDecision
+from kvrelay.router.placement.policy import RoutingDecision
 from kvrelay.router.record import Attempt, Cause, DeltaFit, Rejection, RequestRecord
 from kvrelay.router.requests import Requests
 from kvrelay.router.sessions.session import SessionConfig, SessionRecord, SessionsUpdated

@@ -19,7 +19,7 @@ from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import limit_of, owner
 from kvrelay.cluster.api.openai.generation import draft_tokens
 from kvrelay.router.explain import Explanation, name_of, reason
-from kvrelay.router.placement.work import Candidate
+from kvrelay.router.placement.policy import Option
 from kvrelay.router.record import Attempt
 
 DEFAULT_LIMIT = 20
@@ -144,14 +144,14 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
             "num_tokens": decision.num_tokens,
             "predicted_ttft_s": decision.predicted_ttft_s,
             "reason": reason(decision),
-            "decode_candidates": [_candidate(c) for c in decision.decode_candidates],
-            "prefill_candidates": [_candidate(c) for c in decision.prefill_candidates],
+            "decode_candidates": [_candidate(c) for c in decision.options.decodes],
+            "prefill_candidates": [_candidate(c) for c in decision.options.prefills],
         }
     return tried
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    held = candidate.cached
+def _candidate(candidate: Option) -> dict[str, Any]:
+    held = candidate.held
     return {
         "name": name_of(candidate),
         "worker": candidate.worker,

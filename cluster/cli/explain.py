@@ -17,6 +17,7 @@ from rich.text import Text
 
 from kvrelay.cluster.cli.client import api_key_option, json_option, line, show, url_option
 from kvrelay.router.explain import seconds_text
+from kvrelay.router.placement.cost import TERMS
 
 BAR = 24  # characters for the whole of a request's time
 
@@ -78,6 +79,7 @@ def explanation(answer: dict[str, Any]) -> Group:
         if decision is not None:
             parts.append(Text(f"{decision['reason']}."))
             parts.append(candidates_table(decision["decode_candidates"]))
+            parts += [line(text, "dim") for text in _terms(decision["decode_candidates"])]
     return Group(*parts)
 
 
@@ -160,6 +162,12 @@ def _attempt_line(attempt: dict[str, Any]) -> str:
     if attempt["fetch_from"]:
         text += f", prefix from {attempt['fetch_from']}"
     return text + (f"; given up: {attempt['cause']}" if attempt["cause"] else "")
+
+
+def _terms(candidates: list[dict[str, Any]]) -> Iterator[str]:
+    """What the terms are that the costs of these have."""
+    shown = {name for each in candidates for name, s in each["seconds"].items() if s > 0}
+    return (f"{name}: {term.text}" for name, term in TERMS.items() if name in shown)
 
 
 def candidates_table(candidates: list[dict[str, Any]]) -> Table:

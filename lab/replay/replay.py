@@ -264,7 +264,10 @@ class Replay:
         decisions = self.router.explain(sample.request_id)
         if decisions:
             decision = decisions[-1]
-            sample.prefill, sample.decode = decision.prefill, decision.decode
+            sample.prefill, sample.decode = (
+                decision.options.best.prefill_from,
+                decision.options.best.worker,
+            )
             waited_s = decision.at_s - sample.at_s  # by then that was known
             sample.predicted_ttft_s = waited_s + decision.predicted_ttft_s
         self.samples.append(sample)

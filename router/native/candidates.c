@@ -28,8 +28,8 @@ static bool is_source(const question *q, const worker *w) {
 
 /* Whether it could hold a sequence of `num_tokens` tokens, if it were empty. */
 static bool fits(const worker *w, int64_t num_tokens) {
-    int64_t rows = (num_tokens + w->block_size - 1) / w->block_size;
-    return num_tokens <= w->max_model_len && blocks_of(w, rows) <= w->num_blocks;
+    int64_t rows = (num_tokens + w->info.block_size - 1) / w->info.block_size;
+    return num_tokens <= w->info.max_model_len && blocks_of(w, rows) <= w->info.num_blocks;
 }
 
 bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool decodes) {
@@ -53,9 +53,9 @@ static int64_t held_in_any_tier(const question *q, const worker *w) {
 }
 
 void find_candidates(const cost_model *c, const question *q, const fleet *f,
-                     worker *const *holders, uint32_t num_holders, bool decode,
-                     candidates *found) {
+                     const candidates *holders, bool decode, candidates *found) {
     int64_t most = -1;
+    found->count = 0;
     uint32_t tried = f->count < q->max_tried ? f->count : (uint32_t)q->max_tried;
     for (uint32_t i = 0; i < tried && found->count < q->num_idle; i++) {
         worker *w = f->ranked[i].worker;
@@ -65,8 +65,8 @@ void find_candidates(const cost_model *c, const question *q, const fleet *f,
         int64_t has = held_in_any_tier(q, w);
         most = has > most ? has : most;
     }
-    for (uint32_t i = 0; i < num_holders && i < q->num_holders; i++) {
-        worker *w = holders[i];
+    for (uint32_t i = 0; i < holders->count && i < q->num_holders; i++) {
+        worker *w = holders->workers[i];
         uint32_t known = 0;
         if (held_in_any_tier(q, w) <= most)
             break;
@@ -78,13 +78,13 @@ void find_candidates(const cost_model *c, const question *q, const fleet *f,
     }
 }
 
-void find_fetch_sources(const cost_model *c, question *q, const holders_found *holders,
-                        fetch_source *found) {
+void find_fetch_sources(const cost_model *c, question *q, const candidates *holders) {
+    fetch_source *found = q->asked.fetch_sources;
     double gains[MAX_FETCH_SOURCES];
     uint32_t count = 0;
     for (int role = 0; role < 2; role++)
-        for (uint32_t i = 0; i < holders->count[role] && i < q->fetch_sources_per_role; i++) {
-            worker *w = holders->workers[role][i];
+        for (uint32_t i = 0; i < holders[role].count && i < q->fetch_sources_per_role; i++) {
+            worker *w = holders[role].workers[i];
             if (count == MAX_FETCH_SOURCES || !is_source(q, w))
                 continue;
             fetch_source source = {w, held_by(&q->asked, w)};
@@ -102,6 +102,5 @@ void find_fetch_sources(const cost_model *c, question *q, const holders_found *h
             found[at] = source;
             count++;
         }
-    q->asked.fetch_sources = found;
     q->asked.num_fetch_sources = count;
 }

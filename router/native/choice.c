@@ -114,7 +114,7 @@ static int64_t best_first(const cost_model *c, const work *asked, const worker *
     int64_t best = -1, best_ms = 0;
     for (int64_t i = 0; i < count; i++) {
         const worker *from = firsts[i].worker;
-        if (from->model != w->model || from == w || !w->hands_over)
+        if (from->model != w->model || from == w || !w->info.hands_over)
             continue;
         double lost_here = asked->num_links ? lost_s(c, w, from, asked) : 0.0;
         int64_t cost_ms = firsts[i].cost_ms + llround(1000.0 * lost_here);
@@ -129,22 +129,22 @@ static int64_t best_first(const cost_model *c, const work *asked, const worker *
     return best;
 }
 
-/* For each of `decodes`: all of it there, and, unless `alone`, with the best prefill worker of its
- * model. For each of `prefills`: all of it there, if it is a choice and not given. */
-static void find_options(const cost_model *c, const question *q, const candidates *decodes,
-                         const candidates *prefills, answer *a) {
+/* For each that decodes: all of it there, and, unless `alone`, with the best prefill worker of its
+ * model. For each that prefills: all of it there, if it is a choice and not given. */
+static void find_options(const cost_model *c, const question *q, answer *a) {
     const work *asked = &q->asked;
+    const candidates *decodes = &q->decodes, *prefills = &q->prefills;
     option *firsts = a->options, *all = a->options + 2 * q->num_candidates;
     for (uint32_t i = 0; i < prefills->count; i++) {
         worker *w = prefills->workers[i];
-        if (!q->alone && w->hands_over)
+        if (!q->alone && w->info.hands_over)
             firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
         if (!q->given && kvr_is_usable(c, q, w, true))
             all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
     }
     for (uint32_t i = 0; !q->given && !q->alone && i < decodes->count; i++) {
         worker *w = decodes->workers[i];
-        if (w->roles & PREFILLS && w->hands_over && kvr_is_usable(c, q, w, false))
+        if (w->roles & PREFILLS && w->info.hands_over && kvr_is_usable(c, q, w, false))
             firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
     }
     if (!q->given)
@@ -183,39 +183,23 @@ static void look_beside(const chooser *x, const cost_model *c, const candidates 
     }
 }
 
-static void copy_given(worker *const *from, int64_t count, candidates *to) {
-    for (int64_t i = 0; i < count && i < MAX_CANDIDATES; i++)
-        to->workers[to->count++] = from[i];
+void kvr_find(chooser *x, const cost_model *c, const fleet *decodes, const fleet *prefills,
+              question *q) {
+    candidates holders[2];
+    for (uint32_t role = 0; role < 2; role++)
+        holders[role].count = kvr_find_holders(x, q, role, holders[role].workers);
+    find_fetch_sources(c, q, holders);
+    find_candidates(c, q, decodes, &holders[0], true, &q->decodes);
+    find_candidates(c, q, prefills, &holders[1], false, &q->prefills);
 }
 
-void kvr_choose(chooser *x, const cost_model *c, const fleet *decodes, const fleet *prefills,
-                question *q, answer *a) {
-    candidates from_decodes = {.count = 0}, from_prefills = {.count = 0};
-    fetch_source fetch_sources[MAX_FETCH_SOURCES];
+void kvr_choose(const chooser *x, const cost_model *c, question *q, answer *a) {
     a->num_decodes = a->num_prefills = 0;
-    if (q->given) {
-        copy_given(q->decodes, q->num_decodes, &from_decodes);
-        copy_given(q->prefills, q->num_prefills, &from_prefills);
-        q->asked.fetch_sources = fetch_sources;
-        q->asked.num_fetch_sources = 0;
-        for (int64_t i = 0; i < q->num_fetch_sources && i < MAX_FETCH_SOURCES; i++) {
-            worker *w = q->fetch_sources[i];
-            fetch_sources[q->asked.num_fetch_sources++] =
-                (fetch_source){w, held_by(&q->asked, w)};
-        }
-    } else {
-        holders_found holders;
-        for (uint32_t role = 0; role < 2; role++)
-            holders.count[role] = kvr_find_holders(x, q, role, holders.workers[role]);
-        find_fetch_sources(c, q, &holders, fetch_sources);
-        find_candidates(c, q, decodes, holders.workers[0], holders.count[0], true, &from_decodes);
-        find_candidates(c, q, prefills, holders.workers[1], holders.count[1], false,
-                        &from_prefills);
-    }
-    look_beside(x, c, &from_decodes);
-    look_beside(x, c, &from_prefills);
-    find_options(c, q, &from_decodes, &from_prefills, a);
-    q->asked.fetch_sources = NULL;
+    for (int64_t i = 0; q->given && i < q->asked.num_fetch_sources; i++)
+        q->asked.fetch_sources[i].held = held_by(&q->asked, q->asked.fetch_sources[i].worker);
+    look_beside(x, c, &q->decodes);
+    look_beside(x, c, &q->prefills);
+    find_options(c, q, a);
 }
 
 void kvr_expect(chooser *x, const question *q, const cost_model *c, fleet *f, worker *w,

@@ -10,9 +10,16 @@
 
 /* -- times from rates and fits ---------------------------------------------------------------- */
 
-static const double *weights_of(const double *own, bool has_own, const double *all,
-                                bool has_all) {
-    return has_own ? own : has_all ? all : NULL;
+static bool is_fit(const double *weights) {
+    for (int i = 0; i < NUM_WEIGHTS; i++)
+        if (weights[i] != 0.0)
+            return true;
+    return false;
+}
+
+/* As RATE; NULL: neither has one. */
+static const double *fit_of(const double *own, const double *all) {
+    return is_fit(own) ? own : is_fit(all) ? all : NULL;
 }
 
 static double fitted_s(const double *weights, const double *features) {
@@ -39,12 +46,10 @@ static double compute_s(const cost_model *c, const worker *w, int64_t num_new, i
     if (num_new <= 0)
         return 0.0;
     double rate_s = num_new / RATE(c, w, prefill_tokens_per_s), features[NUM_WEIGHTS];
-    const double *weights =
-        weights_of(w->rates.prompt_weights, w->rates.has_prompt_weights, c->fleet.prompt_weights,
-                   c->fleet.has_prompt_weights);
+    const double *weights = fit_of(w->stats.prompt_weights, c->fleet.prompt_weights);
     if (weights == NULL)
         return rate_s;
-    prompt_features(num_new, start, w->max_num_batched_tokens, features);
+    prompt_features(num_new, start, w->info.max_num_batched_tokens, features);
     /* A fit may be wrong where nothing was measured yet. A pass has its price, however short. */
     double most_s = FAR * rate_s * fmax(num_new, SHORT) / num_new;
     return fmin(fmax(fitted_s(weights, features), 0.05 * rate_s), most_s);
@@ -52,16 +57,14 @@ static double compute_s(const cost_model *c, const worker *w, int64_t num_new, i
 
 /* How long it takes now. Without a fit the rate is that of now already. */
 static double prefill_s(const cost_model *c, const worker *w, double computing_s) {
-    bool fitted = w->rates.has_prompt_weights || c->fleet.has_prompt_weights;
-    return fitted ? computing_s * w->prompt_slowdown : computing_s;
+    bool fitted = fit_of(w->stats.prompt_weights, c->fleet.prompt_weights) != NULL;
+    return fitted ? computing_s * w->stats.prompt_slowdown : computing_s;
 }
 
 /* One decode step of so many sequences, with that fraction of the pool. */
 static double step_s(const cost_model *c, const worker *w, double seqs, double used) {
     double measured_s = RATE(c, w, decode_step_s);
-    const double *weights =
-        weights_of(w->rates.decode_weights, w->rates.has_decode_weights, c->fleet.decode_weights,
-                   c->fleet.has_decode_weights);
+    const double *weights = fit_of(w->stats.decode_weights, c->fleet.decode_weights);
     if (weights == NULL)
         return measured_s * (1.0 + 0.02 * seqs);
     double features[NUM_WEIGHTS] = {1.0, seqs / SEQS_UNIT, used, used * used};
@@ -69,7 +72,7 @@ static double step_s(const cost_model *c, const worker *w, double seqs, double u
 }
 
 static double read_s(const worker *w, int64_t num_tokens, double bytes_per_s) {
-    return num_tokens * w->bytes_per_token / bytes_per_s;
+    return num_tokens * w->info.bytes_per_token / bytes_per_s;
 }
 
 /* -- how the KV of the prompt comes to the worker that computes -------------------------------- */
@@ -124,14 +127,14 @@ static bool intake_with_fetch(const cost_model *c, const worker *w, const work *
     int64_t start = asked->num_tokens - own->computed;
     double tokens_per_s = RATE(c, w, prefill_tokens_per_s), best_gain_s = -INFINITY;
     *fetched = *own;
-    if (!w->hands_over)
+    if (!w->info.hands_over)
         return false;
     for (int64_t i = 0; i < asked->num_fetch_sources; i++) {
         const fetch_source *source = &asked->fetch_sources[i];
         int64_t tokens = source->held.said - start;
         if (tokens <= 0 || source->worker == w || source->worker->model != w->model)
             continue;
-        if (!source->worker->hands_over)
+        if (!source->worker->info.hands_over)
             continue;
         double fetch_s = c->handoff_s + read_s(w, tokens, RATE(c, w, read_bytes_per_s));
         fetch_s += promote_s(c, source, start);
@@ -150,15 +153,14 @@ static bool intake_with_fetch(const cost_model *c, const worker *w, const work *
     return fetched->fetch_from != NULL;
 }
 
-/* Until the request's adapter is there. */
-static double adapter_s(const cost_model *c, const worker *w, const work *asked) {
-    for (int64_t i = 0; i < w->num_adapters; i++)
-        if (w->adapters[i] == asked->adapter)
-            return 0.0;
-    return asked->adapter ? RATE(c, w, adapter_load_s) : 0.0;
-}
-
 /* -- placements -------------------------------------------------------------------------------- */
+
+/* Add what Python has computed of a worker that does `what`. */
+static void add_terms(const cost_model *c, const worker *w, uint32_t what, placement *p) {
+    for (int i = 0; i < MAX_TERMS; i++)
+        if (c->terms_at[i] & what)
+            p->seconds.terms[i] += w->terms[i];
+}
 
 static placement prefill_with(const cost_model *c, const worker *w, const work *asked,
                               const intake *in) {
@@ -173,10 +175,11 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
                                                 &num_behind_beside);
         num_behind += num_behind_beside;
     }
-    p.seconds.load = in->load_s + adapter_s(c, w, asked);
+    p.seconds.load = in->load_s;
     p.seconds.fetch = in->fetch_s;
     p.seconds.delay = num_behind * p.seconds.prefill;
     p.seconds.stall = p.computing_s * w->beside;
+    add_terms(c, w, AT_COMPUTING, &p);
     return p;
 }
 
@@ -186,7 +189,7 @@ static placement prefill_at(const cost_model *c, const worker *w, const work *as
     if (!intake_with_fetch(c, w, asked, &own, &fetched))
         return alone;
     placement helped = prefill_with(c, w, asked, &fetched);
-    double block_s = w->block_size / RATE(c, w, prefill_tokens_per_s);
+    double block_s = w->info.block_size / RATE(c, w, prefill_tokens_per_s);
     return total_of(&alone.seconds) - total_of(&helped.seconds) >= block_s ? helped : alone;
 }
 
@@ -211,19 +214,20 @@ placement first_at(const cost_model *c, const worker *w, const work *asked) {
 double memory_s(const cost_model *c, const worker *w, const work *asked) {
     int64_t missing = asked->num_tokens - held_by(asked, w).device;
     double free_blocks = num_free(w, asked->is_low) + (asked->resumes ? w->held_blocks : 0);
-    double lacking = blocks_of(w, missing / (double)w->block_size + 1) - free_blocks;
+    double lacking = blocks_of(w, missing / (double)w->info.block_size + 1) - free_blocks;
     if (lacking <= 0)
         return 0.0;
-    double in_use = fmax(1, w->num_blocks - fmax(0, free_blocks)); /* others' waiting is not */
+    double in_use = fmax(1, w->info.num_blocks - fmax(0, free_blocks)); /* others' waiting is not */
     return lacking / in_use * asked->others_output * step_s(c, w, num_seqs(w), 1.0);
 }
 
 /* Everything that is to be done on a decode worker, the same wherever the prompt is computed. */
 static void add_decode(const cost_model *c, const worker *w, const work *asked, placement *p) {
     double output = asked->output_tokens;
-    double pool_tokens = (double)w->num_blocks / w->row_blocks * w->block_size;
+    double pool_tokens = (double)w->info.num_blocks / w->info.row_blocks * w->info.block_size;
     double num_there = num_decoding(w, asked->is_low);
-    double used = (w->decoding_tokens + (asked->is_low ? w->low_decoding_tokens : 0)) / pool_tokens;
+    int64_t unseen = asked->is_low ? 0 : w->stats.low_decoding_tokens;
+    double used = (w->stats.decoding_tokens - unseen) / pool_tokens;
     double growth = (asked->num_tokens + output / 2) / pool_tokens;
     double before_s = step_s(c, w, num_there, used);
     double after_s = fmax(before_s, step_s(c, w, num_there + 1, fmin(1.0, used + growth)));
@@ -238,6 +242,7 @@ static void add_decode(const cost_model *c, const worker *w, const work *asked, 
         p->seconds.stall += prefilling * p->seconds.decode;
         p->seconds.crowd += prefilling * p->seconds.decode;
     }
+    add_terms(c, w, AT_DECODING, p);
 }
 
 placement local_at(const cost_model *c, const worker *w, const work *asked) {
@@ -259,7 +264,7 @@ bool may_be_local(const cost_model *c, const worker *w, const placement *first,
     int64_t computed = asked->num_tokens - most;
     if (computed <= c->free_tokens)
         return true;
-    double others = stalled(c, w) / fmax(1.0, w->prompt_slowdown);
+    double others = stalled(c, w) / fmax(1.0, w->stats.prompt_slowdown);
     double least_s = 0.5 * computed / RATE(c, w, prefill_tokens_per_s) * (1.0 + others);
     return least_s <= total_of(&first->seconds) + c->handoff_s;
 }
@@ -279,9 +284,10 @@ placement remote_at(const cost_model *c, const worker *w, const placement *first
     intake own = own_intake(c, w, asked, held_by(asked, w));
     /* Chunks are read while the next ones are computed; the last one cannot be. */
     double token_s = read_s(w, 1, RATE(c, w, read_bytes_per_s));
-    double last_s = fmin(own.computed, w->max_num_batched_tokens) * token_s;
+    double last_s = fmin(own.computed, w->info.max_num_batched_tokens) * token_s;
     double rest_s = fmax(own.computed * token_s, own.load_s) - first->seconds.prefill;
-    p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s) + adapter_s(c, w, asked);
+    p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s);
+    add_terms(c, w, AT_READING, &p);
     add_decode(c, w, asked, &p);
     return p;
 }

@@ -1,5 +1,5 @@
 /* What it costs to serve a request at a worker, in seconds: see `router/placement/cost.py` for the
- * parts.
+ * terms.
  */
 #pragma once
 
@@ -8,14 +8,16 @@
 #include "worker.h"
 
 static inline double total_of(const seconds *s) {
-    return s->queue + s->load + s->fetch + s->prefill + s->transfer + s->lost + s->memory +
-           s->decode + s->delay + s->stall + s->crowd;
+    double sum = 0.0;
+    for (int i = 0; i < MAX_TERMS; i++)
+        sum += s->terms[i];
+    return sum;
 }
 
 /* Hashed as workers like this one do it; NULL: it was not. */
 static inline const hashed_prompt *prompt_for(const work *asked, const worker *w) {
     for (int64_t i = 0; i < asked->num_prompts; i++)
-        if (asked->prompts[i].model == w->model && asked->prompts[i].block_size == w->block_size)
+        if (asked->prompts[i].model == w->model && asked->prompts[i].block_size == w->info.block_size)
             return &asked->prompts[i];
     return NULL;
 }

@@ -106,50 +106,58 @@ enum { DECODES = 1, PREFILLS = 2 };
 
 enum { NUM_WEIGHTS = 4 }; /* of a fit, as in engine/cost.py */
 
-/* Seconds and bytes as measured; 0, or no weights: not measured. */
+/* Fields of engine.stats.WorkerInfo: each is copied from the one of its name. */
+typedef struct {
+    int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
+    int64_t row_blocks, windowed_groups, window_blocks;
+    double bytes_per_token;
+    bool hands_over;
+} worker_info;
+
+/* Likewise of WorkerStats. Rates and weights that are 0 were not measured. */
 typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
-    double object_read_bytes_per_s, adapter_load_s;
-    double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
-    bool has_prompt_weights, has_decode_weights;
-} rates;
+    double object_read_bytes_per_s;
+    double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS], prompt_slowdown;
+    int64_t num_free_blocks, num_wanted_blocks, num_low_blocks;
+    int64_t decoding_tokens, low_decoding_tokens;
+} worker_stats;
+
+enum { MAX_TERMS = 24 }; /* of a cost */
 
 typedef struct worker {
     uint64_t model; /* equal for workers that can use each other's KV */
     uint64_t cores; /* equal for workers that share the cores of a machine; 0: it has its own */
-    int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
-    int64_t row_blocks, windowed_groups, window_blocks; /* as in engine.stats.WorkerInfo */
-    double bytes_per_token;
+    worker_info info;
+    worker_stats stats; /* the last ones, and what has been released since */
     int64_t slot; /* in the prefix index; -1: none */
     int64_t store_slot; /* likewise, of the object store that it can read; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
     double beside; /* as `stalled` has it of all others on the same cores; as of the last choice */
     int64_t decoding_beside; /* sequences that decode there now; likewise */
     struct worker *next_beside; /* the next worker on the same cores, in a ring; likewise */
-    double prompt_slowdown; /* by which prompts take longer than by the fit */
     double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
-    int64_t num_booked, max_booked, reported_free_blocks;
+    int64_t num_booked, max_booked;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
     int64_t held_blocks; /* that a request which was sent there waits for; 0: none does */
-    int64_t decoding_tokens; /* KV that its decode steps read */
-    /* Low classes of service: what they have is as good as free to the others. The first three are
-     * among those above, the last two are not. */
-    int64_t low_booked, low_decoding, low_uncounted_blocks, low_blocks, low_decoding_tokens;
-    rates rates;
-    const uint64_t *adapters; /* that are in memory, or that a request there waits for */
-    int64_t num_adapters;
+    /* Low classes of service, among those above: what they have is as good as free to others. */
+    int64_t low_booked, low_decoding, low_uncounted_blocks;
+    double terms[MAX_TERMS]; /* seconds of those that Python computes; as of the last choice */
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     int64_t roles;
     bool alive, has_stats, is_ranked;
-    bool hands_over; /* it computes prompts for others, and reads their KV */
 } worker;
+
+/* What a worker does for a request, a bit each: terms that Python computes count where it does. */
+enum { AT_COMPUTING = 1, AT_DECODING = 2, AT_READING = 4 }; /* reading: KV of who computed */
 
 /* `fleet`: rates of workers that have measured none. */
 typedef struct {
-    rates fleet;
+    worker_stats fleet;
+    uint32_t terms_at[MAX_TERMS]; /* where each counts */
     double handoff_s, stalled_at_least, prefilling_at_least;
     double low_priority_factor; /* factor of prompts for others while sequences decode on the same cores */
     int64_t free_tokens;
@@ -172,7 +180,7 @@ uint32_t kvr_fleet_list(const fleet *f, worker **found);
 /* Whether any of them could take one more request. */
 bool kvr_fleet_has_room(const fleet *f, double now, int64_t max_inflight);
 
-/* -- costs: see `router.placement.cost` for the parts ------------------------------------------ */
+/* -- costs: see `router.placement.cost` for the terms ------------------------------------------ */
 
 /* The full blocks of a prompt, hashed as workers of one kind do it, and what a lookup has found. */
 typedef struct {
@@ -192,6 +200,8 @@ typedef struct {
     int64_t device, host, disk, said, object;
 } held;
 
+enum { MAX_FETCH_SOURCES = 64 };
+
 /* A worker that others may fetch KV from. */
 typedef struct {
     worker *worker;
@@ -210,22 +220,22 @@ typedef struct {
     double now, output_tokens;
     double others_output; /* tokens of a request, on average */
     int64_t num_tokens;
-    uint64_t adapter; /* with which it is computed; 0: none */
     bool resumes; /* its client has tokens: no memory is held for others before it */
     bool is_low;  /* it is of a low class of service */
     hashed_prompt *prompts; /* one for each kind of workers */
     int64_t num_prompts;
-    fetch_source *fetch_sources;
+    fetch_source fetch_sources[MAX_FETCH_SOURCES];
     int64_t num_fetch_sources;
     const kv_link *links; /* the bad ones */
     int64_t num_links;
 } work;
 
+/* The terms that are computed here have names; those that Python computes follow them. */
 typedef union {
     struct {
         double queue, load, fetch, prefill, transfer, lost, memory, decode, delay, stall, crowd;
     };
-    double parts[11];
+    double terms[MAX_TERMS];
 } seconds;
 
 /* Tokens whose KV is computed, loaded from the worker's lower tiers, fetched from a peer. */
@@ -245,9 +255,12 @@ typedef struct {
 
 enum { MAX_CANDIDATES = 256 }; /* of a role */
 
-/* `given`: the candidates and their order are those of `decodes` and `prefills`, and KV is fetched
- * from `fetch_sources` only. Otherwise the candidates are the holders of most of the prefix and the
- * least busy workers. */
+typedef struct {
+    worker *workers[MAX_CANDIDATES];
+    uint32_t count;
+} candidates;
+
+/* `given`: the candidates, their order, and the sources of KV were not found by `kvr_find`. */
 typedef struct {
     work asked;
     int64_t total_tokens; /* that the request may come to have */
@@ -258,8 +271,7 @@ typedef struct {
     bool trusting, given; /* trusting: silent workers and those to be avoided are usable */
     bool alone;           /* who decodes computes the prompt too */
     bool patient;         /* it is sent out, however long it waits for memory there */
-    worker **decodes, **prefills, **fetch_sources;
-    int64_t num_decodes, num_prefills, num_fetch_sources;
+    candidates decodes, prefills;
     int64_t num_idle, num_holders, max_tried, fetch_sources_per_role;
     int64_t num_candidates; /* of a role, at most */
 } question;
@@ -298,9 +310,12 @@ uint32_t kvr_find_holders(chooser *x, const question *q, uint32_t role, worker *
  * to compute its prompt for another worker. */
 bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool decodes);
 
-/* Write to `a` the ways to serve the request that were considered. */
-void kvr_choose(chooser *x, const cost_model *c, const fleet *decodes, const fleet *prefills,
-                question *q, answer *a);
+/* Make the candidates of `q` the holders of most of the prefix and the least busy workers. */
+void kvr_find(chooser *x, const cost_model *c, const fleet *decodes, const fleet *prefills,
+              question *q);
+
+/* Write to `a` the ways in which the candidates can serve the request. */
+void kvr_choose(const chooser *x, const cost_model *c, question *q, answer *a);
 
 /* `w` is booked for what was asked: its rank in its fleet changes, and the first of the blocks that
  * it lacks, from number `from` on, are expected there until `until`. */

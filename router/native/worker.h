@@ -4,7 +4,7 @@
 #include "kvrelay_router.h"
 
 /* As the worker has measured it, or else the fleet. */
-#define RATE(c, w, name) ((w)->rates.name > 0 ? (w)->rates.name : (c)->fleet.name)
+#define RATE(c, w, name) ((w)->stats.name > 0 ? (w)->stats.name : (c)->fleet.name)
 
 static inline int64_t num_seqs(const worker *w) { return w->num_booked + w->other_seqs; }
 
@@ -14,20 +14,20 @@ static inline int64_t num_decoding(const worker *w, bool low) {
 }
 
 static inline int64_t num_free(const worker *w, bool low) {
-    int64_t taken = low ? 0 : w->low_blocks + w->low_uncounted_blocks;
-    return w->reported_free_blocks - w->uncounted_blocks + taken;
+    int64_t taken = low ? 0 : w->stats.num_low_blocks + w->low_uncounted_blocks;
+    return w->stats.num_free_blocks - w->stats.num_wanted_blocks - w->uncounted_blocks + taken;
 }
 
 /* Blocks that a sequence of `rows` times `block_size` tokens holds at once. */
 static inline double blocks_of(const worker *w, double rows) {
-    double windows = w->windowed_groups * rows, needed;
-    if (windows > w->window_blocks) windows = w->window_blocks;
-    needed = w->row_blocks * rows + windows;
-    return w->max_seq_blocks && needed > w->max_seq_blocks ? w->max_seq_blocks : needed;
+    double windows = w->info.windowed_groups * rows, needed;
+    if (windows > w->info.window_blocks) windows = w->info.window_blocks;
+    needed = w->info.row_blocks * rows + windows;
+    return w->info.max_seq_blocks && needed > w->info.max_seq_blocks ? w->info.max_seq_blocks : needed;
 }
 
 static inline double used_fraction(const worker *w) {
-    return 1.0 - num_free(w, true) / (double)w->num_blocks;
+    return 1.0 - num_free(w, true) / (double)w->info.num_blocks;
 }
 
 static inline bool can_take(const worker *w, double now, int64_t max_inflight, bool low) {

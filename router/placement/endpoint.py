@@ -9,7 +9,6 @@ booked work that they must include is subtracted from them: the rest is other ro
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,9 +26,6 @@ from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
-LEAST_S: float = (
-    constants.LEAST_MS / 1000
-)  # for a prompt that should be computed by now, and is not
 # A worker may have one request in so many beside those that run: the next ones have their prompts
 # computed, and all others wait at the router, where callers take turns.
 AHEAD = 8
@@ -39,7 +35,6 @@ ROLE_BITS = {
     Role.PREFILL: constants.PREFILLS,
     Role.BOTH: constants.DECODES | constants.PREFILLS,
 }
-RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "double")
 
 
 @cache
@@ -52,13 +47,10 @@ def adapter_number(digest: bytes) -> int:
     return int.from_bytes(digest[:8])
 
 
-def set_weights(rates: Any, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
-    """Weights of native `rates`. Empty: there is no fit yet."""
-    rates.has_prompt_weights, rates.has_decode_weights = bool(prompt), bool(decode)
-    if prompt:
-        rates.prompt_weights = prompt
-    if decode:
-        rates.decode_weights = decode
+def native(struct: str, facts: WorkerInfo | WorkerStats) -> Any:
+    """A struct of the native code, each of whose fields is a fact by its name."""
+    names = dict(ffi.typeof(struct).fields)
+    return ffi.new(f"{struct} *", {name: getattr(facts, name) for name in names})[0]
 
 
 def struct_field(name: str) -> Any:
@@ -93,12 +85,12 @@ class PromptQueue:
     what it has sent and how long each should take: the queue runs down by itself, and what is
     reported corrects it."""
 
-    __slots__ = ("_address", "_lib", "_numbers", "_tickets", "struct")
+    __slots__ = ("_lib", "_numbers", "_tickets", "address", "struct")
 
     def __init__(self) -> None:
         self._lib = bindings()
         self.struct = ffi.gc(ffi.new("prompt_queue *"), _free_prompts)
-        self._address = address_of(self.struct)
+        self.address = address_of(self.struct)
         self._tickets: dict[str, int] = {}
         self._numbers = count()
 
@@ -108,35 +100,21 @@ class PromptQueue:
     def add(self, now: float, request_id: str, seconds: float) -> None:
         """`request_id` is not there yet."""
         ticket = self._tickets[request_id] = next(self._numbers)
-        self._lib.kvr_prompts_add(self._address, now, ticket, seconds)
+        self._lib.kvr_prompts_add(self.address, now, ticket, seconds)
 
     def correct(self, now: float, request_id: str, seconds: float) -> None:
         """It still needs so long, if it is there."""
         ticket = self._tickets.get(request_id)
         if ticket is not None:
-            self._lib.kvr_prompts_correct(self._address, now, ticket, seconds)
+            self._lib.kvr_prompts_correct(self.address, now, ticket, seconds)
 
     def discard(self, now: float | None, request_id: str) -> None:
         """It is computed (`now`), or not wanted any more (None)."""
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             if now is not None:
-                self._lib.kvr_prompts_run_down(self._address, now)
-            self._lib.kvr_prompts_discard(self._address, ticket)
-
-    def ahead_of(self, now: float, seconds: float) -> tuple[float, int]:
-        """How long a prompt that takes `seconds` waits for shorter ones, and how many longer ones
-        would wait for it."""
-        num_behind = ctypes.c_uint32()
-        wait_s: float = self._lib.kvr_prompts_ahead_of(
-            self._address, now, seconds, ctypes.byref(num_behind)
-        )
-        return wait_s, num_behind.value
-
-    def busy_until(self, now: float) -> float:
-        """When all of it should be computed, on the router's clock."""
-        until: float = self._lib.kvr_prompts_busy_until(self._address, now)
-        return until
+                self._lib.kvr_prompts_run_down(self.address, now)
+            self._lib.kvr_prompts_discard(self.address, ticket)
 
 
 def _free_prompts(queue: Any) -> None:
@@ -153,7 +131,7 @@ class Endpoint:
     store_slot: int = struct_field("store_slot")  # those of the object store that it can read
     excluded_until: float = struct_field("excluded_until")
     typical_decoding: float = struct_field("typical_decoding")
-    prompt_slowdown: float = struct_field("prompt_slowdown")
+    prompt_slowdown: float = struct_field("stats.prompt_slowdown")
     typical_prefilling: float = struct_field("typical_prefilling")
     chosen_at: int = struct_field("chosen_at")  # number of the decision that last took it
     held_blocks: int = struct_field("held_blocks")  # that one which was sent there waits for
@@ -167,31 +145,21 @@ class Endpoint:
         fields = {
             "model": model_number(info.fingerprint),
             "cores": model_number(info.cores.encode()) if info.cores else 0,
-            "block_size": info.block_size,
-            "num_blocks": info.num_blocks,
-            "max_model_len": info.max_model_len,
+            "info": native("worker_info", info),
+            "stats": {"num_free_blocks": info.num_blocks, "prompt_slowdown": 1.0},
             "max_booked": info.max_num_seqs + max(1, info.max_num_seqs // AHEAD),
-            "max_seq_blocks": info.max_seq_blocks,
-            "row_blocks": info.row_blocks,
-            "windowed_groups": info.windowed_groups,
-            "window_blocks": info.window_blocks,
-            "max_num_batched_tokens": info.max_num_batched_tokens,
-            "bytes_per_token": info.bytes_per_block * info.row_blocks / info.block_size,
             "slot": -1,
             "store_slot": -1,
             "last_seen_at": last_seen_at,
-            "reported_free_blocks": info.num_blocks,
             "prompts": self.prompts.struct,
-            "prompt_slowdown": 1.0,
             "roles": ROLE_BITS[info.role],
             "alive": True,
-            "hands_over": info.hands_over,
         }
         self.struct = ffi.new("worker *", fields)
         self.address = address_of(self.struct)
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
-        self._adapters: set[int] = set()
+        self.adapters: set[int] = set()  # in memory, as it says, or loaded for what was sent there
         self.failures = 0  # in a row
         self._failed_at = float("-inf")
         self.silent_s = 0.0  # since its last statistics, or since it came up
@@ -214,14 +182,7 @@ class Endpoint:
     def free_share(self) -> float:
         """The share of its KV blocks that are free, but for those that are about to be
         allocated."""
-        free: int = self.struct.reported_free_blocks - self.struct.uncounted_blocks
-        return max(0, free) / max(1, self.info.num_blocks)
-
-    @property
-    def pending_prefill_tokens(self) -> int:
-        """Prompt tokens known to wait for computation there, of all routers."""
-        number: int = self.struct.own_tokens + self.struct.other_tokens
-        return number
+        return max(0, self.num_free_blocks) / max(1, self.info.num_blocks)
 
     @property
     def num_seqs(self) -> int:
@@ -237,7 +198,8 @@ class Endpoint:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that are neither held nor waited for; negative where more are wanted than free."""
-        number: int = self.struct.reported_free_blocks - self.struct.uncounted_blocks
+        stats = self.struct.stats
+        number: int = stats.num_free_blocks - stats.num_wanted_blocks - self.struct.uncounted_blocks
         return number
 
     def book(
@@ -257,7 +219,7 @@ class Endpoint:
         token_s = prefill_s / max(1, prefill_tokens) / self.prompt_slowdown
         booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, adapter=adapter)
         self.bookings[request_id] = booking
-        self._set_adapters()
+        self.adapters.add(adapter)
         struct = self.struct
         struct.num_booked += 1
         struct.low_booked += is_low
@@ -266,15 +228,6 @@ class Endpoint:
             struct.own_tokens += prefill_tokens
             if not is_low:
                 self.prompts.add(now, request_id, prefill_s)
-
-    def _set_adapters(self) -> None:
-        """Those that the worker has, and those that requests make it load."""
-        held = self.stats.adapters if self.stats is not None else ()
-        numbers = {each.adapter for each in self.bookings.values() if each.adapter}
-        numbers |= {adapter_number(digest) for digest in held}
-        if numbers != self._adapters:
-            self._adapters, self._native = numbers, ffi.new("uint64_t[]", sorted(numbers))
-            self.struct.adapters, self.struct.num_adapters = self._native, len(numbers)
 
     def start_decoding(self, now: float, request_id: str) -> None:
         """The first token of `request_id` has come: no more of its prompt is to be computed."""
@@ -300,10 +253,11 @@ class Endpoint:
         struct.low_booked -= booking.is_low
         struct.low_decoding -= booking.decoding and booking.is_low
         if booking.counted:  # until statistics say so, they are as good as known to be free
-            free_blocks = struct.reported_free_blocks + booking.num_blocks
-            struct.reported_free_blocks = min(self.info.num_blocks, free_blocks)
+            stats = struct.stats
+            most = self.info.num_blocks + stats.num_wanted_blocks
+            stats.num_free_blocks = min(most, stats.num_free_blocks + booking.num_blocks)
             if booking.is_low:
-                struct.low_blocks = max(0, struct.low_blocks - booking.num_blocks)
+                stats.num_low_blocks = max(0, stats.num_low_blocks - booking.num_blocks)
         else:
             self._count_blocks(booking, -booking.num_blocks)
         return True
@@ -325,17 +279,10 @@ class Endpoint:
         self.stats = stats
         self.silent_s, self.progress = 0.0, stats.progress
         self.struct.has_stats = True
-        self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
-        self.struct.low_blocks = stats.num_low_blocks
-        self.struct.low_decoding_tokens = stats.low_decoding_tokens
-        self.struct.decoding_tokens = stats.decoding_tokens - stats.low_decoding_tokens
+        self.struct.stats = native("worker_stats", stats)
         self.struct.last_seen_at = now
-        rates = self.struct.rates
-        for name in RATES:
-            setattr(rates, name, getattr(stats, name))
-        set_weights(rates, stats.prompt_weights, stats.decode_weights)
-        self.prompt_slowdown = stats.prompt_slowdown
-        self._set_adapters()
+        self.adapters = {each.adapter for each in self.bookings.values()}
+        self.adapters.update(map(adapter_number, stats.adapters))
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:

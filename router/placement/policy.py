@@ -45,10 +45,10 @@ from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.router.index.prefix_index import Held, IndexTable
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
-from kvrelay.router.placement.cost import CostModel
-from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.cost import COMPUTING, READING, CostModel, Seconds
+from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 from kvrelay.router.placement.links import KVLinks
-from kvrelay.router.placement.work import Candidate, Intake, Seconds, Work
+from kvrelay.router.placement.work import Intake, Work
 
 
 class Fleet:
@@ -107,6 +107,9 @@ GROUP = {Role.DECODE: 0, Role.BOTH: 0, Role.PREFILL: 1}  # in the index; native 
 MAX_CANDIDATES: int = constants.MAX_CANDIDATES  # in a pool
 _ANSWER, _BYTES = ffi.typeof("answer *"), ffi.typeof("uint8_t[]")
 _HELD, _INTAKE = attrgetter(*Held._fields), attrgetter(*Intake._fields[:-1])
+# Fields of a request that native code has by the same names.
+_ASKED = [name for name, _ in ffi.typeof("work").fields if name in {*Work._fields} - {"prompts"}]
+_QUESTION = [n for n, _ in ffi.typeof("question").fields if n in {*Work._fields} - {"avoid"}]
 _new = tuple.__new__  # makes a NamedTuple of all its fields in half the time
 
 
@@ -120,28 +123,33 @@ class Option(NamedTuple):
     seconds: Seconds
     intake: Intake
 
+    @property
+    def worker(self) -> NodeId:
+        return self.endpoint.worker
+
+    @property
+    def prefill_from(self) -> NodeId | None:
+        return None if self.prefill is None else self.prefill.worker
+
+    @property
+    def fetch_from(self) -> NodeId | None:
+        """The peer whose KV is fetched by the worker that computes the prompt."""
+        return self.intake.fetch_from
+
 
 class Options:
     """All options that a choice has considered: the `answer` that native code has written, read
     when asked for. At least one says who decodes."""
 
-    __slots__ = ("_answer", "_endpoints", "_first")
+    __slots__ = ("_answer", "_endpoints", "_first", "best", "best_prefill")
 
     def __init__(self, answer: Any, num_candidates: int, endpoints: Mapping[Any, Endpoint]) -> None:
         """`endpoints`: by their structs; all that are in the answer, for as long as it is read."""
         self._answer, self._endpoints = answer, endpoints
         self._first = 2 * num_candidates  # number of the first one that says who decodes
-
-    @property
-    def best(self) -> Option:
-        """The option that costs least: decode worker and all."""
-        return self._read(self._first)
-
-    @property
-    def best_prefill(self) -> Option | None:
-        """What the prefill worker does in `best`."""
-        number: int = self._answer.options[self._first].prefill
-        return None if number < 0 else self._read(number)
+        self.best = self._read(self._first)  # decode worker and all
+        number = answer.options[self._first].prefill
+        self.best_prefill = None if number < 0 else self._read(number)  # its part of that
 
     @property
     def decodes(self) -> list[Option]:
@@ -162,7 +170,7 @@ class Options:
             endpoints[option.worker],
             endpoints[options[prefill].worker] if prefill >= 0 else None,
             _new(Held, _HELD(option.held)),
-            _new(Seconds, ffi.unpack(placement.seconds.parts, len(Seconds._fields))),
+            _new(Seconds, ffi.unpack(placement.seconds.terms, len(Seconds._fields))),
             _new(Intake, (*_INTAKE(intake), endpoints[source].worker if source else None)),
         )
 
@@ -198,10 +206,13 @@ class Chooser:
     def ask(self, now: float, work: Work, *, trusting: bool) -> None:
         """What the following calls are about. `trusting`: silent workers, and those that have
         failed this request, are better than none."""
-        num_tokens, total_tokens, output_tokens, others_output, prompts, avoid, *rest = work
-        num_left, alone, patient, resumes, is_low, adapter = rest
-        question, hashed = self._question, self._hashed
+        question, hashed, prompts = self._question, self._hashed, work.prompts
         asked = question.asked
+        asked.now, question.trusting, question.num_avoid = now, trusting, len(work.avoid)
+        for name in _ASKED:
+            setattr(asked, name, getattr(work, name))
+        for name in _QUESTION:
+            setattr(question, name, getattr(work, name))
         if len(hashed) != len(prompts):
             hashed = self._hashed = ffi.new("hashed_prompt[]", len(prompts))
             asked.prompts, asked.num_prompts = hashed, len(prompts)
@@ -211,14 +222,8 @@ class Chooser:
             field.model, field.block_size, field.unit = model, block_size, unit
             field.block_hashes = ffi.from_buffer(_BYTES, block_hashes)
             field.num_hashes = len(block_hashes) // HASH_BYTES
-        asked.now, asked.output_tokens, asked.num_tokens = now, output_tokens, num_tokens
-        asked.others_output, asked.resumes = others_output, resumes
-        asked.is_low, asked.adapter = is_low, adapter
-        question.total_tokens, question.trusting = total_tokens, trusting
-        question.alone, question.patient = alone, patient
-        question.num_avoid, question.num_left = len(avoid), num_left
-        if avoid:
-            question.avoid = self._avoid = _structs(avoid)
+        if work.avoid:
+            question.avoid = self._avoid = ffi.new("worker *[]", [e.struct for e in work.avoid])
         bad = [
             (source.struct, reader.struct, fetches, lost_share, wait_s)
             for (source, reader, fetches), lost_share, wait_s in self.links.bad(now)
@@ -249,23 +254,26 @@ class Chooser:
         """The cheapest of what `num_candidates` of each pool, or fewer, can do; None: no worker is
         usable."""
         self._question.given = False
-        return self._choose(decodes, prefills, num_candidates)
+        self._lib.kvr_find(
+            self._address, self._cost.address, decodes.address, prefills.address,
+            self._question_address,
+        )  # fmt: skip
+        return self._choose(num_candidates)
 
     def weigh(
         self,
-        decodes: Fleet,
-        prefills: Fleet,
-        given: tuple[Sequence[Endpoint], Sequence[Endpoint]],
+        decodes: Sequence[Endpoint],
+        prefills: Sequence[Endpoint],
         fetch_sources: Sequence[Endpoint] = (),
     ) -> Options | None:
-        """What it costs to let the first of `given` decode and the second prefill, in this
-        order."""
-        question = self._question
+        """What it costs to let these decode and prefill, in this order."""
+        question, asked = self._question, self._question.asked
         question.given = True
-        arrays = [_structs(each) for each in (*given, fetch_sources)]
-        question.decodes, question.prefills, question.fetch_sources = arrays
-        question.num_decodes, question.num_prefills, question.num_fetch_sources = map(len, arrays)
-        return self._choose(decodes, prefills, max(map(len, given)))
+        for found, given in (question.decodes, decodes), (question.prefills, prefills):
+            found.workers, found.count = [e.struct for e in given], len(given)
+        asked.fetch_sources = [{"worker": e.struct} for e in fetch_sources]
+        asked.num_fetch_sources = len(fetch_sources)
+        return self._choose(max(len(decodes), len(prefills)))
 
     def expect(self, fleet: Fleet, endpoint: Endpoint, first_new: int, until: float) -> None:
         """`endpoint` has been booked for what was asked: its rank in its fleet changes, and blocks
@@ -275,20 +283,19 @@ class Chooser:
             endpoint.address, first_new, until,
         )  # fmt: skip
 
-    def _choose(self, decodes: Fleet, prefills: Fleet, num_candidates: int) -> Options | None:
-        self._question.num_candidates = num_candidates
+    def _choose(self, num_candidates: int) -> Options | None:
+        question = self._question
+        question.num_candidates = num_candidates
+        for found in (question.decodes, question.prefills):
+            for worker in found.workers[0 : found.count]:
+                self._cost.write_terms(self._by_struct[worker], self._work)
         answer = ffi.new(_ANSWER, {"options": 5 * num_candidates})
         self._lib.kvr_choose(
-            self._address, self._cost.address, decodes.address, prefills.address,
-            self._question_address, address_of(answer),
-        )  # fmt: skip
+            self._address, self._cost.address, self._question_address, address_of(answer)
+        )
         if not answer.num_decodes:
             return None
         return Options(answer, num_candidates, self._by_struct)
-
-
-def _structs(endpoints: Sequence[Endpoint]) -> Any:
-    return ffi.new("worker *[]", [endpoint.struct for endpoint in endpoints])
 
 
 NUM_HOLDERS = 2  # candidates of a role that hold most of the prefix
@@ -303,25 +310,18 @@ MAX_FACTOR, MIN_FACTOR = 8.0, 0.125  # factors of what is computed
 LEAST_S = 1e-4
 
 
-class Placement(NamedTuple):
-    """What was chosen, and from which options."""
+@dataclass(slots=True)
+class RoutingDecision:
+    """A choice and its alternatives, so that it can be explained."""
 
-    best: Option
-    prefill_option: Option | None  # the prefill worker's part of it
+    at_s: float  # the router's clock
+    policy: str
+    num_tokens: int
+    predicted_ttft_s: float
+    others_decode: bool  # on the decode worker, when this was decided
+    was_measured: bool  # False: no worker had reported yet what prompts cost
     options: Options
-
-    @property
-    def decode(self) -> Endpoint:
-        return self.best.endpoint
-
-    @property
-    def prefill(self) -> Endpoint | None:
-        return self.best.prefill
-
-    def candidates(self, role: Role) -> tuple[Candidate, ...]:
-        """Candidates are sorted, the best first."""
-        of_role = self.options.decodes if role is Role.DECODE else self.options.prefills
-        return tuple(map(_candidate, of_role))
+    bad_links: tuple[LinkLoss, ...] = ()  # from the prefill worker, or to one that was chosen
 
 
 class Policy:
@@ -347,7 +347,7 @@ class Policy:
 
     def choose(
         self, now: float, work: Work, sticky: Callable[[], bytes], *, trusting: bool = False
-    ) -> Placement | None:
+    ) -> Options | None:
         """None: no worker is usable. Prompts are handed over only between workers of the same
         fingerprint. `sticky`, for a baseline: equal for what should go to the same
         worker. `trusting`: silent workers, and those that have failed this request, are better than
@@ -361,14 +361,14 @@ class Policy:
             given = self._pick(Role.DECODE, sticky), self._pick(Role.PREFILL, sticky)
             if not given[0]:  # rather than none, those decode that should not
                 given = self._pick(Role.PREFILL, sticky, decodes=True), ()
-            options = self.chooser.weigh(decodes, prefills, given)
+            options = self.chooser.weigh(*given)
         if options is None:
             return None
-        best, first = options.best, options.best_prefill
+        best = options.best
         best.endpoint.chosen_at = self._num_choices
         if best.prefill is not None:
             best.prefill.chosen_at = self._num_choices
-        return Placement(best, first, options)
+        return options
 
     def _pick(
         self, pool: Role, sticky: Callable[[], bytes], *, decodes: bool = False
@@ -418,8 +418,8 @@ class TtftPredictor:
     def _parts(self, seconds: Seconds, others_decode: bool) -> tuple[float, float, float]:
         """What is computed, what is read, and the rest, as far as it is known by now."""
         factor = self.factors.get((others_decode, seconds.queue > 0), 1.0)
-        computed_s = (seconds.queue + seconds.prefill) * factor
-        return computed_s, seconds.load + seconds.fetch, self.overhead_s
+        computed_s = seconds.sum_of(COMPUTING) * factor
+        return computed_s, seconds.sum_of(READING), self.overhead_s
 
 
 def _draw(worker: NodeId, name: bytes) -> bytes:
@@ -428,13 +428,3 @@ def _draw(worker: NodeId, name: bytes) -> bytes:
 
 def _first(endpoints: Iterable[Endpoint]) -> list[Endpoint]:
     return list(islice(endpoints, 1))
-
-
-def _candidate(option: Option) -> Candidate:
-    return Candidate(
-        worker=option.endpoint.worker,
-        prefill_from=None if option.prefill is None else option.prefill.worker,
-        fetch_from=option.intake.fetch_from,
-        cached=option.held,
-        seconds=option.seconds,
-    )

@@ -1,41 +1,12 @@
-"""The plain data of a routing decision: what a request asks of workers, the ways to serve it, what
-they cost, and the decision that was made."""
+"""What a request asks of workers, and how one gets the KV of its prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import Role
-from kvrelay.router.index.prefix_index import Held
-from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
-
-
-class Seconds(NamedTuple):
-    """A cost by its parts."""
-
-    queue: float = 0.0
-    load: float = 0.0
-    fetch: float = 0.0
-    prefill: float = 0.0
-    transfer: float = 0.0
-    lost: float = 0.0
-    memory: float = 0.0
-    decode: float = 0.0
-    delay: float = 0.0
-    stall: float = 0.0
-    crowd: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-    @property
-    def ttft(self) -> float:
-        """How long it takes from the decision to the first token."""
-        return self.queue + self.load + self.fetch + self.prefill
+from kvrelay.router.placement.endpoint import Endpoint
 
 
 class Intake(NamedTuple):
@@ -75,44 +46,3 @@ class Work(NamedTuple):
     resumes: bool = False  # its client has tokens
     is_low: bool = False  # it is of a low class of service
     adapter: int = 0  # number of that with which it is computed
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to serve the request, as it is explained. For a prefill worker alone, only what comes
-    before the first token counts."""
-
-    worker: NodeId
-    prefill_from: NodeId | None
-    fetch_from: NodeId | None  # the peer whose KV is fetched by the worker that computes the prompt
-    cached: Held  # tokens on `worker`
-    seconds: Seconds
-
-
-@dataclass(slots=True)
-class RoutingDecision:
-    """A choice and its alternatives, so that it can be explained."""
-
-    request_id: str
-    attempt: int
-    at_s: float  # the router's clock
-    policy: str
-    num_tokens: int
-    decode: NodeId
-    prefill: NodeId | None
-    fetch_from: NodeId | None  # by `prefill`, or else by `decode`
-    seconds: Seconds
-    predicted_ttft_s: float
-    others_decode: bool  # on the decode worker, when this was decided
-    was_measured: bool  # False: no worker had reported yet what prompts cost
-    candidates: Callable[[Role], tuple[Candidate, ...]]  # read from native memory when called
-    bad_links: tuple[LinkLoss, ...] = ()  # from `prefill`, or to a worker that was chosen
-
-    @property
-    def decode_candidates(self) -> tuple[Candidate, ...]:
-        """Candidates are sorted, the best first."""
-        return self.candidates(Role.DECODE)
-
-    @property
-    def prefill_candidates(self) -> tuple[Candidate, ...]:
-        return self.candidates(Role.PREFILL)

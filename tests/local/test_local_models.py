@@ -75,7 +75,11 @@ def test_of_a_thousand_mixed_requests_none_is_on_a_worker_of_the_other_model(
             model = model_of(number)
             (decision,) = cluster.decided(f"r{number}", model)
             named = f"-{model}-" if model else "-"
-            workers = decision.decode, decision.prefill or "", decision.fetch_from or ""
+            workers = (
+                decision.options.best.worker,
+                decision.options.best.prefill_from or "",
+                decision.options.best.fetch_from or "",
+            )
             assert {w for w in workers if w} <= {f"prefill{named}0", f"decode{named}0"}
     check(answers, expected)
 
@@ -95,4 +99,4 @@ def test_one_models_worker_dies_and_its_requests_go_on_at_its_other_one(
     check({number: future.result(120) for number, future in later.items()}, expected)
     for number in later:
         for decision in cluster.decided(f"r{number}", model_of(number)):
-            assert decision.decode != worker
+            assert decision.options.best.worker != worker

@@ -12,9 +12,10 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.router.index.prefix_index import EXPECTED, FACT, NOTHING, Held, IndexTable
+from kvrelay.router.native.bindings import address_of, bindings, ffi
 from kvrelay.router.placement.cost import CostModel
-from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.policy import Fleet, Option, Placement, Policy
+from kvrelay.router.placement.endpoint import Endpoint, PromptQueue
+from kvrelay.router.placement.policy import Fleet, Option, Options, Policy
 from kvrelay.router.placement.work import HashedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
@@ -83,7 +84,7 @@ class Chooser:
             self.policy.chooser.put(worker, self.index.open(int(is_prefill)))
             self.fleets[worker.info.role].add(0.0, worker)
 
-    def choose(self, todo: Todo, *, now: float = 0.0, sticky: bytes = b"r") -> Placement:
+    def choose(self, todo: Todo, *, now: float = 0.0, sticky: bytes = b"r") -> Options:
         self.update(now)
         choice = self.policy.choose(now, self.asked(todo), lambda: sticky)
         assert choice is not None
@@ -122,18 +123,33 @@ class Chooser:
         roles = [
             [w for w in workers if w.info.role is role] for role in (Role.DECODE, Role.PREFILL)
         ]
-        decodes, prefills = self.fleets[Role.DECODE], self.fleets[Role.PREFILL]
-        options = self.policy.chooser.weigh(decodes, prefills, (roles[0], roles[1]), todo.sources)
+        options = self.policy.chooser.weigh(*roles, todo.sources)
         assert options is not None
         return options.best, options.best_prefill
 
 
-def choose(todo: Todo, *workers: Endpoint, policy: str = "prefix") -> Placement:
+def choose(todo: Todo, *workers: Endpoint, policy: str = "prefix") -> Options:
     return Chooser(*workers, policy=policy).choose(todo)
 
 
-def names_of(choice: Placement) -> tuple[str, str | None]:
-    return choice.decode.worker, choice.prefill.worker if choice.prefill else None
+def names_of(choice: Options) -> tuple[str, str | None]:
+    return choice.best.worker, choice.best.prefill_from
+
+
+def pending_tokens(worker: Endpoint) -> int:
+    """Prompt tokens known to wait for computation there, of all routers."""
+    number: int = worker.struct.own_tokens + worker.struct.other_tokens
+    return number
+
+
+def ahead_of(prompts: PromptQueue, now: float, seconds: float) -> tuple[float, int]:
+    """How long a prompt that takes `seconds` waits for shorter ones, and how many longer ones
+    would wait for it."""
+    num_behind = ffi.new("uint32_t *")
+    wait_s: float = bindings().kvr_prompts_ahead_of(
+        prompts.address, now, seconds, address_of(num_behind)
+    )
+    return wait_s, num_behind[0]
 
 
 # -- the cost of one placement ----------------------------------------------------------------

@@ -148,7 +148,8 @@ def test_every_attempt_shows_with_what_was_lost_in_it() -> None:
         (3, third, ""),
     ]
     assert all(
-        a.decision is not None and a.decision.decode == a.decode.worker for a in found.attempts
+        a.decision is not None and a.decision.options.best.worker == a.decode.worker
+        for a in found.attempts
     )
 
 
@@ -209,7 +210,7 @@ def test_the_reason_names_what_the_winner_holds_and_the_next_best() -> None:
     assert s.dispatched()[0] == "decode-1"
     (decision,) = s.router.explain("r")
     text = reason(decision)
-    best, other = decision.decode_candidates[:2]
+    best, other = decision.options.decodes[:2]
     assert text.startswith("decode-1 holds 64 of 100 tokens in device memory, 16 in host memory; ")
     assert f"computing the rest takes {seconds_text(best.seconds.prefill)}; " in text
     assert text.endswith(f"next best decode-0: {seconds_text(other.seconds.total)}")

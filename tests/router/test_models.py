@@ -123,8 +123,8 @@ def test_nor_does_a_prefix_lead_it_to_another_model() -> None:
     models.submit("small", "r", prompt)
     assert models.asked() == {("decode-small", "r")}
     decision = models.routers.routers["small"].explain("r")[0]
-    assert decision.fetch_from is None
-    assert [each.worker for each in decision.candidates(Role.DECODE)] == ["decode-small"]
+    assert decision.options.best.fetch_from is None
+    assert [each.worker for each in decision.options.decodes] == ["decode-small"]
 
 
 def test_a_full_queue_of_one_model_refuses_nobody_of_another() -> None:

@@ -280,11 +280,11 @@ def test_the_next_turn_goes_to_the_decode_worker_that_has_the_prefix() -> None:
         s.submit(f"turn {turn}", tokens=range(44))
         assert s.dispatched()[:2] == (decode, None)
         (decision,) = s.router.explain(f"turn {turn}")
-        assert decision.decode == decode
-        best = decision.decode_candidates[0]
-        assert best.cached == Held(device=40, said=40)
-        assert best.seconds == decision.seconds
-        totals = [round(c.seconds.total, 3) for c in decision.decode_candidates]
+        assert decision.options.best.worker == decode
+        best = decision.options.decodes[0]
+        assert best.held == Held(device=40, said=40)
+        assert best.seconds == decision.options.best.seconds
+        totals = [round(c.seconds.total, 3) for c in decision.options.decodes]
         assert totals == sorted(totals)
         s.tell(Cancel(f"turn {turn}"))
 

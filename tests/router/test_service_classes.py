@@ -65,7 +65,7 @@ def test_prompts_of_low_requests_are_not_waited_for() -> None:
     record = s.router.live["r"]
     assert record.current is not None
     assert record.current.decision is not None
-    assert record.current.decision.seconds.queue == 0
+    assert record.current.decision.options.best.seconds.queue == 0
     for request_id in ("low", "r"):
         s.tell(Cancel(request_id))
     assert s.router.check_idle() == []

@@ -36,7 +36,7 @@ from kvrelay.kvtransfer.store.arena import remove_arenas
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerDown, WorkerUp
 from kvrelay.router.models import ForModel, ModelRouters
-from kvrelay.router.placement.work import RoutingDecision
+from kvrelay.router.placement.policy import RoutingDecision
 from kvrelay.router.router import Router
 from kvrelay.router.status import RouterStatus
 from kvrelay.worker.kv_plan import GIB

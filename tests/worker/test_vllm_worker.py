@@ -147,7 +147,7 @@ def test_what_vllm_holds_is_known_to_the_router_and_reused(cluster: LocalCluster
         assert sum(again.cached_by_source.values()) == again.num_cached_tokens
         assert again.cached_by_source.keys() <= {"device", "peer"}  # from the other worker's memory
     decisions = [cluster.decided(f"local-{number}", "")[0] for number in (1, 3, 5)]
-    best = [max(c.cached.device for c in each.decode_candidates) for each in decisions]
+    best = [max(c.held.device for c in each.options.decodes) for each in decisions]
     assert best == [len(prompt) // 32 * 32] * 3
     assert_clean(cluster)
 

@@ -18,6 +18,7 @@ from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.explain import explain
 from kvrelay.cluster.config import TenantEntry
+from kvrelay.router.placement.cost import TERMS
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.operations.test_operations import samples
 from tests.cluster.api.routed import PREFILL_S, QUEUE_S, STEP_S, RealRouter
@@ -223,6 +224,7 @@ def test_the_command_shows_phases_prediction_and_candidates(routed: Served, run:
     assert "attempt 1: decode-" in result.output
     reason = found["attempts"][0]["decision"]["reason"]
     assert reason in " ".join(result.output.split())
+    assert f"decode: {TERMS['decode'].text}" in lines
     candidates = found["attempts"][0]["decision"]["decode_candidates"]
     assert all(candidate["name"] in result.output for candidate in candidates)
 

@@ -10,7 +10,6 @@ import pytest
 from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.stats import Role
 from kvrelay.router.messages import Submit
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import adapter_number
@@ -42,10 +41,10 @@ def test_loading_takes_what_the_worker_has_measured_or_else_the_fleet() -> None:
         worker = endpoint("decode-0", **told)
         plain = local_cost(cost, 0.0, worker, work(100)).seconds
         seconds = local_cost(cost, 0.0, worker, ASKED).seconds
-        assert seconds.load - plain.load == adapter_s
+        assert seconds.adapter - plain.adapter == adapter_s
         assert seconds.total - plain.total == pytest.approx(adapter_s)
     cost.on_stats(replace(STATS, adapter_load_s=2.0))
-    assert local_cost(cost, 0.0, endpoint("decode-0"), ASKED).seconds.load == 2.0
+    assert local_cost(cost, 0.0, endpoint("decode-0"), ASKED).seconds.adapter == 2.0
 
 
 def test_of_a_handoff_each_worker_needs_it() -> None:
@@ -59,20 +58,22 @@ def test_of_a_handoff_each_worker_needs_it() -> None:
         ).seconds
         for decode, prefill in ((HERE, HERE), (AWAY, AWAY), (HERE, AWAY))
     )
-    assert both.load - plain.load == one.load - plain.load == 2.0
-    assert both.transfer - plain.transfer == pytest.approx(LOAD_S)
-    assert one.transfer == plain.transfer
+    assert (plain.adapter, plain.adapter_again) == (0.0, 0.0)
+    assert (both.adapter, both.adapter_again) == (2.0, LOAD_S)
+    assert (one.adapter, one.adapter_again) == (2.0, 0.0)
+    assert both.total - plain.total == pytest.approx(2.0 + LOAD_S)
+    assert both.ttft - plain.ttft == pytest.approx(2.0), "the second one is not waited for"
 
 
 def test_what_was_sent_there_is_loaded_for_it() -> None:
     worker = endpoint("decode-0", adapter_load_s=LOAD_S)
     cost, number = CostModel(), adapter_number(DIGESTS[0])
-    assert local_cost(cost, 0.0, worker, ASKED).seconds.load == LOAD_S
+    assert local_cost(cost, 0.0, worker, ASKED).seconds.adapter == LOAD_S
     worker.book(0.0, "r", 0, 0, adapter=number)
-    assert local_cost(cost, 0.0, worker, ASKED).seconds.load == 0.0
+    assert local_cost(cost, 0.0, worker, ASKED).seconds.adapter == 0.0
     worker.release("r")
     worker.on_stats(1.0, replace(STATS, worker="decode-0", adapter_load_s=LOAD_S))
-    assert local_cost(cost, 1.0, worker, ASKED).seconds.load == LOAD_S
+    assert local_cost(cost, 1.0, worker, ASKED).seconds.adapter == LOAD_S
 
 
 def test_requests_of_an_adapter_stay_where_it_was_loaded() -> None:
@@ -89,8 +90,8 @@ def test_requests_of_an_adapter_stay_where_it_was_loaded() -> None:
         about: dict[str, Any] = {"adapter": adapter, "scope": UNSALTED.with_adapter(adapter)}
         s.tell(Submit(f"r{number}", sampling, CLIENT, tokens, 60.0, **about))
         decision = s.router.explain(f"r{number}")[-1]
-        chosen.setdefault(digest, set()).add(decision.decode)
-        loads = sorted(each.seconds.load for each in decision.candidates(Role.DECODE))
+        chosen.setdefault(digest, set()).add(decision.options.best.worker)
+        loads = sorted(each.seconds.adapter for each in decision.options.decodes)
         assert loads[0] == (0.0 if number > 3 else LOAD_S)
     assert [len(workers) for workers in chosen.values()] == [1, 1, 1, 1]
     assert len(set.union(*chosen.values())) == 4

@@ -1,4 +1,4 @@
-"""What a placement costs, part by part."""
+"""What a placement costs, term by term."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ import pytest
 from kvrelay.engine.cost import TOKENS_UNIT, blocks_worth_loading, prompt_features
 from kvrelay.router.index.prefix_index import Held
 from kvrelay.router.messages import Cancel
-from kvrelay.router.placement.cost import SMOOTHING, CostModel
+from kvrelay.router.native.bindings import ffi
+from kvrelay.router.placement import cost as costs
+from kvrelay.router.placement.cost import (
+    AT_COMPUTING,
+    AT_DECODING,
+    AT_READING,
+    READING,
+    SMOOTHING,
+    TERMS,
+    CostModel,
+    Seconds,
+)
 from kvrelay.router.placement.endpoint import Endpoint
-from kvrelay.router.placement.work import Intake, Seconds
+from kvrelay.router.placement.work import Intake, Work
 from tests.router.fleet import (
     ROOMY,
     STATS,
@@ -54,10 +65,45 @@ def test_a_placement_is_the_sum_of_its_parts() -> None:
     assert (remote.decode, remote.crowd) == (local.decode, local.crowd)
 
 
-def test_every_part_counts_in_the_total_and_four_in_the_first_token() -> None:
-    parts = Seconds(*(2.0**n for n in range(len(Seconds._fields))))
-    assert parts.total == 2.0 ** len(Seconds._fields) - 1
-    assert parts.ttft == parts.queue + parts.load + parts.fetch + parts.prefill
+def test_every_term_counts_in_the_total_and_some_in_the_first_token() -> None:
+    terms = Seconds(*(2.0**n for n in range(len(TERMS))))
+    assert terms.total == 2.0 ** len(TERMS) - 1
+    read = terms.load + terms.fetch + terms.adapter
+    assert terms.sum_of(READING) == read
+    assert terms.ttft == terms.queue + terms.prefill + read
+
+
+def test_terms_of_native_code_are_those_without_a_function_in_its_order() -> None:
+    *named, terms = ffi.typeof("seconds").fields
+    assert [n for n, term in TERMS.items() if not term.seconds] == [n for n, _ in named]
+    assert list(TERMS)[: len(named)] == [n for n, _ in named]
+    assert terms[0] == "terms"
+    assert len(TERMS) <= terms[1].type.length
+    assert all(bool(term.at) == bool(term.seconds) for term in TERMS.values())
+
+
+@pytest.mark.parametrize(
+    ("at", "alone_s", "handed_over_s"),
+    [
+        (AT_COMPUTING, 1001.0, 1002.0),
+        (AT_DECODING, 1001.0, 1001.0),
+        (AT_READING, 0.0, 1001.0),
+        (AT_COMPUTING | AT_READING, 1001.0, 1002.0 + 1001.0),
+    ],
+)
+def test_a_function_counts_where_a_worker_does_what_its_term_says(
+    at: int, alone_s: float, handed_over_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds_of(_: CostModel, worker: Endpoint, asked: Work) -> float:
+        return asked.num_tokens + (1.0 if worker.worker == "decode-0" else 2.0)
+
+    number = Seconds._fields.index("adapter")
+    monkeypatch.setattr(costs, "FUNCTIONS", [(number, seconds_of)])
+    cost, todo = CostModel(), work(1000)
+    cost.struct.terms_at[number] = at
+    decode, prefill = endpoint("decode-0"), endpoint("prefill-0")
+    assert local_cost(cost, 0.0, decode, todo).seconds.adapter == alone_s
+    assert remote_cost(cost, decode, prefill, todo).seconds.adapter == handed_over_s
 
 
 def test_a_transfer_slower_than_the_prefill_is_what_is_waited_for() -> None:
@@ -65,7 +111,7 @@ def test_a_transfer_slower_than_the_prefill_is_what_is_waited_for() -> None:
     slow = endpoint("decode-0", read_bytes_per_s=1024 * 500.0)
     todo = work(1000)
     assert remote_cost(cost, slow, endpoint("prefill-0"), todo).seconds.transfer == pytest.approx(
-        cost.handoff_s + 2.0 - 1.0
+        cost.struct.handoff_s + 2.0 - 1.0
     )
 
 
@@ -116,7 +162,7 @@ def test_memory_is_free_when_others_end_however_short_the_own_output_is() -> Non
         tokens = range(1000 * max_tokens, 1000 * max_tokens + 120)
         s.submit(f"{max_tokens}", tokens=tokens, max_tokens=max_tokens)
         s.tell(Cancel(f"{max_tokens}"))
-        waits.append(s.router.explain(f"{max_tokens}")[0].seconds.memory)
+        waits.append(s.router.explain(f"{max_tokens}")[0].options.best.seconds.memory)
     assert waits[1] == pytest.approx(waits[0])
     assert waits[1] > 1.0
 
@@ -156,12 +202,12 @@ def test_kv_that_is_there_makes_steps_longer_where_the_worker_says_so() -> None:
 
 
 def test_rates_not_measured_are_those_of_the_fleet() -> None:
-    cost = CostModel(prefill_tokens_per_s=1000.0)
+    cost = CostModel()
     silent = Endpoint(worker_info("prefill-9"), last_seen_at=0.0)
     assert prefill_s(cost, silent, 500) == pytest.approx(0.5)
     cost.on_stats(replace(STATS, prefill_tokens_per_s=100.0, decode_step_s=0.0))
     assert prefill_s(cost, silent, 500) == pytest.approx(5.0)
-    assert cost.decode_step_s == CostModel().decode_step_s
+    assert cost.rates["decode_step_s"] == CostModel().rates["decode_step_s"]
     silent.on_stats(0.0, replace(STATS, worker="prefill-9", prefill_tokens_per_s=250.0))
     assert prefill_s(cost, silent, 500) == pytest.approx(2.0)
 

@@ -28,7 +28,7 @@ def s() -> Iterator[Script]:
 def places(s: Script, *request_ids: str) -> list[str | None]:
     """The decode worker of each request's only attempt; None: it waits."""
     found = [s.router.explain(request_id) for request_id in request_ids]
-    return [decisions[-1].decode if decisions else None for decisions in found]
+    return [decisions[-1].options.best.worker if decisions else None for decisions in found]
 
 
 # -- room for KV ------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_a_request_goes_where_room_comes_soon() -> None:
     s.tell(worker_stats("decode-0", num_free_blocks=0, num_running=1, decode_step_s=0.01))
     s.submit("second", tokens=range(1000, 1200))
     assert places(s, "second") == ["decode-0"]
-    assert s.router.explain("second")[0].seconds.memory > 0
+    assert s.router.explain("second")[0].options.best.seconds.memory > 0
     s.tell(Cancel("first"))
     s.tell(Cancel("second"))
     s.assert_idle()
@@ -115,7 +115,7 @@ def test_the_first_token_is_predicted_from_what_waits_there(s: Script) -> None:
     s.submit("a", tokens=range(50))
     (alone,) = s.router.explain("a")
     assert alone.predicted_ttft_s == pytest.approx(0.01 + 0.5)
-    assert alone.predicted_ttft_s == alone.seconds.ttft
+    assert alone.predicted_ttft_s == alone.options.best.seconds.ttft
     s.submit("longer", tokens=range(1000, 1060))
     (behind,) = s.router.explain("longer")
     assert behind.predicted_ttft_s == pytest.approx(0.01 + 0.6 + 0.51)
@@ -133,7 +133,7 @@ def test_a_first_token_that_has_come_holds_no_prompt_up(s: Script) -> None:
     s.now += 0.1
     s.delta("decode-0", 50, 5, request_id="a")
     s.submit("b", tokens=range(1000, 1060))
-    assert s.router.explain("b")[0].seconds.queue == 0.0
+    assert s.router.explain("b")[0].options.best.seconds.queue == 0.0
     s.tell(Cancel("a"))
     s.tell(Cancel("b"))
 
@@ -150,7 +150,9 @@ def test_predictions_learn_from_first_tokens_that_come_late(s: Script) -> None:
         s.delta("decode-0", 50, 999, request_id=name, finish=FinishReason.STOP)
         s.sent.clear()
     assert decision.predicted_ttft_s == pytest.approx(0.59, rel=0.02)
-    assert decision.seconds.ttft == pytest.approx(0.51), "what each part costs is not changed"
+    assert decision.options.best.seconds.ttft == pytest.approx(0.51), (
+        "what each part costs is not changed"
+    )
 
 
 # -- the books --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from kvrelay.engine.backoff import Backoff
 from kvrelay.router.placement.cost import CostModel
 from kvrelay.router.placement.endpoint import Endpoint
 from kvrelay.router.placement.policy import Fleet
-from tests.router.fleet import STATS, endpoint
+from tests.router.fleet import STATS, ahead_of, endpoint, pending_tokens
 from tests.router.script import worker_info, worker_stats
 
 
@@ -18,21 +18,21 @@ def test_booked_load_counts_at_once_and_statistics_replace_it() -> None:
     e = endpoint("decode-0")
     e.book(1.0, "a", 500, 20)
     e.book(1.0, "b", 300, 10)
-    assert (e.pending_prefill_tokens, e.num_seqs, e.num_free_blocks) == (800, 2, 970)
+    assert (pending_tokens(e), e.num_seqs, e.num_free_blocks) == (800, 2, 970)
     stats = replace(STATS, num_waiting=1, num_running=1, num_free_blocks=970)
     e.on_stats(1.05, replace(stats, pending_prefill_tokens=0, num_free_blocks=1000))
-    assert e.pending_prefill_tokens == 800, "sent before the worker can have heard of them"
+    assert pending_tokens(e) == 800, "sent before the worker can have heard of them"
     assert e.num_free_blocks == 970
     e.on_stats(1.5, replace(stats, pending_prefill_tokens=601))
-    assert e.pending_prefill_tokens == 600, "200 tokens of the first one are computed"
+    assert pending_tokens(e) == 600, "200 tokens of the first one are computed"
     assert (e.num_seqs, e.num_free_blocks) == (2, 970)
     e.start_decoding(1.5, "a")
-    assert e.pending_prefill_tokens == 300
+    assert pending_tokens(e) == 300
     assert e.num_decoding == 1
     assert e.release("a")
     assert not e.release("a")
     assert e.release("b")
-    assert (e.pending_prefill_tokens, e.num_seqs, e.num_decoding) == (0, 0, 0)
+    assert (pending_tokens(e), e.num_seqs, e.num_decoding) == (0, 0, 0)
     assert e.check_integrity() == []
 
 
@@ -40,10 +40,10 @@ def test_load_of_other_routers_is_what_statistics_have_beyond_the_books() -> Non
     e = endpoint("decode-0")
     e.book(0.0, "a", 100, 5)
     e.on_stats(1.0, replace(STATS, num_running=4, pending_prefill_tokens=704))
-    assert (e.pending_prefill_tokens, e.num_seqs) == (700, 4)
+    assert (pending_tokens(e), e.num_seqs) == (700, 4)
     e.start_decoding(1.0, "a")
     e.release("a")
-    assert (e.pending_prefill_tokens, e.num_seqs) == (600, 3)
+    assert (pending_tokens(e), e.num_seqs) == (600, 3)
 
 
 def test_blocks_are_free_only_where_nobody_waits_for_them() -> None:
@@ -90,10 +90,10 @@ def test_prompts_that_a_worker_has_not_computed_are_waited_for_again() -> None:
     worker.on_stats(0.0, worker_stats("prefill-0"))
     worker.book(0.0, "a", 100, 4, prefill_s=1.0)
     worker.book(0.0, "b", 300, 4, prefill_s=3.0)
-    assert worker.prompts.ahead_of(3.5, 100.0)[0] == pytest.approx(0.5, abs=0.1)
+    assert ahead_of(worker.prompts, 3.5, 100.0)[0] == pytest.approx(0.5, abs=0.1)
     slow = worker_stats("prefill-0", pending_prefill_tokens=300, prompt_slowdown=2.0)
     worker.on_stats(3.5, slow)
-    assert worker.prompts.ahead_of(3.5, 100.0)[0] == pytest.approx(6.0, abs=0.1)
+    assert ahead_of(worker.prompts, 3.5, 100.0)[0] == pytest.approx(6.0, abs=0.1)
 
 
 def test_only_sequences_that_decode_are_typical_for_it() -> None:

@@ -15,6 +15,7 @@ from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import POLICIES
 from kvrelay.router.index.prefix_index import Held
 from kvrelay.router.messages import Cancel, RoleChanged, Submit, WorkerDraining
+from tests.router.fleet import pending_tokens
 from tests.router.script import CLIENT, Script, worker_stats
 
 PREFIX = tuple(range(200))
@@ -49,8 +50,8 @@ def test_a_request_goes_to_the_worker_that_has_its_prefix_in_whatever_tier(tier:
     s.submit(tokens=(*PREFIX, 1, 2))
     assert placed(s) == ("decode-1", None, None)
     (decision,) = s.router.explain("r")
-    best = decision.decode_candidates[0]
-    assert best.cached == Held(**{tier: 200}, said=200)
+    best = decision.options.decodes[0]
+    assert best.held == Held(**{tier: 200}, said=200)
     assert (best.seconds.load > 0) == (tier != "device")
 
 
@@ -89,10 +90,10 @@ def test_a_hot_prefix_spreads_from_its_overloaded_holder() -> None:
     assert (prefill, source) == (None, "decode-0")
     (third,) = {"decode-1", "decode-2"} - {second}
     (decision,) = s.router.explain("a")
-    assert decision.fetch_from == decision.decode_candidates[0].fetch_from == "decode-0"
+    assert decision.options.best.fetch_from == decision.options.decodes[0].fetch_from == "decode-0"
     # 200 tokens of 1 KB, at 1 GB/s.
-    assert decision.seconds.fetch == pytest.approx(0.01 + 200 * 1024 / 1e9)
-    assert decision.seconds.prefill == pytest.approx(0.001)
+    assert decision.options.best.seconds.fetch == pytest.approx(0.01 + 200 * 1024 / 1e9)
+    assert decision.options.best.seconds.prefill == pytest.approx(0.001)
     assert s.router.status(s.now).totals.fetches == 1
     # The copy counts at once; when it is overloaded too, the next worker fetches.
     s.submit("b", tokens=(*PREFIX, 2))
@@ -201,8 +202,11 @@ def test_a_prefill_worker_fetches_from_the_decode_worker_that_goes_on() -> None:
     s.submit(tokens=(*PREFIX, *range(500, 540)))
     assert placed(s) == ("decode-0", "prefill-0", "decode-0")
     (decision,) = s.router.explain("r")
-    assert (decision.prefill, decision.fetch_from) == ("prefill-0", "decode-0")
-    assert decision.prefill_candidates[0].fetch_from == "decode-0"
+    assert (decision.options.best.prefill_from, decision.options.best.fetch_from) == (
+        "prefill-0",
+        "decode-0",
+    )
+    assert decision.options.prefills[0].fetch_from == "decode-0"
 
 
 def test_a_decode_worker_fetches_from_a_prefill_worker() -> None:
@@ -218,7 +222,7 @@ def test_only_what_is_computed_is_booked_as_prompt() -> None:
     s.submit(tokens=(*PREFIX, 1))
     s.holds("decode-1", host=range(900, 1000))
     s.submit("own", tokens=range(900, 1003))
-    pending = {e.worker: e.pending_prefill_tokens for e in s.router._dispatcher.endpoints}
+    pending = {e.worker: pending_tokens(e) for e in s.router._dispatcher.endpoints}
     assert pending["decode-1"] == 1 + 3
     assert s.take(Decode, "decode-1")[0].fetch_from == "decode-0"
 

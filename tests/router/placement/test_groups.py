@@ -49,7 +49,7 @@ def held_at(made: Asked, worker: str) -> tuple[int, int]:
     made.num_asked += 1
     made.submit(name, PROMPT)
     (decision,) = made.router.explain(name)
-    found = {each.worker: each.cached for each in decision.decode_candidates}[worker]
+    found = {each.worker: each.held for each in decision.options.decodes}[worker]
     return found.device, found.host
 
 

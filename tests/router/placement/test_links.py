@@ -37,13 +37,15 @@ class Links(Script):
         name = f"r{number}"
         self.submit(name, tokens=range(100 * number, 100 * number + 100), max_tokens=2)
         decision = self.router.explain(name)[-1]
-        is_lost = (decision.prefill, decision.decode) in broken
-        if decision.prefill is not None:
-            self.delta(decision.prefill, 100, 1, request_id=name)
+        is_lost = (decision.options.best.prefill_from, decision.options.best.worker) in broken
+        if decision.options.best.prefill_from is not None:
+            self.delta(decision.options.best.prefill_from, 100, 1, request_id=name)
         self.now += 0.1
         told = phases if is_lost else DONE
         last = FinishReason.LENGTH
-        self.delta(decision.decode, 100, 1, 2, request_id=name, finish=last, phases=told)
+        self.delta(
+            decision.options.best.worker, 100, 1, 2, request_id=name, finish=last, phases=told
+        )
         self.now += 0.4
         return is_lost
 
@@ -75,8 +77,11 @@ def test_what_a_bad_link_loses_is_a_part_of_its_cost() -> None:
     for _ in range(10):
         s.serve({BROKEN})
     decision = s.router.explain("r9")[0]
-    assert (decision.decode, decision.prefill) != ("decode-0", "prefill-0")
-    lost = {(c.worker, c.prefill_from): c.seconds.lost for c in decision.decode_candidates}
+    assert (decision.options.best.worker, decision.options.best.prefill_from) != (
+        "decode-0",
+        "prefill-0",
+    )
+    lost = {(c.worker, c.prefill_from): c.seconds.lost for c in decision.options.decodes}
     assert lost.pop(("decode-0", "prefill-0")) > 4.0
     assert set(lost.values()) == {0.0}
 
@@ -113,7 +118,14 @@ def test_all_that_are_sent_while_a_link_is_tried_take_others() -> None:
         tokens = range(10000 + 100 * number, 10100 + 100 * number)
         s.submit(f"at once {number}", tokens=tokens, max_tokens=1)
     decisions = [s.router.explain(f"at once {number}") for number in range(8)]
-    assert sum((d[-1].prefill, d[-1].decode) == BROKEN for d in decisions if d) == 1
+    assert (
+        sum(
+            (d[-1].options.best.prefill_from, d[-1].options.best.worker) == BROKEN
+            for d in decisions
+            if d
+        )
+        == 1
+    )
 
 
 def test_a_loss_now_and_then_changes_nothing() -> None:
@@ -145,9 +157,11 @@ def test_a_peer_whose_prefix_never_comes_is_fetched_from_no_more() -> None:
         name = f"r{number}"
         s.submit(name, tokens=(*prefix, 5), max_tokens=1)
         decision = s.router.explain(name)[-1]
-        assert decision.decode == "decode-1"
-        sources.append(decision.fetch_from)
-        told = {"fetch": 2.0, "prefill": 0.2} if decision.fetch_from else {"prefill": 0.2}
+        assert decision.options.best.worker == "decode-1"
+        sources.append(decision.options.best.fetch_from)
+        told = (
+            {"fetch": 2.0, "prefill": 0.2} if decision.options.best.fetch_from else {"prefill": 0.2}
+        )
         end = FinishReason.LENGTH
         s.delta("decode-1", 201, 5, request_id=name, finish=end, phases=told, num_cached_tokens=0)
         s.now += 0.5

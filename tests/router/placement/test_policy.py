@@ -81,7 +81,7 @@ def test_a_crowded_worker_loses_its_prefix_advantage() -> None:
 
 def test_equally_good_workers_are_taken_in_turn() -> None:
     chooser = Chooser(*(endpoint(f"decode-{n}") for n in range(3)))
-    picked = [chooser.choose(work(10)).decode.worker for _ in range(6)]
+    picked = [chooser.choose(work(10)).best.endpoint.worker for _ in range(6)]
     assert len(set(picked[:3])) == 3
     assert picked[3:] == picked[:3]
 
@@ -92,7 +92,7 @@ def test_of_equally_good_workers_the_one_with_the_fewest_requests_is_taken() -> 
     chooser = Chooser(*workers)
     for number in (0, 2):
         workers[number].book(0.0, "x", 0, 0)
-    assert [chooser.choose(work(10)).decode.worker for _ in range(2)] == ["decode-1"] * 2
+    assert [chooser.choose(work(10)).best.endpoint.worker for _ in range(2)] == ["decode-1"] * 2
 
 
 def test_a_short_prompt_passes_long_ones_and_a_long_one_goes_where_there_are_none() -> None:
@@ -102,11 +102,13 @@ def test_a_short_prompt_passes_long_ones_and_a_long_one_goes_where_there_are_non
     long.book(0.0, "long", 4000, 0, 4.0)
     for number in range(40):
         short.book(0.0, f"short {number}", 100, 0, 0.1)
-    assert choose(work(500), decode, long, short).prefill is long
-    assert choose(work(3900), decode, long, short).prefill is long
+    assert choose(work(500), decode, long, short).best.prefill is long
+    assert choose(work(3900), decode, long, short).best.prefill is long
     for number in range(10):
         long.book(0.0, f"r{number}", 4000, 0, 4.0)
-    assert choose(work(3900), decode, long, short).prefill is short, "ten others would wait for it"
+    assert choose(work(3900), decode, long, short).best.prefill is short, (
+        "ten others would wait for it"
+    )
 
 
 def test_another_model_computes_no_prompt_for_a_decode_worker() -> None:
@@ -120,8 +122,8 @@ def test_workers_that_are_not_usable_are_not_chosen_though_they_hold_everything(
     holder.excluded_until = 5.0
     chooser = Chooser(holder, other)
     todo = work(2000, decode_0=1990)
-    assert chooser.choose(todo, now=4.0).decode is other
-    assert chooser.choose(todo, now=5.0).decode is holder
+    assert chooser.choose(todo, now=4.0).best.endpoint is other
+    assert chooser.choose(todo, now=5.0).best.endpoint is holder
 
 
 # -- baselines --------------------------------------------------------------------------------
@@ -171,7 +173,9 @@ def test_session_sticky_always_takes_the_same_worker_for_a_session() -> None:
     sessions = [f"session {n}".encode() for n in range(60)]
 
     def homes() -> dict[bytes, str]:
-        return {name: chooser.choose(work(8), sticky=name).decode.worker for name in sessions}
+        return {
+            name: chooser.choose(work(8), sticky=name).best.endpoint.worker for name in sessions
+        }
 
     first = homes()
     for worker in decodes:

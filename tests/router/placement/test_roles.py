@@ -67,7 +67,7 @@ def test_output_on_a_prefill_worker_counts_as_waiting_for_prompts() -> None:
     decode, prefill = endpoint("decode-0"), endpoint("prefill-0")
     chooser = Chooser(decode, prefill, cost=CostModel(prefilling_at_least=0.8))
     choice = chooser.choose(work(200, output_tokens=100.0))
-    seconds = {o.endpoint.worker: o.seconds for o in choice.options.decodes if o.prefill is None}
+    seconds = {o.endpoint.worker: o.seconds for o in choice.decodes if o.prefill is None}
     there, here = seconds["prefill-0"], seconds["decode-0"]
     assert there.decode == here.decode
     assert there.stall == pytest.approx(0.8 * there.decode)
@@ -87,8 +87,8 @@ def test_without_a_usable_decode_worker_a_prefill_worker_does_all(policy: str, s
         asked = asked._replace(avoid=[decode])
     choice = chooser.policy.choose(0.0, asked, lambda: b"r")
     assert choice is not None
-    assert choice.decode in prefills
-    assert choice.prefill is None
+    assert choice.best.endpoint in prefills
+    assert choice.best.prefill is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -100,7 +100,7 @@ def test_a_prefill_worker_too_small_for_the_output_does_not_decode(policy: str) 
         asked = chooser.asked(work(200))._replace(total_tokens=400)
         choice = chooser.policy.choose(0.0, asked, lambda: b"r")
         assert choice is not None
-        assert choice.decode is large
+        assert choice.best.endpoint is large
 
 
 # -- who is usable ----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_workers_of_role_both_are_options_in_every_way_each_once() -> None:
         if int(name[-1]) >= NUM_IDLE:
             workers[name].book(0.0, "x", 300, 10, 0.3)
     held = {name: on(395 if name in holders else 390) for name in names}
-    options = chooser.choose(Todo(400, 100.0, held)).options
+    options = chooser.choose(Todo(400, 100.0, held))
     firsts = [option.endpoint.worker for option in options.prefills]
     ways = [(o.endpoint.worker, o.prefill and o.prefill.worker) for o in options.decodes]
     assert len(firsts) == len(set(firsts)) == 2 * (NUM_HOLDERS + NUM_IDLE)
@@ -254,7 +254,7 @@ def test_new_prompts_follow_the_role_and_find_what_is_cached() -> None:
     assert roles(s) == {"decode-0": Role.DECODE, "decode-1": Role.PREFILL}
     s.submit("a", tokens=range(240))
     assert s.dispatched()[:2] == ("decode-0", "decode-1")
-    assert s.router.explain("a")[0].prefill_candidates[0].cached.device == 200
+    assert s.router.explain("a")[0].options.prefills[0].held.device == 200
     s.tell(RoleChanged("decode-1", 1, Role.DECODE))
     s.tell(RoleChanged("decode-0", 1, Role.PREFILL))
     assert roles(s) == {"decode-0": Role.PREFILL, "decode-1": Role.DECODE}
@@ -270,10 +270,10 @@ def test_a_holder_is_found_among_the_workers_of_its_new_role() -> None:
     s.tell(worker_stats("decode-1", pending_prefill_tokens=20))
     s.submit("a", tokens=range(240))
     (decision,) = s.router.explain("a")
-    held = {c.worker: c.cached.device for c in decision.prefill_candidates}
+    held = {c.worker: c.held.device for c in decision.options.prefills}
     assert held.pop("decode-1") == 200
     assert list(held.values()) == [0] * NUM_IDLE
-    assert {c.worker for c in decision.decode_candidates if c.prefill_from} == {"decode-0"}
+    assert {c.worker for c in decision.options.decodes if c.prefill_from} == {"decode-0"}
 
 
 def test_a_role_of_an_unknown_worker_or_another_epoch_changes_nothing() -> None:

@@ -47,7 +47,7 @@ def test_machines_do_not_disturb_each_other() -> None:
 def test_a_prompt_that_gives_way_takes_longer_while_others_decode() -> None:
     def prefill_s(num_decoding: int) -> float:
         workers = sharing("decode-0", num_decoding=num_decoding), sharing("prefill-0")
-        first = choose(LONG, *workers).options.prefills[0]
+        first = choose(LONG, *workers).prefills[0]
         return first.seconds.prefill
 
     assert prefill_s(5) == pytest.approx(4.0 * 2.0)

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from kvrelay.router.placement.cost import Seconds
 from kvrelay.router.placement.policy import TtftPredictor
-from kvrelay.router.placement.work import Seconds
 
 PARTS = Seconds(queue=0.05, fetch=0.02, prefill=0.1)
 
