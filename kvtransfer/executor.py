@@ -33,9 +33,9 @@ from kvrelay.kvtransfer.agent import (
     StoreRoom,
     TransferId,
 )
-from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
 from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.orphaned import OrphanedAgent
 from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store import DiskStore, StoreError
 from kvrelay.kvtransfer.store.arena import HostArena

@@ -28,7 +28,7 @@ from kvrelay.engine.node import Node
 from kvrelay.engine.step import Step
 from kvrelay.engine.weights import ONLY_ON_CPUS
 from kvrelay.kvtransfer.agent import StoreIndex
-from kvrelay.kvtransfer.agents.ranks import join_ranks
+from kvrelay.kvtransfer.movers.ranks import join_ranks
 from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.host_tier import kept_bytes as kept_host_bytes

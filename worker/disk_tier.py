@@ -61,10 +61,10 @@ def open_disk_tier(
     `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools; `share`: the
     heads that are there; `quantizer`: of approximate blocks. `part`: of the folder, for a rank of
     several. Raises NoHostMemory."""
-    from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
-    from kvrelay.kvtransfer.agents.disk import DiskAgent
-    from kvrelay.kvtransfer.agents.staged import StagedAgent
     from kvrelay.kvtransfer.codec import open_codec
+    from kvrelay.kvtransfer.movers.coded import CodedAgent, open_coded
+    from kvrelay.kvtransfer.movers.disk import DiskAgent
+    from kvrelay.kvtransfer.movers.staged import StagedAgent
     from kvrelay.kvtransfer.store import StoreError
 
     if not config.num_disk_blocks:

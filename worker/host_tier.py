@@ -21,11 +21,11 @@ from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.native import NativeBuildError
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
-from kvrelay.kvtransfer.agents.packed import PackedAgent
 from kvrelay.kvtransfer.executor import ArenaExecutor, OrphanedExecutor
 from kvrelay.kvtransfer.kivi import Quantizer, fits
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.orphaned import OrphanedAgent
+from kvrelay.kvtransfer.movers.packed import PackedAgent
 from kvrelay.kvtransfer.store import StoreError, StoreInUse, places
 from kvrelay.kvtransfer.store.arena import (
     HostArena,
@@ -55,7 +55,7 @@ def open_host_memory(
 ) -> HostMemory:
     """`config`: of the rank; `part`: of the machine's shared memory, for this cluster, and for a
     rank of several. Raises AgentError where there is no memory."""
-    from kvrelay.kvtransfer.agents.pool import make_host_arena, pin
+    from kvrelay.kvtransfer.movers.pool import make_host_arena, pin
 
     try:
         arena = _open_arena(arena_root() / part, config, num_slots)

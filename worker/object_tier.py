@@ -162,8 +162,8 @@ def open_object_tier(
     """The tier, if there is to be one and it can be had, and what an operator should know.
     Arguments are as those of `open_disk_tier`."""
     from kvrelay.kvtransfer.agent import AgentError
-    from kvrelay.kvtransfer.agents.object import ObjectAgent
     from kvrelay.kvtransfer.codec import ExponentCodec
+    from kvrelay.kvtransfer.movers.object import ObjectAgent
     from kvrelay.kvtransfer.store.bucket import BucketError, key_prefix
 
     if not tiers.object_bucket:

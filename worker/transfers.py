@@ -21,10 +21,10 @@ from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import StoreIndex
-from kvrelay.kvtransfer.agents.ranks import RanksAgent
 from kvrelay.kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
+from kvrelay.kvtransfer.movers.ranks import RanksAgent
 from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.transfer_loop import Request
@@ -127,7 +127,7 @@ def transfers_of(
     options: BuildOptions,
 ) -> Transfers:
     """Those over `pool`, the rank's device memory for KV. Raises BuildError, AgentError."""
-    from kvrelay.kvtransfer.agents.pool import block_bytes
+    from kvrelay.kvtransfer.movers.pool import block_bytes
 
     share = BlockLayout(plan.spec).share(shard.rank, shard.size)
     of_rank = _share_of(config, share, shard)
@@ -265,7 +265,7 @@ class RankTransfers:
 
 def open_host_tier(config: WorkerConfig, spec: WorkerSpec, plan: KVPlan, part: str) -> HostMemory:
     """Memory of the host tier, and behind it what the disk of a GPU needs. Raises AgentError."""
-    from kvrelay.kvtransfer.agents.staged import STAGING_BLOCKS
+    from kvrelay.kvtransfer.movers.staged import STAGING_BLOCKS
 
     spare = STAGING_BLOCKS if spec.on_gpu and plan.num_disk_blocks else 0
     num_slots = plan.num_host_blocks + spare
@@ -273,7 +273,7 @@ def open_host_tier(config: WorkerConfig, spec: WorkerSpec, plan: KVPlan, part: s
 
 
 def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
 
     return NixlAgent(name, pool, host=host, share=share)
 

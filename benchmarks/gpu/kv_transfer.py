@@ -37,7 +37,7 @@ def make_pool(seed: int) -> torch.Tensor:
 
 def serve_as_peer() -> None:
     """The second process: its metadata on standard output, then it waits."""
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
 
     agent = NixlAgent("peer", make_pool(seed=1))
     sys.stdout.write(agent.metadata().hex() + "\n")
@@ -61,7 +61,7 @@ def move(agent: Any, src: list[int], dst: list[int]) -> float:
 
 
 def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
 
     source, pool = make_pool(seed=1), torch.zeros_like(make_pool(seed=2))
     with second_process("benchmarks.gpu.kv_transfer", PEER, deadline_s=DEADLINE_S) as metadata:

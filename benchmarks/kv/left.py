@@ -38,9 +38,9 @@ from kvrelay.engine.node import Effect
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, FindStored, StoreFound, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LIST_S, OrphanedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import OrphanedExecutor, TransferExecutor
+from kvrelay.kvtransfer.movers.orphaned import LIST_S, OrphanedAgent
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.transfer_loop import TransferLoop
 from kvrelay.worker.node import Worker

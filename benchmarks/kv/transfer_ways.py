@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.kv.second_process import second_process
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import Agent
-from kvrelay.kvtransfer.agents.disk import DiskAgent
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
-from kvrelay.kvtransfer.agents.pool import make_host_arena
+from kvrelay.kvtransfer.movers.disk import DiskAgent
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from kvrelay.kvtransfer.movers.pool import make_host_arena
 from kvrelay.kvtransfer.store import DiskStore
 
 MEMCPY = "memcpy"

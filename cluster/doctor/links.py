@@ -82,8 +82,8 @@ def _metadata_of(peer: subprocess.Popen[bytes]) -> bytes:
 
 
 def _read_from(metadata: bytes) -> Link:
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
-    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.pool import make_host_arena
 
     pool = make_host_arena(NUM_BLOCKS, BLOCK_BYTES, pinned=False)
     pool[:] = 0
@@ -126,8 +126,8 @@ def _memory_rate() -> float:
 
 def _serve() -> None:
     """The other process: it says where its blocks are, and waits for its end."""
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
-    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.pool import make_host_arena
 
     pool = make_host_arena(NUM_BLOCKS, BLOCK_BYTES, pinned=False)
     pool[:] = _pattern()

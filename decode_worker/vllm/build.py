@@ -101,7 +101,7 @@ def _built(
     roles: Roles,
     make_agent: MakeAgent | None,
 ) -> BuiltWorker:
-    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.movers.pool import make_host_arena
     from kvrelay.worker.build import with_tiers
     from kvrelay.worker.threads import TransferLoops
     from kvrelay.worker.transfers import transfers_of, worker_config

@@ -1,6 +1,6 @@
 """A bucket of an object store (S3): who may use it, and what it lists.
 
-Blocks go there and come from there by NIXL (`kvtransfer.agents.object`). NIXL cannot list, so that
+Blocks go there and come from there by NIXL (`kvtransfer.movers.object`). NIXL cannot list, so that
 is done here: signed requests (AWS Signature Version 4) over the standard library's HTTP.
 """
 

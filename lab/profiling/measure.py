@@ -35,9 +35,9 @@ from kvrelay.engine.model.device import find_device
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.stats import Role
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, MoveId, PeerConnected
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
-from kvrelay.kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
 from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from kvrelay.kvtransfer.movers.pool import block_bytes, is_on_gpu, make_host_arena
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from kvrelay.lab.profiling.forward import Grid, PassRunner, ProfileError, running
 from kvrelay.lab.profiling.pair import NAME, Neighbour

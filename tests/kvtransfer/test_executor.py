@@ -25,9 +25,9 @@ from kvrelay.kvtransfer.executor import (
     TransferExecutor,
 )
 from kvrelay.kvtransfer.store import StoreError
-from tests.kvtransfer.agents.agent_kit import agent_maker
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
+from tests.kvtransfer.movers.agent_kit import agent_maker
+from tests.kvtransfer.movers.nixl_peer import content
 
 NUM_BLOCKS, BLOCK = 8, 256
 HOST, DISK = Tier.HOST, Tier.DISK

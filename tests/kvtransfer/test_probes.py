@@ -13,8 +13,8 @@ from kvrelay.kvtransfer.agent import PROBE_BYTES, ConnectPeer, CopyDone, PeerCon
 from kvrelay.kvtransfer.executor import SHUTS_DOWN, TransferExecutor
 from kvrelay.kvtransfer.probes import ENOUGH_S, TIMEOUT_S, Probes
 from kvrelay.kvtransfer.ranks import RankAnswers
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
+from tests.kvtransfer.movers.nixl_peer import content
 
 BLOCK = 1 << 16
 CONNECTED = PeerConnected("p", 1)

@@ -22,12 +22,12 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
+from tests.kvtransfer.movers.nixl_peer import content
 
 DEADLINE_S = 30.0
 NUM_BLOCKS, BLOCK = 8, 256

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrelay.kvtransfer.agents import object as objects
+from kvrelay.kvtransfer.movers import object as objects
 from tests.local.test_local import GREEDY
 from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import (

@@ -39,8 +39,8 @@ from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.stats import Role
 from kvrelay.kvtransfer.agent import StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
 from kvrelay.kvtransfer.messages import KVConnect
+from kvrelay.kvtransfer.movers.orphaned import OrphanedAgent
 from kvrelay.kvtransfer.peer.connector import Peers
 from kvrelay.kvtransfer.store.bucket import key_prefix
 from kvrelay.worker.disk_tier import _open_store

@@ -17,8 +17,8 @@ from kvrelay.engine.step import Execute, Step, StepDone
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.worker.threads import NICENESS, StepThread, WorkerThreads, at_low_priority
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
+from tests.kvtransfer.movers.nixl_peer import content
 
 DEADLINE_S = 30.0
 

@@ -25,8 +25,8 @@ from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import StoreExecutor, TransferExecutor
 from kvrelay.worker.disk_tier import Storage
 from kvrelay.worker.threads import LaunchThreads, WorkerThreads
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, RefusingStore
+from tests.kvtransfer.movers.nixl_peer import content
 
 DEADLINE_S = 30.0
 HOST, DISK = Tier.HOST, Tier.DISK

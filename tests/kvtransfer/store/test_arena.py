@@ -17,8 +17,8 @@ import pytest
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import AgentError, AttachStore, StoreFound, StoreGone, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LIST_S, LOOK_S, MAX_FOUND, PACE_S, OrphanedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.movers.orphaned import LIST_S, LOOK_S, MAX_FOUND, PACE_S, OrphanedAgent
 from kvrelay.kvtransfer.store import StoreError, StoreInUse
 from kvrelay.kvtransfer.store.arena import (
     HEADER_BYTES,

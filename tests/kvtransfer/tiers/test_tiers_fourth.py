@@ -15,8 +15,8 @@ from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, 
 from kvrelay.kvtransfer.executor import StoreExecutor, TransferExecutor
 from kvrelay.worker.disk_tier import Storage
 from kvrelay.worker.threads import WorkerThreads
-from tests.kvtransfer.agents.nixl_peer import content as pool_content
 from tests.kvtransfer.fake_agent import FakeAgent, RefusingStore
+from tests.kvtransfer.movers.nixl_peer import content as pool_content
 from tests.kvtransfer.tiers.object_tier import WRITE_AFTER_S, add_object_tier
 from tests.kvtransfer.tiers.tier_world import TierWorld, content, names
 

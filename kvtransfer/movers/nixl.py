@@ -31,8 +31,9 @@ from msgspec.structs import replace
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
-from kvrelay.kvtransfer.agents.nixl_bindings import (
+from kvrelay.kvtransfer.layout import CopySpan, HeadShare
+from kvrelay.kvtransfer.movers.metadata import AgentMetadata, Space, copy_spans, unpack
+from kvrelay.kvtransfer.movers.nixl_bindings import (
     Transfer,
     Transfers,
     check_allocator,
@@ -45,14 +46,13 @@ from kvrelay.kvtransfer.agents.nixl_bindings import (
     quietly,
     whole,
 )
-from kvrelay.kvtransfer.agents.pool import (
+from kvrelay.kvtransfer.movers.pool import (
     check_block_ids,
     is_on_gpu,
     make_scratch,
     probe_blocks,
     space_of,
 )
-from kvrelay.kvtransfer.layout import CopySpan, HeadShare
 
 PROGRESS_WAKE_US = 100_000
 """The progress thread wakes by itself this often (and at once when there is work)."""

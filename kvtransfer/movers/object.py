@@ -36,18 +36,18 @@ from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import DAMAGED, MISSING, AgentError, OwnAgent
-from kvrelay.kvtransfer.agents.metadata import Space
-from kvrelay.kvtransfer.agents.nixl_bindings import (
+from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.codec import MORE_BYTES, Codec
+from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.metadata import Space
+from kvrelay.kvtransfer.movers.nixl_bindings import (
     Transfer,
     Transfers,
     error_text,
     open_nixl,
     whole,
 )
-from kvrelay.kvtransfer.agents.pool import block_bytes, check_block_ids, write_blocks
-from kvrelay.kvtransfer.checksum import checksum_blocks
-from kvrelay.kvtransfer.codec import MORE_BYTES, Codec
-from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.pool import block_bytes, check_block_ids, write_blocks
 from kvrelay.kvtransfer.store.bucket import (
     CA_BUNDLE,
     Bucket,

@@ -24,7 +24,7 @@ from typing import Any
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError, AttachStore, OwnAgent, StoreFound, StoreGone
-from kvrelay.kvtransfer.agents.pool import write_blocks
+from kvrelay.kvtransfer.movers.pool import write_blocks
 from kvrelay.kvtransfer.store.arena import OrphanedArena, arenas, is_wanted, remove_arena
 from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import Agent
-from kvrelay.kvtransfer.agents.pool import check_block_ids
+from kvrelay.kvtransfer.movers.pool import check_block_ids
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.metadata import AgentMetadata
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
-from kvrelay.kvtransfer.agents.pool import pool_bytes
-from tests.kvtransfer.agents.agent_kit import (
+from kvrelay.kvtransfer.movers.metadata import AgentMetadata
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from kvrelay.kvtransfer.movers.pool import pool_bytes
+from tests.kvtransfer.movers.agent_kit import (
     BLOCK,
     DEADLINE_S,
     NUM_BLOCKS,
@@ -23,7 +23,7 @@ from tests.kvtransfer.agents.agent_kit import (
     read,
     settle,
 )
-from tests.kvtransfer.agents.nixl_peer import content, peer_process
+from tests.kvtransfer.movers.nixl_peer import content, peer_process
 
 
 class TestEveryAgent:

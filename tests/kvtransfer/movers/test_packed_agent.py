@@ -11,12 +11,12 @@ import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import NOT_STORED, AgentError, CopyBlocks, CopyDone, MoveId
-from kvrelay.kvtransfer.agents.packed import PackedAgent
-from kvrelay.kvtransfer.agents.pool import pool_bytes
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import BlockLayout
+from kvrelay.kvtransfer.movers.packed import PackedAgent
+from kvrelay.kvtransfer.movers.pool import pool_bytes
 from kvrelay.kvtransfer.store.arena import HostArena
 from tests.kvtransfer.test_kivi import SPEC, block_of
 

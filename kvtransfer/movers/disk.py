@@ -36,8 +36,8 @@ import numpy as np
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError, OwnAgent
-from kvrelay.kvtransfer.agents.metadata import Space
-from kvrelay.kvtransfer.agents.nixl_bindings import (
+from kvrelay.kvtransfer.movers.metadata import Space
+from kvrelay.kvtransfer.movers.nixl_bindings import (
     Transfer,
     Transfers,
     descriptors,
@@ -47,7 +47,7 @@ from kvrelay.kvtransfer.agents.nixl_bindings import (
     quietly,
     whole,
 )
-from kvrelay.kvtransfer.agents.pool import check_block_ids, space_of
+from kvrelay.kvtransfer.movers.pool import check_block_ids, space_of
 
 QUEUES = ("use_uring", "use_aio")
 """Options of NIXL's POSIX backend, best first."""

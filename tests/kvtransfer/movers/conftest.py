@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker
+from tests.kvtransfer.movers.agent_kit import AgentMaker, agent_maker
 
 
 @pytest.fixture

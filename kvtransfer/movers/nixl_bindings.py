@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.metadata import Space
+from kvrelay.kvtransfer.movers.metadata import Space
 
 ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",  # what it would print, AgentError says

@@ -13,13 +13,13 @@ import pytest
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import DAMAGED, MISSING, AgentError
-from kvrelay.kvtransfer.agents import object as objects
-from kvrelay.kvtransfer.agents.object import HEADER_BYTES, ObjectAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import ExponentCodec
+from kvrelay.kvtransfer.movers import object as objects
+from kvrelay.kvtransfer.movers.object import HEADER_BYTES, ObjectAgent
 from kvrelay.kvtransfer.store.bucket import Bucket, key_prefix
-from tests.kvtransfer.agents.agent_kit import DEADLINE_S, settle
-from tests.kvtransfer.agents.test_coded_agent import numbers
+from tests.kvtransfer.movers.agent_kit import DEADLINE_S, settle
+from tests.kvtransfer.movers.test_coded_agent import numbers
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
 
 NUM_BLOCKS = 48
@@ -290,8 +290,8 @@ def test_a_copy_that_is_not_for_the_store_is_refused(world: World) -> None:
 READ_AND_END = """
 import sys
 from pathlib import Path
-from kvrelay.kvtransfer.agents import object as objects
-from tests.kvtransfer.agents.test_object_agent import DEVICE, OBJECT, World, name_of
+from kvrelay.kvtransfer.movers import object as objects
+from tests.kvtransfer.movers.test_object_agent import DEVICE, OBJECT, World, name_of
 
 class Server:
     bucket, url = "kv", sys.argv[1]

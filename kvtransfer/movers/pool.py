@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import PROBE_BYTES, AgentError
-from kvrelay.kvtransfer.agents.metadata import Space
 from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks, head_weights
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.metadata import Space
 
 WRITTEN_AT_ONCE = 32  # blocks that are copied to a GPU; a stack of them is on both sides
 CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for every CUDA context
@@ -83,7 +83,7 @@ def _checksum_kernels(blocks: Any, share: HeadShare | None) -> Any:
     if not blocks.is_cuda:
         return None
     try:
-        from kvrelay.kvtransfer.agents.checksum_kernels import Checksums, fits
+        from kvrelay.kvtransfer.movers.checksum_kernels import Checksums, fits
     except ImportError:  # without Triton
         return None
     weights = head_weights(share)

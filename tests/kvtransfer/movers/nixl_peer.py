@@ -1,6 +1,6 @@
 """A second process with a NIXL agent: prints its metadata (hex), then waits to be told to end.
 
-`python -m tests.kvtransfer.agents.nixl_peer NUM_BLOCKS BYTES_PER_BLOCK SEED NUM_HOST_BLOCKS`
+`python -m tests.kvtransfer.movers.nixl_peer NUM_BLOCKS BYTES_PER_BLOCK SEED NUM_HOST_BLOCKS`
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def peer_process(
 def main() -> None:
     import torch
 
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
 
     num_blocks, bytes_per_block, seed, num_host_blocks = (int(arg) for arg in sys.argv[1:])
     pool = torch.from_numpy(content(num_blocks, bytes_per_block, seed))

@@ -15,10 +15,10 @@ import numpy as np
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import NOT_STORED, AgentError, OwnAgent
-from kvrelay.kvtransfer.agents.pool import check_block_ids, is_on_gpu, pool_bytes, write_blocks
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.pool import check_block_ids, is_on_gpu, pool_bytes, write_blocks
 from kvrelay.kvtransfer.store.arena import HostArena
 
 

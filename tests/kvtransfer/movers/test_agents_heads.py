@@ -11,7 +11,7 @@ from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
-from tests.kvtransfer.agents.agent_kit import AgentMaker, read
+from tests.kvtransfer.movers.agent_kit import AgentMaker, read
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")
 LAYOUT = BlockLayout(SPEC)

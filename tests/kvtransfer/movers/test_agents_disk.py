@@ -16,12 +16,12 @@ import pytest
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents import disk
-from kvrelay.kvtransfer.agents.disk import DiskAgent
-from kvrelay.kvtransfer.agents.metadata import Space
+from kvrelay.kvtransfer.movers import disk
+from kvrelay.kvtransfer.movers.disk import DiskAgent
+from kvrelay.kvtransfer.movers.metadata import Space
 from kvrelay.kvtransfer.store import DiskStore
-from tests.kvtransfer.agents.agent_kit import fails, read, settle
-from tests.kvtransfer.agents.nixl_peer import content
+from tests.kvtransfer.movers.agent_kit import fails, read, settle
+from tests.kvtransfer.movers.nixl_peer import content
 from tests.kvtransfer.store.stores import files_up_to, open_store
 
 SIZE = 5000  # not a multiple of a page

@@ -14,8 +14,8 @@ from typing import Any
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError, ProbeAgent
-from kvrelay.kvtransfer.agents.metadata import pack_ranks, read, unpack_ranks
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.metadata import pack_ranks, read, unpack_ranks
 
 
 @dataclass(slots=True, eq=False)

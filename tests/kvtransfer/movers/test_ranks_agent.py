@@ -11,12 +11,12 @@ from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.metadata import pack_ranks
-from kvrelay.kvtransfer.agents.ranks import RanksAgent, join_ranks, ranks_to_read
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
+from kvrelay.kvtransfer.movers.metadata import pack_ranks
+from kvrelay.kvtransfer.movers.ranks import RanksAgent, join_ranks, ranks_to_read
 from kvrelay.kvtransfer.ranks import add_checksums, first_with_heads
-from tests.kvtransfer.agents.agent_kit import AgentMaker, fails, read
+from tests.kvtransfer.movers.agent_kit import AgentMaker, fails, read
 
 NUM_BLOCKS = 6
 SIZES = [1, 2, 4]

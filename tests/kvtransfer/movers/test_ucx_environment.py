@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.kvtransfer.agents import nixl_bindings as nixl_library
+from kvrelay.kvtransfer.movers import nixl_bindings as nixl_library
 
 
 class TestWhatUcxMayChooseFrom:

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.kvtransfer.agent import DAMAGED, MISSING
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.store.bucket import Bucket
-from tests.kvtransfer.agents.test_object_agent import PREFIX, World
+from tests.kvtransfer.movers.test_object_agent import PREFIX, World
 
 moto = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[server]'")
 

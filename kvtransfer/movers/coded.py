@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.disk import DiskAgent
-from kvrelay.kvtransfer.agents.pool import check_block_ids, is_on_gpu, pool_bytes
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import MORE_BYTES, Codec
 from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.disk import DiskAgent
+from kvrelay.kvtransfer.movers.pool import check_block_ids, is_on_gpu, pool_bytes
 from kvrelay.kvtransfer.store import DiskStore, slot_bytes
 
 STAGING_BYTES = 48 << 20

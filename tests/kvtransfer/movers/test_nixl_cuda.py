@@ -13,8 +13,8 @@ import torch
 from elftools.elf.elffile import ELFFile
 
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents import nixl_bindings
-from kvrelay.kvtransfer.agents.nixl_bindings import (
+from kvrelay.kvtransfer.movers import nixl_bindings
+from kvrelay.kvtransfer.movers.nixl_bindings import (
     PACKAGES,
     check_allocator,
     check_fits,

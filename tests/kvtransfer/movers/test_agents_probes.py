@@ -15,13 +15,13 @@ import pytest
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
-from kvrelay.kvtransfer.agents.ranks import RanksAgent, join_ranks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.layout import BlockLayout
+from kvrelay.kvtransfer.movers.ranks import RanksAgent, join_ranks
 from kvrelay.kvtransfer.probes import TIMEOUT_S, Probes
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
-from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, read
-from tests.kvtransfer.agents.nixl_peer import content, peer_process
+from tests.kvtransfer.movers.agent_kit import AgentMaker, agent_maker, read
+from tests.kvtransfer.movers.nixl_peer import content, peer_process
 
 NUM_BLOCKS, SIZE = 64, 1 << 16
 DEADLINE_S = 30.0

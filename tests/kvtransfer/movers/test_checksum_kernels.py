@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.kvtransfer.agents.pool import DeviceBytes, pool_bytes
 from kvrelay.kvtransfer.checksum import checksum_blocks, head_weights
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.pool import DeviceBytes, pool_bytes
 from tests.engine.model.paged import DEVICE
 
-from kvrelay.kvtransfer.agents.checksum_kernels import Checksums, fits  # isort: skip
+from kvrelay.kvtransfer.movers.checksum_kernels import Checksums, fits  # isort: skip
 
 WHOLE = head_weights(None)
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]

@@ -10,9 +10,9 @@ import pytest
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import Agent, AgentError
-from kvrelay.kvtransfer.agents.pool import make_host_arena
-from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, fails, read, settle
-from tests.kvtransfer.agents.nixl_peer import content, peer_process
+from kvrelay.kvtransfer.movers.pool import make_host_arena
+from tests.kvtransfer.movers.agent_kit import AgentMaker, agent_maker, fails, read, settle
+from tests.kvtransfer.movers.nixl_peer import content, peer_process
 
 SIZE = 20_000
 MEMORY = (Tier.DEVICE, Tier.HOST)

@@ -11,11 +11,11 @@ import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.agents.disk import DiskAgent
-from kvrelay.kvtransfer.agents.staged import StagedAgent
+from kvrelay.kvtransfer.movers.disk import DiskAgent
+from kvrelay.kvtransfer.movers.staged import StagedAgent
 from kvrelay.kvtransfer.store import DiskStore
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
+from tests.kvtransfer.movers.nixl_peer import content
 
 BLOCK, NUM_SLOTS, NUM_HOST, NUM_STAGING = 4096, 20, 4, 3
 DISK, HOST = Tier.DISK, Tier.HOST

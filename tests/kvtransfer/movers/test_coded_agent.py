@@ -16,15 +16,15 @@ import torch
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import AgentError, StoreIndex
-from kvrelay.kvtransfer.agents import coded
-from kvrelay.kvtransfer.agents.coded import CodedAgent, open_coded
-from kvrelay.kvtransfer.agents.staged import StagedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import ExponentCodec
 from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import BlockLayout
+from kvrelay.kvtransfer.movers import coded
+from kvrelay.kvtransfer.movers.coded import CodedAgent, open_coded
+from kvrelay.kvtransfer.movers.staged import StagedAgent
 from kvrelay.kvtransfer.store import DiskStore, slot_bytes
-from tests.kvtransfer.agents.agent_kit import read, settle
+from tests.kvtransfer.movers.agent_kit import read, settle
 from tests.kvtransfer.test_kivi import as_bytes, block_of
 
 SIZE = 5 * 4096 + 1000  # six pages, the last of which is not full

@@ -13,9 +13,9 @@ import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import Agent, AgentError
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.layout import HeadShare
-from tests.kvtransfer.agents.nixl_peer import content
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from tests.kvtransfer.movers.nixl_peer import content
 
 DEADLINE_S = 60.0
 NUM_BLOCKS, BLOCK = 64, 4096
