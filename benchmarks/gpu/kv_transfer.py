@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
 from benchmarks.kv.second_process import second_process
+from kvrelay.kvtransfer.agent import CopyBlocks, MoveId
 
 BLOCK_BYTES = 16 * 2 * 32 * 8 * 128 * 2  # tokens, planes, layers, KV heads, head_dim, bytes
 NUM_BLOCKS, ROUNDS, DEADLINE_S = 1024, 7, 60.0
@@ -50,14 +51,14 @@ def move(agent: Any, src: list[int], dst: list[int]) -> float:
     """Returns how many seconds a read took."""
     torch.cuda.synchronize()
     began = perf_counter()
-    handle = agent.post_copy("peer", src, dst)
-    while not agent.poll(handle):
+    handle = agent.copy(CopyBlocks(MoveId(1), "peer", 1, tuple(src), tuple(dst), DEADLINE_S))
+    while (done := agent.poll(handle)) is None:
         if perf_counter() - began > DEADLINE_S:
             raise SystemExit(f"a read of {len(src)} blocks has not ended in {DEADLINE_S:g} s")
         sleep(20e-6)
-    elapsed = perf_counter() - began
-    agent.release(handle)
-    return elapsed
+    if done.error is not None:
+        raise SystemExit(done.error)
+    return perf_counter() - began
 
 
 def rows(bandwidth: float) -> Iterator[dict[str, Any]]:

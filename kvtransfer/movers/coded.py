@@ -1,5 +1,5 @@
-"""A disk agent whose blocks are coded on the disk: between it and the worker's memory they are in a
-staging area, in as many bytes as they take. Approximate ones may be in fewer: their first byte says
+"""Blocks that are coded on the disk: between it and the worker's memory they are in a staging area,
+in as many bytes as they take. Approximate ones may be in fewer: their first byte says
 so, as it says how others are coded.
 
 Life of a read, in batches: slots of the staging area are free -> read into them -> decoded into the
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agent import GIVEN_UP, AgentError, CopyBlocks, CopyDone
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import MORE_BYTES, Codec
 from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import HeadShare
-from kvrelay.kvtransfer.movers.disk import DiskAgent
-from kvrelay.kvtransfer.movers.pool import check_block_ids, is_on_gpu, pool_bytes
+from kvrelay.kvtransfer.movers.disk import DiskMover
+from kvrelay.kvtransfer.movers.pool import Sides, is_on_gpu, pool_bytes, sides_of
 from kvrelay.kvtransfer.store import DiskStore, slot_bytes
 
 STAGING_BYTES = 48 << 20
@@ -45,14 +45,14 @@ def open_coded(
     codec: Codec,
     share: HeadShare | None = None,
     quantizer: Quantizer | None = None,
-) -> CodedAgent:
+) -> CodedMover:
     """`memory`: the worker's, `[num_blocks, ...]` each, contiguous; `share`: the heads that blocks
     hold; `quantizer`: of such blocks; None: all are exact. Raises AgentError."""
     size = store.bytes_per_block
     count = min(MAX_STAGING, max(MIN_STAGING, STAGING_BYTES // size))
     staging = np.empty((count, size), np.uint8)
-    agent = DiskAgent(name, {Tier.HOST: staging}, store)
-    return CodedAgent(agent, memory, store, codec, staging, share, quantizer)
+    disk = DiskMover(name, {Tier.HOST: staging}, store)
+    return CodedMover(disk, memory, store, codec, staging, share, quantizer)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,29 +67,27 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class CodedCopy:
-    peer: NodeId
-    reads: bool
+    request: CopyBlocks
+    sides: Sides
     memory: NDArray[np.uint8]
-    blocks: list[int]
-    slots: list[int]  # in the store
     results: list[int]  # what each takes in the store, if it is written; else its checksum
-    approximate: frozenset[int] = frozenset()  # slots
-    changed: dict[int, int] = field(default_factory=dict)  # index -> checksum as it will be read
+    read_as: list[int]  # the checksum that each will be read with, if it is written
     begun: int = 0
     done: int = 0
+    given_up: bool = False
     batches: list[_Batch] = field(default_factory=list)
 
 
-class CodedAgent:
-    """Implements kvtransfer.agent.Agent over a DiskAgent whose memory is the staging area, as host
-    memory. Owns it. Memory of a GPU is not reached.
+class CodedMover:
+    """Copies between a worker's memory and its disk, over a DiskMover whose memory is the staging
+    area, as host memory, and which it owns. Memory of a GPU is not reached.
 
-    Invariant: a slot of the staging area is free, or of one copy that has not been released. A
-    block that cannot be decoded arrives as zeros, which its checksum does not fit."""
+    Invariant: a slot of the staging area is free, or of one copy that has not settled. A block that
+    cannot be decoded arrives as zeros, which its checksum does not fit."""
 
     def __init__(
         self,
-        agent: DiskAgent,
+        disk: DiskMover,
         memory: Mapping[Tier, Any],
         store: DiskStore,
         codec: Codec,
@@ -97,7 +95,7 @@ class CodedAgent:
         share: HeadShare | None,
         quantizer: Quantizer | None = None,
     ) -> None:
-        self._agent = agent
+        self._disk = disk
         self._memory = {t: pool_bytes(pool) for t, pool in memory.items() if not is_on_gpu(pool)}
         self._store = store
         self._codec = codec
@@ -112,61 +110,21 @@ class CodedAgent:
         self._most = {False: num_writes, True: max(1, (len(staging) - num_writes) // BATCHES)}
         self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._num_threads, "kv-codec")
-        self._live: set[CodedCopy] = set()
-        self._refused: list[CodedCopy] = []  # some of it was begun
 
     @property
     def can_reach_device(self) -> bool:
         return Tier.DEVICE in self._memory
 
-    def metadata(self) -> bytes:
-        return self._agent.metadata()
+    def copy(self, request: CopyBlocks) -> CodedCopy:
+        sides = sides_of(request, Tier.DISK, self._memory, self._store.max_blocks)
+        read_as, results = list(request.checksums), [0] * len(sides.blocks)
+        return CodedCopy(request, sides, self._memory[sides.tier], results, read_as)
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        self._agent.connect(peer, epoch, num_blocks, metadata)
-
-    def disconnect(self, peer: NodeId) -> None:
-        self._agent.disconnect(peer)
-
-    def post_copy(
-        self,
-        peer: NodeId,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-        approximate: Sequence[int] = (),
-    ) -> CodedCopy:
-        reads = src_tier is Tier.DISK
-        tier = dst_tier if reads else src_tier
-        if [src_tier, dst_tier].count(Tier.DISK) != 1 or tier not in self._memory:
-            raise AgentError(
-                f"move of {len(src)} blocks from {src_tier} to {dst_tier} of {peer}: blocks are"
-                f" coded between {', '.join(self._memory)} memory and the disk only"
-            )
-        memory = self._memory[tier]
-        sizes = [self._store.max_blocks, len(memory)]
-        check_block_ids(peer, src, dst, *(sizes if reads else sizes[::-1]))
-        blocks, slots = (dst, src) if reads else (src, dst)
-        results, quantised = [0] * len(blocks), frozenset(approximate)
-        copy = CodedCopy(peer, reads, memory, blocks, slots, results, quantised)
-        self._release_refused()
-        self._live.add(copy)
-        try:
-            self._begin(copy)
-        except Exception:  # what was begun of it is nobody else's
-            self._refused.append(copy)
-            self._release_refused()
-            raise
-        return copy
-
-    def _release_refused(self) -> None:
-        """Slots of copies that failed as they were posted are free again once they have settled."""
-        self._refused = [copy for copy in self._refused if not self.release(copy)]
-
-    def poll(self, handle: CodedCopy) -> bool:
+    def poll(self, handle: CodedCopy) -> CopyDone | None:
         """What is in the page cache is read at once: so the next batch is begun here, and not when
         the caller comes again, and threads that have all there is to do are waited for."""
+        if handle.given_up:
+            return self._settle(handle)
         for _ in range(BATCHES):
             before = handle.begun, handle.done
             for batch in list(handle.batches):
@@ -174,72 +132,77 @@ class CodedAgent:
             self._begin(handle)
             if (handle.begun, handle.done) == before:
                 break
-        batches = handle.batches if handle.reads else []
+        reads, results = handle.sides.reads, tuple(handle.results)
+        batches = handle.batches if reads else []
         if batches and all(batch.handle is None for batch in batches):
             wait(batches[0].tasks, WAIT_S, FIRST_COMPLETED)
-        return handle.done == len(handle.blocks)
+        if handle.done < len(results):
+            return None
+        request, read_as = handle.request, tuple(handle.read_as)
+        done = CopyDone(request.transfer_id, None)
+        if reads:
+            return replace(done, checksums=results)
+        changed = read_as if read_as != request.checksums else ()
+        return replace(done, stored_bytes=results, stored_checksums=changed)
 
-    def release(self, handle: CodedCopy) -> bool:
-        for batch in list(handle.batches):
-            if batch.handle is not None and not self._agent.release(batch.handle):
-                continue
-            batch.handle = None
+    def cancel(self, handle: CodedCopy) -> None:
+        handle.given_up = True
+        for batch in handle.batches:
+            if batch.handle is not None:
+                self._disk.cancel(batch.handle)
             for task in batch.tasks:
                 task.cancel()
-            if all(task.done() for task in batch.tasks):
-                self._end(handle, batch)
-        if handle.batches:
-            return False
-        self._live.discard(handle)
-        return True
 
-    def results(self, handle: Any) -> tuple[int, ...]:
-        """What each block of a write that is done takes in the store; the checksums of a read,
-        taken while what was decoded is in the CPU's cache. (): it is another agent's copy."""
-        return tuple(handle.results) if isinstance(handle, CodedCopy) else ()
-
-    def changed(self, handle: Any) -> dict[int, int]:
-        """Blocks of a write that is done which will be read with another checksum."""
-        return handle.changed if isinstance(handle, CodedCopy) else {}
+    def _settle(self, copy: CodedCopy) -> CopyDone | None:
+        """Slots of a copy that was given up are free again once nothing uses them."""
+        for batch in list(copy.batches):
+            if batch.handle is not None and self._disk.poll(batch.handle) is not None:
+                batch.handle = None
+            if batch.handle is None and all(task.done() for task in batch.tasks):
+                self._end(copy, batch)
+        return None if copy.batches else CopyDone(copy.request.transfer_id, GIVEN_UP)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
-        for copy in list(self._live):
-            self.release(copy)
-        self._agent.close()
+        self._disk.close()
 
     def _begin(self, copy: CodedCopy) -> None:
         """The next batches, as far as slots are free. Raises AgentError."""
-        free = self._free[copy.reads]
-        while free and copy.begun < len(copy.blocks):
-            count = min(len(copy.blocks) - copy.begun, len(free), self._most[copy.reads])
+        reads, num_blocks = copy.sides.reads, len(copy.sides.blocks)
+        free = self._free[reads]
+        while free and copy.begun < num_blocks:
+            count = min(num_blocks - copy.begun, len(free), self._most[reads])
             batch = _Batch(copy.begun, free[:count])
             del free[:count]
             copy.begun += count
             copy.batches.append(batch)
-            if copy.reads:
+            if reads:
                 stored = [self._size(slot) for slot in self._slots(copy, batch)]
                 self._move(copy, batch, stored)
             else:
                 self._submit(copy, batch, self._encode)
 
     def _advance(self, copy: CodedCopy, batch: _Batch) -> None:
+        reads = copy.sides.reads
         if batch.handle is not None:
-            if not (self._agent.poll(batch.handle) and self._agent.release(batch.handle)):
+            moved = self._disk.poll(batch.handle)
+            if moved is None:
                 return
             batch.handle = None
-            if copy.reads:
+            if moved.error is not None:
+                raise AgentError(moved.error)
+            if reads:
                 self._submit(copy, batch, self._decode)
                 return
         elif not all(task.done() for task in batch.tasks):
             return
-        elif not copy.reads:
+        elif not reads:
             sizes = self._take_results(copy, batch)
             for slot, size in zip(self._slots(copy, batch), sizes, strict=True):
                 self._store.resize(slot, size)
             self._move(copy, batch, sizes)
             return
-        if copy.reads:
+        if reads:
             self._take_results(copy, batch)
         copy.done += len(batch.slots)
         self._end(copy, batch)
@@ -252,22 +215,22 @@ class CodedAgent:
 
     def _end(self, copy: CodedCopy, batch: _Batch) -> None:
         copy.batches.remove(batch)
-        self._free[copy.reads] += batch.slots
+        self._free[copy.sides.reads] += batch.slots
 
-    def _slots(self, copy: CodedCopy, batch: _Batch) -> list[int]:
-        return copy.slots[batch.first : batch.first + len(batch.slots)]
+    def _slots(self, copy: CodedCopy, batch: _Batch) -> tuple[int, ...]:
+        return copy.sides.slots[batch.first : batch.first + len(batch.slots)]
 
     def _size(self, slot: int) -> int:
         return int(self._store.sizes[slot]) or self._store.slot_bytes
 
     def _move(self, copy: CodedCopy, batch: _Batch, sizes: Sequence[int]) -> None:
         """Between the staging area and the disk. Raises AgentError."""
-        slots, each = self._slots(copy, batch), [min(s, self._store.bytes_per_block) for s in sizes]
-        if copy.reads:
-            ways = slots, batch.slots, Tier.DISK, Tier.HOST
+        slots, rows = self._slots(copy, batch), tuple(batch.slots)
+        if copy.sides.reads:
+            part = replace(copy.request, src=slots, dst=rows, dst_tier=Tier.HOST)
         else:
-            ways = batch.slots, slots, Tier.HOST, Tier.DISK
-        batch.handle = self._agent.post_copy(copy.peer, *ways, sizes=each)
+            part = replace(copy.request, src=rows, dst=slots, src_tier=Tier.HOST)
+        batch.handle = self._disk.copy(part, [min(s, self._store.bytes_per_block) for s in sizes])
 
     def _submit(self, copy: CodedCopy, batch: _Batch, work: Any) -> None:
         count = len(batch.slots)
@@ -283,7 +246,7 @@ class CodedAgent:
         size, sizes = self._store.bytes_per_block, []
         coded = np.empty(size + MORE_BYTES, np.uint8)
         for index in indices:
-            block, row = copy.memory[copy.blocks[batch.first + index]], batch.slots[index]
+            block, row = copy.memory[copy.sides.blocks[batch.first + index]], batch.slots[index]
             end = self._quantise(copy, batch.first + index, coded)
             end = end or self._codec.encode(block, coded)
             taken = slot_bytes(end)
@@ -297,8 +260,8 @@ class CodedAgent:
 
     def _quantise(self, copy: CodedCopy, index: int, coded: NDArray[np.uint8]) -> int:
         """The bytes that it takes; 0: it stays exact."""
-        quantizer, block = self._quantizer, copy.memory[copy.blocks[index]]
-        if quantizer is None or copy.slots[index] not in copy.approximate:
+        quantizer, block = self._quantizer, copy.memory[copy.sides.blocks[index]]
+        if quantizer is None or copy.sides.slots[index] not in copy.request.approximate:
             return 0
         end = MORE_BYTES + quantizer.num_bytes
         if slot_bytes(end) >= len(block) or not quantizer.encode(block, coded[MORE_BYTES:]):
@@ -307,7 +270,7 @@ class CodedAgent:
         coded[0] = QUANTISED
         back = np.empty_like(block)
         quantizer.decode(coded[MORE_BYTES:], back)
-        (copy.changed[index],) = checksum_blocks(back[None], [0], self._share)
+        (copy.read_as[index],) = checksum_blocks(back[None], [0], self._share)
         return end
 
     def _decode(self, copy: CodedCopy, batch: _Batch, indices: range) -> list[int]:
@@ -315,8 +278,8 @@ class CodedAgent:
         size = self._store.bytes_per_block
         for index in indices:
             at = batch.first + index
-            block, row = copy.memory[copy.blocks[at]], self._staging[batch.slots[index]]
-            taken = self._size(copy.slots[at])
+            block, row = copy.memory[copy.sides.blocks[at]], self._staging[batch.slots[index]]
+            taken = self._size(copy.sides.slots[at])
             if taken >= size:
                 block[:] = row
             elif row[0] == QUANTISED and self._quantizer is not None:
@@ -324,4 +287,4 @@ class CodedAgent:
             elif not self._codec.decode(row[:taken], block):
                 block[:] = 0
         first, end = batch.first + indices.start, batch.first + indices.stop
-        return checksum_blocks(copy.memory, copy.blocks[first:end], self._share)
+        return checksum_blocks(copy.memory, copy.sides.blocks[first:end], self._share)

@@ -1,4 +1,4 @@
-"""An agent that moves blocks between a worker's memory and its disk store, by NIXL's file backends.
+"""Moves blocks between a worker's memory and its disk store, by NIXL's file backends.
 
 It has a NIXL agent of its own, used from its own thread, so that a slow disk never holds up the
 transfers of memory. A transfer that failed may have broken NIXL's queue, so that agent is made anew
@@ -35,7 +35,7 @@ import numpy as np
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError, OwnAgent
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks
 from kvrelay.kvtransfer.movers.metadata import Space
 from kvrelay.kvtransfer.movers.nixl_bindings import (
     Transfer,
@@ -47,7 +47,7 @@ from kvrelay.kvtransfer.movers.nixl_bindings import (
     quietly,
     whole,
 )
-from kvrelay.kvtransfer.movers.pool import check_block_ids, space_of
+from kvrelay.kvtransfer.movers.pool import Sides, sides_of, space_of
 
 QUEUES = ("use_uring", "use_aio")
 """Options of NIXL's POSIX backend, best first."""
@@ -86,7 +86,7 @@ class OpenFile:
 
 
 class FileTransport:
-    """Owned by a DiskAgent. Invariant: `files` ends with the current one; one that was replaced
+    """Owned by a DiskMover. Invariant: `files` ends with the current one; one that was replaced
     stays as long as transfers use it."""
 
     def __init__(self, name: NodeId, spaces: Mapping[Tier, Space], store: BlockFile) -> None:
@@ -109,21 +109,13 @@ class FileTransport:
             else:
                 self._describe_on_gpu(tier, space)
 
-    def make(
-        self,
-        reads: bool,
-        tier: Tier,
-        blocks: Sequence[int],
-        file: OpenFile,
-        slots: Sequence[int],
-        sizes: Sequence[int] | None,
-    ) -> int:
-        """A transfer between `blocks` of a memory and `slots` of the file, not posted yet. `sizes`:
-        the bytes of each, from its beginning; None: all of them."""
-        operation = self.nixl.NIXL_READ if reads else self.nixl.NIXL_WRITE
-        backend, memory = self.memory[tier]
+    def make(self, sides: Sides, file: OpenFile, sizes: Sequence[int] | None) -> int:
+        """A transfer between memory and the file, not posted yet. `sizes`: the bytes of each block,
+        from its beginning; None: all of them."""
+        operation = self.nixl.NIXL_READ if sides.reads else self.nixl.NIXL_WRITE
+        backend, memory = self.memory[sides.tier]
         if sizes is not None:
-            descs = self._parts(tier, blocks, file, slots, sizes)
+            descs = self._parts(sides, file, sizes)
             made: int = self.agent.createXferReq(
                 operation, *descs, self._agent_name, b"", [backend]
             )
@@ -131,29 +123,22 @@ class FileTransport:
         handle: int = self.agent.makeXferReq(
             operation,
             memory,
-            np.asarray(blocks, np.int32),
+            np.asarray(sides.blocks, np.int32),
             file.dlists[backend],
-            np.asarray(slots, np.int32),
+            np.asarray(sides.slots, np.int32),
             b"",
             [backend],
         )
         return handle
 
-    def _parts(
-        self,
-        tier: Tier,
-        blocks: Sequence[int],
-        file: OpenFile,
-        slots: Sequence[int],
-        sizes: Sequence[int],
-    ) -> tuple[Any, Any]:
+    def _parts(self, sides: Sides, file: OpenFile, sizes: Sequence[int]) -> tuple[Any, Any]:
         """Their descriptors in memory and in the file."""
-        space = self._spaces[tier]
-        in_memory = np.empty((len(blocks), 3), np.uint64)
-        in_file = np.empty((len(slots), 3), np.uint64)
-        in_memory[:, 0] = [space.address + each * self._store.bytes_per_block for each in blocks]
+        space, size = self._spaces[sides.tier], self._store.bytes_per_block
+        in_memory = np.empty((len(sizes), 3), np.uint64)
+        in_file = np.empty((len(sizes), 3), np.uint64)
+        in_memory[:, 0] = [space.address + each * size for each in sides.blocks]
         in_memory[:, 2] = space.device
-        in_file[:, 0] = [self._store.offset(slot) for slot in slots]
+        in_file[:, 0] = [self._store.offset(slot) for slot in sides.slots]
         in_file[:, 2] = file.fd
         in_memory[:, 1] = in_file[:, 1] = sizes
         kind = memory_type(self.nixl, space)
@@ -281,9 +266,8 @@ class Move(Transfer):
     file: OpenFile
 
 
-class DiskAgent(Transfers[Move], OwnAgent):
-    """Implements kvtransfer.agent.Agent for moves within one worker, the disk on one side. Owned
-    by the worker's disk thread.
+class DiskMover(Transfers[Move]):
+    """Copies between a worker's memory and its disk. Owned by the worker's disk thread.
 
     Invariant: what a transfer uses is freed after it has settled. A read that is done has filled
     its blocks: a file that is too short is refused before and after (NIXL itself reports it since
@@ -309,47 +293,35 @@ class DiskAgent(Transfers[Move], OwnAgent):
         """Whether blocks move between disk and device memory; else only from and to host memory."""
         return Tier.DEVICE in self._opened().memory
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        raise AgentError(f"the disk of {self._name} is its own, and not read by {peer}")
-
-    def post_copy(
-        self,
-        peer: NodeId,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-        sizes: Sequence[int] | None = None,
-    ) -> Move:
+    def copy(self, request: CopyBlocks, sizes: Sequence[int] | None = None) -> Move:
         """`sizes`: bytes of each block, from its beginning, if they are not moved whole."""
-        text = f"move of {len(src)} blocks from {src_tier} to {dst_tier} of {peer}"
-        if peer != self._name or [src_tier, dst_tier].count(Tier.DISK) != 1:
-            raise AgentError(f"{text}: this is the disk of {self._name}, for its own memory")
-        reads = src_tier is Tier.DISK
-        tier = dst_tier if reads else src_tier
-        transport = self._opened()
-        if tier not in transport.memory:
-            raise AgentError(f"{text}: {self._name}'s disk does not reach {tier} memory")
-        num_blocks, num_slots = self._spaces[tier].num_blocks, self._store.max_blocks
-        check_block_ids(peer, src, dst, *([num_slots, num_blocks][:: 1 if reads else -1]))
+        transport, text = self._opened(), request.text
+        reached = {tier: self._pools[tier] for tier in transport.memory}
+        sides = sides_of(request, Tier.DISK, reached, self._store.max_blocks)
         busy = sum(transfer.num_blocks for transfer in self._live)
-        if busy + len(src) > MAX_LIVE_BLOCKS:
+        if busy + len(sides.slots) > MAX_LIVE_BLOCKS:
             raise AgentError(f"{text}: {busy} of at most {MAX_LIVE_BLOCKS} blocks are on their way")
         if self._broken and not self._live:
             transport = self._renew(transport)
-        blocks, slots = (dst, src) if reads else (src, dst)
         whole = self._store.bytes_per_block
-        each = [whole] * len(slots) if sizes is None else sizes
+        each = [whole] * len(sides.slots) if sizes is None else sizes
         assert all(0 < size <= whole for size in each), sizes
-        end = max(self._store.offset(s) + size for s, size in zip(slots, each, strict=True))
-        file = transport.current_file()
-        move = Move(text=text, handle=0, reads=reads, num_blocks=len(src), file_end=end, file=file)
+        end = max(self._store.offset(s) + size for s, size in zip(sides.slots, each, strict=True))
+        move = Move(
+            text=text,
+            handle=0,
+            transfer_id=request.transfer_id,
+            reads=sides.reads,
+            num_blocks=len(sides.slots),
+            file_end=end,
+            file=transport.current_file(),
+        )
         _check(move, transport)
         try:
-            move.handle = transport.make(reads, tier, blocks, file, slots, sizes)
+            move.handle = transport.make(sides, move.file, sizes)
         except Exception as error:
             raise AgentError(f"{text}: {error_text(error)}") from error
-        file.live += 1
+        move.file.live += 1
         self._post(move)
         return move
 
@@ -357,7 +329,9 @@ class DiskAgent(Transfers[Move], OwnAgent):
         if self._transport is None:
             return
         deadline = time.monotonic() + CLOSE_S
-        while not self._release_all() and time.monotonic() < deadline:
+        while self._live and time.monotonic() < deadline:
+            for move in list(self._live):
+                self.poll(move)
             time.sleep(CLOSE_POLL_S)
         self._agent = None  # the transport has the last reference
         if self._live:
@@ -377,7 +351,7 @@ class DiskAgent(Transfers[Move], OwnAgent):
             transport = FileTransport(self._name, self._spaces, self._store)
         except Exception as error:
             text = str(error) if isinstance(error, AgentError) else error_text(error)
-            raise AgentError(f"disk agent of {self._name}: {text}") from error
+            raise AgentError(f"disk of {self._name}: {text}") from error
         self._nixl, self._agent = transport.nixl, transport.agent
         return transport
 
@@ -404,14 +378,9 @@ class DiskAgent(Transfers[Move], OwnAgent):
         free_gib = status.f_bavail * status.f_frsize / 2**30
         transfer.error = f"{transfer.error}; the disk has {free_gib:.1f} GiB free"
 
-    def _on_released(self, transfer: Move) -> None:
+    def _on_freed(self, transfer: Move) -> None:
         transfer.file.live -= 1
         self._opened().drop_old_files()
-
-    def _release_all(self) -> bool:
-        for transfer in list(self._live):
-            self.release(transfer)
-        return not self._live
 
 
 def _check(transfer: Move, transport: FileTransport) -> None:

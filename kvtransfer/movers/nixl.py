@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks
 from kvrelay.kvtransfer.layout import CopySpan, HeadShare
 from kvrelay.kvtransfer.movers.metadata import AgentMetadata, Space, copy_spans, unpack
 from kvrelay.kvtransfer.movers.nixl_bindings import (
@@ -69,7 +69,7 @@ class Peer:
     spans: Spans  # what is read of each block; local lists are made for the same ones
     dlists: dict[Tier, int]
     metadata: bytes = b""
-    live: int = 0  # transfers not released
+    live: int = 0  # transfers not freed
     gone: bool = False  # replaced or disconnected: no new reads
     failed: bool = False
 
@@ -80,7 +80,7 @@ class Read(Transfer):
 
 
 class NixlAgent(Transfers[Read]):
-    """Implements kvtransfer.agent.Agent. Owned by the worker's transfer thread.
+    """Implements kvtransfer.agent.PeerAgent. Owned by the worker's transfer thread.
 
     Invariant: a NIXL transfer handle, descriptor list or remote agent is freed exactly once, and
     never while a transfer that uses it runs (except by `close`, which stops the transport).
@@ -199,26 +199,21 @@ class NixlAgent(Transfers[Read]):
         else:
             self._forget(known)
 
-    def post_copy(
-        self,
-        peer: NodeId,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-    ) -> Read:
+    def copy(self, request: CopyBlocks) -> Read:
+        peer, source, destination = request.peer, request.src_tier, request.dst_tier
         known = self._own if peer == self._name else self._peers.get(peer)
         if known is None:
             raise AgentError(f"not connected to {peer}")
-        if known is self._own and src_tier is dst_tier:
-            raise AgentError(f"{peer} moves blocks between tiers, not within {src_tier} memory")
+        if known is self._own and source is destination:
+            raise AgentError(f"{peer} moves blocks between tiers, not within {source} memory")
         own = self._facts.spaces
-        for owner, tier, spaces in ((peer, src_tier, known.spaces), (self._name, dst_tier, own)):
+        for owner, tier, spaces in ((peer, source, known.spaces), (self._name, destination, own)):
             if tier not in spaces:
                 raise AgentError(f"read from {peer}: {owner} has no {tier} memory")
-        num_src, num_dst = known.spaces[src_tier].num_blocks, own[dst_tier].num_blocks
-        check_block_ids(peer, src, dst, num_src, num_dst)
-        return self._read(peer, known, (src_tier, src), (dst_tier, dst))
+        check_block_ids(request, known.spaces[source].num_blocks, own[destination].num_blocks)
+        read = self._read(peer, known, (source, request.src), (destination, request.dst))
+        read.transfer_id = request.transfer_id
+        return read
 
     def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Read, int]:
         known = self._peers.get(peer)
@@ -236,8 +231,8 @@ class NixlAgent(Transfers[Read]):
         self,
         peer: NodeId,
         known: Peer,
-        source: tuple[Tier, list[int]],
-        destination: tuple[Tier | None, list[int]],
+        source: tuple[Tier, Sequence[int]],
+        destination: tuple[Tier | None, Sequence[int]],
     ) -> Read:
         """Blocks of a tier of `peer` into own ones; None: the scratch memory."""
         (src_tier, src), (dst_tier, dst) = source, destination
@@ -304,7 +299,7 @@ class NixlAgent(Transfers[Read]):
     def _on_failed(self, transfer: Read) -> None:
         transfer.peer.failed = True
 
-    def _on_released(self, transfer: Read) -> None:
+    def _on_freed(self, transfer: Read) -> None:
         peer = transfer.peer
         peer.live -= 1
         if peer.gone and peer.live == 0:

@@ -11,7 +11,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agent import NO_COPY, AgentError, CopyDone, TransferId
 from kvrelay.kvtransfer.movers.metadata import Space
 
 ENVIRONMENT = {
@@ -82,7 +82,7 @@ def descriptors(nixl: Any, space: Space, bytes_per_block: int, spans: list[tuple
     return nixl.nixlXferDList(memory_type(nixl, space), rows.reshape(-1, 3))
 
 
-def indices(block_ids: list[int], spans_per_block: int) -> NDArray[np.int32]:
+def indices(block_ids: Sequence[int], spans_per_block: int) -> NDArray[np.int32]:
     """Which descriptors are those of these blocks, block by block."""
     blocks = np.asarray(block_ids, np.int32)
     if spans_per_block == 1:
@@ -107,9 +107,9 @@ def quietly(free: Any, *args: Any) -> None:
 class Transfer:
     text: str  # what it does, for errors
     handle: int
+    transfer_id: TransferId = NO_COPY
     settled: bool = False  # NIXL reported its end
     error: str | None = None  # a bad end
-    released: bool = False
 
 
 T = TypeVar("T", bound=Transfer)
@@ -125,24 +125,18 @@ class Transfers(Generic[T]):
     def __init__(self) -> None:
         self._nixl: Any = None  # the bindings
         self._agent: Any = None  # NIXL's
-        self._live: set[T] = set()  # not released
+        self._live: set[T] = set()  # not freed
 
-    def poll(self, handle: T) -> bool:
-        assert not handle.released
-        self._look(handle)
-        if handle.error is not None:
-            raise AgentError(handle.error)
-        return handle.settled
-
-    def release(self, handle: T) -> bool:
-        if handle.released:
-            return True
+    def poll(self, handle: T) -> CopyDone | None:
+        assert handle in self._live
         self._look(handle)
         if not handle.settled:
-            return False
+            return None
         self._free(handle)
-        self._on_released(handle)
-        return True
+        return CopyDone(handle.transfer_id, handle.error)
+
+    def cancel(self, handle: T) -> None:
+        """NIXL does not stop it: it ends by itself."""
 
     def _post(self, transfer: T) -> None:
         """Raises AgentError. What can be copied at once is copied here, with the GIL released."""
@@ -151,7 +145,7 @@ class Transfers(Generic[T]):
             self._agent.postXferReq(transfer.handle, b"")
         except Exception as error:
             self._fail(transfer, error)
-            self.release(transfer)
+            self._free(transfer)
             raise AgentError(str(transfer.error)) from error
 
     def _look(self, transfer: T) -> None:
@@ -174,8 +168,8 @@ class Transfers(Generic[T]):
 
     def _free(self, transfer: T) -> None:
         self._live.remove(transfer)
-        transfer.released = True
         quietly(self._agent.releaseXferReq, transfer.handle)
+        self._on_freed(transfer)
 
     def _on_done(self, transfer: T) -> None:
         """NIXL says that it ended well."""
@@ -183,7 +177,7 @@ class Transfers(Generic[T]):
     def _on_failed(self, transfer: T) -> None:
         """It has settled, but its end was bad."""
 
-    def _on_released(self, transfer: T) -> None:
+    def _on_freed(self, transfer: T) -> None:
         """It uses nothing any more."""
 
 

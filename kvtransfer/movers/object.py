@@ -1,4 +1,4 @@
-"""An agent that moves blocks between a worker's memory and an object store, by NIXL's OBJ backend.
+"""Moves blocks between a worker's memory and an object store, by NIXL's OBJ backend.
 
 Life of a block that is read: a slot of the staging area is free -> its object is read into it ->
 what has come is compared with what the object says of itself -> decoded, and copied into the
@@ -7,7 +7,7 @@ worker's memory. Of one that is written: coded into a slot -> put.
 What NIXL says of a read proves nothing. An object that is too short reads as done; of a missing
 one the text of the error is where the block should be; and while a server does not answer, a
 transfer goes on for minutes. So NIXL knows the staging area only. A copy that is given up leaves
-its slots behind, and settles at once: nothing but this agent writes to the worker's memory.
+its slots behind, and settles at once: nothing but this mover writes to the worker's memory.
 
 Copies take turns: the next object is one of the copy that has the fewest on their way. As many are
 on their way as come within a fraction of a second: over a slow link they share it, and if it has
@@ -22,8 +22,8 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,9 +35,16 @@ from xxhash import xxh3_64_intdigest
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import DAMAGED, MISSING, AgentError, OwnAgent
+from kvrelay.kvtransfer.agent import (
+    DAMAGED,
+    GIVEN_UP,
+    MISSING,
+    AgentError,
+    CopyBlocks,
+    CopyDone,
+)
 from kvrelay.kvtransfer.checksum import checksum_blocks
-from kvrelay.kvtransfer.codec import MORE_BYTES, Codec
+from kvrelay.kvtransfer.codec import MORE_BYTES, Codec, ExponentCodec
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.movers.metadata import Space
 from kvrelay.kvtransfer.movers.nixl_bindings import (
@@ -47,14 +54,17 @@ from kvrelay.kvtransfer.movers.nixl_bindings import (
     open_nixl,
     whole,
 )
-from kvrelay.kvtransfer.movers.pool import block_bytes, check_block_ids, write_blocks
+from kvrelay.kvtransfer.movers.opening import Storage, TierSettings
+from kvrelay.kvtransfer.movers.pool import Sides, block_bytes, sides_of, write_blocks
 from kvrelay.kvtransfer.store.bucket import (
-    CA_BUNDLE,
     Bucket,
     BucketError,
     Credentials,
+    bucket_of,
     error_code,
+    key_prefix,
 )
+from kvrelay.kvtransfer.store.objects import ObjectStore
 
 HEADER = struct.Struct(
     "<8s16s24sQQQQ"
@@ -86,7 +96,7 @@ class ObjectTransfer(Transfer):
 
 
 class ObjectTransport(Transfers[ObjectTransfer]):
-    """Owned by an ObjectAgent: NIXL's agent, and the staging area that it knows.
+    """Owned by an ObjectMover: NIXL's agent, and the staging area that it knows.
 
     Invariant: a slot is in `free`, or of one transfer that has not settled or was not looked at."""
 
@@ -114,6 +124,11 @@ class ObjectTransport(Transfers[ObjectTransfer]):
     def num_live(self) -> int:
         return len(self._live)
 
+    def has_settled(self, transfer: ObjectTransfer) -> bool:
+        """Its end is for `poll` to tell."""
+        self._look(transfer)
+        return transfer.settled
+
     def start(self, reads: bool, key: str, slot: int, size: int) -> ObjectTransfer:
         """Between the object and the first `size` bytes of the slot. Raises AgentError."""
         nixl, number = self._nixl, next(self._numbers)
@@ -138,7 +153,7 @@ class ObjectTransport(Transfers[ObjectTransfer]):
         self._post(transfer)
         return transfer
 
-    def _on_released(self, transfer: ObjectTransfer) -> None:
+    def _on_freed(self, transfer: ObjectTransfer) -> None:
         self._agent.deregisterMem(transfer.registered, [self._backend])
         self.free.append(transfer.slot)
 
@@ -164,7 +179,7 @@ def _options(bucket: Bucket, credentials: Credentials) -> dict[str, str]:
         "access_key": credentials.access_key,
         "secret_key": credentials.secret_key,
         "session_token": credentials.session_token,
-        "ca_bundle": os.environ.get(CA_BUNDLE, ""),
+        "ca_bundle": os.environ.get("AWS_CA_BUNDLE", ""),
         "num_threads": str(NUM_THREADS),
         # Bodies have a checksum of their own, and not every store knows those of AWS.
         "req_checksum": "required",
@@ -175,23 +190,19 @@ def _options(bucket: Bucket, credentials: Credentials) -> dict[str, str]:
 
 @dataclass(slots=True, eq=False)
 class ObjectCopy:
-    text: str
-    reads: bool
-    tier: Tier
-    blocks: list[int]
-    names: Sequence[bytes]
-    checksums: Sequence[int]  # where it writes
-    results: list[int]  # as CopyDone has them; where it writes: bytes of each object
+    request: CopyBlocks
+    sides: Sides
+    results: list[int]  # checksums, as CopyDone has them; where it writes: bytes of each object
     transport: ObjectTransport
     begun: int = 0
     done: int = 0
-    live: dict[ObjectTransfer, int] = field(default_factory=dict)  # -> number in `blocks`
+    live: dict[ObjectTransfer, int] = field(default_factory=dict)  # -> number in `sides.blocks`
     error: str = ""  # why its next object could not be begun
+    given_up: bool = False
 
 
-class ObjectAgent(OwnAgent):
-    """Implements kvtransfer.agent.Agent for moves within one worker, the object store on one side.
-    Owned by a thread of the worker.
+class ObjectMover:
+    """Copies between a worker's memory and an object store. Owned by a thread of the worker.
 
     Invariant: a block of the worker's memory is written only from an object that is whole, of the
     right name, and fits its checksum."""
@@ -236,24 +247,10 @@ class ObjectAgent(OwnAgent):
         """Transfers that were given up and have not settled."""
         return len(self._left)
 
-    def post_copy(
-        self,
-        peer: NodeId,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-        names: Sequence[bytes] = (),
-        checksums: Sequence[int] = (),
-    ) -> ObjectCopy:
-        """`names`: of the blocks, which are their keys; `checksums`: of those that are written."""
-        reads = src_tier is Tier.OBJECT
-        tier, blocks = (dst_tier, dst) if reads else (src_tier, src)
-        text = f"{len(src)} blocks from {src_tier} to {dst_tier} of {peer}"
-        own = peer == self._name and [src_tier, dst_tier].count(Tier.OBJECT) == 1
-        if not own or tier not in self._memory or len(names) != len(blocks):
-            raise AgentError(f"{text}: not what the object store of {self._name} is for")
-        check_block_ids(peer, blocks, blocks, *[self._bytes[tier].shape[0]] * 2)
+    def copy(self, request: CopyBlocks) -> ObjectCopy:
+        sides, text = sides_of(request, Tier.OBJECT, self._memory), request.text
+        if len(request.names) != len(sides.blocks):
+            raise AgentError(f"{text}: they have {len(request.names)} names")
         now = self._clock()
         self._forget_settled()
         if now < self._retry_at:
@@ -261,54 +258,49 @@ class ObjectAgent(OwnAgent):
         self._renew()
         if not self._transport.free and self.num_left >= len(self._transport.staging):
             raise AgentError(f"{text}: {self.num_left} transfers that were given up have not ended")
-        results = [0] * len(blocks)
-        facts = reads, tier, blocks, names, checksums, results
-        copy = ObjectCopy(text, *facts, self._transport)
+        copy = ObjectCopy(request, sides, [0] * len(sides.blocks), self._transport)
         self._copies[copy] = None
         self._begin(now)
         if copy.error:
-            self.release(copy)
+            self.cancel(copy)
             raise self._failed(copy, copy.error)
         return copy
 
-    def poll(self, handle: ObjectCopy) -> bool:
+    def poll(self, handle: ObjectCopy) -> CopyDone | None:
         self._forget_settled()
+        if handle.given_up:
+            return CopyDone(handle.request.transfer_id, GIVEN_UP)
         now, transport = self._clock(), handle.transport
         for transfer, index in [*handle.live.items()]:
-            try:
-                if not transport.poll(transfer):
-                    continue
-                error = ""
-            except AgentError as failure:
-                error = str(failure)
-            self._note_speed(now, now - transfer.begun_at)
-            handle.results[index] = self._end(handle, transfer, index, error)
+            settled = transport.poll(transfer)
+            if settled is None:
+                continue
             del handle.live[transfer]
-            transport.release(transfer)
+            self._note_speed(now, now - transfer.begun_at)
+            handle.results[index] = self._end(handle, transfer, index)
             handle.done += 1
         self._begin(now)
         if handle.error:
             raise self._failed(handle, handle.error)
-        if handle.done == len(handle.blocks):
+        if handle.done == len(handle.results):
             self._copies.pop(handle, None)
             self._failures = 0
-            return True
+            done, results = CopyDone(handle.request.transfer_id, None), tuple(handle.results)
+            if handle.sides.reads:
+                return replace(done, checksums=results)
+            return replace(done, stored_bytes=results)
         if now < self._retry_at:  # another copy has found that
-            raise AgentError(f"{handle.text}: {self._why}")
+            raise AgentError(f"{handle.request.text}: {self._why}")
         silent_s = now - self._moved_at
         if handle.live and silent_s >= STALL_S + 2 * self._took_s and not self._has_come():
             raise self._failed(handle, f"nothing has come for {silent_s:.0f} s")
-        return False
+        return None
 
-    def release(self, handle: ObjectCopy) -> bool:
+    def cancel(self, handle: ObjectCopy) -> None:
+        handle.given_up = True
         self._copies.pop(handle, None)
         self._left |= dict.fromkeys(handle.live, handle.transport)
         handle.live.clear()
-        self._forget_settled()
-        return True
-
-    def results(self, handle: ObjectCopy) -> tuple[int, ...]:
-        return tuple(handle.results)
 
     def close(self) -> None:
         self._retired.append(self._transport)
@@ -334,16 +326,16 @@ class ObjectAgent(OwnAgent):
 
     def _may_begin(self, copy: ObjectCopy) -> bool:
         transport = copy.transport
-        most = len(transport.staging) if copy.reads else len(transport.staging) // WRITE_SHARE
-        has_next = copy.begun < len(copy.blocks) and not copy.error
+        most = len(transport.staging) // (1 if copy.sides.reads else WRITE_SHARE)
+        has_next = copy.begun < len(copy.results) and not copy.error
         return has_next and bool(transport.free) and len(copy.live) < most
 
     def _begin_next(self, now: float, copy: ObjectCopy) -> None:
         """Begins the transfer of one more block. Raises AgentError."""
         transport, index = copy.transport, copy.begun
-        slot, name = transport.free[-1], copy.names[index]
-        size = transport.staging.shape[1] if copy.reads else self._pack(copy, index, slot)
-        transfer = transport.start(copy.reads, self._prefix + name.hex(), slot, size)
+        slot, name, reads = transport.free[-1], copy.request.names[index], copy.sides.reads
+        size = transport.staging.shape[1] if reads else self._pack(copy, index, slot)
+        transfer = transport.start(reads, self._prefix + name.hex(), slot, size)
         if not any(each.live for each in self._copies):
             self._moved_at = now
         transfer.begun_at = now
@@ -361,20 +353,15 @@ class ObjectAgent(OwnAgent):
 
     def _has_come(self) -> bool:
         """Whether something has, of a copy that was not looked at since."""
-        for copy in self._copies:
-            for transfer in copy.live:
-                try:
-                    if copy.transport.poll(transfer):
-                        return True
-                except AgentError:
-                    return True
-        return False
+        return any(
+            copy.transport.has_settled(transfer) for copy in self._copies for transfer in copy.live
+        )
 
-    def _end(self, copy: ObjectCopy, transfer: ObjectTransfer, index: int, error: str) -> int:
+    def _end(self, copy: ObjectCopy, transfer: ObjectTransfer, index: int) -> int:
         """The result of a transfer that has settled. Raises AgentError if it says that the store
         does not serve."""
-        row = copy.transport.staging[transfer.slot]
-        if not copy.reads:
+        row, error = copy.transport.staging[transfer.slot], transfer.error or ""
+        if not copy.sides.reads:
             if error:
                 raise self._failed(copy, error)
             return copy.results[index]
@@ -383,23 +370,24 @@ class ObjectAgent(OwnAgent):
             return NOT_THERE[says]
         if error:
             raise self._failed(copy, f"{error} {says}".strip())
-        checksum = self._unpack(row, copy.names[index])
+        checksum = self._unpack(row, copy.request.names[index])
         if checksum is None:
             return DAMAGED
-        write_blocks(self._memory[copy.tier], [copy.blocks[index]], self._block[:1])
+        write_blocks(self._memory[copy.sides.tier], [copy.sides.blocks[index]], self._block[:1])
         return checksum
 
     def _pack(self, copy: ObjectCopy, index: int, slot: int) -> int:
         """The object of a block, in its slot; its size."""
-        block = self._bytes[copy.tier][copy.blocks[index]]
+        block = self._bytes[copy.sides.tier][copy.sides.blocks[index]]
         row, codec = copy.transport.staging[slot], self._codec.name.encode()
         body: NDArray[np.uint8] = self._coded[: self._codec.encode(block, self._coded)]
         if len(body) >= self._size:
             body, codec = block, b""
         end = HEADER_BYTES + len(body)
         row[HEADER_BYTES:end] = body
-        facts = copy.names[index], codec, self._size, len(body), copy.checksums[index]
-        row[:HEADER_BYTES] = np.frombuffer(pack_header(*facts), np.uint8)
+        name, checksum = copy.request.names[index], copy.request.checksums[index]
+        header = pack_header(name, codec, self._size, len(body), checksum)
+        row[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
         copy.results[index] = end
         return end
 
@@ -427,12 +415,12 @@ class ObjectAgent(OwnAgent):
             self._most_live = FIRST_LIVE
             self._retry_at = now + RETRY.pause_s(self._failures)
         self._why = f"{self._bucket} does not serve: {why}"
-        return AgentError(f"{copy.text}: {self._why}")
+        return AgentError(f"{copy.request.text}: {self._why}")
 
     def _forget_settled(self) -> None:
         """Slots of what was given up are free again once NIXL is done with them."""
         for transfer, transport in [*self._left.items()]:
-            if transport.release(transfer):
+            if transport.poll(transfer) is not None:
                 del self._left[transfer]
         for transport in [each for each in self._retired if not each.num_live]:
             self._retired.remove(transport)
@@ -455,6 +443,17 @@ class ObjectAgent(OwnAgent):
         except Exception as error:
             text = str(error) if isinstance(error, AgentError) else error_text(error)
             raise AgentError(f"object store of {self._name}: {text}") from error
+
+
+def open_tier(settings: TierSettings) -> Storage:
+    """Raises AgentError, BucketError, NativeBuildError."""
+    config, tiers = settings.config, settings.tiers
+    if settings.num_ranks > 1:
+        raise AgentError(f"it is for workers of one rank, and there are {settings.num_ranks}")
+    bucket, prefix = bucket_of(tiers), key_prefix(tiers.object_prefix, config.fingerprint)
+    what = settings.memory, bucket, prefix, ExponentCodec(), settings.share
+    mover = ObjectMover(config.node_id, *what)
+    return Storage(mover, ObjectStore(bucket, prefix, tiers.object_blocks))
 
 
 def pack_header(name: bytes, codec: bytes, size: int, body_bytes: int, checksum: int) -> bytes:

@@ -23,9 +23,25 @@ from typing import Any
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError, AttachStore, OwnAgent, StoreFound, StoreGone
+from kvrelay.kvtransfer.agent import (
+    AgentError,
+    AttachStore,
+    CopyBlocks,
+    CopyDone,
+    DoneAtOnce,
+    FindStored,
+    StoreFound,
+    StoreGone,
+)
+from kvrelay.kvtransfer.movers.opening import Storage, TierSettings
 from kvrelay.kvtransfer.movers.pool import write_blocks
-from kvrelay.kvtransfer.store.arena import OrphanedArena, arenas, is_wanted, remove_arena
+from kvrelay.kvtransfer.store.arena import (
+    OrphanedArena,
+    arena_root,
+    arenas,
+    is_wanted,
+    remove_arena,
+)
 from kvrelay.kvtransfer.store.folder import LOCK, FolderLock
 
 logger = logging.getLogger(__name__)
@@ -60,11 +76,11 @@ class Attached:
         self.asked += (found[at : at + MAX_FOUND] for at in range(0, len(found), MAX_FOUND))
 
 
-class OrphanedAgent(OwnAgent):
-    """Implements kvtransfer.agent.Agent for reads from arenas of `folder` into a worker's own
-    memory, and finds the arenas. Owned by a thread of the worker.
+class OrphanedMover(DoneAtOnce):
+    """Reads from arenas of `folder` into a worker's own memory, and is the Store that finds them.
+    Owned by a thread of the worker.
 
-    Invariant: a copy is over when `post_copy` returns, so an arena can be left at any other time.
+    Invariant: a copy is over when `copy` returns, so an arena can be left at any other time.
     """
 
     def __init__(
@@ -93,7 +109,13 @@ class OrphanedAgent(OwnAgent):
         self._announce_at = float("-inf")
         self._asked: dict[Path, AttachStore] = {}  # those of `_watched`, where it follows
 
-    def look(self) -> list[StoreFound | StoreGone]:
+    def update(self, change: AttachStore | FindStored) -> None:
+        if isinstance(change, FindStored):
+            self._find(change.names)
+        else:
+            self._attach_to(change)
+
+    def check(self, busy: bool) -> list[StoreFound | StoreGone]:
         """What has changed since the last call."""
         now = self._clock()
         changes: list[StoreFound | StoreGone] = []
@@ -119,7 +141,7 @@ class OrphanedAgent(OwnAgent):
                 self._attach(now, path, lock, asked)
         return [*changes, *self._announce(now)]
 
-    def find(self, names: tuple[bytes, ...]) -> None:
+    def _find(self, names: tuple[bytes, ...]) -> None:
         """Announce these first, of what is attached, and of what soon will be."""
         self._names.append((self._clock() + ASKED_S, names))
         if len(self._names) > MAX_ASKED:
@@ -127,7 +149,7 @@ class OrphanedAgent(OwnAgent):
         for each in self._attached:
             each.ask(names)
 
-    def attach(self, asked: AttachStore) -> None:
+    def _attach_to(self, asked: AttachStore) -> None:
         """As soon as it can be read; what was attached to these slots is left."""
         first, end = asked.first_slot, asked.first_slot + asked.num_slots
         path = self._folder / asked.place
@@ -220,30 +242,16 @@ class OrphanedAgent(OwnAgent):
             first = each.end
         return first
 
-    def post_copy(
-        self,
-        peer: NodeId,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-    ) -> None:
-        if peer != self._name or src_tier is not Tier.ORPHANED or dst_tier not in self._pools:
-            raise AgentError(f"{self._name} copies no blocks from {src_tier} to {dst_tier} here")
-        pool = self._pools[dst_tier]
+    def copy(self, request: CopyBlocks) -> CopyDone:
+        pool, src = self._pools[request.dst_tier], request.src
         for each in self._attached:
             here = [i for i, slot in enumerate(src) if each.first <= slot < each.end]
             if here:
                 found = [each.arena.memory[src[i] - each.first] for i in here]
-                write_blocks(pool, [dst[i] for i in here], found)
+                write_blocks(pool, [request.dst[i] for i in here], found)
         if not all(any(a.first <= slot < a.end for a in self._attached) for slot in src):
             raise AgentError("the worker whose host memory this was is back")
-
-    def poll(self, handle: None) -> bool:
-        return True
-
-    def release(self, handle: None) -> bool:
-        return True
+        return CopyDone(request.transfer_id, None)
 
     def close(self) -> None:
         for each in self._attached:
@@ -252,3 +260,12 @@ class OrphanedAgent(OwnAgent):
             lock.release()
         self._attached.clear()
         self._watched.clear()
+
+
+def open_tier(settings: TierSettings) -> Storage:
+    """Raises StoreError where the machine has no shared memory."""
+    config, own = settings.config, settings.arena
+    place = arena_root() / settings.cluster / settings.part / config.fingerprint.hex()
+    own_folder, follows = None if own is None else own.folder, settings.rank > 0
+    mover = OrphanedMover(config.node_id, place, own_folder, settings.memory, follows=follows)
+    return Storage(mover, mover)

@@ -1,17 +1,18 @@
-"""A worker's KV memory as bytes, and the check of block ids."""
+"""A worker's KV memory as bytes, and the check of what is to be copied."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import PROBE_BYTES, AgentError
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import PROBE_BYTES, AgentError, CopyBlocks
 from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks, head_weights
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.movers.metadata import Space
@@ -180,13 +181,37 @@ def pin(arena: NDArray[np.uint8]) -> None:
     weakref.finalize(arena, cuda.cudaHostUnregister, arena.ctypes.data)
 
 
-def check_block_ids(
-    peer: NodeId, src: Sequence[int], dst: Sequence[int], num_src: int, num_dst: int
-) -> None:
-    """Raises AgentError unless the two lists name blocks of pools of these sizes, one for one."""
+def check_block_ids(request: CopyBlocks, num_src: int, num_dst: int) -> None:
+    """Raises AgentError unless it names blocks of pools of these sizes, one for one."""
+    src, dst, text = request.src, request.dst, f"read from {request.peer}"
     if len(src) != len(dst) or not src:
-        raise AgentError(f"read from {peer}: {len(src)} source and {len(dst)} destination blocks")
+        raise AgentError(f"{text}: {len(src)} source and {len(dst)} destination blocks")
     for side, ids, limit in (("source", src, num_src), ("destination", dst, num_dst)):
         if min(ids) < 0 or max(ids) >= limit:
             wrong = next(i for i in ids if not 0 <= i < limit)
-            raise AgentError(f"read from {peer}: {side} block {wrong} is outside [0, {limit})")
+            raise AgentError(f"{text}: {side} block {wrong} is outside [0, {limit})")
+
+
+class Sides(NamedTuple):
+    """A copy between memory and storage, as storage sees it."""
+
+    reads: bool  # the storage
+    tier: Tier  # of the memory
+    blocks: tuple[int, ...]  # there
+    slots: tuple[int, ...]  # in the storage
+
+
+def sides_of(
+    request: CopyBlocks, storage: Tier, memory: Mapping[Tier, Sized], num_slots: int = sys.maxsize
+) -> Sides:
+    """Raises AgentError unless it is between slots of `storage` and blocks of one of `memory`.
+    `num_slots`: that there are; storage that has keys has none."""
+    reads = request.src_tier is storage
+    sides = Sides(reads, request.src_tier, request.src, request.dst)
+    if reads:
+        sides = Sides(reads, request.dst_tier, request.dst, request.src)
+    if sides.tier not in memory:
+        raise AgentError(f"{request.text}: no {sides.tier} memory is reached")
+    sizes = num_slots, len(memory[sides.tier])
+    check_block_ids(request, *(sizes if reads else sizes[::-1]))
+    return sides

@@ -8,29 +8,36 @@ reads from, and is done when all are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agent import AgentError, ProbeAgent
+from kvrelay.kvtransfer.agent import (
+    NO_COPY,
+    AgentError,
+    CopyBlocks,
+    CopyDone,
+    PeerAgent,
+    TransferId,
+)
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.movers.metadata import pack_ranks, read, unpack_ranks
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """`error`: a part of it could not be posted."""
+    """`error`: why a part of it could not be begun, or has failed."""
 
-    parts: list[Any]
+    transfer_id: TransferId
+    parts: list[Any]  # that have not settled
     error: str | None = None
 
 
 class RanksAgent:
-    """Implements kvtransfer.agent.Agent over that of one rank, and owns it. Its metadata are those
-    of a worker of one rank; where there are more, `join_ranks` has all."""
+    """A PeerAgent over that of one rank, which it owns. Its metadata are those of a worker of one
+    rank; where there are more, `join_ranks` has all."""
 
-    def __init__(self, name: NodeId, agent: ProbeAgent, share: HeadShare, rank: int = 0) -> None:
+    def __init__(self, name: NodeId, agent: PeerAgent, share: HeadShare, rank: int = 0) -> None:
         """`share`: the heads of its own blocks. `rank`: its number, also among those that have the
         same heads."""
         self._name = name
@@ -60,18 +67,14 @@ class RanksAgent:
         for name in self._peers.pop(peer, ()):
             self._agent.disconnect(name)
 
-    def post_copy(
-        self,
-        peer: NodeId,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-    ) -> Any:
+    def copy(self, request: CopyBlocks) -> Any:
+        peer = request.peer
         names = [peer] if peer == self._name else self._peers.get(peer, [])
-        return self._post(
-            peer, names, lambda name: self._agent.post_copy(name, src, dst, src_tier, dst_tier)
-        )
+
+        def begin(name: str) -> Any:
+            return self._agent.copy(replace(request, peer=name))
+
+        return self._begin(request.transfer_id, peer, names, begin)
 
     def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Any, int]:
         names, sizes = self._peers.get(peer, []), list[int]()
@@ -81,37 +84,36 @@ class RanksAgent:
             sizes.append(size)
             return handle
 
-        return self._post(peer, names, post), sum(sizes)
+        return self._begin(NO_COPY, peer, names, post), sum(sizes)
 
-    def _post(self, peer: NodeId, names: list[str], post: Callable[[str], Any]) -> Any:
-        """A part for each of `names`; one alone is what its agent knows."""
+    def _begin(
+        self, transfer_id: TransferId, peer: NodeId, names: list[str], begin: Callable[[str], Any]
+    ) -> _Copy:
+        """A part for each of `names`."""
         if not names:
             raise AgentError(f"not connected to {peer}")
-        if len(names) == 1:
-            return post(names[0])
-        copy = _Copy([])
+        copy = _Copy(transfer_id, [])
         for name in names:
             try:
-                copy.parts.append(post(name))
+                copy.parts.append(begin(name))
             except Exception as error:
                 if not copy.parts:
                     raise
-                copy.error = str(error)  # raised by `poll`: what was posted has to settle
+                copy.error = str(error)  # what was begun has to settle
                 break
         return copy
 
-    def poll(self, handle: Any) -> bool:
-        if not isinstance(handle, _Copy):
-            return self._agent.poll(handle)
-        if handle.error is not None:
-            raise AgentError(handle.error)
-        return all(self._agent.poll(part) for part in handle.parts)
+    def poll(self, handle: _Copy) -> CopyDone | None:
+        for part in list(handle.parts):
+            done = self._agent.poll(part)
+            if done is not None:
+                handle.parts.remove(part)
+                handle.error = handle.error or done.error
+        return None if handle.parts else CopyDone(handle.transfer_id, handle.error)
 
-    def release(self, handle: Any) -> bool:
-        if not isinstance(handle, _Copy):
-            return self._agent.release(handle)
-        handle.parts = [part for part in handle.parts if not self._agent.release(part)]
-        return not handle.parts
+    def cancel(self, handle: _Copy) -> None:
+        for part in handle.parts:
+            self._agent.cancel(part)
 
     def close(self) -> None:
         self._peers.clear()

@@ -14,10 +14,10 @@ import torch
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer import transfer_loop
 from kvrelay.kvtransfer.agent import (
-    Agent,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
+    Mover,
     PeerConnected,
     StoreFailed,
     StoreIndex,
@@ -33,9 +33,9 @@ DEADLINE_S = 30.0
 NUM_BLOCKS, BLOCK = 8, 256
 
 
-def executor_of(agent: Agent, pool: np.ndarray | None = None) -> TransferExecutor:
+def executor_of(mover: Mover, pool: np.ndarray | None = None) -> TransferExecutor:
     device = content(4, 8, 0) if pool is None else pool
-    return TransferExecutor("me", 1, agent, {Tier.DEVICE: device})
+    return TransferExecutor("me", 1, mover, {Tier.DEVICE: device})
 
 
 class Loop:
@@ -121,7 +121,7 @@ class TestTransferLoop:
         assert agent.closed
         assert loop.loop.close(DEADLINE_S)
 
-    def test_an_agent_that_cannot_release_a_read_stops_no_other(
+    def test_an_agent_that_cannot_say_how_a_read_is_stops_no_other(
         self, start: Callable[..., Loop]
     ) -> None:
         """The thread ended, without a word: nothing that was asked of it was answered again."""
@@ -129,11 +129,11 @@ class TestTransferLoop:
         class Failing(FakeAgent):
             num_failures = 0
 
-            def release(self, handle: int) -> bool:
+            def poll(self, handle: int) -> CopyDone | None:
                 if handle == 0 and self.num_failures < 3:
                     self.num_failures += 1
                     raise OSError(errno.EIO, "Input/output error")
-                return super().release(handle)
+                return super().poll(handle)
 
         agent = Failing(states=["done", "done"])
         executor = executor_of(agent)
@@ -145,7 +145,7 @@ class TestTransferLoop:
         ends = [loop.next(), loop.next()]
         errors = {end.transfer_id: end.error for end in ends if isinstance(end, CopyDone)}
         assert errors == {1: "OSError: [Errno 5] Input/output error", 2: None}
-        assert agent.num_failures == 3, "its blocks are nobody else's before it is released"
+        assert agent.num_failures == 3, "its blocks are nobody else's before it has settled"
         assert not agent.live
         assert executor.audit() == 0
 
@@ -208,11 +208,9 @@ class RecordingAgent(FakeAgent):
         super().__init__(states=["done"] * 100)
         self.events = events
 
-    def post_copy(
-        self, peer: str, src: list[int], dst: list[int], *tiers: Any, **named: Any
-    ) -> int:
-        self.events.append(("read", *dst))
-        return super().post_copy(peer, src, dst, *tiers, **named)
+    def copy(self, request: CopyBlocks) -> int:
+        self.events.append(("read", *request.dst))
+        return super().copy(request)
 
     def close(self) -> None:
         super().close()

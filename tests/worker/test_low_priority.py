@@ -100,8 +100,7 @@ def test_on_shared_cores_some_steps_have_low_priority(usual: int, shares_cores: 
 
     threads = WorkerThreads(
         StepExecutor(run_step, partial(checksum_blocks, pools[Tier.DEVICE])),
-        TransferExecutor("me", 1, FakeAgent(states=["done"]), pools),
-        {},
+        {Tier.DEVICE: (TransferExecutor("me", 1, FakeAgent(states=["done"]), pools), None)},
         answers.put,
         "me",
         shares_cores=shares_cores,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.kvtransfer.agent import Agent, AgentError
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks, CopyDone, MoveId, Mover, PeerAgent
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.movers.nixl import NixlAgent
 from tests.kvtransfer.movers.nixl_peer import content
@@ -25,11 +25,11 @@ NUM_BLOCKS, BLOCK = 64, 4096
 class AgentMaker:
     """Makes agents, and the arrays they were made with."""
 
-    agents: list[Agent] = field(default_factory=list)
+    agents: list[PeerAgent] = field(default_factory=list)
 
     def __call__(
         self, name: str, num_blocks: int = NUM_BLOCKS, size: int = BLOCK, seed: int = 0
-    ) -> tuple[Agent, np.ndarray]:
+    ) -> tuple[PeerAgent, np.ndarray]:
         """An agent and its device pool, `[num_blocks, size]`."""
         pool = content(num_blocks, size, seed)
         return self.over(name, pool), pool
@@ -40,7 +40,7 @@ class AgentMaker:
         pool: np.ndarray,
         host: np.ndarray | None = None,
         share: HeadShare | None = None,
-    ) -> Agent:
+    ) -> PeerAgent:
         agent = NixlAgent(name, torch.from_numpy(pool), host=host, share=share)
         self.agents.append(agent)
         return agent
@@ -57,34 +57,53 @@ def agent_maker() -> Iterator[AgentMaker]:
             agent.close()
 
 
-def settle(agent: Agent, handle: Any) -> None:
-    """Poll until done, then release. Raises AgentError if the read failed."""
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        while not agent.poll(handle):
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-    finally:
-        while not agent.release(handle):
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-
-
-def read(
-    agent: Agent,
+def copy_of(
     peer: str,
-    src: list[int],
-    dst: list[int],
+    src: Sequence[int],
+    dst: Sequence[int],
     src_tier: Tier = Tier.DEVICE,
     dst_tier: Tier = Tier.DEVICE,
-) -> None:
-    settle(agent, agent.post_copy(peer, src, dst, src_tier=src_tier, dst_tier=dst_tier))
+    **more: Any,
+) -> CopyBlocks:
+    ways = tuple(src), tuple(dst), 5.0, src_tier, dst_tier
+    return CopyBlocks(MoveId(1), peer, 1, *ways, **more)
 
 
-def fails(agent: Agent, *args: Any, **tiers: Any) -> str:
+def begin(mover: Mover, *args: Any, **more: Any) -> Any:
+    """A copy, as `copy_of` makes it; its handle."""
+    return mover.copy(copy_of(*args, **more))
+
+
+def ended(mover: Mover, handle: Any) -> CopyDone:
+    """How it has settled, good or bad."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (done := mover.poll(handle)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+    return done
+
+
+def settle(mover: Mover, handle: Any) -> CopyDone:
+    """Wait for a good end. Raises AgentError if it fails, once it has settled."""
+    try:
+        done = ended(mover, handle)
+    except AgentError:
+        mover.cancel(handle)
+        ended(mover, handle)
+        raise
+    if done.error is not None:
+        raise AgentError(done.error)
+    return done
+
+
+def read(mover: Mover, *args: Any, **more: Any) -> CopyDone:
+    return settle(mover, begin(mover, *args, **more))
+
+
+def fails(mover: Mover, *args: Any, **tiers: Any) -> str:
     """Says why this read fails."""
     try:
-        read(agent, *args, **tiers)
+        read(mover, *args, **tiers)
     except AgentError as error:
         return str(error)
     raise AssertionError("it did not fail")

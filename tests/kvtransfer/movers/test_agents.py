@@ -20,6 +20,7 @@ from tests.kvtransfer.movers.agent_kit import (
     DEADLINE_S,
     NUM_BLOCKS,
     AgentMaker,
+    begin,
     read,
     settle,
 )
@@ -45,7 +46,7 @@ class TestEveryAgent:
             producer, sources[peer] = make("producer", seed=seed)
             reader.connect(peer, 1, NUM_BLOCKS, producer.metadata())
         reads = [("ab"[i % 2], list(range(i, 64, 8)), list(range(i, 64, 8))) for i in range(8)]
-        handles = [reader.post_copy(*each) for each in reads]
+        handles = [begin(reader, *each) for each in reads]
         for handle in reversed(handles):
             settle(reader, handle)
         for peer, src, dst in reads:
@@ -54,7 +55,7 @@ class TestEveryAgent:
     def test_a_peer_that_was_never_connected_is_named(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
         with pytest.raises(AgentError, match="nobody"):
-            reader.post_copy("nobody", [0], [0])
+            begin(reader, "nobody", [0], [0])
         reader.disconnect("nobody")
 
     def test_no_read_after_disconnect(self, make: AgentMaker) -> None:
@@ -62,7 +63,7 @@ class TestEveryAgent:
         reader.connect("p", 1, NUM_BLOCKS, make("producer")[0].metadata())
         reader.disconnect("p")
         with pytest.raises(AgentError, match="not connected to p"):
-            reader.post_copy("p", [0], [0])
+            begin(reader, "p", [0], [0])
 
     @pytest.mark.parametrize(
         ("src", "dst", "what"),
@@ -79,7 +80,7 @@ class TestEveryAgent:
         reader, _ = make("reader")
         reader.connect("p", 1, NUM_BLOCKS, make("producer")[0].metadata())
         with pytest.raises(AgentError, match=what):
-            reader.post_copy("p", src, dst)
+            begin(reader, "p", src, dst)
 
     def test_a_new_epoch_of_a_peer_replaces_the_old_one(self, make: AgentMaker) -> None:
         reader, pool = make("reader")
@@ -107,7 +108,7 @@ class TestEveryAgent:
         with pytest.raises(AgentError, match=r"p differs in number of blocks: it says 64"):
             reader.connect("p", 1, NUM_BLOCKS + 1, same.metadata())
         with pytest.raises(AgentError, match="not connected to p"):
-            reader.post_copy("p", [0], [0])
+            begin(reader, "p", [0], [0])
 
     def test_damaged_metadata_is_an_error_and_no_crash(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
@@ -181,14 +182,14 @@ class TestNixlBetweenProcesses:
 
 def read_while_killing(agent: NixlAgent, pid: int, blocks: list[int]) -> None:
     """Read all blocks again and again; the peer dies in the midst of one. Raises AgentError."""
-    handle = agent.post_copy("p", blocks, blocks)
+    handle = begin(agent, "p", blocks, blocks)
     killer = threading.Thread(target=os.kill, args=(pid, signal.SIGKILL))
     killer.start()
     deadline = time.monotonic() + DEADLINE_S
     try:
         while time.monotonic() < deadline:
             settle(agent, handle)
-            handle = agent.post_copy("p", blocks, blocks)
+            handle = begin(agent, "p", blocks, blocks)
     finally:
         killer.join()
 
@@ -200,7 +201,7 @@ def tcp_reader(monkeypatch: pytest.MonkeyPatch) -> tuple[NixlAgent, np.ndarray]:
     return NixlAgent("reader", pool), pool.numpy()
 
 
-def test_a_read_from_a_stopped_peer_is_released_only_when_its_bytes_have_come(
+def test_a_read_from_a_stopped_peer_settles_only_when_its_bytes_have_come(
     tcp_reader: tuple[NixlAgent, np.ndarray],
 ) -> None:
     agent, pool = tcp_reader
@@ -209,9 +210,10 @@ def test_a_read_from_a_stopped_peer_is_released_only_when_its_bytes_have_come(
         agent.connect("p", 1, SIZES[0], metadata)
         read(agent, "p", [0], [0])
         os.kill(process.pid, signal.SIGSTOP)
-        handle = agent.post_copy("p", blocks, blocks)
+        handle = begin(agent, "p", blocks, blocks)
+        agent.cancel(handle)
         for _ in range(100):
-            assert not agent.release(handle)
+            assert agent.poll(handle) is None
         agent.disconnect("p")
         with pytest.raises(AgentError, match="reads of its last connection run on"):
             agent.connect("p", 1, SIZES[0], metadata)
@@ -233,7 +235,7 @@ def test_close_stops_a_read_that_never_settles(tcp_reader: tuple[NixlAgent, np.n
         agent.connect("p", 1, SIZES[0], metadata)
         read(agent, "p", [0], [0])
         os.kill(process.pid, signal.SIGSTOP)
-        agent.post_copy("p", blocks, blocks)
+        begin(agent, "p", blocks, blocks)
         agent.close()
         before = pool.copy()
         os.kill(process.pid, signal.SIGCONT)

@@ -20,7 +20,7 @@ from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.kvtransfer.movers.ranks import RanksAgent, join_ranks
 from kvrelay.kvtransfer.probes import TIMEOUT_S, Probes
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
-from tests.kvtransfer.movers.agent_kit import AgentMaker, agent_maker, read
+from tests.kvtransfer.movers.agent_kit import AgentMaker, agent_maker, ended, read
 from tests.kvtransfer.movers.nixl_peer import content, peer_process
 
 NUM_BLOCKS, SIZE = 64, 1 << 16
@@ -110,9 +110,7 @@ def test_ranks_read_what_they_have_heads_of(make: AgentMaker, src_size: int, dst
     agent.connect("p", 1, 8, metadata)
     handle, num_bytes = agent.post_probe("p", 4 * ours.bytes_per_block)
     assert num_bytes == 4 * ours.bytes_per_block
-    while not agent.poll(handle):
-        time.sleep(1e-4)
-    assert agent.release(handle)
+    assert ended(agent, handle).error is None
     with looped(agent, pool) as ask:
         is_well(ask(ConnectPeer("p", 1, 8, metadata)))
     assert np.array_equal(pool, before)
@@ -125,7 +123,5 @@ def test_two_workers_time_each_other() -> None:
         for one, other, name in ((*agents, "b"), (*reversed(agents), "a")):
             one.connect(name, 1, NUM_BLOCKS, other.metadata())
             handle, _ = one.post_probe(name, 1)
-            while not one.poll(handle):
-                time.sleep(1e-4)
-            assert one.release(handle)
+            assert ended(one, handle).error is None
         read(agents[0], "b", [1], [2])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.kvtransfer.agent import Agent, AgentError
+from kvrelay.kvtransfer.agent import AgentError, PeerAgent
 from kvrelay.kvtransfer.movers.pool import make_host_arena
-from tests.kvtransfer.movers.agent_kit import AgentMaker, agent_maker, fails, read, settle
+from tests.kvtransfer.movers.agent_kit import AgentMaker, agent_maker, begin, fails, read, settle
 from tests.kvtransfer.movers.nixl_peer import content, peer_process
 
 SIZE = 20_000
@@ -21,7 +21,7 @@ COUNTS = {Tier.DEVICE: 40, Tier.HOST: 90}
 Pools = dict[Tier, np.ndarray]
 
 
-def tiered(make: AgentMaker, name: str, seed: int) -> tuple[Agent, Pools]:
+def tiered(make: AgentMaker, name: str, seed: int) -> tuple[PeerAgent, Pools]:
     pools = {tier: content(COUNTS[tier], SIZE, seed + i) for i, tier in enumerate(MEMORY)}
     return make.over(name, pools[Tier.DEVICE], host=pools[Tier.HOST]), pools
 
@@ -66,10 +66,10 @@ def test_moves_within_run_beside_reads_from_peers(make: AgentMaker) -> None:
     agent.connect("p", 1, COUNTS[Tier.DEVICE], producer.metadata())
     before = pools[Tier.DEVICE].copy()
     handles = [
-        agent.post_copy("me", [i], [i], src_tier=Tier.DEVICE, dst_tier=Tier.HOST) for i in range(8)
+        begin(agent, "me", [i], [i], src_tier=Tier.DEVICE, dst_tier=Tier.HOST) for i in range(8)
     ]
     handles += [
-        agent.post_copy("p", [i], [i], src_tier=Tier.HOST, dst_tier=Tier.HOST) for i in range(8, 16)
+        begin(agent, "p", [i], [i], src_tier=Tier.HOST, dst_tier=Tier.HOST) for i in range(8, 16)
     ]
     for handle in reversed(handles):
         settle(agent, handle)

@@ -21,10 +21,10 @@ from kvrelay.kvtransfer.codec import ExponentCodec
 from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.kvtransfer.movers import coded
-from kvrelay.kvtransfer.movers.coded import CodedAgent, open_coded
-from kvrelay.kvtransfer.movers.staged import StagedAgent
+from kvrelay.kvtransfer.movers.coded import CodedMover, open_coded
+from kvrelay.kvtransfer.movers.staged import StagedMover
 from kvrelay.kvtransfer.store import DiskStore, slot_bytes
-from tests.kvtransfer.movers.agent_kit import read, settle
+from tests.kvtransfer.movers.agent_kit import begin, ended, read
 from tests.kvtransfer.test_kivi import as_bytes, block_of
 
 SIZE = 5 * 4096 + 1000  # six pages, the last of which is not full
@@ -58,21 +58,17 @@ class World:
         self.agent = open_coded("me", memory, self.store, ExponentCodec())
 
     def write(self, src: list[int], slots: list[int], tier: Tier = DEVICE) -> tuple[int, ...]:
-        handle = self.agent.post_copy("me", src, slots, tier, DISK)
-        settle(self.agent, handle)
-        return self.agent.results(handle)
+        return read(self.agent, "me", src, slots, tier, DISK).stored_bytes
 
     def read(self, slots: list[int], dst: list[int], tier: Tier = DEVICE) -> None:
-        handle = self.agent.post_copy("me", slots, dst, DISK, tier)
-        settle(self.agent, handle)
+        done = read(self.agent, "me", slots, dst, DISK, tier)
         memory = self.device if tier is DEVICE else self.host
-        assert self.agent.results(handle) == tuple(checksum_blocks(memory, dst))
+        assert done.checksums == tuple(checksum_blocks(memory, dst))
 
     def assert_idle(self) -> None:
         """All of the staging area is free."""
         free = [slot for slots in self.agent._free.values() for slot in slots]
         assert sorted(free) == list(range(len(self.agent._staging)))
-        assert not self.agent._live
 
 
 @pytest.fixture(params=[128, 8], ids=["at once", "in batches"])
@@ -89,29 +85,31 @@ def world(
         world.store.close()
 
 
-def test_a_read_that_fails_as_it_is_posted_leaves_no_slots_behind(
+def test_a_read_that_fails_as_it_is_begun_leaves_no_slots_behind(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots = [*range(12)]
     world.write(slots, slots)
-    inner, posted = world.agent._agent, []
-    post, release = inner.post_copy, inner.release
+    inner, posted = world.agent._disk, []
+    copy, poll = inner.copy, inner.poll
 
     def fails_the_second_time(*given: Any, **options: Any) -> Any:
         if posted:
             raise AgentError("no")
-        posted.append(post(*given, **options))
+        posted.append(copy(*given, **options))
         return posted[0]
 
     monkeypatch.setitem(world.agent._most, True, 2)
-    monkeypatch.setattr(inner, "post_copy", fails_the_second_time)
-    monkeypatch.setattr(inner, "release", lambda handle: False)  # it has not settled
+    monkeypatch.setattr(inner, "copy", fails_the_second_time)
+    monkeypatch.setattr(inner, "poll", lambda handle: None)  # it has not settled
+    handle = begin(world.agent, "me", slots, slots, DISK, DEVICE)
     with pytest.raises(AgentError, match="no"):
-        world.agent.post_copy("me", slots, slots, DISK, DEVICE)
-    monkeypatch.setattr(inner, "release", release)
-    monkeypatch.setattr(inner, "post_copy", post)
-    while not inner.poll(posted[0]):
-        time.sleep(0.001)
+        world.agent.poll(handle)
+    world.agent.cancel(handle)
+    assert world.agent.poll(handle) is None
+    monkeypatch.setattr(inner, "poll", poll)
+    monkeypatch.setattr(inner, "copy", copy)
+    assert ended(world.agent, handle).error is not None
     world.read([1], [2])  # the fixture looks whether all slots are free
 
 
@@ -196,16 +194,18 @@ def test_copies_that_are_given_up_leave_nothing_behind(
         return stopped(*args)
 
     monkeypatch.setattr(world.agent._codec, "decode", decode)
-    handles = [world.agent.post_copy("me", slots, slots, DISK, DEVICE) for _ in range(2)]
+    handles = [begin(world.agent, "me", slots, slots, DISK, DEVICE) for _ in range(2)]
     deadline = time.monotonic() + 10.0
     while not any(task.running() for b in handles[0].batches for task in b.tasks):
-        assert not world.agent.poll(handles[0])
+        assert world.agent.poll(handles[0]) is None
         assert time.monotonic() < deadline
-    assert not world.agent.release(handles[0]), "a thread still writes to its blocks"
+    world.agent.poll(handles[1])
+    for handle in handles:
+        world.agent.cancel(handle)
+    assert world.agent.poll(handles[0]) is None, "a thread still writes to its blocks"
     held.set()
     for handle in handles:
-        while not world.agent.release(handle):
-            assert time.monotonic() < deadline
+        assert ended(world.agent, handle).error is not None
     world.read(slots, slots)
 
 
@@ -216,21 +216,21 @@ def test_a_disk_that_fails_fails_the_copy(world: World) -> None:
         world.read([1, 2], [1, 2])
     world.read([1], [5])
     assert np.array_equal(world.device[5], world.device[1])
-    with pytest.raises(AgentError, match="between device, host memory and the disk only"):
-        world.agent.post_copy("me", [0], [0], HOST, DEVICE)
+    with pytest.raises(AgentError, match="from disk to disk of me: no disk memory is reached"):
+        begin(world.agent, "me", [0], [0], DISK, DISK)
     with pytest.raises(AgentError, match="outside"):
-        world.agent.post_copy("me", [0], [NUM_DEVICE], DISK, DEVICE)
+        begin(world.agent, "me", [0], [NUM_DEVICE], DISK, DEVICE)
 
 
 def test_a_gpu_gets_them_by_the_staging_area_of_host_memory(tmp_path: Path) -> None:
-    """A tensor stands for its memory, which the coded agent is not told of."""
+    """A tensor stands for its memory, which the mover is not told of."""
     world = World(tmp_path)
     blocks = world.host[:20].copy()
     world.write(list(range(20)), list(range(20)), HOST)
     world.agent._memory.pop(DEVICE)
     assert not world.agent.can_reach_device
     device = torch.zeros((NUM_DEVICE, SIZE // 2), dtype=torch.bfloat16)
-    agent = StagedAgent(world.agent, device, world.host, NUM_HOST - 3)
+    agent = StagedMover(world.agent, device, world.host, NUM_HOST - 3)
     read(agent, "me", list(range(20)), list(range(30, 50)), src_tier=DISK)
     assert np.array_equal(device.view(torch.uint8).numpy()[30:50], blocks)
     world.assert_idle()
@@ -242,8 +242,8 @@ def test_closing_waits_for_what_runs(tmp_path: Path) -> None:
     world = World(tmp_path)
     slots = list(range(NUM_DEVICE))
     world.write(slots, slots)
-    world.agent.post_copy("me", slots, slots, DISK, DEVICE)
-    agent: CodedAgent = world.agent
+    agent: CodedMover = world.agent
+    agent.poll(begin(agent, "me", slots, slots, DISK, DEVICE))
     agent.close()
     before = world.device.copy()
     time.sleep(0.01)
@@ -271,28 +271,24 @@ def test_approximate_blocks_take_five_and_a_half_bits_and_others_stay_exact(
     agent = open_coded("me", memory, store, ExponentCodec(), share, quantizer)
     try:
         slots = list(range(20, 29))
-        written = agent.post_copy("me", list(range(9)), slots, HOST, DISK, approximate=slots[2:6])
-        settle(agent, written)
-        changed, sizes = agent.changed(written), agent.results(written)
-        assert sorted(changed) == [2, 4, 5]  # and not the one that is not finite
+        before = tuple(checksum_blocks(host, range(9), share))
+        way, more = (list(range(9)), slots, HOST, DISK), {"approximate": slots[2:6]}
+        written = read(agent, "me", *way, checksums=before, **more)
+        read_as, sizes = written.stored_checksums, written.stored_bytes
+        changed = [i for i in range(9) if read_as[i] != before[i]]
+        assert changed == [2, 4, 5]  # and not the one that is not finite
         assert {sizes[i] for i in changed} == {slot_bytes(8 + quantizer.num_bytes)}
         assert min(sizes[i] for i in range(9) if i not in changed) > max(sizes[i] for i in changed)
-        back = agent.post_copy("me", slots, list(range(9)), DISK, DEVICE)
-        settle(agent, back)
-        before = checksum_blocks(host, range(9), share)
-        assert agent.results(back) == tuple(changed.get(i, before[i]) for i in range(9))
+        assert read(agent, "me", slots, list(range(9)), DISK, DEVICE).checksums == read_as
         assert np.array_equal(device[[0, 1, 3, 6, 7, 8]], host[[0, 1, 3, 6, 7, 8]])
-        again = agent.post_copy("me", [2], [40], DEVICE, DISK, approximate=[40])
-        settle(agent, again)
-        assert agent.changed(again) == {0: changed[2]}
+        way, more = ([2], [40], DEVICE, DISK), {"approximate": [40]}
+        again = read(agent, "me", *way, checksums=before[2:3], **more)
+        assert again.stored_checksums == read_as[2:3]
         for slot, at in ((slots[2], 9), (slots[4], 500), (slots[5], sizes[5] - 5000)):
             (byte,) = os.pread(store.fd, 1, store.offset(slot) + at)
             os.pwrite(store.fd, bytes([byte ^ 1]), store.offset(slot) + at)
-        damaged = agent.post_copy("me", slots, list(range(9)), DISK, DEVICE)
-        settle(agent, damaged)
-        found = agent.results(damaged)
-        assert [found[i] != changed[i] for i in (2, 4, 5)] == [True, True, True]
-        assert agent.changed(damaged) == {}
+        found = read(agent, "me", slots, list(range(9)), DISK, DEVICE).checksums
+        assert [found[i] != read_as[i] for i in (2, 4, 5)] == [True, True, True]
     finally:
         agent.close()
         store.close()

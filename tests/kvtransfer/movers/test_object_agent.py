@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,9 @@ from kvrelay.kvtransfer.agent import DAMAGED, MISSING, AgentError
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.codec import ExponentCodec
 from kvrelay.kvtransfer.movers import object as objects
-from kvrelay.kvtransfer.movers.object import HEADER_BYTES, ObjectAgent
+from kvrelay.kvtransfer.movers.object import HEADER_BYTES, ObjectMover
 from kvrelay.kvtransfer.store.bucket import Bucket, key_prefix
-from tests.kvtransfer.movers.agent_kit import DEADLINE_S, settle
+from tests.kvtransfer.movers.agent_kit import DEADLINE_S, begin, read, settle
 from tests.kvtransfer.movers.test_coded_agent import numbers
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
 
@@ -39,7 +40,7 @@ class World:
         self.device, self.host = numbers(NUM_BLOCKS, 1), numbers(NUM_BLOCKS, 2)
         bucket = Bucket(server.bucket, server.url, credentials_file=str(self.file))
         memory = {DEVICE: self.device, HOST: self.host}
-        self.agent = ObjectAgent("me", memory, bucket, PREFIX, ExponentCodec(), clock=self.clock)
+        self.agent = ObjectMover("me", memory, bucket, PREFIX, ExponentCodec(), clock=self.clock)
 
     def clock(self) -> float:
         return self.now
@@ -50,18 +51,17 @@ class World:
         )
 
     def write(self, blocks: list[int], names: list[int], checksums: list[int] | None = None) -> int:
-        sums = checksums or checksum_blocks(self.host, blocks)
-        handle = self.agent.post_copy(
-            "me", blocks, blocks, HOST, OBJECT, [*map(name_of, names)], sums
-        )
-        settle(self.agent, handle)
-        return sum(self.agent.results(handle))
+        sums = tuple(checksums or checksum_blocks(self.host, blocks))
+        keys = {"names": tuple(map(name_of, names)), "checksums": sums}
+        return sum(read(self.agent, "me", blocks, blocks, HOST, OBJECT, **keys).stored_bytes)
 
     def read(self, names: list[int], blocks: list[int]) -> tuple[int, ...]:
-        keys = [*map(name_of, names)]
-        handle = self.agent.post_copy("me", names, blocks, OBJECT, DEVICE, keys)
-        settle(self.agent, handle)
-        return self.agent.results(handle)
+        return settle(self.agent, self.begin(names, blocks)).checksums
+
+    def begin(self, names: list[int], blocks: list[int]) -> Any:
+        """A read of these objects into blocks of the device."""
+        keys = tuple(map(name_of, names))
+        return begin(self.agent, "me", names, blocks, OBJECT, DEVICE, names=keys)
 
     def key(self, number: int) -> str:
         return PREFIX + name_of(number).hex()
@@ -161,15 +161,15 @@ def test_a_block_that_has_changed_before_it_was_written_is_of_no_use_to_anyone(
 
 def stall(world: World, names: list[int]) -> str:
     """Why the copy is given up, in the time that the store may be silent."""
-    keys = [*map(name_of, names)]
-    handle = world.agent.post_copy("me", names, names, OBJECT, DEVICE, keys)
+    handle = world.begin(names, names)
     deadline = time.monotonic() + DEADLINE_S
     try:
-        while not world.agent.poll(handle):
+        while world.agent.poll(handle) is None:
             assert time.monotonic() < deadline
             world.now += 0.01
     except AgentError as error:
-        assert world.agent.release(handle), "it settles at once"
+        world.agent.cancel(handle)
+        assert world.agent.poll(handle) is not None, "it settles at once"
         return str(error)
     raise AssertionError("it was not given up")
 
@@ -203,10 +203,7 @@ def test_a_slow_store_serves_all_copies_in_turns(
     size = len(world.server.objects[world.key(1)])
     world.server.bytes_per_s = size / 0.03
     world.agent._most_live = objects.FIRST_LIVE
-    handles = [
-        world.agent.post_copy("me", each, each, OBJECT, DEVICE, [*map(name_of, each)])
-        for each in (first, second)
-    ]
+    handles = [world.begin(each, each) for each in (first, second)]
     done: list[int] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(done) < 2:
@@ -281,25 +278,26 @@ def test_credentials_that_were_revoked_and_replaced(world: World) -> None:
 
 
 def test_a_copy_that_is_not_for_the_store_is_refused(world: World) -> None:
-    with pytest.raises(AgentError, match="not what the object store of me is for"):
-        world.agent.post_copy("other", [1], [1], OBJECT, DEVICE, [name_of(1)])
-    with pytest.raises(AgentError, match="source block 99"):
-        world.agent.post_copy("me", [0], [99], OBJECT, DEVICE, [name_of(1)])
+    with pytest.raises(AgentError, match="no object memory is reached"):
+        begin(world.agent, "me", [1], [1], OBJECT, OBJECT, names=(name_of(1),))
+    with pytest.raises(AgentError, match="they have 0 names"):
+        begin(world.agent, "me", [1], [1], OBJECT, DEVICE)
+    with pytest.raises(AgentError, match="destination block 99"):
+        world.read([0], [99])
 
 
 READ_AND_END = """
 import sys
 from pathlib import Path
 from kvrelay.kvtransfer.movers import object as objects
-from tests.kvtransfer.movers.test_object_agent import DEVICE, OBJECT, World, name_of
+from tests.kvtransfer.movers.test_object_agent import World
 
 class Server:
     bucket, url = "kv", sys.argv[1]
 
 objects.CLOSE_S = 0.1
 world = World(Server(), Path(sys.argv[2]))
-handle = world.agent.post_copy("me", [1], [1], OBJECT, DEVICE, [name_of(1)])
-world.agent.release(handle)
+world.agent.cancel(world.begin([1], [1]))
 world.agent.close()
 """
 ATTEMPTS = 11  # by NIXL, before it gives up by itself

@@ -15,9 +15,10 @@ from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.kivi import Quantizer
 from kvrelay.kvtransfer.layout import BlockLayout
-from kvrelay.kvtransfer.movers.packed import PackedAgent
+from kvrelay.kvtransfer.movers.packed import PackedMover
 from kvrelay.kvtransfer.movers.pool import pool_bytes
 from kvrelay.kvtransfer.store.arena import HostArena
+from tests.kvtransfer.movers.agent_kit import begin
 from tests.kvtransfer.test_kivi import SPEC, block_of
 
 NUM_DEVICE, NUM_HOST, NUM_PACKED = 12, 9, 20
@@ -39,10 +40,8 @@ class World:
         self.device = torch.zeros((NUM_DEVICE, *self.host.shape[1:]), dtype=torch.bfloat16)
         memory = {DEVICE: self.device, HOST: self.host}
         self.bytes = {tier: pool_bytes(pool) for tier, pool in memory.items()}
-        agent = PackedAgent("me", memory, self.arena, QUANTIZER, SHARE)
-        self.copies = TransferExecutor(
-            "me", 1, agent, self.bytes, share=SHARE, changed=agent.changed
-        )
+        self.mover = PackedMover(memory, self.arena, QUANTIZER, SHARE)
+        self.copies = TransferExecutor("me", 1, self.mover, self.bytes, share=SHARE)
         self.number = 0
 
     def copy(self, src: list[int], dst: list[int], src_tier: Tier, dst_tier: Tier) -> CopyDone:
@@ -113,13 +112,11 @@ def test_what_is_not_finite_is_not_stored(world: World) -> None:
 
 
 def test_what_it_cannot_copy_is_refused_by_name(world: World) -> None:
-    agent = world.copies._agent
-    for peer, src, dst, tiers, text in (
-        ("you", [0], [0], (HOST, PACKED), "you: no blocks are packed"),
-        ("me", [0], [0], (HOST, DEVICE), "no blocks are packed from host to device"),
-        ("me", [0], [NUM_PACKED], (HOST, PACKED), f"destination block {NUM_PACKED}"),
-        ("me", [0], [NUM_DEVICE], (PACKED, DEVICE), f"destination block {NUM_DEVICE}"),
+    for src, dst, tiers, text in (
+        ([0], [0], (PACKED, PACKED), "from packed to packed of me: no packed memory is reached"),
+        ([0], [NUM_PACKED], (HOST, PACKED), f"destination block {NUM_PACKED}"),
+        ([0], [NUM_DEVICE], (PACKED, DEVICE), f"destination block {NUM_DEVICE}"),
     ):
         with pytest.raises(AgentError, match=text):
-            agent.post_copy(peer, src, dst, *tiers)
+            begin(world.mover, "me", src, dst, *tiers)
     assert np.count_nonzero(world.bytes[DEVICE]) == 0

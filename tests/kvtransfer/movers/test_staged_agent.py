@@ -11,10 +11,11 @@ import torch
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.movers.disk import DiskAgent
-from kvrelay.kvtransfer.movers.staged import StagedAgent
+from kvrelay.kvtransfer.movers.disk import DiskMover
+from kvrelay.kvtransfer.movers.staged import StagedMover
 from kvrelay.kvtransfer.store import DiskStore
 from tests.kvtransfer.fake_agent import FakeAgent
+from tests.kvtransfer.movers.agent_kit import begin, ended, read, settle
 from tests.kvtransfer.movers.nixl_peer import content
 
 BLOCK, NUM_SLOTS, NUM_HOST, NUM_STAGING = 4096, 20, 4, 3
@@ -22,22 +23,15 @@ DISK, HOST = Tier.DISK, Tier.HOST
 
 
 class Bench:
-    """A StagedAgent over `inner`, with 3 slots of staging behind 4 of the host tier."""
+    """A StagedMover over `inner`, with 3 slots of staging behind 4 of the host tier."""
 
     def __init__(self, inner: object, arena: np.ndarray) -> None:
         self.device = torch.zeros((NUM_SLOTS, 2, BLOCK // 8), dtype=torch.float32)
-        self.agent = StagedAgent(inner, self.device, arena, NUM_HOST)  # type: ignore[arg-type]
+        self.agent = StagedMover(inner, self.device, arena, NUM_HOST)  # type: ignore[arg-type]
 
     @property
     def device_bytes(self) -> np.ndarray:
         return self.device.flatten(1).view(torch.uint8).numpy()
-
-    def finish(self, handle: object) -> None:
-        for _ in range(100_000):
-            if self.agent.poll(handle):
-                assert self.agent.release(handle)
-                return
-        raise AssertionError("the read does not end")
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def on_disk(tmp_path: Path, arena: np.ndarray) -> Iterator[tuple[Bench, np.ndarr
         with open(store.fd, "r+b", closefd=False) as file:
             file.seek(store.offset(slot))
             file.write(written[slot].tobytes())
-    bench = Bench(DiskAgent("me", {HOST: arena}, store), arena)
+    bench = Bench(DiskMover("me", {HOST: arena}, store), arena)
     yield bench, written
     bench.agent.close()
     store.close()
@@ -66,7 +60,7 @@ def test_more_blocks_than_the_staging_area_holds_arrive(
 ) -> None:
     bench, written = on_disk
     src, dst = list(range(14)), list(range(19, 5, -1))
-    bench.finish(bench.agent.post_copy("me", src, dst, DISK))
+    read(bench.agent, "me", src, dst, DISK)
     assert np.array_equal(bench.device_bytes[dst], written[src])
     assert not bench.device_bytes[:6].any()
     assert not arena[:NUM_HOST].any(), "the host tier's own blocks are left alone"
@@ -74,11 +68,12 @@ def test_more_blocks_than_the_staging_area_holds_arrive(
 
 def test_reads_share_the_staging_area(on_disk: tuple[Bench, np.ndarray]) -> None:
     bench, written = on_disk
-    handles = [bench.agent.post_copy("me", [i, i + 1], [i, i + 1], DISK) for i in range(0, 12, 2)]
+    handles = [begin(bench.agent, "me", [i, i + 1], [i, i + 1], DISK) for i in range(0, 12, 2)]
     for handle in reversed(handles[:3]):
-        assert bench.agent.release(handle) or bench.agent.release(handle)
+        bench.agent.cancel(handle)
+        assert ended(bench.agent, handle).error is not None
     for handle in handles[3:]:
-        bench.finish(handle)
+        settle(bench.agent, handle)
     assert np.array_equal(bench.device_bytes[6:12], written[6:12])
     assert len(bench.agent._free) == NUM_STAGING
 
@@ -87,42 +82,40 @@ def test_moves_of_host_memory_are_passed_on(
     on_disk: tuple[Bench, np.ndarray], arena: np.ndarray
 ) -> None:
     bench, written = on_disk
-    bench.finish(bench.agent.post_copy("me", [7], [2], DISK, HOST))
+    read(bench.agent, "me", [7], [2], DISK, HOST)
     assert np.array_equal(arena[2], written[7])
     arena[1] = 9
-    bench.finish(bench.agent.post_copy("me", [1], [7], HOST, DISK))
-    bench.finish(bench.agent.post_copy("me", [7], [0], DISK))
+    read(bench.agent, "me", [1], [7], HOST, DISK)
+    read(bench.agent, "me", [7], [0], DISK)
     assert (bench.device_bytes[0] == 9).all()
 
 
 def test_slots_are_free_only_when_nothing_writes_to_them(arena: np.ndarray) -> None:
     inner = FakeAgent()
     bench = Bench(inner, arena)
-    first = bench.agent.post_copy("me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
-    second = bench.agent.post_copy("me", [4], [4], DISK)
+    first = begin(bench.agent, "me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
+    second = begin(bench.agent, "me", [4], [4], DISK)
     assert inner.num_reads == 1, "no slot is left for the second"
     inner.pinned.add(0)
-    assert not bench.agent.poll(second)
-    assert not bench.agent.release(first)
-    assert not bench.agent.poll(second)
+    assert bench.agent.poll(second) is None
+    bench.agent.cancel(first)
+    assert bench.agent.poll(first) is None
+    assert bench.agent.poll(second) is None
     assert inner.num_reads == 1
     inner.pinned.clear()
-    assert bench.agent.release(first)
-    assert not bench.agent.poll(second)
+    assert ended(bench.agent, first).error is not None
+    assert bench.agent.poll(second) is None
     assert inner.num_reads == 2
     inner.states[1] = "done"
-    bench.finish(second)
+    settle(bench.agent, second)
     assert not inner.live
 
 
 def test_a_batch_that_fails_fails_the_read(arena: np.ndarray) -> None:
     inner = FakeAgent(states=["done", "the disk is gone"])
     bench = Bench(inner, arena)
-    handle = bench.agent.post_copy("me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
-    assert not bench.agent.poll(handle)
-    with pytest.raises(AgentError, match="the disk is gone"):
-        bench.agent.poll(handle)
-    assert bench.agent.release(handle)
+    handle = begin(bench.agent, "me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
+    assert ended(bench.agent, handle).error == "the disk is gone"
     assert not inner.live
     assert len(bench.agent._free) == NUM_STAGING
 
@@ -130,4 +123,4 @@ def test_a_batch_that_fails_fails_the_read(arena: np.ndarray) -> None:
 def test_a_block_outside_the_device_is_refused(arena: np.ndarray) -> None:
     bench = Bench(FakeAgent(), arena)
     with pytest.raises(AgentError, match=f"destination block {NUM_SLOTS}"):
-        bench.agent.post_copy("me", [0], [NUM_SLOTS], DISK)
+        begin(bench.agent, "me", [0], [NUM_SLOTS], DISK)

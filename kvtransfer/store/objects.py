@@ -1,4 +1,4 @@
-"""The object store as a tier of a worker: shared with all workers that have the same hashes.
+"""What an object store holds, which all workers share that have the same hashes.
 
 Life of its list: read page by page from the start on, on a thread of its own, so that a store that
 does not answer holds up no copies; a page that fails is asked for again, later and later. It ends
@@ -11,21 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 from kvrelay.engine.backoff import Backoff
-from kvrelay.engine.config import TiersSection, WorkerConfig
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.engine.native import NativeBuildError
 from kvrelay.kvtransfer.agent import FindStored, StoreIndex, StoreListed
 from kvrelay.kvtransfer.executor import IDLE_WAIT_S
-from kvrelay.kvtransfer.layout import HeadShare
-from kvrelay.worker.disk_tier import MakeCopies, Storage
-
-if TYPE_CHECKING:
-    from kvrelay.kvtransfer.store.bucket import Bucket
+from kvrelay.kvtransfer.store.bucket import Bucket, BucketError, name_in
 
 RETRY = Backoff(5.0, 300.0)
 PAGE_WAIT_S = 0.02  # between two looks while pages of the list come
@@ -120,8 +113,6 @@ class ObjectStore:
         return self._bucket.has(self._prefix + name.hex())
 
     def _take(self, page: Future[Page]) -> list[StoreListed]:
-        from kvrelay.kvtransfer.store.bucket import BucketError, name_in
-
         try:
             keys, more = page.result()
         except BucketError as error:
@@ -141,40 +132,3 @@ class ObjectStore:
     def close(self) -> None:
         for threads in (self._thread, self._searches, self._lookups):
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-def bucket_of(tiers: TiersSection) -> Bucket:
-    from kvrelay.kvtransfer.store.bucket import Bucket
-
-    where = tiers.object_endpoint, tiers.object_region, tiers.object_credentials
-    return Bucket(tiers.object_bucket, *where)
-
-
-def open_object_tier(
-    config: WorkerConfig,
-    tiers: TiersSection,
-    memory: Mapping[Tier, Any],
-    make_copies: MakeCopies,
-    share: HeadShare | None = None,
-    *,
-    num_ranks: int = 1,
-) -> tuple[Storage | None, list[str]]:
-    """The tier, if there is to be one and it can be had, and what an operator should know.
-    Arguments are as those of `open_disk_tier`."""
-    from kvrelay.kvtransfer.agent import AgentError
-    from kvrelay.kvtransfer.codec import ExponentCodec
-    from kvrelay.kvtransfer.movers.object import ObjectAgent
-    from kvrelay.kvtransfer.store.bucket import BucketError, key_prefix
-
-    if not tiers.object_bucket:
-        return None, []
-    if num_ranks > 1:
-        why = f"it is for workers of one rank, and there are {num_ranks}"
-        return None, [f"serving without an object tier: {why}"]
-    bucket, prefix = bucket_of(tiers), key_prefix(tiers.object_prefix, config.fingerprint)
-    try:
-        agent = ObjectAgent(config.node_id, memory, bucket, prefix, ExponentCodec(), share)
-    except (AgentError, BucketError, NativeBuildError) as error:
-        return None, [f"serving without an object tier: {error}"]
-    copies = make_copies(agent, results=agent.results)
-    return Storage(copies, ObjectStore(bucket, prefix, tiers.object_blocks), ()), []
