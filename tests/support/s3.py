@@ -51,6 +51,7 @@ class S3StandIn:
 class Handler(BaseHTTPRequestHandler):
     store: S3StandIn  # set by a subclass of each
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is two writes: the second waited for an ACK
 
     def log_message(self, format: str, *args: object) -> None:
         pass
