@@ -106,7 +106,7 @@ class TransferExecutor:
             agent = cast(PeerAgent, self._mover)
             agent.connect(request.peer, request.epoch, request.num_blocks, request.metadata)
         except Exception as error:
-            return PeerConnected(request.peer, request.epoch, _one_line(error))
+            return PeerConnected(request.peer, request.epoch, one_line(error))
         self._epochs[request.peer] = request.epoch
         connected = PeerConnected(request.peer, request.epoch)
         if self._probes is None:
@@ -121,7 +121,7 @@ class TransferExecutor:
         try:
             copy = self._begin(request, started)
         except Exception as error:
-            self._answered.append(failed_copy(request, _one_line(error), self._clock() - started))
+            self._answered.append(failed_copy(request, one_line(error), self._clock() - started))
             return
         if copy is None:
             self._answered.append(CopyDone(request.transfer_id, None))
@@ -167,7 +167,7 @@ class TransferExecutor:
         try:
             self._mover.close()
         except Exception as error:
-            logger.warning("what copies KV was not closed: %s", _one_line(error))
+            logger.warning("what copies KV was not closed: %s", one_line(error))
         done += [self._failed(copy, copy.error or SHUTS_DOWN) for copy in self._copies.values()]
         self._copies.clear()
         return done
@@ -208,7 +208,7 @@ class TransferExecutor:
         try:
             moved = self._mover.poll(copy.handle)
         except Exception as error:
-            self._give_up(copy, _one_line(error))
+            self._give_up(copy, one_line(error))
             return None
         if moved is None:
             if copy.error is None and self._clock() - copy.started >= request.timeout_s:
@@ -220,7 +220,7 @@ class TransferExecutor:
             try:
                 return self._good(copy, moved)
             except Exception as error:
-                why = _one_line(error)
+                why = one_line(error)
         return self._failed(copy, why)
 
     def _give_up(self, copy: _Copy, why: str) -> None:
@@ -264,9 +264,9 @@ class Store(Protocol):
         """Until `check` at the latest, where nothing else happens."""
         ...
 
-    def update(self, change: Any) -> StoreFailed | None:
+    def update(self, change: Any) -> None:
         """A `StoreIndex`, an `AttachStore` or a `FindStored`, in the order of the copies to and
-        from the tier."""
+        from the tier. What it raises is told to the node, as a `StoreFailed`."""
         ...
 
     def check(self, busy: bool) -> Sequence[StoreChange]:
@@ -297,7 +297,7 @@ class ArenaExecutor:
 
 
 class StoreExecutor:
-    """Blocking calls on the store of a tier, from the one thread that owns it."""
+    """Looks after the store on disk, from the one thread that owns it."""
 
     wait_s = IDLE_WAIT_S
 
@@ -309,12 +309,8 @@ class StoreExecutor:
         self._clock = clock
         self._check_at = clock() + STORE_CHECK_IDLE_S
 
-    def update(self, change: StoreIndex) -> StoreFailed | None:
-        try:
-            self._store.update(change)
-        except Exception as error:
-            return self._failed(_one_line(error))
-        return None
+    def update(self, change: StoreIndex) -> None:
+        self._store.update(change)
 
     def check(self, busy: bool) -> list[StoreFailed]:
         """Check the store if it is time to, sooner while it is `busy`. What is wrong is reported
@@ -329,7 +325,7 @@ class StoreExecutor:
         try:
             report = self._store.check()
         except Exception as error:
-            return [self._failed(_one_line(error))]
+            return [self._failed(one_line(error))]
         if report is None:
             return []
         logger.warning("%s", report)
@@ -338,10 +334,7 @@ class StoreExecutor:
         return [self._failed(report)] if self._store.in_trouble else []
 
     def close(self) -> None:
-        try:
-            self._store.close()
-        except Exception as error:
-            logger.warning("the %s store was not closed: %s", self._tier, _one_line(error))
+        self._store.close()
 
     def _failed(self, error: str, *, lost: bool = False) -> StoreFailed:
         return StoreFailed(error, lost, self._tier)
@@ -351,7 +344,7 @@ def failed_copy(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> Copy
     return CopyDone(request.transfer_id, error, elapsed_s=elapsed_s)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     lines = str(error).splitlines()
     if isinstance(error, AgentError | StoreError) and lines:
         return lines[0]

@@ -11,7 +11,14 @@ import pytest
 
 from tests.structure import ROOT, Structure
 
-HIDDEN = ("botocore", "matplotlib", "redis", "opentelemetry.sdk", "opentelemetry.exporter", "aiohttp")
+HIDDEN = (
+    "botocore",
+    "matplotlib",
+    "redis",
+    "opentelemetry.sdk",
+    "opentelemetry.exporter",
+    "aiohttp",
+)
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN}))\n"
 KVRELAY = HIDE + "from kvrelay.cluster.cli.main import main; main()"
 

@@ -356,7 +356,7 @@ class DiskMover(Transfers[Move]):
         return transport
 
     def _opened(self) -> FileTransport:
-        assert self._transport is not None, "the disk agent is closed"
+        assert self._transport is not None, "the mover is closed"
         return self._transport
 
     def _renew(self, transport: FileTransport) -> FileTransport:

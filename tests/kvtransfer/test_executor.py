@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from kvrelay.kvtransfer.agent import (
     CopyDone,
     PeerConnected,
     StoreFailed,
-    StoreIndex,
 )
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import (
@@ -24,7 +22,6 @@ from kvrelay.kvtransfer.executor import (
     StoreExecutor,
     TransferExecutor,
 )
-from kvrelay.kvtransfer.store import StoreError
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
 from tests.kvtransfer.movers.agent_kit import agent_maker
 from tests.kvtransfer.movers.nixl_peer import content
@@ -227,14 +224,7 @@ class FakeStore:
     news: list[str | None] = field(default_factory=list)
     in_trouble: bool = False
     counters: Counter[str] = field(default_factory=Counter)
-    full: bool = False
-    changes: list[StoreIndex] = field(default_factory=list)
     num_checks: int = 0
-
-    def update(self, change: StoreIndex) -> None:
-        if self.full:
-            raise StoreError("disk store /d: no space; free some")
-        self.changes.append(change)
 
     def check(self) -> str | None:
         self.num_checks += 1
@@ -244,16 +234,6 @@ class FakeStore:
 
 
 class TestTheStore:
-    def test_a_change_that_fails_says_why(self) -> None:
-        store: Any = FakeStore()
-        executor = StoreExecutor(store)
-        assert executor.update(StoreIndex((1,))) is None
-        store.full = True
-        assert executor.update(StoreIndex((2,))) == StoreFailed(
-            "disk store /d: no space; free some"
-        )
-        assert store.changes == [StoreIndex((1,))]
-
     def test_only_what_is_wrong_and_stays_so_is_a_failure(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:

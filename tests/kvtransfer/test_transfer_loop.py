@@ -25,6 +25,7 @@ from kvrelay.kvtransfer.agent import (
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from kvrelay.kvtransfer.store import StoreError
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
 from tests.kvtransfer.movers.nixl_peer import content
@@ -190,9 +191,10 @@ class FakeStore:
         self.events = events
         self.news: queue.SimpleQueue[StoreFailed] = queue.SimpleQueue()
 
-    def update(self, change: StoreIndex) -> StoreFailed | None:
+    def update(self, change: StoreIndex) -> None:
         self.events.append(change)
-        return StoreFailed("slot 9 is not there") if 9 in change.remove else None
+        if 9 in change.remove:
+            raise StoreError("slot 9 is not there")
 
     def check(self, busy: bool) -> list[StoreFailed]:
         return [] if self.news.empty() else [self.news.get()]
@@ -250,9 +252,9 @@ class TestTheDisksLoop:
         held = threading.Event()
 
         class Slow(FakeStore):
-            def update(self, change: StoreIndex) -> StoreFailed | None:
+            def update(self, change: StoreIndex) -> None:
                 assert held.wait(DEADLINE_S)
-                return super().update(change)
+                super().update(change)
 
         events: list[Any] = []
         loop = start(executor_of(FakeAgent()), store=Slow(events), max_outstanding=2)
