@@ -21,7 +21,7 @@ from kvrelay.kvtransfer.store.index import NO_CODEC
 
 
 def open_tier(settings: TierSettings) -> Storage:
-    """Raises StoreError, AgentError, NoHostMemory."""
+    """Opens the disk. Raises StoreError, AgentError, NoHostMemory."""
     config, folder = settings.config, settings.tiers.disk_path
     root = (Path(folder).expanduser() if folder else default_folder()) / settings.part
     try:

@@ -446,7 +446,7 @@ class ObjectMover:
 
 
 def open_tier(settings: TierSettings) -> Storage:
-    """Raises AgentError, BucketError, NativeBuildError."""
+    """Opens the bucket. Raises AgentError, BucketError, NativeBuildError."""
     config, tiers = settings.config, settings.tiers
     if settings.num_ranks > 1:
         raise AgentError(f"it is for workers of one rank, and there are {settings.num_ranks}")

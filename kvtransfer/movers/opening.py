@@ -31,12 +31,12 @@ class TierSettings:
     config: WorkerConfig  # with the rank's part of what the worker has
     memory: Mapping[Tier, Any]  # the worker's own, `[num_blocks, ...]` each, contiguous
     share: HeadShare | None = None  # the heads that blocks hold there
-    quantizer: Quantizer | None = None  # of approximate blocks
-    tiers: TiersSection = field(default_factory=TiersSection)  # of the machine
+    quantizer: Quantizer | None = None  # for approximate blocks
+    tiers: TiersSection = field(default_factory=TiersSection)  # the machine's
     cluster: str = ""
     rank: int = 0
     num_ranks: int = 1
-    arena: HostArena | None = None  # of host memory, where that outlives the worker
+    arena: HostArena | None = None  # host memory, where that outlives the worker
 
     @property
     def part(self) -> str:

@@ -196,7 +196,7 @@ class Sides(NamedTuple):
     """A copy between memory and storage, as storage sees it."""
 
     reads: bool  # the storage
-    tier: Tier  # of the memory
+    tier: Tier  # which memory it is
     blocks: tuple[int, ...]  # there
     slots: tuple[int, ...]  # in the storage
 

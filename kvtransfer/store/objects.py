@@ -66,7 +66,7 @@ class ObjectStore:
         return PAGE_WAIT_S if is_listing and not self._failures else IDLE_WAIT_S
 
     def update(self, change: StoreIndex | FindStored) -> None:
-        """Keys are the index."""
+        """Begins a search; keys are the index themselves."""
         if isinstance(change, FindStored) and len(self._asked) < MAX_ASKED:
             self._asked[self._searches.submit(self._count, change.names)] = change.names
 

@@ -27,7 +27,7 @@ class TierSpec:
     Storage that `has_keys` is shared with other workers, who find blocks there by their names. It
     evicts by itself; a slot is only a place to remember that a block is there."""
 
-    field: str  # of WorkerConfig: its blocks, 0 where a worker has no such tier; "": no limit
+    field: str  # WorkerConfig's with its blocks, 0: a worker has no such tier; "": no limit
     bytes_per_s: float  # into device memory, until a load was measured
     opened_by: str = ""  # a module, whose `open_tier` takes TierSettings; "": it is memory
     can_be_written: bool = True
