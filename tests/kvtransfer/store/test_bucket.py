@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -15,7 +13,14 @@ import pytest
 
 from kvrelay.kvtransfer.store import bucket as buckets
 from kvrelay.kvtransfer.store.bucket import Bucket, BucketError, Credentials, key_prefix, name_in
-from tests.support.s3 import ACCESS_KEY, PAGE, SECRET_KEY, S3StandIn, s3_standin
+from tests.support.s3 import (
+    ACCESS_KEY,
+    PAGE,
+    SECRET_KEY,
+    S3StandIn,
+    find_no_credentials,
+    s3_standin,
+)
 
 FILE = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
 
@@ -73,19 +78,10 @@ def test_a_server_that_is_gone_is_an_error(server: S3StandIn, bucket: Bucket) ->
         bucket.list("")
 
 
-def no_credentials(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """Nothing of this machine, nor of the tests before, is found."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(buckets, "_session", cache(buckets._session.__wrapped__))
-
-
 def test_credentials_come_from_the_environment_or_a_file(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_credentials(monkeypatch, tmp_path)
+    find_no_credentials(monkeypatch, tmp_path)
     expected = Credentials(ACCESS_KEY, SECRET_KEY)
     assert bucket.credentials() == expected
     assert SECRET_KEY not in repr(expected)
@@ -128,7 +124,7 @@ class Role(BaseHTTPRequestHandler):
 def test_a_role_of_a_pod_is_used_and_renewed_before_its_keys_expire(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
-    no_credentials(monkeypatch, tmp_path)
+    find_no_credentials(monkeypatch, tmp_path)
     monkeypatch.setattr(Role, "num_asked", 0)
     monkeypatch.setattr(Role, "lasts", timedelta(hours=hours, seconds=30))
     with HTTPServer(("127.0.0.1", 0), Role) as server:
