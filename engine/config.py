@@ -133,7 +133,8 @@ class TiersSection(Section, frozen=True):
     object_endpoint: str = ""  # the server's URL; "": AWS in the region
     object_region: str = "us-east-1"
     object_prefix: str = "kvrelay"  # what keys begin with
-    # a file in the format of ~/.aws/credentials; "": AWS_ACCESS_KEY_ID and so on
+    # a file in the format of ~/.aws/credentials; "": the environment, files of AWS's tools, or the
+    # role of the machine or pod
     object_credentials: str = ""
     # KV that was not used for this long is written there; that of a parked session at once
     object_after_s: Seconds = 60.0

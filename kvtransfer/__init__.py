@@ -2,8 +2,8 @@
 
     messages, peer       handoffs and fetches between two workers: tables of states, leases
     tiers                host memory, disk and object store below a worker's own blocks
-    agent, agents        who copies bytes: NIXL, files, the object store; one method, many places
-    executor, transfer_loop   the thread that asks agents and tells nodes what has settled
+    agent, movers        who copies bytes: NIXL, files, the object store; `copy`, then `poll`
+    executor, transfer_loop   the thread that asks movers and tells nodes what has settled
     store                what outlives a worker: arenas, disk index, buckets
     checksum, codec, kivi, layout   bytes: compared, made smaller, and where they lie
 

@@ -1,4 +1,4 @@
-"""The transfer agent: effects that a worker node asks for, and the protocol behind them.
+"""Effects by which a worker node has KV copied, and the protocols of what copies it.
 
 Verbs and nouns are NIXL's: an agent registers memory, exchanges metadata with a peer, prepares a
 descriptor list once, and then a transfer is two lists of indices.
@@ -73,6 +73,12 @@ class CopyBlocks:
     names: tuple[bytes, ...] = ()
     checksums: tuple[int, ...] = ()
     approximate: tuple[int, ...] = ()  # slots of dst whose blocks may be stored in fewer bits
+
+    @property
+    def text(self) -> str:
+        """What it does, for errors."""
+        way = f"from {self.src_tier} to {self.dst_tier}"
+        return f"move of {len(self.src)} blocks {way} of {self.peer}"
 
 
 NOT_STORED = -1  # in place of a checksum
@@ -184,12 +190,48 @@ class CopyDone:
     stored_checksums: tuple[int, ...] = ()
 
 
-class Agent(Protocol):
-    """Moves whole blocks between pools. Calls block; the runtime calls them from one thread.
+class Mover(Protocol):
+    """Copies whole blocks between tiers. Calls do not wait for a copy; one thread makes them.
 
     It is made with the worker's KV memory by tier: the device pool and perhaps a host arena, each
     `[num_blocks, ...]`, contiguous, blocks of one size; the device pool on the CPU or a GPU.
     """
+
+    def copy(self, request: CopyBlocks) -> Any:
+        """Begin; returns a handle at once. Raises AgentError: nothing of it was begun."""
+        ...
+
+    def poll(self, handle: Any) -> CopyDone | None:
+        """How it has ended, once nothing writes to its destination any more, with what the mover
+        knows of checksums and sizes; that is told once, and ends the handle. Before that None.
+        Raises AgentError if it has failed and has not settled: it is canceled then."""
+        ...
+
+    def cancel(self, handle: Any) -> None:
+        """Begin no more of it. What was begun settles: `poll` says when. Never raises."""
+        ...
+
+    def close(self) -> None:
+        """Settle every copy, whatever it takes."""
+        ...
+
+
+class DoneAtOnce:
+    """A mover whose copies are over when `copy` returns: it returns how they have ended."""
+
+    def poll(self, handle: CopyDone) -> CopyDone:
+        return handle
+
+    def cancel(self, handle: CopyDone) -> None:
+        """There is no more of it."""
+
+    def close(self) -> None:
+        """There is nothing to settle."""
+
+
+class PeerAgent(Mover, Protocol):
+    """A mover that also reads from other workers. Where the two hold different heads, only common
+    ones are written."""
 
     def metadata(self) -> bytes:
         """What a peer needs to read this agent's memory; opaque."""
@@ -203,61 +245,20 @@ class Agent(Protocol):
         """Forget `peer`; unknown names are ignored."""
         ...
 
-    def post_copy(
-        self,
-        peer: NodeId,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-    ) -> Any:
-        """Post a READ of `peer`'s blocks `src` of `src_tier` into own blocks `dst` of `dst_tier`;
-        returns a handle at once. `peer` is the agent's own name where blocks move between its own
-        tiers. Where the two hold different heads, only common ones are written. Raises AgentError.
-        """
-        ...
-
-    def poll(self, handle: Any) -> bool:
-        """True once it is done, False while it runs. Raises AgentError when it has failed."""
-        ...
-
-    def release(self, handle: Any) -> bool:
-        """Settle `handle`, cancelling it if it still runs. True: it is freed, and nothing writes
-        to dst from now on. False: something still may; call again later. Never raises."""
-        ...
-
-    def close(self) -> None:
-        """Settle every handle, whatever it takes, and forget all peers."""
+    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Any, int]:
+        """Post a READ of as many blocks of `peer`'s device memory as have `num_bytes`, at least
+        one, into memory of the agent that nothing else uses, and that is never read. Returns a
+        handle, as of `copy`, and the bytes, which are fewer than asked for if there are no more.
+        Raises AgentError."""
         ...
 
 
 PROBE_BYTES = 16 << 20
 """A read that is timed has this at most, or one block: a few milliseconds where KV moves fast."""
-
-
-class ProbeAgent(Agent, Protocol):
-    """An agent that can read from a peer only to see how long it takes."""
-
-    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Any, int]:
-        """Post a READ of as many blocks of `peer`'s device memory as have `num_bytes`, at least
-        one, into memory of the agent that nothing else uses, and that is never read. Returns a
-        handle, as of `post_copy`, and the bytes, which are fewer than asked for if there are no
-        more. Raises AgentError."""
-        ...
+GIVEN_UP = "it was given up"
+NO_COPY = MoveId(0)
+"""In place of an id: the read is a probe."""
 
 
 class AgentError(Exception):
     """A transfer or a connection failed; the text says which peer and why."""
-
-
-class OwnAgent:
-    """What all agents have in common that read and write for their own worker only."""
-
-    def metadata(self) -> bytes:
-        return b""
-
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        raise AgentError(f"{peer} is read by another agent")
-
-    def disconnect(self, peer: NodeId) -> None:
-        """No peer is ever connected."""

@@ -29,7 +29,7 @@ MOD = 1 << 64
 
 class BlockBytes(Protocol):
     """A pool, block by block: a contiguous `[num_blocks, bytes_per_block]` array of bytes in host
-    memory is one; `kvtransfer.agents.pool.DeviceBytes` is one over a GPU's."""
+    memory is one; `kvtransfer.movers.pool.DeviceBytes` is one over a GPU's."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -1,9 +1,8 @@
-"""Performs a worker's effects on a transfer agent and on the disk store.
+"""Performs a worker's effects on a mover and on the store of its tier.
 
-Life of a copy: posted; polled until it is done, has failed or is out of time; released, as often
-as the agent needs to say that nothing writes to its destination any more; checksummed if it was
-good; answered. `TransferExecutor` holds the copies of one agent, `kvtransfer.transfer_loop` is the
-thread that drives them.
+Life of a copy: begun; polled until nothing writes to its destination any more, canceled meanwhile
+if it has failed or is out of time; checksummed if it was good; answered. `TransferExecutor` holds
+the copies of one mover, `kvtransfer.transfer_loop` is the thread that drives them.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import (
-    Agent,
     AgentError,
-    AttachStore,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
-    FindStored,
+    Mover,
+    PeerAgent,
     PeerConnected,
     StoreFailed,
     StoreFound,
@@ -33,7 +31,6 @@ from kvrelay.kvtransfer.agent import (
     StoreRoom,
     TransferId,
 )
-from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
 from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.probes import Probes
@@ -59,15 +56,14 @@ class _Copy:
     request: CopyBlocks
     handle: Any
     started: float
-    checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to storage
+    checksums: tuple[int, ...] | None  # taken before it was begun: of what goes to storage
     error: str | None = None  # given up for this reason, and not settled yet
-    released: bool = False  # nothing writes to its destination any more
 
 
 class TransferExecutor:
-    """Blocking calls on one agent, from the one thread that owns it.
+    """Calls on one mover, from the one thread that owns it.
 
-    Invariant: a copy is in `_copies` from `post` until the agent has released its handle, and
+    Invariant: a copy is in `_copies` from `post` until its mover says that it has settled, and
     leaves with its only CopyDone.
     """
 
@@ -75,14 +71,12 @@ class TransferExecutor:
         self,
         node: NodeId,
         epoch: int,
-        agent: Agent,
+        mover: Mover,
         pools: Mapping[Tier, BlockBytes],
         *,
         share: HeadShare | None = None,
         reserve: Callable[[Sequence[int]], None] | None = None,
         corrupt: Corrupt | None = None,
-        results: Callable[[Any], tuple[int, ...]] | None = None,
-        changed: Callable[[Any], Mapping[int, int]] | None = None,
         probes: Probes | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -90,18 +84,14 @@ class TransferExecutor:
         `share`: the heads that blocks there hold. `reserve`: called with slots of host memory
         before they are written; raises AgentError. `corrupt` is called with every good copy into
         memory, and the pool that it went to, before its checksums are taken: to inject faults.
-        `results`: what the agent says of a good copy, by its handle: what blocks take in storage,
-        or the checksums of those from there, if it knows them. `changed`: which of its blocks will
-        be read from storage with another checksum, by their index.
-        `probes`, over the same agent, time a read from each peer; None: that is not done."""
+        `probes`, over the same mover, time a read from each peer, which only a PeerAgent has;
+        None: that is not done."""
         self._node = node
-        self._agent = agent
+        self._mover = mover
         self._pools = pools
         self._share = share
         self._reserve = reserve
         self._corrupt = corrupt
-        self._results = results
-        self._changed = changed
         self._probes = probes
         self._clock = clock
         self._own_epoch = epoch
@@ -113,9 +103,10 @@ class TransferExecutor:
         """The answer; None if `poll_copies` returns it, once a read from the peer was timed."""
         self._epochs.pop(request.peer, None)
         try:
-            self._agent.connect(request.peer, request.epoch, request.num_blocks, request.metadata)
+            agent = cast(PeerAgent, self._mover)
+            agent.connect(request.peer, request.epoch, request.num_blocks, request.metadata)
         except Exception as error:
-            return PeerConnected(request.peer, request.epoch, _one_line(error))
+            return PeerConnected(request.peer, request.epoch, one_line(error))
         self._epochs[request.peer] = request.epoch
         connected = PeerConnected(request.peer, request.epoch)
         if self._probes is None:
@@ -130,7 +121,7 @@ class TransferExecutor:
         try:
             copy = self._begin(request, started)
         except Exception as error:
-            self._answered.append(failed_copy(request, _one_line(error), self._clock() - started))
+            self._answered.append(failed_copy(request, one_line(error), self._clock() - started))
             return
         if copy is None:
             self._answered.append(CopyDone(request.transfer_id, None))
@@ -139,14 +130,10 @@ class TransferExecutor:
 
     def poll_copies(self) -> list[CopyDone | PeerConnected]:
         """The copies that have settled since the last call, and the peers that were timed. Does not
-        wait. Where the agent cannot say that a copy has settled it is asked again: its destination
+        wait. Where the mover cannot say that a copy has settled it is asked again: its destination
         belongs to nothing else before."""
         for transfer_id, copy in list(self._copies.items()):
-            try:
-                answer = self._advance(copy)
-            except Exception as error:
-                self._note_trouble(copy, error)
-                continue
+            answer = self._advance(copy)
             if answer is not None:
                 del self._copies[transfer_id]
                 self._answered.append(answer)
@@ -166,10 +153,10 @@ class TransferExecutor:
         return self._probes is not None and self._probes.is_timing
 
     def close(self, timeout_s: float) -> list[CopyDone | PeerConnected]:
-        """Give up every copy, wait up to `timeout_s` for them to settle, then close the agent,
+        """Give up every copy, wait up to `timeout_s` for them to settle, then close the mover,
         which settles the rest. Returns the answers."""
         for copy in self._copies.values():
-            copy.error = copy.error or SHUTS_DOWN
+            self._give_up(copy, copy.error or SHUTS_DOWN)
         done = self.poll_copies()
         deadline = self._clock() + timeout_s
         while self._copies and self._clock() < deadline:
@@ -178,10 +165,10 @@ class TransferExecutor:
         if self._probes is not None:
             done += self._probes.close(SHUTS_DOWN)
         try:
-            self._agent.close()
+            self._mover.close()
         except Exception as error:
-            logger.warning("the transfer agent was not closed: %s", _one_line(error))
-        done += [self._given_up(copy) for copy in self._copies.values()]
+            logger.warning("what copies KV was not closed: %s", one_line(error))
+        done += [self._failed(copy, copy.error or SHUTS_DOWN) for copy in self._copies.values()]
         self._copies.clear()
         return done
 
@@ -202,20 +189,8 @@ class TransferExecutor:
             self._reserve(request.dst)
         if is_storage(request.dst_tier):
             checksums = self._checksums(self._pools[request.src_tier], request.src)
-        keys: Any = {}
-        if request.names:
-            keys = {"names": request.names, "checksums": request.checksums}
-        if request.approximate:
-            keys["approximate"] = request.approximate
-        handle = self._agent.post_copy(
-            request.peer,
-            list(request.src),
-            list(request.dst),
-            src_tier=request.src_tier,
-            dst_tier=request.dst_tier,
-            **keys,
-        )
-        return _Copy(request, handle, started, checksums)
+            request = replace(request, checksums=request.checksums or checksums)
+        return _Copy(request, self._mover.copy(request), started, checksums)
 
     def _check_tiers(self, request: CopyBlocks, own: bool) -> None:
         """Raises AgentError for tiers between which this executor cannot move anything."""
@@ -229,64 +204,56 @@ class TransferExecutor:
 
     def _advance(self, copy: _Copy) -> CopyDone | None:
         """The answer, once the copy has settled."""
-        if copy.error is None:
-            try:
-                if self._agent.poll(copy.handle):
-                    return self._finish(copy)
-            except Exception as error:
-                copy.error = _one_line(error)
         request = copy.request
-        if copy.error is None and self._clock() - copy.started >= request.timeout_s:
-            copy.error = (
-                f"read of {len(request.src)} blocks from {request.peer} not done"
-                f" after {request.timeout_s:g} s"
-            )
-        if copy.error is None or not self._release(copy):
+        try:
+            moved = self._mover.poll(copy.handle)
+        except Exception as error:
+            self._give_up(copy, one_line(error))
             return None
-        return self._given_up(copy)
-
-    def _release(self, copy: _Copy) -> bool:
-        copy.released = copy.released or self._agent.release(copy.handle)
-        return copy.released
-
-    def _note_trouble(self, copy: _Copy, error: Exception) -> None:
-        text = _one_line(error)
-        if copy.error != text:
-            logger.warning("a copy of %d blocks: %s", len(copy.request.dst), text)
-        copy.error = text
-
-    def _finish(self, copy: _Copy) -> CopyDone | None:
-        """The answer to a good copy; None if its handle cannot be released yet."""
-        if not self._release(copy):
+        if moved is None:
+            if copy.error is None and self._clock() - copy.started >= request.timeout_s:
+                text = f"read of {len(request.src)} blocks from {request.peer} not done"
+                self._give_up(copy, f"{text} after {request.timeout_s:g} s")
             return None
+        why = copy.error or moved.error
+        if why is None:
+            try:
+                return self._good(copy, moved)
+            except Exception as error:
+                why = one_line(error)
+        return self._failed(copy, why)
+
+    def _give_up(self, copy: _Copy, why: str) -> None:
+        """It is answered once it has settled. Whether it has, its mover may not be able to say."""
+        if copy.error is None:
+            self._mover.cancel(copy.handle)
+        elif copy.error != why:
+            logger.warning("a copy of %d blocks: %s", len(copy.request.dst), why)
+        copy.error = why
+
+    def _good(self, copy: _Copy, moved: CopyDone) -> CopyDone:
+        """The answer, with what the mover says of its blocks."""
         request, checksums = copy.request, copy.checksums
         memory = request.src_tier if is_storage(request.dst_tier) else request.dst_tier
         pool = self._pools[memory]
-        results = self._results(copy.handle) if self._results is not None else ()
-        stored = () if checksums is None else results
-        changed = {} if self._changed is None else self._changed(copy.handle)
-        read_as = enumerate(checksums or () if changed else ())
         if checksums is None:
+            checksums = moved.checksums
             if self._corrupt is not None:
                 self._corrupt(request, pool)
-                results = ()
-            checksums = results or self._checksums(pool, request.dst)
-        return CopyDone(
-            transfer_id=request.transfer_id,
-            error=None,
+                checksums = ()
+            checksums = checksums or self._checksums(pool, request.dst)
+        return replace(
+            moved,
             checksums=checksums,
             elapsed_s=self._clock() - copy.started,
             num_bytes=len(request.dst) * pool.shape[1],
-            stored_bytes=stored,
-            stored_checksums=tuple(changed.get(index, each) for index, each in read_as),
         )
 
     def _checksums(self, pool: BlockBytes, block_ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(checksum_blocks(pool, block_ids, self._share))
 
-    def _given_up(self, copy: _Copy) -> CopyDone:
-        assert copy.error is not None
-        return failed_copy(copy.request, copy.error, self._clock() - copy.started)
+    def _failed(self, copy: _Copy, why: str) -> CopyDone:
+        return failed_copy(copy.request, why, self._clock() - copy.started)
 
 
 class Store(Protocol):
@@ -297,9 +264,9 @@ class Store(Protocol):
         """Until `check` at the latest, where nothing else happens."""
         ...
 
-    def update(self, change: Any) -> StoreFailed | None:
+    def update(self, change: Any) -> None:
         """A `StoreIndex`, an `AttachStore` or a `FindStored`, in the order of the copies to and
-        from the tier."""
+        from the tier. What it raises is told to the node, as a `StoreFailed`."""
         ...
 
     def check(self, busy: bool) -> Sequence[StoreChange]:
@@ -329,31 +296,8 @@ class ArenaExecutor:
         self._arena.close(remove=not self._arena.has_heir)
 
 
-class OrphanedExecutor:
-    """Looks for host memory of workers that have died."""
-
-    def __init__(self, agent: OrphanedAgent) -> None:
-        self._agent = agent
-
-    @property
-    def wait_s(self) -> float:
-        return self._agent.wait_s
-
-    def update(self, change: AttachStore | FindStored) -> None:
-        if isinstance(change, FindStored):
-            self._agent.find(change.names)
-        else:
-            self._agent.attach(change)
-
-    def check(self, busy: bool) -> Sequence[StoreFound | StoreGone]:
-        return self._agent.look()
-
-    def close(self) -> None:
-        """The agent is closed with its copies."""
-
-
 class StoreExecutor:
-    """Blocking calls on the store of a tier, from the one thread that owns it."""
+    """Looks after the store on disk, from the one thread that owns it."""
 
     wait_s = IDLE_WAIT_S
 
@@ -365,12 +309,8 @@ class StoreExecutor:
         self._clock = clock
         self._check_at = clock() + STORE_CHECK_IDLE_S
 
-    def update(self, change: StoreIndex) -> StoreFailed | None:
-        try:
-            self._store.update(change)
-        except Exception as error:
-            return self._failed(_one_line(error))
-        return None
+    def update(self, change: StoreIndex) -> None:
+        self._store.update(change)
 
     def check(self, busy: bool) -> list[StoreFailed]:
         """Check the store if it is time to, sooner while it is `busy`. What is wrong is reported
@@ -385,7 +325,7 @@ class StoreExecutor:
         try:
             report = self._store.check()
         except Exception as error:
-            return [self._failed(_one_line(error))]
+            return [self._failed(one_line(error))]
         if report is None:
             return []
         logger.warning("%s", report)
@@ -394,10 +334,7 @@ class StoreExecutor:
         return [self._failed(report)] if self._store.in_trouble else []
 
     def close(self) -> None:
-        try:
-            self._store.close()
-        except Exception as error:
-            logger.warning("the %s store was not closed: %s", self._tier, _one_line(error))
+        self._store.close()
 
     def _failed(self, error: str, *, lost: bool = False) -> StoreFailed:
         return StoreFailed(error, lost, self._tier)
@@ -407,7 +344,7 @@ def failed_copy(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> Copy
     return CopyDone(request.transfer_id, error, elapsed_s=elapsed_s)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     lines = str(error).splitlines()
     if isinstance(error, AgentError | StoreError) and lines:
         return lines[0]

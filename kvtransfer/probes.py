@@ -3,8 +3,8 @@
 Life of a probe: one block, whose time does not count, because the transport connects by it -> reads
 that grow, each timed alone, until one takes long enough to differ from its overhead or is as large
 as they get -> `PeerConnected` with the rate. A probe that fails, or is not done in time, is
-reported without one: whether a peer can be read is not for it to say. What it has posted is
-released once it has settled, and until then writes to memory that only probes use.
+reported without one: whether a peer can be read is not for it to say. What it has posted may be
+long in settling, and until then writes to memory that only probes use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrelay.kvtransfer.agent import PROBE_BYTES, PeerConnected, ProbeAgent
+from kvrelay.kvtransfer.agent import PROBE_BYTES, PeerAgent, PeerConnected
 
 TIMEOUT_S = 0.1
 """A connection is reported so much later at most."""
@@ -35,18 +35,18 @@ class _Probe:
 
 class Probes:
     """Owned by a TransferExecutor. Invariant: each connection that it was given is returned once,
-    `TIMEOUT_S` later at most, and every handle is released."""
+    `TIMEOUT_S` later at most, and every handle is polled until it has settled."""
 
-    def __init__(self, agent: ProbeAgent, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, agent: PeerAgent, clock: Callable[[], float] = time.monotonic) -> None:
         self._agent = agent
         self._clock = clock
         self._probes: list[_Probe] = []
         self._ended: list[PeerConnected] = []  # in `begin` itself, for the next `poll`
-        self._settling: list[Any] = []  # handles that cannot be released yet
+        self._settling: list[Any] = []  # handles of reads that were given up
 
     @property
     def num_live(self) -> int:
-        """Connections that were not returned, and handles that were not released."""
+        """Connections that were not returned, and reads that have not settled."""
         return len(self._probes) + len(self._ended) + len(self._settling)
 
     @property
@@ -66,7 +66,7 @@ class Probes:
 
     def poll(self) -> list[PeerConnected]:
         """The connections whose probes have ended since the last call. Does not wait."""
-        self._settling = [each for each in self._settling if not self._agent.release(each)]
+        self._settling = [each for each in self._settling if self._agent.poll(each) is None]
         ended, self._ended = self._ended, []
         for probe in list(self._probes):
             answer = self._advance(probe)
@@ -89,11 +89,15 @@ class Probes:
     def _advance(self, probe: _Probe) -> PeerConnected | None:
         """The answer, once there is one."""
         try:
-            is_done, now = self._agent.poll(probe.handle), self._clock()
-            if not is_done and now < probe.deadline:
-                return None
-            self._release(probe)
-            if is_done and probe.is_timed:
+            done, now = self._agent.poll(probe.handle), self._clock()
+            if done is None:
+                if now < probe.deadline:
+                    return None
+                self._settling.append(probe.handle)
+                return self._out_of_time(probe)
+            if done.error is not None:
+                return _untimed(probe.connected, done.error)
+            if probe.is_timed:
                 took_s = max(now - probe.posted_at, 1e-9)
                 connected = replace(probe.connected, bytes_per_s=probe.num_bytes / took_s)
                 probe.connected = connected
@@ -103,21 +107,18 @@ class Probes:
                     return connected
                 probe.asked = min(GROWTH * probe.num_bytes, PROBE_BYTES)
             probe.is_timed = True
-            if now < probe.deadline:
-                self._post(probe)
-                return None
+            if now >= probe.deadline:
+                return self._out_of_time(probe)
+            self._post(probe)
         except Exception as error:
-            self._release(probe)
             return _untimed(probe.connected, str(error))
+        return None
+
+    def _out_of_time(self, probe: _Probe) -> PeerConnected:
         if probe.connected.bytes_per_s:
             return probe.connected
         why = f"a read of {probe.num_bytes} bytes was not done after {TIMEOUT_S:g} s"
         return _untimed(probe.connected, why)
-
-    def _release(self, probe: _Probe) -> None:
-        handle, probe.handle = probe.handle, None
-        if handle is not None and not self._agent.release(handle):
-            self._settling.append(handle)
 
 
 def _untimed(connected: PeerConnected, why: str) -> PeerConnected:

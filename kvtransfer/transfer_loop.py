@@ -31,6 +31,7 @@ from kvrelay.kvtransfer.executor import (
     StoreChange,
     TransferExecutor,
     failed_copy,
+    one_line,
 )
 
 log = logging.getLogger("kvrelay.transfers")
@@ -44,7 +45,7 @@ WAIT = Backoff(20e-6, 500e-6)
 
 
 class TransferLoop:
-    """Owns a TransferExecutor, and its agent by it; of the disk's loop also the store.
+    """Owns a TransferExecutor, and its mover by it, and the store of the tier.
 
     Invariant: each connection and each copy is answered through `on_done` exactly once, a change of
     the index if it failed. At most `max_outstanding` requests are not done; one more is refused,
@@ -91,7 +92,7 @@ class TransferLoop:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Begin to end, without waiting: refuse what is new, give up what runs, answer everything,
-        close the agent and the store. Copies that run have `timeout_s` to settle."""
+        close the mover and the store. Copies that run have `timeout_s` to settle."""
         with self._lock:
             if not self._stopped:
                 self._stopped = True
@@ -128,8 +129,15 @@ class TransferLoop:
             for answer in self._executor.close(request):
                 self._answer(answer)
         finally:
+            self._close_store()
+
+    def _close_store(self) -> None:
+        try:
             if self._store is not None:
                 self._store.close()
+        except Exception as error:
+            name = threading.current_thread().name
+            log.warning("%s: its store was not closed: %s", name, one_line(error))
 
     def _work(self, request: Request | None) -> bool:
         """Returns whether anything has happened."""
@@ -158,8 +166,15 @@ class TransferLoop:
             case CopyBlocks():
                 self._executor.post(request)
             case StoreIndex() | AttachStore() | FindStored():
-                assert self._store is not None, request
-                self._answer(self._store.update(request))
+                self._answer(self._update(request))
+
+    def _update(self, request: StoreIndex | AttachStore | FindStored) -> StoreFailed | None:
+        assert self._store is not None, request
+        try:
+            self._store.update(request)
+        except Exception as error:
+            return StoreFailed(one_line(error), tier=request.tier)
+        return None
 
     def _check_store(self) -> None:
         if self._store is not None:

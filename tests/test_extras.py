@@ -11,7 +11,14 @@ import pytest
 
 from tests.structure import ROOT, Structure
 
-HIDDEN = ("matplotlib", "redis", "opentelemetry.sdk", "opentelemetry.exporter", "aiohttp")
+HIDDEN = (
+    "botocore",
+    "matplotlib",
+    "redis",
+    "opentelemetry.sdk",
+    "opentelemetry.exporter",
+    "aiohttp",
+)
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN}))\n"
 KVRELAY = HIDE + "from kvrelay.cluster.cli.main import main; main()"
 
@@ -55,6 +62,10 @@ def test_a_plot_without_matplotlib_is_refused_before_the_replay(tmp_path: Path) 
         (
             "[state]\nurl = 'redis://localhost'",
             "redis is not installed: pip install 'kvrelay[redis]'",
+        ),
+        (
+            "[tiers]\nobject_bucket = 'kv'",
+            "botocore is not installed: pip install 'kvrelay[object]'",
         ),
         (
             "[tracing]\nendpoint = 'http://localhost:4318'",

@@ -50,13 +50,13 @@ IMPURE_PLACES = (
     "engine/host",
     "engine/logs",
     "engine/stderr",
-    "kvtransfer/agents/",
+    "kvtransfer/movers/",
     "decode_worker/vllm/engine",
 )
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
 RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")
-TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store", "training/")
+TORCH_PLACES = ("engine/model/", "kvtransfer/movers/", "kvtransfer/store", "training/")
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 
 

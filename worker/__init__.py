@@ -3,7 +3,7 @@
     node                 receives messages, runs the engine's core, answers; pure
     spec, build          from settings to a worker that runs
     kv_plan, model_plan  how many blocks and sequences fit
-    transfers, host_tier, disk_tier, object_tier, left_kv   its exchange, put together
+    transfers, host_tier, left_kv, stored_kv   its exchange, put together
     process, threads     its event loop and the threads beside it
     guardian, fork_server, processes, rank_host   who starts and watches it, and its ranks
 

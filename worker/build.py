@@ -28,9 +28,10 @@ from kvrelay.engine.node import Node
 from kvrelay.engine.step import Step
 from kvrelay.engine.weights import ONLY_ON_CPUS
 from kvrelay.kvtransfer.agent import StoreIndex
-from kvrelay.kvtransfer.agents.ranks import join_ranks
+from kvrelay.kvtransfer.movers.ranks import join_ranks
 from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
+from kvrelay.kvtransfer.tiers.registry import without_missing
 from kvrelay.worker.host_tier import kept_bytes as kept_host_bytes
 from kvrelay.worker.kv_plan import (
     BuildError,
@@ -77,11 +78,9 @@ class Ranks:
         each = [facts.metadata for facts in self._facts]
         config = structs.replace(config, agent_metadata=join_ranks(config.node_id, each))
         return structs.replace(
-            config,
+            without_missing(config, self.records),
             host_outlives=Tier.HOST in self.records,
             reads_left_kv=config.reads_left_kv and Tier.ORPHANED in self.records,
-            num_disk_blocks=config.num_disk_blocks if Tier.DISK in self.records else 0,
-            num_packed_blocks=config.num_packed_blocks if Tier.PACKED in self.records else 0,
         )
 
     def notices(self) -> list[str]:
@@ -187,11 +186,9 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     def make_executor(deliver: Deliver) -> Executor:
         return WorkerThreads(
             steps,
-            own.memory,
-            {tier: own.storage[tier] for tier in records if tier in own.storage},
+            {t: each for t, each in own.copies.items() if t is Tier.DEVICE or t in records},
             deliver,
             spec.worker,
-            arena=own.arena,
             join_ranks=ranks.join if ranks else None,
             shares_cores=spec.num_peers > 0 and not on_gpu,
         )

@@ -1,4 +1,4 @@
-"""Host memory of a worker for KV, and that of others on its machine which have died.
+"""Host memory of a worker for KV, as it is opened and as it is given back.
 
 Memory lies where it outlives the worker, if there is room: the next worker of the machine finds it
 warm, and until then the others read it. Where there is none it is the process's own, and ends with
@@ -9,36 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from msgspec import structs
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.spec import KVSpec
-from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.native import NativeBuildError
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
-from kvrelay.kvtransfer.agents.packed import PackedAgent
-from kvrelay.kvtransfer.executor import ArenaExecutor, OrphanedExecutor
 from kvrelay.kvtransfer.kivi import Quantizer, fits
 from kvrelay.kvtransfer.layout import HeadShare
-from kvrelay.kvtransfer.store import StoreError, StoreInUse, places
+from kvrelay.kvtransfer.movers.packed import FOLDER
+from kvrelay.kvtransfer.store import StoreError
 from kvrelay.kvtransfer.store.arena import (
     HostArena,
     arena_form,
     arena_root,
+    open_arena,
     remove_arena,
     superseded_arenas,
 )
 from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK
-from kvrelay.worker.disk_tier import MakeCopies, Storage
 
-LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
-PACKED = "packed"  # folder of memory in four bits
 log = logging.getLogger("kvrelay.build")
 NOTICE = "host memory for KV ends with this worker"
 
@@ -55,10 +46,10 @@ def open_host_memory(
 ) -> HostMemory:
     """`config`: of the rank; `part`: of the machine's shared memory, for this cluster, and for a
     rank of several. Raises AgentError where there is no memory."""
-    from kvrelay.kvtransfer.agents.pool import make_host_arena, pin
+    from kvrelay.kvtransfer.movers.pool import make_host_arena, pin
 
     try:
-        arena = _open_arena(arena_root() / part, config, num_slots)
+        arena = open_arena(arena_root() / part, config, num_slots)
     except StoreError as error:
         blocks = make_host_arena(num_slots, config.bytes_per_block, pinned)
         return HostMemory(blocks, None, (f"{NOTICE}: {error}",))
@@ -72,63 +63,12 @@ def open_host_memory(
     return HostMemory(arena.memory, arena)
 
 
-def _open_arena(root: Path, config: WorkerConfig, num_slots: int) -> HostArena:
-    """The first place that no other process has. Raises StoreError."""
-    identity = {f"compatibility.{name}": value for name, value in config.compatibility}
-    in_use: StoreInUse | None = None
-    for folder in places(root, config.fingerprint, config.node_id):
-        try:
-            return HostArena.open(
-                folder,
-                identity=identity,
-                bytes_per_block=config.bytes_per_block,
-                num_slots=num_slots,
-                lock_timeout_s=LOCK_TIMEOUT_S,
-                among=arena_root(),
-            )
-        except StoreInUse as error:
-            in_use = error
-    assert in_use is not None
-    raise in_use
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    storage: Storage
-    arena: HostArena
-
-
 def open_quantizer(spec: KVSpec, share: HeadShare) -> Quantizer | None:
     """None: KV stays exact, by its shape or for want of a C compiler."""
     try:
         return Quantizer(spec, len(share.heads)) if fits(spec) else None
     except NativeBuildError:
         return None
-
-
-def open_packed(
-    config: WorkerConfig,
-    part: str,
-    quantizer: Quantizer | None,
-    memory: Mapping[Tier, Any],
-    make_copies: MakeCopies,
-    share: HeadShare,
-) -> tuple[Packed | None, list[str]]:
-    """Memory for blocks in four bits, which outlives the worker; or why there is none, for an
-    operator. `part`, `memory`: as for `open_orphaned`."""
-    if not config.num_packed_blocks:
-        return None, []
-    if quantizer is None:
-        return None, ["serving without tiers.packed_gib, which needs a C compiler"]
-    of_packed = structs.replace(config, bytes_per_block=quantizer.num_bytes)
-    try:
-        arena = _open_arena(arena_root() / part / PACKED, of_packed, config.num_packed_blocks)
-    except StoreError as error:
-        return None, [f"serving without tiers.packed_gib: {error}"]
-    agent = PackedAgent(config.node_id, memory, arena, quantizer, share)
-    copies = make_copies(agent, changed=agent.changed)
-    index = ArenaExecutor(arena, Tier.PACKED)
-    return Packed(Storage(copies, index, tuple(arena.records)), arena), []
 
 
 def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:
@@ -145,7 +85,7 @@ def kept_bytes(cluster: str, worker: NodeId) -> tuple[int, int]:
     for blocks in root.rglob(f"{worker}/{BLOCKS}"):
         folder = blocks.parent
         taken_bytes += blocks.stat().st_blocks * 512
-        if PACKED not in folder.parts:
+        if FOLDER not in folder.parts:
             form = arena_form(folder)
             sizes[form] = sizes.get(form, 0) + blocks.stat().st_size
             last = max(last, ((folder / LOCK).stat().st_mtime, form))  # written when it is taken
@@ -160,24 +100,3 @@ def free_other_forms(cluster: str, config: WorkerConfig, num_ranks: int) -> None
         for folder in superseded_arenas(arena_root() / cluster, config.node_id):
             if arena_form(folder) != own and remove_arena(folder):
                 log.info("host memory of another form is given back: %s", folder)
-
-
-def open_orphaned(
-    config: WorkerConfig,
-    part: str,
-    own: HostArena | None,
-    memory: Mapping[Tier, Any],
-    make_copies: MakeCopies,
-    *,
-    follows: bool,
-) -> Storage | None:
-    """What reads host memory of workers of this machine that have died; None where that cannot be.
-    `part`: as for `open_host_memory`; `memory`: the worker's own; `follows`: as OrphanedAgent."""
-    try:
-        root = arena_root() / part
-    except StoreError:
-        return None
-    place = root / config.fingerprint.hex()
-    own_folder = None if own is None else own.folder
-    agent = OrphanedAgent(config.node_id, place, own_folder, memory, follows=follows)
-    return Storage(make_copies(agent), OrphanedExecutor(agent), ())

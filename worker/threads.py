@@ -36,12 +36,10 @@ from kvrelay.kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvrelay.kvtransfer.executor import ArenaExecutor, TransferExecutor, failed_copy
+from kvrelay.kvtransfer.executor import Store, TransferExecutor, failed_copy
 from kvrelay.kvtransfer.ranks import RankAnswers
-from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.tiers.registry import is_storage
 from kvrelay.kvtransfer.transfer_loop import Request, TransferLoop
-from kvrelay.worker.disk_tier import Storage
 
 log = logging.getLogger("kvrelay.threads")
 
@@ -123,43 +121,46 @@ class LaunchThreads:
         self.submit, self.stop, self.join = launches.submit, launches.stop, waits.join
 
 
+Copies = Mapping[Tier, tuple[TransferExecutor, Store | None]]
+"""What copies to and from each storage, and the index of that; under `DEVICE` what copies in memory
+and from peers, and the index of host memory, if it has one."""
+
+
+def loop_of(request: Request) -> Tier:
+    """Which one of `Copies` a request is for."""
+    match request:
+        case StoreIndex(tier=tier) | AttachStore(tier=tier) | FindStored(tier=tier):
+            pass
+        case CopyBlocks(src_tier=tier) if is_storage(tier):
+            pass
+        case CopyBlocks(dst_tier=tier):
+            pass
+        case _:
+            return Tier.DEVICE
+    return tier if is_storage(tier) else Tier.DEVICE
+
+
 class TransferLoops:
-    """Takes transfers to the thread that they are for. Owns the threads, and by them the agents and
+    """Takes transfers to the thread that they are for. Owns the threads, and by them the movers and
     the stores."""
 
-    def __init__(
-        self,
-        memory: TransferExecutor,
-        storage: Mapping[Tier, Storage],
-        answer: Callable[[Any], None],
-        name: NodeId,
-        arena: HostArena | None = None,
-    ) -> None:
-        """`answer`: called from any of the threads. `arena`: of host memory, if it has an index."""
+    def __init__(self, copies: Copies, answer: Callable[[Any], None], name: NodeId) -> None:
+        """`answer`: called from any of the threads."""
         self._answer = answer
-        index = None if arena is None else ArenaExecutor(arena)
-        self._memory = TransferLoop(memory, answer, store=index, name=f"{name}-kv")
-        self._storage = {
-            tier: TransferLoop(each.copies, answer, store=each.store, name=f"{name}-{tier}")
-            for tier, each in storage.items()
+        self.loops = {
+            tier: TransferLoop(executor, answer, store=store, name=f"{name}-kv-{tier}")
+            for tier, (executor, store) in copies.items()
         }
 
-    @property
-    def loops(self) -> dict[str, TransferLoop]:
-        return {"memory": self._memory, **{str(tier): loop for tier, loop in self._storage.items()}}
-
     def submit(self, request: Request) -> None:
-        match request:
-            case StoreIndex(tier=tier) | AttachStore(tier=tier) | FindStored(tier=tier) if (
-                is_storage(tier)
-            ):
-                self._submit_to(tier, request)
-            case CopyBlocks(src_tier=tier) if is_storage(tier):
-                self._submit_to(tier, request)
-            case CopyBlocks(dst_tier=tier) if is_storage(tier):
-                self._submit_to(tier, request)
-            case _:
-                self._memory.submit(request)
+        tier = loop_of(request)
+        missing = f"this worker has no {tier} tier"
+        if tier in self.loops:
+            self.loops[tier].submit(request)
+        elif isinstance(request, CopyBlocks):
+            self._answer(failed_copy(request, missing))
+        else:
+            self._answer(StoreFailed(missing, tier=tier))
 
     def close(self, timeout_s: float) -> None:
         """Copies that run have `timeout_s` to settle."""
@@ -168,34 +169,23 @@ class TransferLoops:
         for loop in self.loops.values():
             loop.join(timeout_s)
 
-    def _submit_to(self, tier: Tier, request: Request) -> None:
-        missing = f"this worker has no {tier} tier"
-        if tier in self._storage:
-            self._storage[tier].submit(request)
-        elif isinstance(request, CopyBlocks):
-            self._answer(failed_copy(request, missing))
-        else:
-            self._answer(StoreFailed(missing, tier=tier))
-
 
 class WorkerThreads:
-    """Executor of a worker's effects. Owns the threads, and by them the model, the agents and the
+    """Executor of a worker's effects. Owns the threads, and by them the model, the movers and the
     stores."""
 
     def __init__(
         self,
         steps: StepExecutor,
-        memory: TransferExecutor,
-        storage: Mapping[Tier, Storage],
+        copies: Copies,
         deliver: Deliver,
         name: NodeId,
         *,
-        arena: HostArena | None = None,
         join_ranks: JoinRanks | None = None,
         shares_cores: bool = False,
     ) -> None:
-        """`arena`: as for TransferLoops. `join_ranks`: of a worker of several ranks.
-        `shares_cores`: with other workers of its machine."""
+        """`join_ranks`: of a worker of several ranks. `shares_cores`: with other workers of its
+        machine."""
         self._name = name
         self._model = steps
         self._steps: StepThread[Step, StepDone] | LaunchThreads
@@ -213,7 +203,7 @@ class WorkerThreads:
         self._deliver = deliver
         self._ranks = join_ranks(deliver) if join_ranks else None
         answer = deliver if self._ranks is None else partial(self._ranks.add, 0)
-        self._copies = TransferLoops(memory, storage, answer, name, arena)
+        self._copies = TransferLoops(copies, answer, name)
 
     def perform(self, effect: Effect) -> None:
         match effect:
@@ -237,7 +227,7 @@ class WorkerThreads:
         parts: dict[str, StepThread[Any, Any] | LaunchThreads | TransferLoop] = {
             "step": self._steps,
             "weights": self._weights,
-            **self._copies.loops,
+            **{f"{tier} tier's": loop for tier, loop in self._copies.loops.items()},
         }
         if self._low_priority is not self._steps:
             parts["prompts"] = self._low_priority

@@ -1,4 +1,4 @@
-"""What moves the KV of one rank of a worker: its agent, and the executors of its tiers.
+"""What moves the KV of one rank of a worker: its agent, and the movers of its tiers.
 
 A worker's rank 0 has them in the worker's process. Those of the others are in the followers'
 processes, with `RankTransfers` as the companion: it does there what rank 0 is asked to do, with its
@@ -7,8 +7,7 @@ own heads of the same blocks, and says when it is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,26 +20,24 @@ from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import NodeId
 from kvrelay.kvtransfer.agent import StoreIndex
-from kvrelay.kvtransfer.agents.ranks import RanksAgent
 from kvrelay.kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
-from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.executor import ArenaExecutor, TransferExecutor
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
+from kvrelay.kvtransfer.movers.opening import NoHostMemory, TierSettings, open_storage
+from kvrelay.kvtransfer.movers.ranks import RanksAgent
 from kvrelay.kvtransfer.probes import Probes
 from kvrelay.kvtransfer.store.arena import HostArena
+from kvrelay.kvtransfer.tiers.registry import without_missing
 from kvrelay.kvtransfer.transfer_loop import Request
-from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
 from kvrelay.worker.host_tier import (
     HostMemory,
     free_other_forms,
     open_host_memory,
-    open_orphaned,
-    open_packed,
     open_quantizer,
 )
 from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
-from kvrelay.worker.object_tier import open_object_tier
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
-from kvrelay.worker.threads import TransferLoops
+from kvrelay.worker.threads import Copies, TransferLoops, loop_of
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.parallel.link import Tell
@@ -63,10 +60,9 @@ class Transfers:
     config: WorkerConfig  # the worker's, with the metadata of this rank
     share: HeadShare
     pool: BlockBytes  # the device's
-    memory: TransferExecutor
-    arena: HostArena | None  # of its host memory, where that outlives the worker
-    packed: HostArena | None  # of that in four bits
-    storage: Mapping[Tier, Storage]
+    copies: Copies
+    records: Mapping[Tier, tuple[DiskRecord, ...]]  # what its stores held when they were opened
+    arenas: tuple[HostArena, ...]  # memory that outlives the worker
     notices: tuple[str, ...]
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
@@ -77,30 +73,25 @@ class Transfers:
 
     def update(self, change: StoreIndex) -> None:
         """Change the index of a tier, before its thread runs."""
-        if change.tier in self.storage:
-            self.storage[change.tier].store.update(change)
-        elif self.arena is not None:
-            self.arena.update(change)
+        _, store = self.copies[loop_of(change)]
+        if store is not None:
+            store.update(change)
 
     def leave_kv(self) -> None:
         """What is in host memory is for another worker, when this one has ended."""
         self.keep_kv(True)
 
     def keep_kv(self, has_heir: bool) -> None:
-        for arena in (self.arena, self.packed):
-            if arena is not None:
-                arena.has_heir = has_heir
+        for arena in self.arenas:
+            arena.has_heir = has_heir
 
     @property
     def leaves_kv(self) -> bool:
-        return any(arena is not None and arena.has_heir for arena in (self.arena, self.packed))
+        return any(arena.has_heir for arena in self.arenas)
 
     @property
     def facts(self) -> RankFacts:
-        records = {tier: each.records for tier, each in self.storage.items()}
-        if self.arena is not None:
-            records[Tier.HOST] = tuple(self.arena.records)
-        return RankFacts(self.share, self.config.agent_metadata, records, self.notices)
+        return RankFacts(self.share, self.config.agent_metadata, self.records, self.notices)
 
 
 def open_transfers(
@@ -127,23 +118,27 @@ def transfers_of(
     options: BuildOptions,
 ) -> Transfers:
     """Those over `pool`, the rank's device memory for KV. Raises BuildError, AgentError."""
-    from kvrelay.kvtransfer.agents.pool import block_bytes
+    from kvrelay.kvtransfer.movers.pool import block_bytes
 
     share = BlockLayout(plan.spec).share(shard.rank, shard.size)
     of_rank = _share_of(config, share, shard)
-    part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
     memory: dict[Tier, Any] = {Tier.DEVICE: pool}
-    of_cluster = f"{spec.cluster}/{part}"
+    quantizer = open_quantizer(plan.spec, share)
+    settings = TierSettings(
+        *(of_rank, memory, share, quantizer, spec.tiers, spec.cluster, shard.rank, shard.size)
+    )
     free_other_forms(spec.cluster, config, shard.size)
-    host = open_host_tier(of_rank, spec, plan, of_cluster) if plan.num_host_blocks else None
-    arena = None if host is None else host.arena
-    if host is not None:
-        memory[Tier.HOST] = host.blocks
+    arena, records, notices = None, dict[Tier, tuple[DiskRecord, ...]](), tuple[str, ...]()
+    if plan.num_host_blocks:
+        host = open_host_tier(of_rank, spec, plan, f"{spec.cluster}/{settings.part}")
+        memory[Tier.HOST], arena, notices = host.blocks, host.arena, host.notices
+    if arena is not None:
+        records[Tier.HOST] = tuple(arena.records)
     make_agent = options.make_agent or _nixl_agent
     inner = make_agent(spec.worker, pool, memory.get(Tier.HOST), share)
     agent = RanksAgent(spec.worker, inner, share, shard.rank)
     pools = {tier: block_bytes(each, share) for tier, each in memory.items()}
-    make_copies = partial(
+    make_executor = partial(
         TransferExecutor,
         *(spec.worker, spec.epoch),
         pools=pools,
@@ -151,39 +146,27 @@ def transfers_of(
         reserve=None if arena is None else arena.reserve,
         corrupt=options.corrupt,
     )
-    quantizer = open_quantizer(plan.spec, share)
-    with _host_memory_for_the_disk(spec):
-        disk, notices = open_disk_tier(
-            *(of_rank, spec.tiers.disk_path, memory, make_copies, share, quantizer),
-            part=part,
-        )
-    stored, more = open_object_tier(
-        of_rank, spec.tiers, memory, make_copies, share, num_ranks=shard.size
-    )
-    packed, why_not = open_packed(of_rank, of_cluster, quantizer, memory, make_copies, share)
-    orphaned = open_orphaned(
-        of_rank, of_cluster, arena, memory, make_copies, follows=shard.rank > 0
-    )
+    try:
+        storage, more = open_storage(replace(settings, arena=arena))
+    except NoHostMemory as error:
+        raise BuildError(str(error)) from error
+    index = None if arena is None else ArenaExecutor(arena)
+    copies: Copies = {
+        Tier.DEVICE: (make_executor(agent, probes=Probes(agent)), index),
+        **{tier: (make_executor(each.mover), each.store) for tier, each in storage.items()},
+    }
+    records |= {tier: each.records for tier, each in storage.items()}
     config = structs.replace(
-        config,
+        without_missing(config, storage),
         agent_metadata=agent.metadata(),
         host_outlives=arena is not None,
-        num_disk_blocks=0 if disk is None else config.num_disk_blocks,
-        num_object_blocks=0 if stored is None else config.num_object_blocks,
-        num_packed_blocks=0 if packed is None else config.num_packed_blocks,
         quantizes=quantizer is not None,
     )
-    tiers = {
-        Tier.DISK: disk,
-        Tier.OBJECT: stored,
-        Tier.PACKED: None if packed is None else packed.storage,
-        Tier.ORPHANED: orphaned,
-    }
+    arenas = [arena, *(each.arena for each in storage.values())]
     return Transfers(
-        *(config, share, pools[Tier.DEVICE], make_copies(agent, probes=Probes(agent)), arena),
-        None if packed is None else packed.arena,
-        {tier: each for tier, each in tiers.items() if each is not None},
-        (*notices, *more, *why_not, *(() if host is None else host.notices)),
+        *(config, share, pools[Tier.DEVICE], copies, records),
+        tuple(each for each in arenas if each is not None),
+        (*more, *notices),
     )
 
 
@@ -195,17 +178,6 @@ def _share_of(config: WorkerConfig, share: HeadShare, shard: Shard) -> WorkerCon
         disk_slot_bytes=config.disk_slot_bytes // shard.size,
         disk_bytes=config.disk_bytes // shard.size,
     )
-
-
-@contextmanager
-def _host_memory_for_the_disk(spec: WorkerSpec) -> Iterator[None]:
-    try:
-        yield
-    except NoHostMemory as error:
-        raise BuildError(
-            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU, whose KV reaches the"
-            " disk by host memory (no GPUDirect Storage, or a codec); set tiers.host_gib as well"
-        ) from error
 
 
 def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> WorkerConfig:
@@ -251,7 +223,7 @@ class RankTransfers:
         opened.keep_kv(True)
         self.checksums = opened.checksums
         self.begin_checksums = opened.begin_checksums
-        self._loops = TransferLoops(opened.memory, opened.storage, tell, name, opened.arena)
+        self._loops = TransferLoops(opened.copies, tell, name)
 
     def receive(self, message: Request | RemoveKV) -> None:
         if isinstance(message, RemoveKV):
@@ -265,7 +237,7 @@ class RankTransfers:
 
 def open_host_tier(config: WorkerConfig, spec: WorkerSpec, plan: KVPlan, part: str) -> HostMemory:
     """Memory of the host tier, and behind it what the disk of a GPU needs. Raises AgentError."""
-    from kvrelay.kvtransfer.agents.staged import STAGING_BLOCKS
+    from kvrelay.kvtransfer.movers.staged import STAGING_BLOCKS
 
     spare = STAGING_BLOCKS if spec.on_gpu and plan.num_disk_blocks else 0
     num_slots = plan.num_host_blocks + spare
@@ -273,7 +245,7 @@ def open_host_tier(config: WorkerConfig, spec: WorkerSpec, plan: KVPlan, part: s
 
 
 def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
 
     return NixlAgent(name, pool, host=host, share=share)
 

@@ -45,9 +45,9 @@ from kvrelay.engine.model.state_layout import (
 )
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
-from kvrelay.kvtransfer.agents.checksum_kernels import Checksums
 from kvrelay.kvtransfer.checksum import head_weights
 from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.movers.checksum_kernels import Checksums
 
 KIB = 1024
 MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # a program's

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
 from benchmarks.kv.second_process import second_process
+from kvrelay.kvtransfer.agent import CopyBlocks, MoveId
 
 BLOCK_BYTES = 16 * 2 * 32 * 8 * 128 * 2  # tokens, planes, layers, KV heads, head_dim, bytes
 NUM_BLOCKS, ROUNDS, DEADLINE_S = 1024, 7, 60.0
@@ -37,7 +38,7 @@ def make_pool(seed: int) -> torch.Tensor:
 
 def serve_as_peer() -> None:
     """The second process: its metadata on standard output, then it waits."""
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
 
     agent = NixlAgent("peer", make_pool(seed=1))
     sys.stdout.write(agent.metadata().hex() + "\n")
@@ -50,18 +51,18 @@ def move(agent: Any, src: list[int], dst: list[int]) -> float:
     """Returns how many seconds a read took."""
     torch.cuda.synchronize()
     began = perf_counter()
-    handle = agent.post_copy("peer", src, dst)
-    while not agent.poll(handle):
+    handle = agent.copy(CopyBlocks(MoveId(1), "peer", 1, tuple(src), tuple(dst), DEADLINE_S))
+    while (done := agent.poll(handle)) is None:
         if perf_counter() - began > DEADLINE_S:
             raise SystemExit(f"a read of {len(src)} blocks has not ended in {DEADLINE_S:g} s")
         sleep(20e-6)
-    elapsed = perf_counter() - began
-    agent.release(handle)
-    return elapsed
+    if done.error is not None:
+        raise SystemExit(done.error)
+    return perf_counter() - began
 
 
 def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
 
     source, pool = make_pool(seed=1), torch.zeros_like(make_pool(seed=2))
     with second_process("benchmarks.gpu.kv_transfer", PEER, deadline_s=DEADLINE_S) as metadata:

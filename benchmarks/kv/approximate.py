@@ -32,9 +32,9 @@ from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.kvtransfer.agents.pool import pool_bytes
 from kvrelay.kvtransfer.codec import MORE_BYTES
 from kvrelay.kvtransfer.kivi import Quantizer
+from kvrelay.kvtransfer.movers.pool import pool_bytes
 from kvrelay.kvtransfer.store import slot_bytes
 from kvrelay.worker.kv_plan import model_config, plan_kv, plan_tiers
 

@@ -40,8 +40,8 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.kvtransfer.agents.pool import pool_bytes
 from kvrelay.kvtransfer.codec import MORE_BYTES, ExponentCodec
+from kvrelay.kvtransfer.movers.pool import pool_bytes
 from kvrelay.kvtransfer.store import slot_bytes
 from kvrelay.lab.bench.load import LoadSpec, make_prompts
 

@@ -38,9 +38,9 @@ from kvrelay.engine.node import Effect
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, FindStored, StoreFound, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LIST_S, OrphanedAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
-from kvrelay.kvtransfer.executor import OrphanedExecutor, TransferExecutor
+from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.movers.orphaned import LIST_S, OrphanedMover
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.transfer_loop import TransferLoop
 from kvrelay.worker.node import Worker
@@ -137,9 +137,9 @@ class Survivor:
         self.node = Worker(config, ROLES)
         self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         pool = np.zeros((num_blocks, BYTES), np.uint8)
-        agent = OrphanedAgent("decode-1", place, None, {Tier.DEVICE: pool})
+        agent = OrphanedMover("decode-1", place, None, {Tier.DEVICE: pool})
         copies = TransferExecutor("decode-1", 1, agent, {Tier.DEVICE: pool})
-        self.loop = TransferLoop(copies, self.messages.put, store=OrphanedExecutor(agent))
+        self.loop = TransferLoop(copies, self.messages.put, store=agent)
         self.longest_s = self.own_s = 0.0
         self._receive(RouterUp("router"))
 

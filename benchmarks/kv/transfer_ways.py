@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks.kv.second_process import second_process
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.kvtransfer.agent import Agent
-from kvrelay.kvtransfer.agents.disk import DiskAgent
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
-from kvrelay.kvtransfer.agents.pool import make_host_arena
+from kvrelay.kvtransfer.agent import CopyBlocks, MoveId, Mover
+from kvrelay.kvtransfer.movers.disk import DiskMover
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from kvrelay.kvtransfer.movers.pool import make_host_arena
 from kvrelay.kvtransfer.store import DiskStore
 
 MEMCPY = "memcpy"
@@ -107,9 +107,9 @@ class Ways:
 
         self.ways = {
             MEMCPY: Way(memcpy, source, device),
-            BETWEEN: Way(mover(nixl, "peer"), source, device),
-            TO_HOST: Way(mover(nixl, "reader", Tier.DEVICE, Tier.HOST), device, host),
-            TO_DEVICE: Way(mover(nixl, "reader", Tier.HOST, Tier.DEVICE), host, device),
+            BETWEEN: Way(moves(nixl, "peer"), source, device),
+            TO_HOST: Way(moves(nixl, "reader", Tier.DEVICE, Tier.HOST), device, host),
+            TO_DEVICE: Way(moves(nixl, "reader", Tier.HOST, Tier.DEVICE), host, device),
         }
         self._build_disk(source, device)
 
@@ -129,7 +129,7 @@ class Ways:
         for fd in (store.fd, raw):
             for block, offset in zip(source, offsets, strict=True):
                 os.pwrite(fd, block.data, offset)
-        agent = DiskAgent("reader", {Tier.DEVICE: device}, store)
+        agent = DiskMover("reader", {Tier.DEVICE: device}, store)
         self._stack.callback(agent.close)
 
         def pwrite(src: list[int], dst: list[int]) -> None:
@@ -140,8 +140,8 @@ class Ways:
             for i, j in zip(src, dst, strict=True):
                 os.preadv(raw, [device[j]], offsets[i])
 
-        write = mover(agent, "reader", Tier.DEVICE, Tier.DISK)
-        read = mover(agent, "reader", Tier.DISK, Tier.DEVICE)
+        write = moves(agent, "reader", Tier.DEVICE, Tier.DISK)
+        read = moves(agent, "reader", Tier.DISK, Tier.DEVICE)
         self.ways |= {
             DISK_WRITE: Way(write, device, on_disk, store.fd, writes=True),
             RAW_WRITE: Way(pwrite, device, on_disk, raw, writes=True),
@@ -170,22 +170,24 @@ class Ways:
         return seconds
 
 
-def mover(
-    agent: Agent, peer: str, src_tier: Tier = Tier.DEVICE, dst_tier: Tier = Tier.DEVICE
+def moves(
+    mover: Mover, peer: str, src_tier: Tier = Tier.DEVICE, dst_tier: Tier = Tier.DEVICE
 ) -> Move:
     """Reads as a transfer thread does."""
 
     def move(src: list[int], dst: list[int]) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        handle = agent.post_copy(peer, src, dst, src_tier=src_tier, dst_tier=dst_tier)
+        ways = tuple(src), tuple(dst), DEADLINE_S, src_tier, dst_tier
+        handle = mover.copy(CopyBlocks(MoveId(1), peer, 1, *ways))
         polls = 0
-        while not agent.poll(handle):
+        while (done := mover.poll(handle)) is None:
             polls += 1
             if polls > SPINS:
                 time.sleep(WAIT_S)
             if time.monotonic() > deadline:
                 raise click.ClickException(f"a read has not ended in {DEADLINE_S:g} s")
-        agent.release(handle)
+        if done.error is not None:
+            raise click.ClickException(done.error)
 
     return move
 

@@ -90,7 +90,7 @@ def restore(
 
 
 def _kv_folder(config: Config) -> Path:
-    from kvrelay.worker.disk_tier import default_folder  # it brings torch
+    from kvrelay.kvtransfer.store.folder import default_folder  # it brings torch
 
     path = config.tiers.disk_path
     return Path(path).expanduser() if path else default_folder()

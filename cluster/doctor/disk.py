@@ -62,8 +62,7 @@ def check_left_stores(folder: Path, sizes: Mapping[Path, int]) -> Finding:
 
 def check_object_tier(tiers: TiersSection, num_ranks: int) -> Finding:
     """Lists one key, as a worker does that starts."""
-    from kvrelay.kvtransfer.store.bucket import BucketError
-    from kvrelay.worker.object_tier import bucket_of
+    from kvrelay.kvtransfer.store.bucket import BucketError, bucket_of
 
     check, bucket = "object tier", bucket_of(tiers)
     if num_ranks > 1:

@@ -109,7 +109,7 @@ def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:
 
 
 def _disk_folder(config: Config) -> Path:
-    from kvrelay.worker.disk_tier import default_folder
+    from kvrelay.kvtransfer.store.folder import default_folder
 
     path = config.tiers.disk_path
     return Path(path).expanduser() if path else default_folder()

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvrelay.cluster.doctor.findings import Finding, fail, ok
-from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks, MoveId
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 20
 REPEATS = 7
@@ -82,24 +82,26 @@ def _metadata_of(peer: subprocess.Popen[bytes]) -> bytes:
 
 
 def _read_from(metadata: bytes) -> Link:
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
-    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.pool import make_host_arena
 
     pool = make_host_arena(NUM_BLOCKS, BLOCK_BYTES, pinned=False)
     pool[:] = 0
     agent = NixlAgent("doctor", pool)
-    blocks = list(range(NUM_BLOCKS))
+    blocks = tuple(range(NUM_BLOCKS))
+    read = CopyBlocks(MoveId(1), PEER, 1, blocks, blocks, TIMEOUT_S)
     try:
         agent.connect(PEER, 1, NUM_BLOCKS, metadata)
         taken_s = []
         for _ in range(REPEATS):
             started = time.monotonic()
-            handle = agent.post_copy(PEER, blocks, blocks)
-            while not agent.poll(handle):
+            handle = agent.copy(read)
+            while (done := agent.poll(handle)) is None:
                 if time.monotonic() - started > TIMEOUT_S:
                     raise AgentError(f"a read did not end in {TIMEOUT_S:g} s")
                 time.sleep(0.0001)  # NIXL has no call that waits; its own thread needs the core
-            agent.release(handle)
+            if done.error is not None:
+                raise AgentError(done.error)
             taken_s.append(time.monotonic() - started)
         if not (pool == _pattern()).all():
             raise AgentError("what was read is not what the other process has")
@@ -126,8 +128,8 @@ def _memory_rate() -> float:
 
 def _serve() -> None:
     """The other process: it says where its blocks are, and waits for its end."""
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
-    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.pool import make_host_arena
 
     pool = make_host_arena(NUM_BLOCKS, BLOCK_BYTES, pinned=False)
     pool[:] = _pattern()

@@ -55,14 +55,14 @@ MODULES = (
     "kvrelay.engine.model.parallel.follower",
     "kvrelay.engine.model.parallel.runner",
     "kvrelay.engine.model.step_executor",
-    "kvrelay.kvtransfer.agents.nixl",
-    "kvrelay.kvtransfer.agents.pool",
+    "kvrelay.kvtransfer.movers.nixl",
+    "kvrelay.kvtransfer.movers.pool",
 )
 
 
 def import_all() -> None:
     from kvrelay.kvtransfer.agent import AgentError
-    from kvrelay.kvtransfer.agents.nixl_bindings import open_nixl
+    from kvrelay.kvtransfer.movers.nixl_bindings import open_nixl
 
     for module in MODULES:
         import_module(module)

@@ -176,6 +176,8 @@ def settle(config: Config, on_progress: OnProgress) -> Config:
     _check_chat_template(config)
     if config.tracing.endpoint:
         require_extra("tracing", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+    if config.tiers.object_bucket:
+        require_extra("object", "botocore")
     if config.cluster.ray_dashboard_port:
         require_extra("dashboard", "aiohttp", "opencensus")
     return config

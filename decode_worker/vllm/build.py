@@ -101,7 +101,7 @@ def _built(
     roles: Roles,
     make_agent: MakeAgent | None,
 ) -> BuiltWorker:
-    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.movers.pool import make_host_arena
     from kvrelay.worker.build import with_tiers
     from kvrelay.worker.threads import TransferLoops
     from kvrelay.worker.transfers import transfers_of, worker_config
@@ -134,9 +134,7 @@ def _built(
     vllm.copies.use(pool, own.share)
 
     def make_executor(deliver: Deliver) -> Executor:
-        return vllm.start(
-            deliver, TransferLoops(own.memory, own.storage, deliver, spec.worker, own.arena)
-        )
+        return vllm.start(deliver, TransferLoops(own.copies, deliver, spec.worker))
 
     # Its blocks are in the order of vLLM, which is not that of four bits.
     config = structs.replace(own.config, quantizes=False)

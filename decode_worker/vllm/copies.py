@@ -162,7 +162,7 @@ class Copies:
 
     def _parts(self, block: int, at_vllm: int) -> list[tuple[Any, Any]]:
         """vLLM's block and its part of ours, layer by layer."""
-        from kvrelay.kvtransfer.agents.pool import as_tensor
+        from kvrelay.kvtransfer.movers.pool import as_tensor
 
         assert self.pool is not None
         raw, at, found = as_tensor(self.pool[block]), 0, []

@@ -9,6 +9,7 @@ from kvrelay.kvtransfer.store.disk import DiskStore
 from kvrelay.kvtransfer.store.errors import StoreError, StoreInUse
 from kvrelay.kvtransfer.store.folder import (
     StaleStore,
+    first_free,
     places,
     slot_bytes,
     stale_stores,
@@ -20,6 +21,7 @@ __all__ = [
     "StaleStore",
     "StoreError",
     "StoreInUse",
+    "first_free",
     "places",
     "slot_bytes",
     "stale_stores",

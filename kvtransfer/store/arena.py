@@ -21,6 +21,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,25 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.files import lock_within, own_folder
 from kvrelay.engine.kv.tier import DiskRecord
 from kvrelay.kvtransfer.agent import AgentError, StoreIndex
 from kvrelay.kvtransfer.store.errors import StoreError, store_error
-from kvrelay.kvtransfer.store.folder import BLOCKS, LOCK, FolderLock, is_held, owner_of
+from kvrelay.kvtransfer.store.folder import (
+    BLOCKS,
+    LOCK,
+    FolderLock,
+    first_free,
+    is_held,
+    owner_of,
+    places,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 INDEX = "index.kv"
 WANTED = "wanted"  # locked by who waits for the folder
+LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
 PLAN_S = 1.0  # the most that one waits for another to have been sized
 REMOVE_S = 3.0  # workers that were killed take a moment to end
 VERSION = 1
@@ -331,6 +342,20 @@ class HostArena:
         os.close(self._fd)
         self._lock.release()
         self._lock = None
+
+
+def open_arena(root: Path, config: WorkerConfig, num_slots: int) -> HostArena:
+    """In the first place under `root` that no other process has, for blocks of `config`, of a rank.
+    Raises StoreError."""
+    open_at = partial(
+        HostArena.open,
+        identity={f"compatibility.{name}": value for name, value in config.compatibility},
+        bytes_per_block=config.bytes_per_block,
+        num_slots=num_slots,
+        lock_timeout_s=LOCK_TIMEOUT_S,
+        among=arena_root(),
+    )
+    return first_free(places(root, config.fingerprint, config.node_id), open_at)
 
 
 def _lock(folder: Path, timeout_s: float) -> FolderLock:

@@ -1,38 +1,31 @@
 """A bucket of an object store (S3): who may use it, and what it lists.
 
-Blocks go there and come from there by NIXL (`kvtransfer.agents.object`). NIXL cannot list, so that
-is done here: signed requests (AWS Signature Version 4) over the standard library's HTTP.
+Blocks go there and come from there by NIXL (`kvtransfer.movers.object`), which neither lists nor
+finds credentials: botocore does, also those of a machine's or a pod's role, which it renews.
 """
 
 from __future__ import annotations
 
-import configparser
-import hashlib
-import hmac
-import http.client
 import os
 import re
-import ssl
-import time
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import quote, urlsplit
-from xml.etree import ElementTree
+from functools import cache, lru_cache
+from typing import Any
 
+from kvrelay.engine.config import TiersSection
 from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.kvtransfer.store.errors import StoreError
 
 REQUEST_S = 5.0  # a request that is not answered by then has failed
-MAX_BODY = 8 << 20  # bytes of a page of a list; a page of 1,000 keys has 0.4 MB
 PAGE = 1000
-EMPTY = hashlib.sha256(b"").hexdigest()
+MAX_CONNECTIONS = 16  # kept open: as many as ask at once, for a page and for names
 ABSENT = ("NoSuchKey", "InvalidRange")  # the other: it is empty
-PROFILE = "AWS_PROFILE"
-CA_BUNDLE = "AWS_CA_BUNDLE"
-VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_lock = threading.Lock()  # sessions and clients are made by one thread at a time
 
 
-class BucketError(Exception):
+class BucketError(StoreError):
     """The bucket cannot be used, or not now. One line: which, why, what to do."""
 
 
@@ -53,7 +46,7 @@ class Bucket:
     name: str
     endpoint: str = ""  # a URL; "": that of AWS in the region
     region: str = "us-east-1"
-    credentials_file: str = ""  # in the format of ~/.aws/credentials; "": the environment
+    credentials_file: str = ""  # in the format of ~/.aws/credentials; "": as AWS's tools find them
 
     @property
     def url(self) -> str:
@@ -67,79 +60,57 @@ class Bucket:
     def __str__(self) -> str:
         return f"bucket {self.name} at {self.url}"
 
-    def credentials(self, environment: Mapping[str, str] = os.environ) -> Credentials:
-        """As they are now: a file may be written anew. Raises BucketError."""
-        if not self.credentials_file:
-            found = [environment.get(name, "") for name in VARIABLES]
-            where = "the environment"
-        else:
-            path = Path(self.credentials_file).expanduser()
-            profile, where = environment.get(PROFILE, "default"), str(path)
-            parser = configparser.ConfigParser(interpolation=None)
-            try:
-                parser.read_string(path.read_text())
-            except (OSError, UnicodeDecodeError, configparser.Error) as error:
-                why = getattr(error, "strerror", None) or type(error).__name__
-                raise BucketError(
-                    f"{self}: {path} cannot be read ({why}); it has to be a file in the format of"
-                    " ~/.aws/credentials, readable for this user"
-                ) from error
-            section = parser[profile] if parser.has_section(profile) else {}
-            found = [section.get(name.lower(), "").strip() for name in VARIABLES]
-        if not (found[0] and found[1]):
+    def credentials(self) -> Credentials:
+        """As they are now: a file may be written anew, and a role's expire. Raises BucketError."""
+        where = self.credentials_file or "the environment, in files of AWS's tools or by a role"
+        try:
+            found = _find(self.credentials_file)
+            keys = None if found is None else found.get_frozen_credentials()
+        except ImportError as error:
+            why = "botocore is not installed: pip install 'kvrelay[object]'"
+            raise BucketError(f"{self}: {why}") from error
+        except Exception as error:  # its own, and those of whom it asks
+            raise BucketError(f"{self}: credentials in {where}: {error}") from error
+        if keys is None:
             raise BucketError(
-                f"{self}: no {VARIABLES[0]} and {VARIABLES[1]} in {where}; set both there, or name"
-                " a file that has them in tiers.object_credentials"
+                f"{self}: no credentials can be read in {where}; set AWS_ACCESS_KEY_ID and"
+                " AWS_SECRET_ACCESS_KEY, or name a file in the format of ~/.aws/credentials in"
+                " tiers.object_credentials, which has them for AWS_PROFILE or as default"
             )
-        return Credentials(*found)
+        return Credentials(keys.access_key, keys.secret_key, keys.token or "")
 
     def list(self, prefix: str, after: str = "", limit: int = PAGE) -> tuple[list[str], bool]:
         """Keys that begin with `prefix` and come after `after`, in their order, and whether there
         are more. Raises BucketError."""
-        query = {"list-type": "2", "max-keys": str(limit), "prefix": prefix, "start-after": after}
-        body = self._get({name: value for name, value in query.items() if value})
-        try:
-            root = ElementTree.fromstring(body)
-        except ElementTree.ParseError as error:
-            raise BucketError(f"{self} does not speak S3: {error}; see the endpoint") from error
-        keys = [each.text or "" for each in root.iterfind("{*}Contents/{*}Key")]
-        return keys, root.findtext("{*}IsTruncated") == "true"
+        begin = {"StartAfter": after} if after else {}
+        asked = {"Bucket": self.name, "Prefix": prefix, "MaxKeys": limit, **begin}
+        page = self._ask(lambda s3: s3.list_objects_v2(**asked))
+        return [each["Key"] for each in page.get("Contents", ())], bool(page.get("IsTruncated"))
 
     def has(self, key: str) -> bool:
         """Whether there is an object of this key. Raises BucketError."""
-        return self._ask(key, {}, {"Range": "bytes=0-0"}, absent=True) is not None
+        byte = {"Bucket": self.name, "Key": key, "Range": "bytes=0-0"}
+        found = self._ask(lambda s3: s3.get_object(**byte)["Body"].read(), absent=b"")
+        return bool(found)
 
-    def _get(self, query: Mapping[str, str]) -> bytes:
-        body = self._ask("", query, {})
-        assert body is not None
-        return body
+    def _ask(self, call: Callable[[Any], Any], absent: Any = None) -> Any:
+        """What `call` returns, given a client; `absent`, if that is given and there is no such key.
+        Raises BucketError."""
+        credentials = self.credentials()
+        from botocore.exceptions import ClientError
 
-    def _ask(
-        self, key: str, query: Mapping[str, str], fields: Mapping[str, str], *, absent: bool = False
-    ) -> bytes | None:
-        """`absent`: that there is no such key is an answer, None."""
-        at = urlsplit(self.url)
-        path = at.path.rstrip("/") + ("" if self.is_in_host else f"/{quote(self.name)}")
-        path += f"/{quote(key)}" if key or self.is_in_host else ""
-        sent = "&".join(f"{name}={quote(query[name], safe='-_.~')}" for name in sorted(query))
-        headers = sign(self.credentials(), self.region, at.netloc, path, sent)
         try:
-            connection = _connect(at.scheme, at.netloc)
-            try:
-                target = f"{path}?{sent}" if sent else path
-                connection.request("GET", target, headers={**headers, **fields})
-                answer = connection.getresponse()
-                body = answer.read(MAX_BODY)
-            finally:
-                connection.close()
-        except (OSError, http.client.HTTPException) as error:
-            raise BucketError(f"{self}: {error or type(error).__name__}") from error
-        if answer.status not in (http.HTTPStatus.OK, http.HTTPStatus.PARTIAL_CONTENT):
-            says = error_code(body) or answer.reason
-            if absent and says in ABSENT:
-                return None
-            raise BucketError(f"{self}: {answer.status} {says}{_ADVICE.get(says, '')}")
-        return body
+            with _lock:
+                client = _client(self, credentials)
+            return call(client)
+        except ClientError as error:
+            says = error.response["Error"]["Code"]
+            if absent is not None and says in ABSENT:
+                return absent
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            raise BucketError(f"{self}: {status} {says}{_ADVICE.get(says, '')}") from error
+        except Exception as error:  # it has no one class for those of the network and of answers
+            raise BucketError(f"{self}: {error}") from error
 
 
 _ADVICE = {
@@ -151,10 +122,60 @@ _ADVICE = {
 }
 
 
+@cache
+def _session() -> Any:
+    from botocore.session import get_session
+
+    return get_session()
+
+
+def _find(file: str) -> Any:
+    """Credentials of botocore, None if there are none. Those of a role are always the same object,
+    which renews them."""
+    if file:
+        from botocore.credentials import SharedCredentialProvider
+
+        return SharedCredentialProvider(file, os.environ.get("AWS_PROFILE")).load()
+    with _lock:
+        return _session().get_credentials()
+
+
+@lru_cache(maxsize=4)
+def _client(bucket: Bucket, credentials: Credentials) -> Any:
+    from botocore.config import Config
+
+    style = "virtual" if bucket.is_in_host else "path"
+    return _session().create_client(
+        "s3",
+        region_name=bucket.region,
+        endpoint_url=bucket.endpoint or None,
+        aws_access_key_id=credentials.access_key,
+        aws_secret_access_key=credentials.secret_key,
+        aws_session_token=credentials.session_token or None,
+        config=Config(
+            connect_timeout=REQUEST_S,
+            read_timeout=REQUEST_S,
+            retries={"total_max_attempts": 1},
+            max_pool_connections=MAX_CONNECTIONS,
+            ignore_configured_endpoint_urls=True,
+            proxies={},  # NIXL uses none either
+            s3={"addressing_style": style},
+            # Not every store knows the checksums of AWS.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
+
+
 def error_code(body: bytes) -> str:
     """What an error's XML says that it is; "": it says nothing."""
     found = re.search(rb"<Code>([A-Za-z0-9]{1,64})</Code>", body)
     return found.group(1).decode() if found else ""
+
+
+def bucket_of(tiers: TiersSection) -> Bucket:
+    where = tiers.object_endpoint, tiers.object_region, tiers.object_credentials
+    return Bucket(tiers.object_bucket, *where)
 
 
 def key_prefix(prefix: str, fingerprint: bytes) -> str:
@@ -170,40 +191,3 @@ def name_in(key: str, prefix: str) -> bytes | None:
     except ValueError:
         return None
     return name if key == prefix + name.hex() and len(name) == HASH_BYTES else None
-
-
-def sign(
-    credentials: Credentials,
-    region: str,
-    host: str,
-    path: str,
-    query: str,
-    now: Callable[[], float] = time.time,
-) -> dict[str, str]:
-    """Headers of a GET without a body: AWS Signature Version 4."""
-    at = time.gmtime(now())
-    day, instant = time.strftime("%Y%m%d", at), time.strftime("%Y%m%dT%H%M%SZ", at)
-    headers = {"host": host, "x-amz-content-sha256": EMPTY, "x-amz-date": instant}
-    if credentials.session_token:
-        headers["x-amz-security-token"] = credentials.session_token
-    names = ";".join(headers)
-    lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
-    request = "\n".join(["GET", path, query, lines, names, EMPTY])
-    scope = f"{day}/{region}/s3/aws4_request"
-    digest = hashlib.sha256(request.encode()).hexdigest()
-    text = f"AWS4-HMAC-SHA256\n{instant}\n{scope}\n{digest}"
-    key = f"AWS4{credentials.secret_key}".encode()
-    for part in (*scope.split("/"), text):
-        key = hmac.digest(key, part.encode(), "sha256")
-    headers["authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope},"
-        f" SignedHeaders={names}, Signature={key.hex()}"
-    )
-    return headers
-
-
-def _connect(scheme: str, netloc: str) -> http.client.HTTPConnection:
-    if scheme == "https":
-        context = ssl.create_default_context(cafile=os.environ.get(CA_BUNDLE))
-        return http.client.HTTPSConnection(netloc, timeout=REQUEST_S, context=context)
-    return http.client.HTTPConnection(netloc, timeout=REQUEST_S)

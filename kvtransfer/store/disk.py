@@ -3,7 +3,7 @@
 The folder: `blocks.kv`, a sparse file of `max_blocks` slots of whole pages; `index.sqlite` (see
 `index`); `lock`. A slot has room for a whole block. Where blocks are coded they take the first
 pages of it, and the file system has room for others; how many there may be is the caller's to see
-to, by bytes. The disk agent reads and writes slots through `fd` at `offset(slot)`; the index
+to, by bytes. The mover of the disk reads and writes slots through `fd` at `offset(slot)`; the index
 is changed by `update`, in an order that the caller keeps: a slot leaves the index before it is
 written again, and enters it after it was written. So a process can be killed at any moment: what
 the next one finds listed is right, or was cut short and does not fit its checksum, which the reader

@@ -11,11 +11,12 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
+from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.files import open_own
 from kvrelay.kvtransfer.layout import FINGERPRINT_BYTES
 from kvrelay.kvtransfer.store.errors import StoreInUse
@@ -24,6 +25,7 @@ BLOCKS, INDEX, LOCK = "blocks.kv", "index.sqlite", "lock"
 PAGE_BYTES = 4096
 RETRY_S = 0.05
 MAX_SAME_NAME = 64  # workers of one name that use one folder, of different servers
+T = TypeVar("T")
 _FINGERPRINT = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
@@ -53,6 +55,23 @@ def places(root: Path, fingerprint: bytes, owner: str) -> Iterator[Path]:
         yield own
     for number in range(2, MAX_SAME_NAME + 1):
         yield own.with_name(f"{own.name}~{number}")
+
+
+def first_free(folders: Iterable[Path], open_at: Callable[[Path], T]) -> T:
+    """What `open_at` makes of the first folder that no other process has. Raises StoreInUse where
+    there is none, and what `open_at` raises."""
+    in_use: StoreInUse | None = None
+    for folder in folders:
+        try:
+            return open_at(folder)
+        except StoreInUse as error:
+            in_use = error
+    assert in_use is not None
+    raise in_use
+
+
+def default_folder() -> Path:
+    return default_cache_dir() / "kv"
 
 
 def slot_bytes(bytes_per_block: int) -> int:

@@ -43,7 +43,7 @@ from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from kvrelay.engine.stats import Role
-from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks, CopyDone, DoneAtOnce
 from kvrelay.worker.node import Worker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
@@ -55,8 +55,8 @@ class WorkerFailed(Exception):
     """A request was refused, or a step failed; one line."""
 
 
-class _NoAgent:
-    """Implements kvtransfer.agent.Agent where there is no peer."""
+class _NoAgent(DoneAtOnce):
+    """A PeerAgent where there is no peer."""
 
     def metadata(self) -> bytes:
         return b""
@@ -64,20 +64,8 @@ class _NoAgent:
     def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         raise AgentError(f"{peer}: this worker is alone")
 
-    def disconnect(self, peer: NodeId) -> None:
-        pass
-
-    def read(self, peer: NodeId, *args: Any, **kwargs: Any) -> Any:
-        raise AgentError(f"read from {peer}: this worker is alone")
-
-    def poll(self, handle: Any) -> bool:
-        return True
-
-    def release(self, handle: Any) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
+    def copy(self, request: CopyBlocks) -> CopyDone:
+        raise AgentError(f"{request.text}: this worker is alone")
 
 
 @dataclass(slots=True)

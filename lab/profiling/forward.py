@@ -25,8 +25,8 @@ from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.engine.step import ScheduledSeq, Step
-from kvrelay.kvtransfer.agents.pool import block_bytes
 from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.movers.pool import block_bytes
 from kvrelay.worker.build import open_runner
 from kvrelay.worker.kv_plan import plan_kv
 from kvrelay.worker.spec import WorkerSpec

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,30 @@ from numpy.typing import NDArray
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import PreparedModel, prepare_model
-from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.config import TiersSection, WorkerConfig
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.device import find_device
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.stats import Role
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, MoveId, PeerConnected
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
-from kvrelay.kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
+from kvrelay.kvtransfer.agent import (
+    AgentError,
+    ConnectPeer,
+    CopyBlocks,
+    CopyDone,
+    MoveId,
+    PeerConnected,
+)
 from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.movers.disk_tier import open_tier
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from kvrelay.kvtransfer.movers.opening import TierSettings
+from kvrelay.kvtransfer.movers.pool import block_bytes, is_on_gpu, make_host_arena
+from kvrelay.kvtransfer.store import StoreError
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from kvrelay.lab.profiling.forward import Grid, PassRunner, ProfileError, running
 from kvrelay.lab.profiling.pair import NAME, Neighbour
 from kvrelay.lab.profiling.served import measure_served
 from kvrelay.lab.timing.profile import arrays_of, profile_of
-from kvrelay.worker.disk_tier import open_disk_tier
 
 OWN, EPOCH = "profile", 1
 COUNTS = (1, 4, 16, 48)  # blocks of a transfer
@@ -54,8 +62,8 @@ FINGERPRINT = b"measured by kvrelay profile"
 Pool = object
 
 
-class Mover:
-    """Transfers of one worker, one after the other. Owns its loop, and by it agent and store."""
+class Transfers:
+    """Transfers of one worker, one after the other. Owns its loop, and by it mover and store."""
 
     def __init__(self, executor: TransferExecutor, loop: Callable[..., TransferLoop]) -> None:
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -98,17 +106,17 @@ def memory_links(
     arena[:] = 1
     agent = NixlAgent(OWN, pool, host=arena)
     pools = {Tier.DEVICE: block_bytes(pool), Tier.HOST: block_bytes(arena)}
-    mover = Mover(TransferExecutor(OWN, EPOCH, agent, pools), TransferLoop)
+    transfers = Transfers(TransferExecutor(OWN, EPOCH, agent, pools), TransferLoop)
     try:
-        mover.connect(peer, peer_blocks, metadata)
+        transfers.connect(peer, peer_blocks, metadata)
         transfer_s, peer_rate = _fit(
-            bytes_per_block, lambda count: mover.seconds(peer, count, Tier.DEVICE, Tier.DEVICE)
+            bytes_per_block, lambda count: transfers.seconds(peer, count, Tier.DEVICE, Tier.DEVICE)
         )
         _, host_rate = _fit(
-            bytes_per_block, lambda count: mover.seconds(OWN, count, Tier.HOST, Tier.DEVICE)
+            bytes_per_block, lambda count: transfers.seconds(OWN, count, Tier.HOST, Tier.DEVICE)
         )
     finally:
-        mover.close()
+        transfers.close()
     return {
         "peer_bytes_per_s": peer_rate,
         "host_bytes_per_s": host_rate,
@@ -120,25 +128,24 @@ def disk_link(pool: Pool, bytes_per_block: int, block_size: int, folder: Path) -
     """`disk_bytes_per_s`, read with an empty page cache; nothing where no disk tier can be had."""
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix="kvrelay-profile-") as name,
-        _disk_mover(pool, bytes_per_block, block_size, Path(name)) as mover,
+        _disk_transfers(pool, bytes_per_block, block_size, Path(name)) as transfers,
     ):
-        if mover is None:
+        if transfers is None:
             return {}
-        mover.seconds(OWN, max(COUNTS), Tier.DEVICE, Tier.DISK)
+        transfers.seconds(OWN, max(COUNTS), Tier.DEVICE, Tier.DISK)
 
         def read(count: int) -> float:
             drop_page_cache(Path(name))
-            return mover.seconds(OWN, count, Tier.DISK, Tier.DEVICE)
+            return transfers.seconds(OWN, count, Tier.DISK, Tier.DEVICE)
 
         _, rate = _fit(bytes_per_block, read)
     return {"disk_bytes_per_s": rate}
 
 
 @contextmanager
-def _disk_mover(
+def _disk_transfers(
     pool: Pool, bytes_per_block: int, block_size: int, folder: Path
-) -> Iterator[Mover | None]:
-    memory = {Tier.DEVICE: pool}
+) -> Iterator[Transfers | None]:
     pools = {Tier.DEVICE: block_bytes(pool)}
     if is_on_gpu(pool):
         yield None  # its disk goes by host memory: the rate is that of the slower of the two
@@ -154,16 +161,18 @@ def _disk_mover(
         fingerprint=FINGERPRINT,
         num_disk_blocks=max(COUNTS),
     )
-    make_copies = partial(TransferExecutor, OWN, EPOCH, pools=pools)
-    tier, _ = open_disk_tier(config, str(folder), memory, make_copies)
-    if tier is None:
+    tiers = TiersSection(disk_path=str(folder))
+    try:
+        tier = open_tier(TierSettings(config, {Tier.DEVICE: pool}, tiers=tiers))
+    except (AgentError, StoreError):
         yield None
         return
-    mover = Mover(tier.copies, lambda *args: TransferLoop(*args, store=tier.store))
+    executor = TransferExecutor(OWN, EPOCH, tier.mover, pools)
+    transfers = Transfers(executor, lambda *args: TransferLoop(*args, store=tier.store))
     try:
-        yield mover
+        yield transfers
     finally:
-        mover.close()
+        transfers.close()
 
 
 def drop_page_cache(folder: Path) -> None:

@@ -29,7 +29,7 @@ from kvrelay.engine.host import LoopThread
 from kvrelay.engine.kv.events import KVSnapshotRequest
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.wire.wire import Wire
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
 from kvrelay.lab.profiling.forward import PassRunner, ProfileError, running
 from kvrelay.worker.threads import NICENESS
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.kvtransfer.agents.pool import DeviceBytes, block_bytes, make_host_arena, space_of
+from kvrelay.kvtransfer.movers.pool import DeviceBytes, block_bytes, make_host_arena, space_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,8 @@ def test_blocks_go_from_one_agent_to_another_between_device_and_host(pool):
     else:
         pytest.skip("NIXL is not installed")
     from kvrelay.engine.kv.tier import Tier
-    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.movers.nixl import NixlAgent
+    from tests.kvtransfer.movers.agent_kit import read
 
     _, size = space_of(pool)
     arena = make_host_arena(len(pool), size, pinned=True)
@@ -70,10 +71,7 @@ def test_blocks_go_from_one_agent_to_another_between_device_and_host(pool):
         threads.submit(here.connect, "there", 1, len(pool), there.metadata()).result()
 
         def move(peer, src, dst, **tiers):
-            handle = here.post_copy(peer, src, dst, **tiers)
-            while not here.poll(handle):
-                pass
-            here.release(handle)
+            read(here, peer, src, dst, **tiers)
 
         move("there", [5, 0, 2], [1, 3, 6])
         assert torch.equal(target[[1, 3, 6]], pool[[5, 0, 2]])

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvrelay.engine.kv.tier import Tier
-from kvrelay.kvtransfer.agent import AgentError, CopyBlocks, StoreIndex
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks, CopyDone, StoreIndex, TransferId
 from kvrelay.kvtransfer.store import StoreError
 
 
 @dataclass
 class FakeAgent:
-    """Reads do what the test says: `states[n]` of the n-th read is "stalled", "done" or an error
-    text; `pinned` handles cannot be released yet."""
+    """Copies do what the test says: `states[n]` of the n-th is "stalled", "done" or an error text;
+    `pinned` ones cannot settle yet."""
 
     states: list[str] = field(default_factory=list)
     pinned: set[int] = field(default_factory=set)
-    live: set[int] = field(default_factory=set)
+    live: dict[int, TransferId] = field(default_factory=dict)
+    canceled: set[int] = field(default_factory=set)
     num_reads: int = 0
     closed: bool = False
 
@@ -30,34 +31,27 @@ class FakeAgent:
     def disconnect(self, peer: str) -> None:
         pass
 
-    def post_copy(
-        self,
-        peer: str,
-        src: list[int],
-        dst: list[int],
-        src_tier: Tier = Tier.DEVICE,
-        dst_tier: Tier = Tier.DEVICE,
-    ) -> int:
+    def copy(self, request: CopyBlocks) -> int:
+        return self.begin(request.peer, request.transfer_id)
+
+    def begin(self, peer: str, transfer_id: TransferId) -> int:
         if peer == "dead":
             raise AgentError("read from dead: no")
-        self.live.add(self.num_reads)
+        self.live[self.num_reads] = transfer_id
         if len(self.states) == self.num_reads:
             self.states.append("stalled")
         self.num_reads += 1
         return self.num_reads - 1
 
-    def poll(self, handle: int) -> bool:
+    def poll(self, handle: int) -> CopyDone | None:
         assert handle in self.live
         state = self.states[handle]
-        if state in ("stalled", "done"):
-            return state == "done"
-        raise AgentError(state)
+        if handle in self.pinned or (state == "stalled" and handle not in self.canceled):
+            return None
+        return CopyDone(self.live.pop(handle), None if state == "done" else state)
 
-    def release(self, handle: int) -> bool:
-        if handle in self.pinned:
-            return False
-        self.live.remove(handle)
-        return True
+    def cancel(self, handle: int) -> None:
+        self.canceled.add(handle)
 
     def close(self) -> None:
         self.live.clear()

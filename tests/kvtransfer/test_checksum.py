@@ -8,9 +8,9 @@ from xxhash import xxh3_64_intdigest
 from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
 from kvrelay.engine.native import NativeBuildError
 from kvrelay.kvtransfer import checksum
-from kvrelay.kvtransfer.agents.pool import DeviceBytes, pool_bytes
 from kvrelay.kvtransfer.checksum import MOD, checksum_blocks, head_weights
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
+from kvrelay.kvtransfer.movers.pool import DeviceBytes, pool_bytes
 
 
 @pytest.fixture

@@ -14,28 +14,29 @@ import torch
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer import transfer_loop
 from kvrelay.kvtransfer.agent import (
-    Agent,
     ConnectPeer,
     CopyBlocks,
     CopyDone,
+    Mover,
     PeerConnected,
     StoreFailed,
     StoreIndex,
 )
-from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.movers.nixl import NixlAgent
+from kvrelay.kvtransfer.store import StoreError
 from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
+from tests.kvtransfer.movers.nixl_peer import content
 
 DEADLINE_S = 30.0
 NUM_BLOCKS, BLOCK = 8, 256
 
 
-def executor_of(agent: Agent, pool: np.ndarray | None = None) -> TransferExecutor:
+def executor_of(mover: Mover, pool: np.ndarray | None = None) -> TransferExecutor:
     device = content(4, 8, 0) if pool is None else pool
-    return TransferExecutor("me", 1, agent, {Tier.DEVICE: device})
+    return TransferExecutor("me", 1, mover, {Tier.DEVICE: device})
 
 
 class Loop:
@@ -121,7 +122,7 @@ class TestTransferLoop:
         assert agent.closed
         assert loop.loop.close(DEADLINE_S)
 
-    def test_an_agent_that_cannot_release_a_read_stops_no_other(
+    def test_an_agent_that_cannot_say_how_a_read_is_stops_no_other(
         self, start: Callable[..., Loop]
     ) -> None:
         """The thread ended, without a word: nothing that was asked of it was answered again."""
@@ -129,11 +130,11 @@ class TestTransferLoop:
         class Failing(FakeAgent):
             num_failures = 0
 
-            def release(self, handle: int) -> bool:
+            def poll(self, handle: int) -> CopyDone | None:
                 if handle == 0 and self.num_failures < 3:
                     self.num_failures += 1
                     raise OSError(errno.EIO, "Input/output error")
-                return super().release(handle)
+                return super().poll(handle)
 
         agent = Failing(states=["done", "done"])
         executor = executor_of(agent)
@@ -145,7 +146,7 @@ class TestTransferLoop:
         ends = [loop.next(), loop.next()]
         errors = {end.transfer_id: end.error for end in ends if isinstance(end, CopyDone)}
         assert errors == {1: "OSError: [Errno 5] Input/output error", 2: None}
-        assert agent.num_failures == 3, "its blocks are nobody else's before it is released"
+        assert agent.num_failures == 3, "its blocks are nobody else's before it has settled"
         assert not agent.live
         assert executor.audit() == 0
 
@@ -190,9 +191,10 @@ class FakeStore:
         self.events = events
         self.news: queue.SimpleQueue[StoreFailed] = queue.SimpleQueue()
 
-    def update(self, change: StoreIndex) -> StoreFailed | None:
+    def update(self, change: StoreIndex) -> None:
         self.events.append(change)
-        return StoreFailed("slot 9 is not there") if 9 in change.remove else None
+        if 9 in change.remove:
+            raise StoreError("slot 9 is not there")
 
     def check(self, busy: bool) -> list[StoreFailed]:
         return [] if self.news.empty() else [self.news.get()]
@@ -208,11 +210,9 @@ class RecordingAgent(FakeAgent):
         super().__init__(states=["done"] * 100)
         self.events = events
 
-    def post_copy(
-        self, peer: str, src: list[int], dst: list[int], *tiers: Any, **named: Any
-    ) -> int:
-        self.events.append(("read", *dst))
-        return super().post_copy(peer, src, dst, *tiers, **named)
+    def copy(self, request: CopyBlocks) -> int:
+        self.events.append(("read", *request.dst))
+        return super().copy(request)
 
     def close(self) -> None:
         super().close()
@@ -252,9 +252,9 @@ class TestTheDisksLoop:
         held = threading.Event()
 
         class Slow(FakeStore):
-            def update(self, change: StoreIndex) -> StoreFailed | None:
+            def update(self, change: StoreIndex) -> None:
                 assert held.wait(DEADLINE_S)
-                return super().update(change)
+                super().update(change)
 
         events: list[Any] = []
         loop = start(executor_of(FakeAgent()), store=Slow(events), max_outstanding=2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrelay.kvtransfer.agents import object as objects
+from kvrelay.kvtransfer.movers import object as objects
 from tests.local.test_local import GREEDY
 from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import (
@@ -33,7 +33,7 @@ from tests.local.test_local_tiers import (
     expected as expected,
 )
 from tests.support.local import LocalCluster
-from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, find_no_credentials, s3_standin
 
 PATIENT = structs.replace(ENGINE, read_floor_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S)
 # Prompts' and answers': with some left out, those of the last prompt might not be there yet. The
@@ -233,10 +233,11 @@ def test_without_credentials_it_is_served_without_the_tier(
     model_dir: Path,
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    find_no_credentials(monkeypatch, tmp_path)
     with cluster_with(server, model_dir) as cluster:
         (built,) = cluster.workers.values()
         (notice,) = [each for each in built.notices if "object tier" in each]
-        assert "no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment" in notice
+        assert "no credentials can be read in the environment" in notice
         assert ask(cluster) == expected

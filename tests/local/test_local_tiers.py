@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_used_is_told_and_not_used(
         model_dir, prefill=0, engine=ENGINE, disk_bytes=MIB, disk_path=str(tmp_path / "file")
     ) as cluster:
         (notice,) = cluster.workers["decode-0"].notices
-        assert notice.startswith("serving without a disk tier: disk store ")
+        assert notice.startswith("serving without the disk tier: disk store ")
         assert cluster.workers["decode-0"].info.num_disk_blocks == 0
         assert ask(cluster) == expected
         assert_clean(cluster)

@@ -39,14 +39,13 @@ from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.stats import Role
 from kvrelay.kvtransfer.agent import StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import OrphanedAgent
 from kvrelay.kvtransfer.messages import KVConnect
+from kvrelay.kvtransfer.movers.disk_tier import open_store
+from kvrelay.kvtransfer.movers.orphaned import OrphanedMover
 from kvrelay.kvtransfer.peer.connector import Peers
-from kvrelay.kvtransfer.store.bucket import key_prefix
-from kvrelay.worker.disk_tier import _open_store
-from kvrelay.worker.host_tier import _open_arena
+from kvrelay.kvtransfer.store.arena import open_arena
+from kvrelay.kvtransfer.store.bucket import bucket_of, key_prefix
 from kvrelay.worker.kv_plan import plan_kv
-from kvrelay.worker.object_tier import bucket_of
 from kvrelay.worker.spec import WorkerSpec
 from kvrelay.worker.transfers import worker_config
 from tests.engine.model.tiny import make_checkpoint
@@ -137,12 +136,12 @@ class Machine:
         cache.pool.release(blocks)
         records = tuple(DiskRecord(slot, name, slot, 600.0) for slot, name in enumerate(names))
         two = [structs.replace(config, node_id=each) for each in ("decode-0", "decode-1")]
-        arenas = [_open_arena(self.arenas, each, 8) for each in two]  # side by side
+        arenas = [open_arena(self.arenas, each, 8) for each in two]  # side by side
         for arena in arenas:
             arena.reserve([7])
             arena.update(StoreIndex(put=records, tier=Tier.HOST))
             arena.close()
-        disk = _open_store(self.disk, config, None)
+        disk = open_store(self.disk, config, None)
         disk.update(StoreIndex(put=records))
         disk.close()
         prefix = key_prefix("kvrelay", config.fingerprint)
@@ -161,7 +160,7 @@ class Machine:
         if tier == "device":
             return len(cache.pool.lookup([*names]))
         if tier == "host memory":
-            arena = _open_arena(self.arenas, config, 8)
+            arena = open_arena(self.arenas, config, 8)
             found = [each.block_hash for each in arena.records]
             arena.close(remove=config is not other)
             return len(found)
@@ -169,12 +168,12 @@ class Machine:
             now = [0.0]
             pools = {Tier.DEVICE: np.zeros((8, config.bytes_per_block), np.uint8)}
             place = self.arenas / config.fingerprint.hex()
-            agent = OrphanedAgent("decode-0", place, place / "decode-0", pools, lambda: now[0])
-            changes = agent.look()
+            agent = OrphanedMover("decode-0", place, place / "decode-0", pools, lambda: now[0])
+            changes = agent.check(True)
             agent.close()
             return sum(len(change.records) for change in changes if hasattr(change, "records"))
         if tier == "disk":
-            disk = _open_store(self.disk, config, None)
+            disk = open_store(self.disk, config, None)
             found = [each.block_hash for each in disk.records]
             disk.close()
             return len(found)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+import pytest
+
+from kvrelay.kvtransfer.store import bucket
 
 ACCESS_KEY, SECRET_KEY = "standin", "standin-secret"
 PAGE = 1000
@@ -51,6 +58,7 @@ class S3StandIn:
 class Handler(BaseHTTPRequestHandler):
     store: S3StandIn  # set by a subclass of each
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is two writes: the second waited for an ACK
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -142,6 +150,15 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response_only(HTTPStatus.CONTINUE)
             self.end_headers()
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+
+def find_no_credentials(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """Those of this machine and of the tests before are not found."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(bucket, "_session", cache(bucket._session.__wrapped__))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.wire import channel, codec
 from kvrelay.kvtransfer.agent import DiskRecord, StoreIndex
-from kvrelay.kvtransfer.agents.metadata import AgentMetadata
+from kvrelay.kvtransfer.movers.metadata import AgentMetadata
 from kvrelay.kvtransfer.store.disk import DiskStore
 from kvrelay.router.sessions.session import DeleteSession, SaveSession, SessionRecord
 from kvrelay.router.state import IndexView, SaveEvents, SaveLoads, SaveView, TenantLoad

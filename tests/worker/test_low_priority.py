@@ -17,8 +17,8 @@ from kvrelay.engine.step import Execute, Step, StepDone
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
 from kvrelay.worker.threads import NICENESS, StepThread, WorkerThreads, at_low_priority
-from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
+from tests.kvtransfer.movers.nixl_peer import content
 
 DEADLINE_S = 30.0
 
@@ -100,8 +100,7 @@ def test_on_shared_cores_some_steps_have_low_priority(usual: int, shares_cores: 
 
     threads = WorkerThreads(
         StepExecutor(run_step, partial(checksum_blocks, pools[Tier.DEVICE])),
-        TransferExecutor("me", 1, FakeAgent(states=["done"]), pools),
-        {},
+        {Tier.DEVICE: (TransferExecutor("me", 1, FakeAgent(states=["done"]), pools), None)},
         answers.put,
         "me",
         shares_cores=shares_cores,

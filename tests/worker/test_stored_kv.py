@@ -14,8 +14,8 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Wake, Woken
 from kvrelay.kvtransfer.agent import FindStored, StoreListed
 from kvrelay.kvtransfer.store.bucket import Bucket
+from kvrelay.kvtransfer.store.objects import ObjectStore
 from kvrelay.worker import stored_kv
-from kvrelay.worker.object_tier import ObjectStore
 from kvrelay.worker.stored_kv import WAIT_S
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3StandIn, s3_standin
 from tests.worker.world import BLOCK_SIZE, World

@@ -23,10 +23,9 @@ from kvrelay.kvtransfer.agent import (
 )
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import StoreExecutor, TransferExecutor
-from kvrelay.worker.disk_tier import Storage
-from kvrelay.worker.threads import LaunchThreads, WorkerThreads
-from tests.kvtransfer.agents.nixl_peer import content
+from kvrelay.worker.threads import Copies, LaunchThreads, WorkerThreads
 from tests.kvtransfer.fake_agent import FakeAgent, RefusingStore
+from tests.kvtransfer.movers.nixl_peer import content
 
 DEADLINE_S = 30.0
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -41,11 +40,13 @@ class Bench:
         self.store: Any = RefusingStore()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.steps: list[int] = []
-        tier = Storage(TransferExecutor("me", 1, self.disk, pools), StoreExecutor(self.store), ())
+        copies: Copies = {Tier.DEVICE: (TransferExecutor("me", 1, self.memory, pools), None)}
+        if with_disk:
+            disk = TransferExecutor("me", 1, self.disk, pools)
+            copies = {**copies, DISK: (disk, StoreExecutor(self.store))}
         self.threads = WorkerThreads(
             StepExecutor(self.run_step, partial(checksum_blocks, pools[Tier.DEVICE])),
-            TransferExecutor("me", 1, self.memory, pools),
-            {DISK: tier} if with_disk else {},
+            copies,
             self.answers.put,
             "me",
         )

@@ -328,4 +328,4 @@ def test_a_bucket_that_does_not_answer_as_it_should_is_found(
         server.access_key = "another"
         is_fault(disk.check_object_tier(tiers, 1), "403 InvalidAccessKeyId", "object_bucket")
         file.unlink()
-        is_fault(disk.check_object_tier(tiers, 1), "cannot be read", "object_bucket")
+        is_fault(disk.check_object_tier(tiers, 1), "no credentials can be read", "object_bucket")

@@ -185,9 +185,9 @@ def test_passes_in_a_row_leave_what_single_ones_do(llama8, tmp_path, monkeypatch
 
 
 def test_every_byte_of_a_drafter_is_in_the_checksum(llama8, tmp_path):
-    from kvrelay.kvtransfer.agents.pool import block_bytes
     from kvrelay.kvtransfer.checksum import checksum_blocks
     from kvrelay.kvtransfer.layout import BlockLayout, fingerprint
+    from kvrelay.kvtransfer.movers.pool import block_bytes
 
     make_head(tmp_path, "own")
     world = Drafting(llama8, tmp_path)

@@ -10,7 +10,7 @@ from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Sampled, ScheduledSeq, Step, StepDone
 from kvrelay.kvtransfer.checksum import checksum_blocks
-from tests.kvtransfer.agents.nixl_peer import content
+from tests.kvtransfer.movers.nixl_peer import content
 
 NUM_BLOCKS, BLOCK = 8, 256
 

@@ -1,5 +1,5 @@
 """What the tests of the disk store share: small stores, blocks that can be told by their name, and
-a reader that trusts checksums alone, as the disk agent's caller does."""
+a reader that trusts checksums alone, as the caller of the disk's mover does."""
 
 from __future__ import annotations
 

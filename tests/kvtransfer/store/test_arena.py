@@ -16,9 +16,16 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
-from kvrelay.kvtransfer.agent import AgentError, AttachStore, StoreFound, StoreGone, StoreIndex
-from kvrelay.kvtransfer.agents.orphaned import LIST_S, LOOK_S, MAX_FOUND, PACE_S, OrphanedAgent
+from kvrelay.kvtransfer.agent import (
+    AgentError,
+    AttachStore,
+    FindStored,
+    StoreFound,
+    StoreGone,
+    StoreIndex,
+)
 from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.movers.orphaned import LIST_S, LOOK_S, MAX_FOUND, PACE_S, OrphanedMover
 from kvrelay.kvtransfer.store import StoreError, StoreInUse
 from kvrelay.kvtransfer.store.arena import (
     HEADER_BYTES,
@@ -30,6 +37,7 @@ from kvrelay.kvtransfer.store.arena import (
     arena_root,
     remove_arena,
 )
+from tests.kvtransfer.movers.agent_kit import begin
 
 SIZE, SLOTS = 8192, 64
 HOST, DEVICE, ORPHANED = Tier.HOST, Tier.DEVICE, Tier.ORPHANED
@@ -207,21 +215,21 @@ class Clock:
 
 
 @pytest.fixture
-def reader(folder: Path) -> Iterator[tuple[OrphanedAgent, Clock, Any]]:
+def reader(folder: Path) -> Iterator[tuple[OrphanedMover, Clock, Any]]:
     clock, pool = Clock(), np.zeros((SLOTS, SIZE), np.uint8)
-    agent = OrphanedAgent("me", folder.parent, None, {DEVICE: pool}, clock)
+    agent = OrphanedMover("me", folder.parent, None, {DEVICE: pool}, clock)
     yield agent, clock, pool
     agent.close()
 
 
-def look(agent: OrphanedAgent, clock: Clock) -> list[StoreFound | StoreGone]:
+def look(agent: OrphanedMover, clock: Clock) -> list[StoreFound | StoreGone]:
     clock.now += LIST_S
-    return agent.look()
+    return agent.check(True)
 
 
 class TestSurvivors:
     def test_they_read_what_the_dead_one_had_and_leave_it_to_the_next(
-        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
     ) -> None:
         agent, clock, pool = reader
         arena = open_arena(folder)
@@ -233,17 +241,17 @@ class TestSurvivors:
         assert isinstance(found, StoreFound)
         (record,) = found.records
         assert (found.num_slots, record.block_hash, record.slot) == (SLOTS, name_of(1), 5)
-        agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
+        begin(agent, "me", [5], [9], ORPHANED, DEVICE)
         assert (pool[9] == was).all()
 
         clock.now += 60.0  # all of it has expired
-        assert agent.look() == [StoreGone(ORPHANED, 0, SLOTS)]
+        assert agent.check(True) == [StoreGone(ORPHANED, 0, SLOTS)]
         assert not folder.exists()
         with pytest.raises(AgentError, match="is back"):
-            agent.post_copy("me", [5], [9], ORPHANED, DEVICE)
+            begin(agent, "me", [5], [9], ORPHANED, DEVICE)
 
     def test_what_is_asked_for_comes_first_and_the_rest_slowly(
-        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
     ) -> None:
         agent, clock, _ = reader
         num_slots = 4 * MAX_FOUND + 10
@@ -252,13 +260,13 @@ class TestSurvivors:
         arena.update(StoreIndex(put=tuple(records), tier=HOST))
         session = tuple(map(name_of, range(MAX_FOUND + 5)))  # the oldest
         look(agent, clock)
-        agent.find((*session, name_of(num_slots + 3)))
+        agent.update(FindStored((*session, name_of(num_slots + 3))))
         arena.close()
 
         def parts(pause_s: float) -> list[StoreFound]:
             found: list[StoreFound] = []
             while not found or found[-1].has_more or not found[-1].was_asked_for:
-                changes = agent.look()
+                changes = agent.check(True)
                 found += [change for change in changes if isinstance(change, StoreFound)]
                 clock.now += pause_s
                 if not changes:
@@ -273,19 +281,19 @@ class TestSurvivors:
             [*range(MAX_FOUND, MAX_FOUND + 5)],
         ]
         clock.now -= PACE_S
-        assert agent.look() == []  # the node has a turn
+        assert agent.check(True) == []  # the node has a turn
         clock.now += LOOK_S
         rest = parts(LOOK_S)
         assert not any(part.was_asked_for for part in rest)
         slots = [[record.slot for record in part.records] for part in rest]
         assert max(map(len, slots)) == MAX_FOUND
         assert [slot for part in slots for slot in part] == [*range(num_slots)][::-1]
-        agent.find(session[:3])  # by a stream that comes later
+        agent.update(FindStored(session[:3]))  # by a stream that comes later
         (part,) = parts(PACE_S)
         assert [record.slot for record in part.records] == [0, 1, 2]
 
     def test_a_worker_that_is_alone_looks_seldom(
-        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
     ) -> None:
         agent, clock, _ = reader
         look(agent, clock)
@@ -299,7 +307,7 @@ class TestSurvivors:
         assert agent.wait_s == LIST_S
 
     def test_one_that_waits_gets_it(
-        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
     ) -> None:
         agent, clock, _ = reader
         arena = open_arena(folder)
@@ -310,7 +318,7 @@ class TestSurvivors:
             opening = thread.submit(open_arena, folder, lock_timeout_s=10.0)
             changes: list[StoreFound | StoreGone] = []
             while not opening.done():
-                changes += agent.look()  # by the same time: what is there must not expire
+                changes += agent.check(True)  # by the same time: what is there must not expire
         assert changes == [StoreGone(ORPHANED, 0, SLOTS)]
         again = opening.result()
         assert contents(again) == {name_of(1): 5}
@@ -320,7 +328,7 @@ class TestSurvivors:
         assert isinstance(found, StoreFound)
 
     def test_two_are_beside_each_other_and_gaps_are_used_again(
-        self, folder: Path, reader: tuple[OrphanedAgent, Clock, Any]
+        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
     ) -> None:
         agent, clock, pool = reader
         for number in range(3):
@@ -334,7 +342,7 @@ class TestSurvivors:
             assert isinstance(each, StoreFound)
             (record,) = each.records
             assert record.slot == each.first_slot + 2
-            agent.post_copy("me", [record.slot], [0], ORPHANED, DEVICE)
+            begin(agent, "me", [record.slot], [0], ORPHANED, DEVICE)
             assert checksum_blocks(pool, [0]) == [record.checksum]
 
 
@@ -342,54 +350,54 @@ class TestRanks:
     """Rank 0 says to which slots a place is attached; the others attach their parts there."""
 
     @pytest.fixture
-    def follower(self, folder: Path) -> Iterator[OrphanedAgent]:
+    def follower(self, folder: Path) -> Iterator[OrphanedMover]:
         pool = np.zeros((SLOTS, SIZE), np.uint8)
-        agent = OrphanedAgent("me", folder.parent, None, {DEVICE: pool}, Clock(), follows=True)
+        agent = OrphanedMover("me", folder.parent, None, {DEVICE: pool}, Clock(), follows=True)
         yield agent
         agent.close()
 
-    def test_it_waits_until_its_part_is_free(self, folder: Path, follower: OrphanedAgent) -> None:
+    def test_it_waits_until_its_part_is_free(self, folder: Path, follower: OrphanedMover) -> None:
         arena = open_arena(folder)
         write(arena, 5, 1)
-        follower.attach(AttachStore(ORPHANED, folder.name, 100, SLOTS))
-        assert follower.look() == []  # that rank lives still
+        follower.update(AttachStore(ORPHANED, folder.name, 100, SLOTS))
+        assert follower.check(True) == []  # that rank lives still
         arena.close()
-        (found,) = follower.look()
+        (found,) = follower.check(True)
         assert isinstance(found, StoreFound)
         assert (found.first_slot, found.place) == (100, folder.name)
         assert [record.slot for record in found.records] == [105]
-        follower.post_copy("me", [105], [0], ORPHANED, DEVICE)
+        begin(follower, "me", [105], [0], ORPHANED, DEVICE)
 
-    def test_it_looks_for_nothing_itself(self, folder: Path, follower: OrphanedAgent) -> None:
+    def test_it_looks_for_nothing_itself(self, folder: Path, follower: OrphanedMover) -> None:
         arena = open_arena(folder)
         write(arena, 5, 1)
         arena.close()
         assert look(follower, follower._clock) == []  # type: ignore[arg-type]
 
     def test_what_is_attached_to_the_same_slots_is_left(
-        self, folder: Path, follower: OrphanedAgent
+        self, folder: Path, follower: OrphanedMover
     ) -> None:
         for name in ("a", "b"):
             arena = open_arena(folder.with_name(name))
             write(arena, 5, ord(name))
             arena.close()
         for name in ("a", "b"):
-            follower.attach(AttachStore(ORPHANED, name, 0, SLOTS))
+            follower.update(AttachStore(ORPHANED, name, 0, SLOTS))
             (found,) = look(follower, follower._clock)  # type: ignore[arg-type]
             assert isinstance(found, StoreFound)
             assert [r.block_hash for r in found.records] == [name_of(ord(name))]
         open_arena(folder.with_name("a")).close()  # nobody reads it any more
 
-    def test_it_leaves_a_part_that_is_wanted(self, folder: Path, follower: OrphanedAgent) -> None:
+    def test_it_leaves_a_part_that_is_wanted(self, folder: Path, follower: OrphanedMover) -> None:
         arena = open_arena(folder)
         write(arena, 5, 1)
         arena.close()
-        follower.attach(AttachStore(ORPHANED, folder.name, 0, SLOTS))
-        follower.look()
+        follower.update(AttachStore(ORPHANED, folder.name, 0, SLOTS))
+        follower.check(True)
         with ThreadPoolExecutor(1) as thread:
             opening = thread.submit(open_arena, folder, lock_timeout_s=10.0)
             changes: list[StoreFound | StoreGone] = []
             while not opening.done():
-                changes += follower.look()
+                changes += follower.check(True)
         assert changes == [StoreGone(ORPHANED, 0, SLOTS)]
         assert contents(opening.result()) == {name_of(1): 5}

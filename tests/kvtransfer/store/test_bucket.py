@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from kvrelay.kvtransfer.store.bucket import (
-    Bucket,
-    BucketError,
-    Credentials,
-    key_prefix,
-    name_in,
-    sign,
+from kvrelay.kvtransfer.store import bucket as buckets
+from kvrelay.kvtransfer.store.bucket import Bucket, BucketError, Credentials, key_prefix, name_in
+from tests.support.s3 import (
+    ACCESS_KEY,
+    PAGE,
+    SECRET_KEY,
+    S3StandIn,
+    find_no_credentials,
+    s3_standin,
 )
-from tests.support.s3 import ACCESS_KEY, PAGE, SECRET_KEY, S3StandIn, s3_standin
 
 FILE = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
 
@@ -73,30 +78,72 @@ def test_a_server_that_is_gone_is_an_error(server: S3StandIn, bucket: Bucket) ->
         bucket.list("")
 
 
-def test_credentials_come_from_the_environment_or_a_file(bucket: Bucket, tmp_path: Path) -> None:
+def test_credentials_come_from_the_environment_or_a_file(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_no_credentials(monkeypatch, tmp_path)
     expected = Credentials(ACCESS_KEY, SECRET_KEY)
-    assert bucket.credentials({}) == expected
+    assert bucket.credentials() == expected
     assert SECRET_KEY not in repr(expected)
-    there = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}
-    assert Bucket("kv").credentials(there) == Credentials("a", "s", "t")
-    with pytest.raises(BucketError, match="no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the"):
-        Bucket("kv").credentials({})
-    with pytest.raises(BucketError, match=r"cannot be read \(No such file or directory\)"):
-        Bucket("kv", credentials_file=str(tmp_path / "none")).credentials({})
-    with pytest.raises(BucketError, match="set both there"):
-        bucket.credentials({"AWS_PROFILE": "other"})
+    with pytest.raises(BucketError, match="no credentials can be read in the environment"):
+        Bucket("kv").credentials()
+    with pytest.raises(BucketError, match=r"can be read in /none; set AWS_ACCESS_KEY_ID"):
+        Bucket("kv", credentials_file="/none").credentials()
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    with pytest.raises(BucketError, match="for AWS_PROFILE"):
+        bucket.credentials()
+    monkeypatch.delenv("AWS_PROFILE")
+    Path(bucket.credentials_file).write_text(FILE.replace(SECRET_KEY, "new"))
+    assert bucket.credentials() == Credentials(ACCESS_KEY, "new")
+    for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "s"), ("SESSION_TOKEN", "t")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    assert Bucket("kv").credentials() == Credentials("a", "s", "t")
 
 
-def test_a_signature_is_that_of_the_specification() -> None:
-    """The example "GET Bucket (List Objects)" of AWS's documentation of Signature Version 4."""
-    secret = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
-    headers = sign(
-        Credentials("AKIAIOSFODNN7EXAMPLE", secret),
-        "us-east-1",
-        "examplebucket.s3.amazonaws.com",
-        "/",
-        "max-keys=2&prefix=J",
-        now=lambda: 1369353600.0,
-    )
-    expected = "34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7"
-    assert headers["authorization"].endswith(f"Signature={expected}")
+class Role(BaseHTTPRequestHandler):
+    """Whoever asks for the credentials of a pod's role gets the next ones."""
+
+    num_asked = 0
+    lasts = timedelta(hours=1)
+
+    def do_GET(self) -> None:
+        Role.num_asked += 1
+        until = datetime.now(UTC) + self.lasts
+        found = {"AccessKeyId": f"k{Role.num_asked}", "SecretAccessKey": "s", "Token": "t"}
+        body = json.dumps(found | {"Expiration": until.strftime("%Y-%m-%dT%H:%M:%SZ")}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("hours", [1, 0])
+def test_a_role_of_a_pod_is_used_and_renewed_before_its_keys_expire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    find_no_credentials(monkeypatch, tmp_path)
+    monkeypatch.setattr(Role, "num_asked", 0)
+    monkeypatch.setattr(Role, "lasts", timedelta(hours=hours, seconds=30))
+    with HTTPServer(("127.0.0.1", 0), Role) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/role"
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
+        first, second = Bucket("kv").credentials(), Bucket("kv").credentials()
+        server.shutdown()
+    assert (first.secret_key, first.session_token) == ("s", "t")
+    assert (first == second) == (hours == 1)
+
+
+def test_requests_are_signed_and_name_the_bucket_as_the_settings_say(
+    server: S3StandIn, bucket: Bucket
+) -> None:
+    server.objects |= {"a/1": b"12", "a/empty": b""}
+    assert [bucket.has(key) for key in ("a/1", "a/empty", "a/2")] == [True, False, False]
+    assert server.requests == ["GET /kv/a/1", "GET /kv/a/empty", "GET /kv/a/2"]
+    in_host = Bucket("kv-blocks", region="eu-west-1", credentials_file=bucket.credentials_file)
+    client = buckets._client(in_host, in_host.credentials())
+    url = client.generate_presigned_url("get_object", {"Bucket": "kv-blocks", "Key": "a/1"})
+    assert url.startswith(f"{in_host.url}/a/1?")

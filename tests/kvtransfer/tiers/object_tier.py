@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.tiers.registry import TIERS, TierSpec
 
@@ -18,11 +19,11 @@ def add_object_tier(monkeypatch: pytest.MonkeyPatch, num_blocks: int = 80) -> Ti
     monkeypatch.setattr(Tier, "_member_names_", [*Tier._member_names_, "ARCHIVE"])
     monkeypatch.setitem(Tier._member_map_, "ARCHIVE", tier)
     monkeypatch.setitem(Tier._value2member_map_, "archive", tier)
-    spec = TierSpec(
-        lambda config: num_blocks,
-        1e9,
-        is_storage=True,
-        write_after_s=lambda config: WRITE_AFTER_S,
-    )
+
+    class Archive(TierSpec):
+        def num_blocks(self, config: WorkerConfig) -> int:
+            return num_blocks
+
+    spec = Archive("", 1e9, "archive", write_after_s=lambda config: WRITE_AFTER_S)
     monkeypatch.setitem(TIERS, tier, spec)
     return tier

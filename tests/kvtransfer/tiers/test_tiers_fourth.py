@@ -13,10 +13,9 @@ from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect
 from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
 from kvrelay.kvtransfer.executor import StoreExecutor, TransferExecutor
-from kvrelay.worker.disk_tier import Storage
-from kvrelay.worker.threads import WorkerThreads
-from tests.kvtransfer.agents.nixl_peer import content as pool_content
+from kvrelay.worker.threads import Copies, WorkerThreads
 from tests.kvtransfer.fake_agent import FakeAgent, RefusingStore
+from tests.kvtransfer.movers.nixl_peer import content as pool_content
 from tests.kvtransfer.tiers.object_tier import WRITE_AFTER_S, add_object_tier
 from tests.kvtransfer.tiers.tier_world import TierWorld, content, names
 
@@ -105,11 +104,12 @@ def test_a_thread_of_its_own_copies_to_it(objects: Tier) -> None:
     new: Callable[[Tier], TransferExecutor] = lambda tier: TransferExecutor(  # noqa: E731
         "me", 1, agents[tier], pools
     )
-    storage = {
-        tier: Storage(new(tier), StoreExecutor(store, tier=tier), ()) for tier in (DISK, objects)
+    copies: Copies = {
+        Tier.DEVICE: (new(HOST), None),
+        **{tier: (new(tier), StoreExecutor(store, tier=tier)) for tier in (DISK, objects)},
     }
     steps = StepExecutor(lambda step: None, lambda blocks: [])  # type: ignore[arg-type, return-value]
-    threads = WorkerThreads(steps, new(HOST), storage, answers.put, "me")
+    threads = WorkerThreads(steps, copies, answers.put, "me")
     try:
         threads.perform(CopyBlocks(MoveId(1), "me", 1, (0,), (1,), 5.0, HOST, objects))
         done = answers.get(timeout=10.0)

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from kvrelay.engine.model.batch import Guard
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.kvtransfer.agents.pool import DeviceBytes, block_bytes
 from kvrelay.kvtransfer.checksum import begin_checksums, checksum_blocks
+from kvrelay.kvtransfer.movers.pool import DeviceBytes, block_bytes
 from tests.engine.model.gpu.triton_world import DEVICE, World
 from tests.engine.model.talks import TABLES, Launching, after
 

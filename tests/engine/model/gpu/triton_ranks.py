@@ -13,9 +13,9 @@ from kvrelay.engine.model.ops import TORCH_DTYPES
 from kvrelay.engine.model.parallel import follower, link, runner
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.runner import ModelRunner
-from kvrelay.kvtransfer.agents.pool import block_bytes
 from kvrelay.kvtransfer.checksum import begin_checksums, checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
+from kvrelay.kvtransfer.movers.pool import block_bytes
 
 
 class InterpretedRunner(ModelRunner):

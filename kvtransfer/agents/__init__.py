@@ -1,1 +1,0 @@
-"""The transports that implement `kvtransfer.agent.Agent`."""
