@@ -12,7 +12,7 @@ from typing import Any
 
 from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
 from kvrelay.cluster.control.autoscaling import Add, Autoscaling, Drain, Flip, Order, Remove
-from kvrelay.cluster.control.control_config import ControllerConfig as ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessSet, ProcessState
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
@@ -64,9 +64,9 @@ class Controller:
         self.worker_set = WorkerSet(config, self.router_set, node_id)
         # By model; where there is none, as many workers as were asked for.
         self.scaling: dict[str, Autoscaling] = {}
-        for model, own in config.by_model.items():
+        for model, own in config.models.items():
             if own.scaling is not None:
-                num_named = max(config.kept.num_named, len(own.workers))
+                num_named = max(config.kept.num_named, len(own.first))
                 self.scaling[model] = Autoscaling(own.scaling, num_named, wall, model)
         known = {each.model: each for each in config.kept.weights}
         self.rollouts = {
@@ -75,7 +75,7 @@ class Controller:
                 known.get(model, ModelWeights(model)),
                 own.start_timeout_s + own.restart_drain_s,
             )
-            for model, own in config.by_model.items()
+            for model, own in config.models.items()
         }
         self.worker_set.weights_for = lambda model: self.rollouts[model].for_start()
         self.worker_set.on_begun = lambda worker, weights: self.rollouts[worker.model].begun(

@@ -70,7 +70,7 @@ class WorkerCheckpoint:
     hangs: int = 0
     further: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
-    built: str = ""  # `ControllerConfig.built` when it was started
+    built: str = ""  # `WorkersConfig.built` when it was started
     settings: str = ""  # a version before compared it, by paths and times
     model: str = ""  # that it serves
     # What it was started with and cannot change, by name: `cluster.processes.life`. {}: unknown.

@@ -54,7 +54,7 @@ class DesiredWorker(DesiredProcess):
     started: WorkerStarted | None = None  # while it listens
     hangs: int = 0  # times that it was ended because it did not answer
     is_leaving: bool = False  # it goes for good when nothing needs it
-    built: str = ""  # what it runs: as `ControllerConfig.built`, once it listens
+    built: str = ""  # what it runs: as `WorkersConfig.built`, once it listens
 
     @property
     def is_draining(self) -> bool:
@@ -102,8 +102,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.machines: tuple[Machine, ...] = ()
         self.by_name = {
             node: self.desired(node, role, model)
-            for model, own in config.by_model.items()
-            for node, role in own.first_workers
+            for model in config.models
+            for node, role in config.first_workers(model)
         }
         self.suspects = Suspects(controller, config.silent_grace_s)
         self.drains = Drains(controller)
@@ -117,7 +117,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def desired(self, node: NodeId, role: Role, model: str = "") -> DesiredWorker:
         """A worker that is to be started as `role`."""
-        config = self.config.of(model)
+        config = self.config.models[model]
         num_ranks = config.prefill_ranks if role is Role.PREFILL else config.decode_ranks
         return DesiredWorker(node, role=role, model=model, num_ranks=num_ranks)
 
@@ -129,7 +129,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     def outdated(self) -> list[NodeId]:
         """Those that serve, and that another version or other settings have started."""
         serving = [w for w in self.by_name.values() if w.is_serving]
-        return [w.node for w in serving if w.built != self.config.of(w.model).built]
+        return [w.node for w in serving if w.built != self.config.models[w.model].built]
 
     def held_back(self, versions: Mapping[str, str]) -> dict[NodeId, str]:
         """Those that a start would not bring to this version, and the version of each: another one
@@ -137,7 +137,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         found = {}
         for node in self.outdated():
             worker = self.by_name[node]
-            ours, *settings = self.config.of(worker.model).built.split(" ")
+            ours, *settings = self.config.models[worker.model].built.split(" ")
             others = {versions.get(each, ours) for each in worker.machines} - {ours}
             if others and worker.built.split(" ")[1:] == settings:
                 found[node] = min(others)
@@ -149,9 +149,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     def adopt(self, kept: WorkerCheckpoint) -> list[Effect]:
         """What an earlier controller has left: one that listened is asked whether it lives; one
         that had not come so far, or computes something else than those of now, is ended."""
-        if kept.model not in self.config.by_model:
+        if kept.model not in self.config.models:
             return [StopWorker(kept.worker, kept.epoch)]
-        worker, fixed = self.by_name.get(kept.worker), self.config.of(kept.model).fixed
+        worker, fixed = self.by_name.get(kept.worker), self.config.models[kept.model].fixed
         if worker is None and kept.peer is not None:  # fewer are wanted: it is drained first
             worker = self.desired(kept.worker, kept.role, kept.model)
             self.by_name[kept.worker] = worker
@@ -199,7 +199,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         return [self.wake(self.backoff.pause_s(worker.failures), worker)]
 
     def start(self, worker: DesiredWorker) -> list[Effect]:
-        config = self.config.of(worker.model)
+        config = self.config.models[worker.model]
         placed = [
             Assigned(machine, other.role, other.num_ranks // len(other.machines))
             for other in self.by_name.values()
@@ -242,8 +242,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         return [start, bound]
 
     def _no_room(self, worker: DesiredWorker) -> str:
-        number = self.config.machines_for(worker.num_ranks)
-        if self.config.use_gpus and any(machine.num_gpus for machine in self.machines):
+        config = self.config.models[worker.model]
+        number = config.machines_for(worker.num_ranks)
+        if config.use_gpus and any(machine.num_gpus for machine in self.machines):
             each = worker.num_ranks // number
             if number > 1:
                 return f"no room: {each} free GPU(s) on each of {number} machines are needed"
@@ -321,7 +322,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def drain(self, now: float, worker: DesiredWorker, *, comes_back: bool = False) -> list[Effect]:
         """Let it go when nothing needs it; `comes_back`: to be started again."""
-        config = self.config
+        config = self.config.models[worker.model]
         worker.on(ProcessEvent.DRAIN)
         worker.is_leaving = not comes_back
         timeout_s = config.restart_drain_s if comes_back else config.drain_timeout_s
@@ -403,7 +404,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
 
 def built_of(package: str, built: str) -> str:
-    """As `ControllerConfig.built`, of what runs: its machine may have another version."""
+    """As `WorkersConfig.built`, of what runs: its machine may have another version."""
     return " ".join([package, *built.split(" ")[1:]]) if package != "unknown" else built
 
 

@@ -128,7 +128,7 @@ async def run_router(parent: Parent) -> int:
 
 
 async def run_controller(parent: Parent) -> int:
-    from kvrelay.cluster.prepare import PreparedModel
+    from kvrelay.cluster.prepare import PreparedModels
     from kvrelay.cluster.processes.control_process import ControlProcess
 
     spec: ControlSpec = await parent.first()
@@ -138,8 +138,8 @@ async def run_controller(parent: Parent) -> int:
 
     def on_message(message: Any) -> None:
         match message:
-            case PreparedModel():
-                process.use_model(message)
+            case PreparedModels():
+                process.use_models(message)
             case Stop():
                 stop.set_result(message)
             case Ending():

@@ -67,7 +67,7 @@ class LifeRecord(msgspec.Struct):
     settings: str = ""  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
     fixed: dict[str, str] = {}  # what no worker that runs can follow: `fixed_settings`
-    checkpoints: dict[str, str] = {}  # `PreparedModel.checkpoints`; {}: a version before wrote it
+    checkpoints: dict[str, str] = {}  # `PreparedModels.checkpoints`; {}: a version before wrote it
 
 
 class Installed(msgspec.Struct, frozen=True):

@@ -105,16 +105,11 @@ class RouterProcessSpec:
     epoch: int
     routers: tuple[NodeId, ...]  # all of the cluster
     config: Config
-    model: ServedModel
+    models: dict[str, ServedModel]  # by name, the one of calls that name none first
     access: Access
     # where tenants come from that may change: `path` and `overrides` of a `Source`
     source: tuple[Path | None, dict[str, Any]] | None = None
     kept: Path | None = None  # the `kept` of that `Source`
-    further: tuple[ServedModel, ...] = ()  # models beside the first
-
-    @property
-    def models(self) -> dict[str, ServedModel]:
-        return {each.name: each for each in (self.model, *self.further)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +129,7 @@ class UseModels:
 
     number: int
     config: Config
-    models: tuple[ServedModel, ...]
+    models: dict[str, ServedModel]
     offered: tuple[str, ...]
     drain_s: float
 
@@ -153,7 +148,7 @@ class RouterProcess:
     ) -> None:
         """`order`: begins what an operator asks of the whole server."""
         self.config = spec.config
-        self.served_models = spec.models
+        self.served_models = dict(spec.models)
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
@@ -262,7 +257,7 @@ class RouterProcess:
     async def _use_models(self, order: UseModels) -> None:
         await self._is_serving.wait()
         assert self.context is not None
-        models, configs = {each.name: each for each in order.models}, order.config.by_model()
+        models, configs = order.models, order.config.by_model()
         for name in models.keys() - self.routers.routers.keys():
             self.configs[name], self.served_models[name] = configs[name], models[name]
             router = await asyncio.to_thread(self._open, name)
@@ -374,7 +369,7 @@ class RouterProcess:
         me = router_status(spec.router, spec.epoch, up, host, port, load, scheme)
         status = ClusterStatus(
             **msgspec.structs.asdict(self.routers.status(now)),
-            model=spec.model.served_name,
+            model=next(iter(spec.models.values())).served_name,
             models=self._models(now),
             routers=[me],
             state=self._store_status(),

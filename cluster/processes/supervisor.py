@@ -30,7 +30,7 @@ from kvrelay.cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PreparedModels
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
 from kvrelay.cluster.processes.here import this_machine
@@ -103,7 +103,7 @@ class Supervisor:
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.asked_to_end = asyncio.Event()  # by an operator, over HTTP
-        self._model: PreparedModel | None = None
+        self._models: PreparedModels | None = None
         self._lines: tuple[str, ...] | None = None
         self._serving: set[NodeId] = set()
         self._controller: Child | None = None
@@ -125,7 +125,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Start the controller. Its workers wait for `use_model`."""
+        """Start the controller. Its workers wait for `use_models`."""
         self._spawn(keep_running("watch", partial(end_silent, self._children), Counter()))
         if self._found is not None:
             self._restart.is_under_way = True
@@ -135,14 +135,14 @@ class Supervisor:
         if self._servers is None:
             await self._start_controller()
 
-    def use_model(self, model: PreparedModel, forks: OnModel = lambda *_: None) -> None:
+    def use_models(self, models: PreparedModels, forks: OnModel = lambda *_: None) -> None:
         """`forks`: has the process that forks workers keep weights of the models."""
-        self._model, self._changes.forks = model, forks
-        forks(self._config, model)
-        self._life.use_checkpoints(model.checkpoints)
-        self._to_controller(model)
+        self._models, self._changes.forks = models, forks
+        forks(self._config, models)
+        self._life.use_checkpoints(models.checkpoints)
+        self._to_controller(models)
         if self._servers is not None:  # without a model it could not lead
-            self._servers.start(model.checkpoints)
+            self._servers.start(models.checkpoints)
             self._spawn(self._keep_spare())
             for name in self._sockets:
                 self._spawn(self._start_router(StartRouter(name, 1, 0)))
@@ -152,10 +152,10 @@ class Supervisor:
         """The routers that take requests."""
         return {name: self._routers[name] for name in self._serving}
 
-    def serve_models(self, config: Config, model: PreparedModel) -> None:
+    def serve_models(self, config: Config, models: PreparedModels) -> None:
         """These, by whoever starts from now on."""
-        self._config, self._model = config, model
-        self._life.use_models(config, model.checkpoints)
+        self._config, self._models = config, models
+        self._life.use_models(config, models.checkpoints)
 
     async def replace_controller(self) -> None:
         """Ends it, and waits for the next. Raises HandoverError: not all workers are up in time."""
@@ -223,13 +223,13 @@ class Supervisor:
         if self._servers is not None and is_rollback:
             log.error("rollback stopped: of several servers, start each with the earlier version")
             return
-        if self._model is None:
+        if self._models is None:
             log.error("restart stopped: the server is not up yet")
             return
         self._restart.begin(is_rollback)
         if change is not None:
             self._restart.show("models")
-            doing = self._changes.change(self._config, self._model, change)
+            doing = self._changes.change(self._config, self._models, change)
         elif self._servers is None:
             doing = self._replace(is_rollback)
         else:  # each is started by itself: the others serve meanwhile
@@ -397,8 +397,8 @@ class Supervisor:
             await self._begin(child)
         child.started_at = self._loop.time()
         child.send(spec)
-        if self._model is not None:
-            child.send(self._model)
+        if self._models is not None:
+            child.send(self._models)
 
     def _new_controller(self) -> Child:
         """Without a process yet: see `_begin`."""
@@ -488,20 +488,18 @@ class Supervisor:
         if self._is_ending or self._is_leaving:
             return
         name, config = start.router, self._config
-        assert self._model is not None, "routers are started once there is a model"
+        assert self._models is not None, "routers are started once there is a model"
         old = self._routers.get(name)
         if old is not None:
             old.kill()
             await old.ended(END_S)
-        served, *further = map(ServedModel.of, self._model.by_name.values())
         spec = RouterProcessSpec(
             cluster=self._life.record.cluster,
             router=name,
             epoch=start.epoch,
             routers=tuple(self._sockets),
             config=config,
-            model=served,
-            further=tuple(further),
+            models=ServedModel.by_name(self._models),
             access=self._access,
             source=None if self._source is None else (self._source.path, self._source.overrides),
             kept=None if self._source is None else self._source.kept,
@@ -575,15 +573,15 @@ class Supervisor:
             self._controller.send(message)
 
     def _look_ready(self) -> None:
-        lines, model = self._lines, self._model
+        lines, models = self._lines, self._models
         if lines is None and self._leader is not None and not self._leads:
             lines = ()  # the workers are another server's to show
         is_all = len(self._serving) == len(self._sockets)
-        if lines is not None and model is not None and is_all and not self.ready.done():
+        if lines is not None and models is not None and is_all and not self.ready.done():
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
             shown = ", ".join(f"{name} at port {port}" for name, port in ports.items())
-            log.info("the server is ready: %s, %s", ", ".join(model.served_names), shown)
-            self.ready.set_result(Ready(ports, lines, model))
+            log.info("the server is ready: %s, %s", ", ".join(models.served_names), shown)
+            self.ready.set_result(Ready(ports, lines, models))
             if self._found is None:
                 self._life.is_good(self._installed)
 

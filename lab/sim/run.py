@@ -16,7 +16,8 @@ from typing import Any
 
 from msgspec import structs
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig, WorkersConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
@@ -87,7 +88,7 @@ class SimControl:
         self._make, self._weights = make, SimWeights(runtime, runtime.seed)
         self.begins_with: dict[NodeId, WeightVersion] = {}  # what workers are started with
         self._config = ControllerConfig(
-            workers=tuple((worker, each.role) for worker, each in configs.items()),
+            {"": WorkersConfig(tuple((worker, each.role) for worker, each in configs.items()))},
             routers=tuple(Peer(router, "sim", 1, 1, PROTOCOL) for router in routers),
             backoff_s=0.01,
             max_backoff_s=0.5,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvrelay.cluster.config import ClusterSection, Config, ConfigError, StateSection
 from kvrelay.cluster.control.lease import LeaseKey, epoch_of
 from kvrelay.cluster.control.messages import Checkpoint, StartRouter
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.launch import _open_life
@@ -103,9 +103,8 @@ async def make(config: Config, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             names = {f"router-0@{port}": SimpleNamespace(fileno=lambda: 0)}
             made = Supervisor(own, none, names, life, none, "h", lambda *_: None, None)  # type: ignore[arg-type]
             await made.start()
-            made.use_model(
-                PreparedModel(Path(), none, "m", 1, none, checkpoint=own.model.name.encode())
-            )
+            model = PreparedModel(Path(), none, "m", 1, none, checkpoint=own.model.name.encode())
+            made.use_models(PreparedModels({"": model}))
             stack.push_async_callback(made.end, 0.0)
             return made
 

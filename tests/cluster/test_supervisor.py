@@ -17,7 +17,7 @@ import pytest
 
 from kvrelay.cluster.config import ClusterSection, Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import (
     control_process,
     handover,
@@ -153,7 +153,7 @@ async def test_a_router_that_cannot_be_started_is_said_at_once(supervised: Any) 
     """The controller waited for `cluster.start_timeout_s`, three minutes."""
     found = supervised()
     await found._start_controller()
-    found._model = PreparedModel(Path(), cast(Any, None), "m", 1, cast(Any, None))
+    found._models = MODELS
     Child.failures = 1
     await found._start_router(StartRouter("router-0", 3, 0))
     (failed,) = [each for each in Child.said if isinstance(each, RouterFailed)]
@@ -161,7 +161,9 @@ async def test_a_router_that_cannot_be_started_is_said_at_once(supervised: Any) 
     assert "Too many open files" in failed.reason
 
 
-MODEL = PreparedModel(Path("/no/model"), cast(Any, None), "m", 1, cast(Any, None))
+MODELS = PreparedModels(
+    {"": PreparedModel(Path("/no/model"), cast(Any, None), "m", 1, cast(Any, None))}
+)
 
 
 def trial_says(monkeypatch: pytest.MonkeyPatch, outcome: str | HandoverError) -> None:
@@ -177,7 +179,7 @@ async def test_a_program_that_cannot_take_over_stops_the_restart_in_words(
     supervised: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = supervised()
-    found._model = MODEL
+    found._models = MODELS
     await found._start_controller()
     trial_says(monkeypatch, HandoverError("k.toml: engine.num_blocks = -3: expected at least 0"))
     await asyncio.wait_for(found.restart(), 5)
@@ -192,7 +194,7 @@ async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
     supervised: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = supervised()
-    found._model = MODEL
+    found._models = MODELS
     await found._start_controller()
     first = found._controller
     trial_says(monkeypatch, "kvrelay 2.0")
@@ -211,7 +213,7 @@ async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
     supervised: Any, running: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = supervised()
-    found._model = MODEL
+    found._models = MODELS
     await found._start_controller()
     await asyncio.wait_for(found.restart(is_rollback=True), 5)
     assert "nothing to go back to" in found._restart.status.why

@@ -22,10 +22,11 @@ from kvrelay.engine.node import Send, Woken
 from kvrelay.engine.stats import RouterDown, RouterUp
 from kvrelay.router.messages import WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, WorkerStarted
+from tests.cluster.control.configs import changed
 from tests.cluster.control.test_adoption import CONFIG, Lives
 from tests.cluster.control.test_controller import ONE, info, of
 
-SHARED = replace(CONFIG, further_routers=())
+SHARED = changed(CONFIG, further_routers=())
 HERE = RouterStarted(Peer("router-0@a", "h", 6, 1), 8000, 9)
 THERE = RouterStarted(Peer("router-0@b", "g", 6, 1), 8000, 9)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     GiveUp,
@@ -25,10 +25,11 @@ from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Role, RouterDown, RouterUp
 from kvrelay.router.messages import WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, PeersUpdated
+from tests.cluster.control.configs import changed, made
 from tests.cluster.control.test_controller import ONE, ROUTER, Script, info, of
 
-CONFIG = ControllerConfig(
-    workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
+CONFIG = made(
+    first=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
     routers=(ROUTER,),
     further_routers=("router-1",),
     backoff_s=1.0,
@@ -41,7 +42,7 @@ class TwoRouters(Script):
     """`Script.first` is what was said once there were machines; `self.began` before that."""
 
     def __init__(self, config: ControllerConfig = CONFIG) -> None:
-        super().__init__(ControllerConfig((), ()))
+        super().__init__(made())
         self.controller = Controller(config)
         self.began = self.controller.start(0.0)
         self.first = self.say(MachinesChanged(ONE))
@@ -173,7 +174,7 @@ def test_a_router_and_a_worker_are_announced_again_after_they_have_parted() -> N
 
 
 def test_routers_learn_of_each_other_once_they_can_reach_each_other() -> None:
-    script = TwoRouters(replace(CONFIG, further_routers=("router-1", "router-2")))
+    script = TwoRouters(changed(CONFIG, further_routers=("router-1", "router-2")))
     script.acknowledge(script.router_started())
     other = Peer("router-2", "h", 20, 1)
     effects = script.say(RouterStarted(other, 8002))

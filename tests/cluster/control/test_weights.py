@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.messages import (
     Checkpoint,
     MachinesChanged,
@@ -36,11 +37,12 @@ from kvrelay.engine.weights import (
 )
 from kvrelay.router.messages import WorkerUp
 from kvrelay.worker.messages import PeersUpdated, StartFailed, WorkerStarted
+from tests.cluster.control.configs import changed
 from tests.cluster.control.test_controller import CONFIG, ONE, ROUTER, Script, info, of
 
 BASE, NEW, NEWER = (WeightVersion(n, n.encode(), f"/{n}") for n in ("base", "new", "newer"))
 ROUTERS = (replace(ROUTER, protocol=3),)
-PAIR = replace(CONFIG, routers=ROUTERS)
+PAIR = changed(CONFIG, routers=ROUTERS)
 
 
 class Rollouts(Script):
@@ -173,7 +175,7 @@ def test_the_next_controller_goes_on_and_asks_all_that_it_adopts() -> None:
     before.answer()
     script = Rollouts.__new__(Rollouts)
     script.now, script.asked, script.kept = 0.0, [], before.kept
-    script.controller = Controller(replace(PAIR, kept=before.kept))
+    script.controller = Controller(changed(PAIR, kept=before.kept))
     script.controller.start(0.0)
     script.say(MachinesChanged(ONE))
     for worker in ("prefill-0", "decode-0"):
