@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.cluster.control.messages import Checkpoint, RouterStarted
+from kvrelay.cluster.control.messages import Checkpoint
 from kvrelay.engine.model.parallel.shard import num_machines
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
@@ -37,11 +37,9 @@ class WorkersConfig:
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
     models: dict[str, WorkersConfig]  # by name; "" where models have none
-    routers: tuple[Peer, ...] = ()  # that live as long as the controller
+    routers: tuple[NodeId, ...] = ()  # of its server, which starts them
     listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
-    further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
     kept: Checkpoint = field(default_factory=Checkpoint)  # by the controller before
-    running_routers: tuple[RouterStarted, ...] = ()  # further routers that outlived it
     adopt_timeout_s: float = 5.0
     introduce_timeout_s: float = 10.0
     silent_grace_s: float = 5.0  # for a worker of which routers complain to answer

@@ -13,7 +13,7 @@ from typing import Any
 from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
 from kvrelay.cluster.control.autoscaling import Add, Autoscaling, Drain, Flip, Order, Remove
 from kvrelay.cluster.control.control_config import ControllerConfig
-from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessSet, ProcessState
+from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessState
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     Checkpoint,
@@ -23,8 +23,6 @@ from kvrelay.cluster.control.messages import (
     Record,
     RequestMachines,
     RestartWorker,
-    RouterFailed,
-    RouterJoined,
     RouterLost,
     RouterStarted,
     ScalingReport,
@@ -104,7 +102,7 @@ class Controller:
     def start(self, now: float) -> list[Effect]:
         kept = self.config.kept
         effects = [effect for each in kept.workers for effect in self.worker_set.adopt(each)]
-        effects += self.router_set.resume(now, self.worker_set.listening())
+        effects += self.router_set.resume(self.worker_set.listening())
         if not any(each.asks_for_machines for each in self.scaling.values()) and kept.num_machines:
             effects.append(RequestMachines(0))  # workers come and go no more
         return self._record(effects)
@@ -144,12 +142,8 @@ class Controller:
                 worker = workers.current(about, epoch, ProcessState.INTRODUCING)
                 effects += workers.updated(now, worker, to) if worker else []
                 return effects + routers.announce(workers.up())
-            case RouterStarted(peer):
-                router = routers.current(peer.node, peer.epoch, ProcessState.STARTING)
-                listening = workers.listening()
-                return routers.started(now, router, message, listening) if router else []
-            case RouterJoined(started):
-                return routers.join(now, started, workers.listening())
+            case RouterStarted():
+                return routers.join(now, message, workers.listening())
             case StartFailed(node, epoch, why, False, missing) if missing:
                 worker = workers.current(node, epoch, ProcessState.STARTING)
                 if worker is None:
@@ -157,14 +151,15 @@ class Controller:
                 effects = workers.failed(now, worker, why, permanent=False)
                 own = self._workers_of(worker.model)
                 return effects + self.rollouts[worker.model].missing(missing, why, own)
-            case StartFailed(node, epoch, why, final) | RouterFailed(node, epoch, why, final):
-                processes = self._set_of(node)
-                process = processes.current(node, epoch, ProcessState.STARTING)
-                return processes.failed(now, process, why, final) if process else []
-            case WorkerLost(node, epoch, reason) | RouterLost(node, epoch, reason):
-                processes = self._set_of(node)
-                process = processes.current(node, epoch, *RUNNING)
-                return processes.lost(now, process, reason) if process else []
+            case StartFailed(node, epoch, why, final):
+                worker = workers.current(node, epoch, ProcessState.STARTING)
+                return workers.failed(now, worker, why, final) if worker else []
+            case WorkerLost(node, epoch, reason):
+                worker = workers.current(node, epoch, *RUNNING)
+                return workers.lost(now, worker, reason) if worker else []
+            case RouterLost(node, epoch, reason):
+                router = routers.current(node, epoch, *RUNNING)
+                return routers.lost(now, router, reason) if router else []
             case WorkerSuspected(_, node, epoch, _):
                 worker = workers.current(node, epoch, *SERVING)
                 return workers.suspects.complain(now, message) if worker else []
@@ -221,9 +216,6 @@ class Controller:
             return []
         peers = [w.peer for w in self._workers_of(message.model) if w.peer is not None]
         return rollout.order(message, [*peers, *self.router_set.peers])
-
-    def _set_of(self, node: NodeId) -> ProcessSet[Any]:
-        return self.router_set if node in self.routers else self.worker_set
 
     def all_up(self) -> bool:
         """With an autoscaler, some are, and no other is about to be: it may want more than there

@@ -104,7 +104,7 @@ class ModelWeights:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What outlives a controller. `routers`: the last epoch of each; `num_named`: where workers
-    come and go, numbers below it may have been names; `joined`: routers that servers start."""
+    come and go, numbers below it may have been names; `joined`: routers that are up."""
 
     workers: tuple[WorkerCheckpoint, ...] = ()
     routers: dict[NodeId, int] = field(default_factory=dict)
@@ -214,53 +214,20 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class StartRouter:
-    """Effect: start a router with an API of its own; answered by `RouterStarted` or
-    `RouterFailed`."""
-
-    router: NodeId
-    epoch: int
-    http_port: int  # where its API was the last time; 0: this is the first
-
-
-@dataclass(frozen=True, slots=True)
-class StopRouter:
-    """Effect: make sure that this epoch of the router does not run (any more)."""
-
-    router: NodeId
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class RouterStarted:
+    """A router, which its server has started, says where it is."""
+
     peer: Peer
     http_port: int
     pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RouterJoined:
-    """A router that its server has started says where it is."""
-
-    started: RouterStarted
-
-
-@dataclass(frozen=True, slots=True)
 class AdoptRouter:
-    """Effect: tell a router that its server has started, and that an earlier controller knew, of
-    this controller; answered by `RouterJoined`."""
+    """Effect: tell a router that an earlier controller knew of this one; answered by
+    `RouterStarted`."""
 
     peer: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class RouterFailed:
-    """It did not start. `permanent`: it would fail again in the same way (its port is taken)."""
-
-    router: NodeId
-    epoch: int
-    reason: str
-    permanent: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.cluster.control.messages import RouterFailed, RouterLost, RouterStarted
+from kvrelay.cluster.control.messages import RouterLost, RouterStarted
 from kvrelay.cluster.processes.orders import (
     ControlSpec,
-    Ending,
     Follow,
     GaveUp,
     Leads,
@@ -103,7 +102,7 @@ async def run_router(parent: Parent) -> int:
         gone = asyncio.create_task(parent.follow(on_message))
         parent.send(await process.start(sock, order.host))
     except (RouterProcessError, OSError) as error:
-        parent.send(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
+        parent.send(GaveUp(f"{spec.router}: {error}"))
         return 1
     serving = asyncio.create_task(process.serves())
     serving.add_done_callback(lambda _: parent.send(Serves(spec.router)))
@@ -142,11 +141,9 @@ async def run_controller(parent: Parent) -> int:
                 process.use_models(message)
             case Stop():
                 stop.set_result(message)
-            case Ending():
-                process.is_ending = True
             case Leads(is_kept):
                 process.lease_renewed(is_kept)
-            case RouterStarted() | RouterFailed() | RouterLost():
+            case RouterStarted() | RouterLost():
                 process.say(message)
             case RestartWorkers(only_outdated):
                 process.restart_workers(

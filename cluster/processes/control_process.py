@@ -35,13 +35,9 @@ from kvrelay.cluster.control.messages import (
     MachinesChanged,
     Record,
     RequestMachines,
-    RouterJoined,
     RouterLost,
-    RouterStarted,
     SendPeers,
-    StartRouter,
     StartWorker,
-    StopRouter,
     StopWorker,
     WorkerLost,
 )
@@ -104,13 +100,12 @@ PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 class ControlProcess:
     """Owns the controller, its wire and the workers' guardians. On one loop.
 
-    Performs the controller's effects; `tell` is the supervisor, which starts routers."""
+    Performs the controller's effects; `tell` is the supervisor."""
 
     def __init__(self, spec: ControlSpec, tell: Callable[[Any], None]) -> None:
         self.spec = spec
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self.is_ending = False  # routers are not started again
         self.failed: asyncio.Future[str] = self._loop.create_future()
         self.host = NodeHost(self._loop, self._send, self._on_node_failed)
         listening = spec.listening
@@ -143,8 +138,8 @@ class ControlProcess:
         host, port = await self.wire.listen(spec.host)
         self._me = Peer.here(CONTROLLER, host, port, spec.epoch)
         self.spawn(self._use_ray_in_time())
-        if self._leads is not None:  # a supervisor that knows no leases does not know this either
-            self._tell(ControllerListens(self._me))
+        self._tell(ControllerListens(self._me))
+        if self._leads is not None:
             self._watch_lease()
         if (tls := spec.config.tls).frames:
             follow = partial(follow_certificates, tls, self._show_certificate)
@@ -189,7 +184,8 @@ class ControlProcess:
         )
         by_model = spec.config.by_model()
         self._weights = KeptWeights(spec.config.sessions.state_path, models.paths)
-        kept = self._weights.add_to(kept)
+        joined = {each.peer.node: each for each in (*kept.joined, *spec.running_routers)}
+        kept = replace(self._weights.add_to(kept), joined=tuple(joined.values()))
         config = ControllerConfig(
             {
                 name: replace(
@@ -200,9 +196,8 @@ class ControlProcess:
                 for name, own in by_model.items()
             },
             listeners=(self._me,),
-            further_routers=spec.routers if self._leads is None else (),
+            routers=spec.routers,
             kept=kept,
-            running_routers=spec.running_routers,
             silent_grace_s=spec.config.cluster.silent_grace_s,
             max_workers=spec.config.scaling.max_workers,
         )
@@ -212,6 +207,8 @@ class ControlProcess:
         }
         self.controller = Controller(config, wall=time.time)
         self.host.add(self.controller, self)
+        for started in spec.running_routers:
+            self.say(started)
         self._models.set_result(models)
         self.spawn(self._show())
         if spec.here is not None:
@@ -266,10 +263,6 @@ class ControlProcess:
             case AdoptRouter(peer):
                 update_peers(self.wire, [peer])
                 self.wire.send(peer.node, Adopt(self._me))
-            case StartRouter() | StopRouter() if self.is_ending:
-                pass
-            case StartRouter() | StopRouter():
-                self._tell(effect)
             case SendPeers(to, about, epoch, peers) if to == CONTROLLER:
                 update_peers(self.wire, peers)
                 self.say(PeersUpdated(to, about, epoch))
@@ -490,17 +483,14 @@ class ControlProcess:
         match message:
             case RouterReport(router, epoch, load, started):
                 self._loads[router, epoch] = load
-                if started is not None:
-                    self._on_joined(started)
+                # Before there is a controller it is not heard: it says so again.
+                if started is not None and CONTROLLER in self.host.nodes:
+                    self.say(started)
                 self.wire.send(router, self._view())
             case WorkerStarted():
                 self.say(message)
             case _:
                 self.host.deliver(to, message)
-
-    def _on_joined(self, started: RouterStarted) -> None:
-        if CONTROLLER in self.host.nodes:  # else it says so again
-            self.host.deliver(CONTROLLER, RouterJoined(started))
 
     def _view(self) -> ClusterView:
         spec, routers = self.spec, self.controller.routers.values()
@@ -567,8 +557,7 @@ class ControlProcess:
         longer fits."""
         self.wire.forget(node, epoch)
         lost = RouterLost if is_router(node) else WorkerLost
-        if not (self.is_ending and self._leads is None and lost is RouterLost):
-            self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
+        self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
 
     def _on_node_failed(self, node: NodeId, error: BaseException) -> None:
         """Its state is not to be trusted."""

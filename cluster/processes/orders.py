@@ -8,14 +8,7 @@ from pathlib import Path
 
 from kvrelay.cluster.config import Config, ModelEntry
 from kvrelay.cluster.control.lease import LeaseKey
-from kvrelay.cluster.control.messages import (
-    Machine,
-    RouterFailed,
-    RouterLost,
-    RouterStarted,
-    StartRouter,
-    StopRouter,
-)
+from kvrelay.cluster.control.messages import Machine, RouterLost, RouterStarted
 from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
@@ -64,8 +57,8 @@ class ControlSpec:
     kept_file: Path
     listening: Listening
     host: str  # where it listens
-    routers: tuple[NodeId, ...]
-    running_routers: tuple[RouterStarted, ...]
+    routers: tuple[NodeId, ...]  # of this server
+    running_routers: tuple[RouterStarted, ...]  # those of them that run
     lease: LeaseOrder | None = None  # None: there is one server, and nothing to lead
     restart: RestartStatus = field(default_factory=RestartStatus)
     here: Machine | None = None  # where workers are started before Ray is up
@@ -138,11 +131,6 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """To the controller: routers end now, and are not to be started again."""
-
-
-@dataclass(frozen=True, slots=True)
 class Reload:
     """To a router: read the tenants' files again."""
 
@@ -161,8 +149,8 @@ class WorkersRestarted:
     why_not: str
 
 
-channel.register(RouterFailed, RouterLost, RouterStarted, StartRouter, StopRouter)
+channel.register(RouterLost, RouterStarted)
 channel.register(RestartStatus)  # to the controller, which shows it
 channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
-channel.register(Stop, Ending, Reload, RestartWorkers, WorkersRestarted)
+channel.register(Stop, Reload, RestartWorkers, WorkersRestarted)
 channel.register(Leads, ControllerListens, Follow, ChangeModels, ModelsUsed)

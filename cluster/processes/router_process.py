@@ -202,10 +202,8 @@ class RouterProcess:
             take = spec.access.tenants.update
             self._keep("follow_tenants", partial(follow, spec.config, source, take))
         peer = Peer.here(spec.router, host, port, spec.epoch)
-        started = RouterStarted(peer, self._http_port, os.getpid())
-        if spec.config.cluster.name:
-            self._started = started
-        return started
+        self._started = RouterStarted(peer, self._http_port, os.getpid())
+        return self._started
 
     def follow(self, controller: Peer) -> None:
         """It is the controller now; an older one than it knows already is not listened to."""

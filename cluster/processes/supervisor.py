@@ -1,11 +1,11 @@
 """Keeps the controller and the routers running: `kvrelay serve` itself.
 
 It holds the sockets that clients connect to, so that a connection waits while the router behind it
-starts again, and starts and ends processes; it decides nothing else. Routers are started and ended
-as the controller asks; the controller is started again when it ends or hangs, and adopts what runs.
+starts again, and starts and ends processes; it decides nothing else. Routers and the controller are
+started again when they end or hang: routers announce themselves to whichever controller leads, and
+a controller adopts what runs.
 
-One of several servers of a cluster has a controller only while it holds the lease, and starts its
-routers itself: they announce themselves to whichever controller leads.
+One of several servers of a cluster has a controller only while it holds the lease.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import Change
 from kvrelay.cluster.control.messages import (
-    RouterFailed,
+    Checkpoint,
     RouterLost,
     RouterStarted,
-    StartRouter,
-    StopRouter,
 )
 from kvrelay.cluster.prepare import PreparedModels
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
 from kvrelay.cluster.processes.here import this_machine
-from kvrelay.cluster.processes.life import Life, SharedLife
+from kvrelay.cluster.processes.life import Life, SharedLife, read_record
 from kvrelay.cluster.processes.model_changes import ModelChanges, OnModel
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
@@ -58,7 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrelay.serve")
 
-RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
+RESTART = Backoff(0.1, 10.0)  # before a process that ended is started again
 
 
 class Supervisor:
@@ -108,20 +106,22 @@ class Supervisor:
         self._serving: set[NodeId] = set()
         self._controller: Child | None = None
         self._routers: dict[NodeId, Child] = {}
-        self._epochs: dict[NodeId, int] = {}  # that these have
+        kept = read_record(life.kept_file, Checkpoint) or Checkpoint()
+        self._epochs = dict(kept.routers)  # the last of each
+        self._starting: set[NodeId] = set()
         self._started: dict[NodeId, RouterStarted] = {}
         self._changes = ModelChanges(self)
         self._are_up = asyncio.Event()  # workers, as this controller has said
         self._restarting: asyncio.Future[str] | None = None  # workers, by the controller
         self._is_leaving = False  # to become another program
         self._is_ending = False
-        self._ends = Ends(RESTART, config.cluster.orphan_s / 2)
+        self._ends, *ends = (Ends(RESTART, config.cluster.orphan_s / 2) for _ in (0, *sockets))
+        self._router_ends = dict(zip(sockets, ends, strict=True))
         self._servers: Servers | None = None  # this one's part in a cluster with several
         if isinstance(life, SharedLife):
             self._servers = Servers(config, life, self._on_lease)
         self._spare: Child | None = None  # a controller without an order
         self._leader: Peer | None = None  # the controller of whichever server leads
-        self._router_failures: dict[NodeId, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
@@ -144,8 +144,7 @@ class Supervisor:
         if self._servers is not None:  # without a model it could not lead
             self._servers.start(models.checkpoints)
             self._spawn(self._keep_spare())
-            for name in self._sockets:
-                self._spawn(self._start_router(StartRouter(name, 1, 0)))
+        self._start_routers()
 
     @property
     def serving(self) -> dict[NodeId, Child]:
@@ -185,7 +184,6 @@ class Supervisor:
         if self._servers is not None and not self._leads:
             await self._servers.close()
         log.info("the server ends; requests have up to %g s to finish", drain_s)
-        self._to_controller(orders.Ending())
         routers = list(self._routers.values())
         for router in routers:
             router.send(orders.Stop(drain_s))
@@ -266,6 +264,7 @@ class Supervisor:
         except OSError as error:
             self._is_leaving = False
             await self._resume_routers(left)
+            self._start_routers()
             await self._start_controller()
             raise HandoverError(f"{command[0]} cannot be started: {error.strerror}") from error
 
@@ -281,7 +280,7 @@ class Supervisor:
             child, its = self._router(each.router, each.epoch), inherited(str(each.channel))
             try:
                 await child.resume(each.pid, its, each.unread)
-            except OSError as error:  # it has ended meanwhile; the controller starts the next
+            except OSError as error:  # it has ended meanwhile, and is started again
                 log.warning("%s has ended: %s", each.router, error)
                 its.close()
                 continue
@@ -386,7 +385,7 @@ class Supervisor:
             listening=self._listening,
             host=self._host,
             routers=tuple(self._sockets),
-            running_routers=() if self._servers else tuple(self._started.values()),
+            running_routers=tuple(self._started.values()),
             lease=None if self._servers is None else self._servers.order(),
             restart=self._restart.status,
             here=this_machine(self._config),
@@ -440,13 +439,10 @@ class Supervisor:
                 self._look_ready()
                 self._replace_outdated(num_outdated)
             case orders.ControllerListens(controller):
-                if self._servers is not None and self._leads:
-                    self._servers.listens(controller)
+                if self._leads:
                     self._use_leader(controller)
-            case StartRouter():
-                self._spawn(self._start_router(message))
-            case StopRouter(router, epoch):
-                self._stop_router(router, epoch)
+                    if self._servers is not None:
+                        self._servers.listens(controller)
             case orders.WorkersRestarted(why_not):
                 if self._restarting is not None and not self._restarting.done():
                     self._restarting.set_result(why_not)
@@ -484,35 +480,38 @@ class Supervisor:
         """Whether there is to be a controller here."""
         return self._servers is None or self._servers.leads
 
-    async def _start_router(self, start: StartRouter) -> None:
-        if self._is_ending or self._is_leaving:
+    def _start_routers(self) -> None:
+        for name in self._sockets:
+            self._spawn(self._start_router(name))
+
+    async def _start_router(self, name: NodeId) -> None:
+        """Unless it runs, or is not to."""
+        is_there = name in self._starting or (
+            name in self._routers and self._routers[name].is_alive
+        )
+        if is_there or self._is_ending or self._is_leaving or self._models is None:
             return
-        name, config = start.router, self._config
-        assert self._models is not None, "routers are started once there is a model"
-        old = self._routers.get(name)
-        if old is not None:
-            old.kill()
-            await old.ended(END_S)
+        epoch = self._epochs.get(name, 0) + 1
         spec = RouterProcessSpec(
             cluster=self._life.record.cluster,
             router=name,
-            epoch=start.epoch,
+            epoch=epoch,
             routers=tuple(self._sockets),
-            config=config,
+            config=self._config,
             models=ServedModel.by_name(self._models),
             access=self._access,
             source=None if self._source is None else (self._source.path, self._source.overrides),
             kept=None if self._source is None else self._source.kept,
         )
         fd = self._sockets[name].fileno()
-        child = self._routers[name] = self._router(name, start.epoch)
+        child = self._routers[name] = self._router(name, epoch)
+        self._starting.add(name)
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
-        except Exception as error:
-            if self._servers is None:  # the controller orders it again, later and later
-                self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
-            else:
-                self._start_router_again(name, start.epoch, str(error))
+        except Exception as error:  # no file, process, thread, memory: each by its own kind
+            self._start_router_again(name, str(error), self._router_ends[name].failed())
+        finally:
+            self._starting.discard(name)
         if self._leader is not None:
             child.send(orders.Follow(self._leader))
 
@@ -521,14 +520,14 @@ class Supervisor:
             case RouterStarted(peer):
                 self._started[peer.node] = message
                 self._to_controller(message)
-            case RouterFailed(_, _, reason) if self._servers is not None:
+            case orders.GaveUp(reason):
+                log.error("%s", reason)
                 if not self.ready.done():
                     self._fail(ServeError(reason))
-            case RouterFailed() | RouterLost():
+            case RouterLost():
                 self._to_controller(message)
             case orders.Serves(router):
                 self._serving.add(router)
-                self._router_failures.pop(router, None)
                 self._look_ready()
             case orders.ModelsUsed(router, number):
                 self._changes.answered(router, number)
@@ -546,27 +545,16 @@ class Supervisor:
 
     def _on_router_end(self, name: NodeId, epoch: int, code: int) -> None:
         self._serving.discard(name)
-        started = self._started.get(name)
-        if started is not None and started.peer.epoch == epoch:
-            del self._started[name]
+        self._started.pop(name, None)
         why = f"its process has ended ({shown(code)})"
-        if not self._is_ending or self._servers is not None:
-            self._to_controller(RouterLost(name, epoch, why))
-        if not self._is_ending and self._servers is not None:
-            self._start_router_again(name, epoch, why)
+        self._to_controller(RouterLost(name, epoch, why))
+        if not self._is_ending:
+            lived_s = self._loop.time() - self._routers[name].started_at
+            self._start_router_again(name, why, self._router_ends[name].ended(lived_s))
 
-    def _start_router_again(self, name: NodeId, epoch: int, why: str) -> None:
-        """Where no controller has routers started."""
-        self._router_failures[name] = failures = self._router_failures.get(name, 0) + 1
-        pause_s = RESTART.pause_s(failures)
+    def _start_router_again(self, name: NodeId, why: str, pause_s: float) -> None:
         log.warning("%s is gone: %s; again in %g s", name, why, pause_s)
-        start = StartRouter(name, epoch + 1, 0)
-        self._loop.call_later(pause_s, lambda: self._spawn(self._start_router(start)))
-
-    def _stop_router(self, name: NodeId, epoch: int) -> None:
-        child, started = self._routers.get(name), self._started.get(name)
-        if child is not None and (started is None or started.peer.epoch <= epoch):
-            child.kill()
+        self._loop.call_later(pause_s, lambda: self._spawn(self._start_router(name)))
 
     def _to_controller(self, message: Any) -> None:
         if self._controller is not None:

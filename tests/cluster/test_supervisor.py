@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvrelay.cluster.config import ClusterSection, Config, build_config
-from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
+from kvrelay.cluster.control.messages import Checkpoint, Record, RouterLost
 from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import (
     control_process,
@@ -149,21 +149,42 @@ async def test_a_full_disk_does_not_keep_a_controller_from_its_start(
     assert "No space left on device" in caplog.text
 
 
-async def test_a_router_that_cannot_be_started_is_said_at_once(supervised: Any) -> None:
-    """The controller waited for `cluster.start_timeout_s`, three minutes."""
-    found = supervised()
-    await found._start_controller()
-    found._models = MODELS
-    Child.failures = 1
-    await found._start_router(StartRouter("router-0", 3, 0))
-    (failed,) = [each for each in Child.said if isinstance(each, RouterFailed)]
-    assert (failed.router, failed.epoch, failed.permanent) == ("router-0", 3, False)
-    assert "Too many open files" in failed.reason
-
-
 MODELS = PreparedModels(
     {"": PreparedModel(Path("/no/model"), cast(Any, None), "m", 1, cast(Any, None))}
 )
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_router_is_started_again_until_it_runs_and_whenever_it_ends(
+    supervised: Any, running: Life
+) -> None:
+    """With an epoch above all that workers may know, also of the server before this one."""
+    Keeper(running.kept_file).keep(Checkpoint(routers={"router-0": 3}))
+    found = supervised()
+    Child.failures = 2
+    found.use_models(MODELS)
+    await until(lambda: found._routers and found._routers["router-0"].is_alive)
+    assert Child.failures == 0
+    assert found._epochs == {"router-0": 6}
+    found._start_routers()
+    await asyncio.sleep(0.01)
+    assert found._epochs == {"router-0": 6}, "it runs"
+    found._routers["router-0"].kill()
+    found._on_router_end("router-0", 6, -9)
+    await until(lambda: found._routers["router-0"].is_alive)
+    assert found._epochs == {"router-0": 7}
+    await found._start_controller()
+    found._on_router_end("router-0", 7, -9)
+    assert Child.said[-1] == RouterLost("router-0", 7, "its process has ended (SIGKILL)")
+    found._is_ending = True
+    found._routers["router-0"].kill()
+    await asyncio.sleep(0.05)
+    assert not found._routers["router-0"].is_alive, "the server ends"
 
 
 def trial_says(monkeypatch: pytest.MonkeyPatch, outcome: str | HandoverError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvrelay.cluster.control.messages import (
     GiveUp,
     MachinesChanged,
     Record,
+    RouterStarted,
     SendPeers,
     StartWorker,
     StopWorker,
@@ -30,7 +32,7 @@ from tests.cluster.control.configs import changed, made
 ROUTER = Peer("router-0", "h0", 1, 1)
 CONFIG = made(
     first=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
-    routers=(ROUTER,),
+    routers=(ROUTER.node,),
     backoff_s=1.0,
     max_backoff_s=8.0,
     stable_s=60.0,
@@ -47,10 +49,14 @@ def info(worker: str, epoch: int) -> WorkerInfo:
 class Script:
     """A controller and what it said, Notes and what it keeps aside."""
 
+    protocol = 1  # that routers speak
+
     def __init__(self, config: ControllerConfig = CONFIG, machines: Any = ONE) -> None:
         self.now = 0.0
         self.controller = Controller(config)
         assert self.controller.start(0.0) == []
+        for router in config.routers:
+            self.say(RouterStarted(replace(ROUTER, node=router, protocol=self.protocol), 8000))
         self.first = self.say(MachinesChanged(machines))
 
     def say(self, message: Any, at: float | None = None) -> list[Any]:
@@ -129,7 +135,7 @@ def test_a_worker_is_announced_only_when_all_have_been_introduced() -> None:
 
 def test_workers_of_one_role_are_introduced_and_not_waited_for() -> None:
     workers = (("decode-0", Role.DECODE), ("decode-1", Role.DECODE), ("prefill-0", Role.PREFILL))
-    script = Script(made(first=workers, routers=(ROUTER,)))
+    script = Script(made(first=workers, routers=(ROUTER.node,)))
     script.bring_up("decode-0", 1)
     script.bring_up("prefill-0", 1)
     first, other = Peer("decode-0", "h", 101, 1), Peer("prefill-0", "h", 101, 1)

@@ -40,7 +40,7 @@ def workers_of(model: str, **changes: Any) -> WorkersConfig:
 
 
 def config_of(large: WorkersConfig, small: WorkersConfig, **changes: Any) -> ControllerConfig:
-    return ControllerConfig({LARGE: large, SMALL: small}, routers=(ROUTER,), **changes)
+    return ControllerConfig({LARGE: large, SMALL: small}, routers=(ROUTER.node,), **changes)
 
 
 CONFIG = config_of(workers_of(LARGE), workers_of(SMALL))

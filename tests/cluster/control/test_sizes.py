@@ -28,7 +28,7 @@ BIG = Machine("big", "h1", 32.0, 4.0)
 SMALL = Machine("small", "h2", 32.0, 2.0)
 CONFIG = made(
     first=(("prefill-0", P), ("prefill-1", P), ("decode-0", D)),
-    routers=(ROUTER,),
+    routers=(ROUTER.node,),
     backoff_s=1.0,
     decode_ranks=4,
 )

@@ -38,17 +38,17 @@ from kvrelay.engine.weights import (
 from kvrelay.router.messages import WorkerUp
 from kvrelay.worker.messages import PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.configs import changed
-from tests.cluster.control.test_controller import CONFIG, ONE, ROUTER, Script, info, of
+from tests.cluster.control.test_controller import CONFIG, ONE, Script, info, of
 
 BASE, NEW, NEWER = (WeightVersion(n, n.encode(), f"/{n}") for n in ("base", "new", "newer"))
-ROUTERS = (replace(ROUTER, protocol=3),)
-PAIR = changed(CONFIG, routers=ROUTERS)
 
 
 class Rollouts(Script):
     """Two workers that are up, and the one that is asked."""
 
-    def __init__(self, config: ControllerConfig = PAIR) -> None:
+    protocol = 3
+
+    def __init__(self, config: ControllerConfig = CONFIG) -> None:
         self.asked: list[tuple[str, UpdateWeights]] = []
         self.kept = Checkpoint()
         super().__init__(config)
@@ -86,6 +86,10 @@ class Rollouts(Script):
         me = ControllerStatus(known=True)
         (shown,) = cluster_view(self.controller, me, {}, "h", "http").weights
         return shown
+
+
+class Earlier(Rollouts):
+    protocol = 1
 
 
 def test_one_worker_after_the_other_has_the_new_weights_and_then_they_are_current() -> None:
@@ -175,7 +179,7 @@ def test_the_next_controller_goes_on_and_asks_all_that_it_adopts() -> None:
     before.answer()
     script = Rollouts.__new__(Rollouts)
     script.now, script.asked, script.kept = 0.0, [], before.kept
-    script.controller = Controller(changed(PAIR, kept=before.kept))
+    script.controller = Controller(changed(CONFIG, kept=before.kept))
     script.controller.start(0.0)
     script.say(MachinesChanged(ONE))
     for worker in ("prefill-0", "decode-0"):
@@ -190,7 +194,7 @@ def test_orders_that_cannot_be_followed_are_refused_in_words() -> None:
     assert "none were changed yet" in script.view.why
     script.order(WeightVersion("base", b"other", "/other"))
     assert "that of other weights" in script.view.why
-    earlier = Rollouts(CONFIG)
+    earlier = Earlier()
     earlier.order()
     assert earlier.view.why == "router-0: of an earlier version; restart them first"
     assert earlier.asked == []

@@ -15,12 +15,14 @@ from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
+    AdoptRouter,
     AdoptWorker,
     Checkpoint,
     MachinesChanged,
     Record,
     RequestMachines,
     RestartWorker,
+    RouterStarted,
     ScalingReport,
     SendPeers,
     SetRole,
@@ -46,7 +48,7 @@ ROUTER = Peer("router-0", "h0", 1, 1)
 SCALING = ScalingConfig(
     enabled=True, min_workers=0, max_workers=8, tick_s=0.5, start_s=5.0, pending_timeout_s=20.0
 )
-CONFIG = made(first=(), routers=(ROUTER,), scaling=SCALING, backoff_s=1.0)
+CONFIG = made(first=(), routers=(ROUTER.node,), scaling=SCALING, backoff_s=1.0)
 
 
 class ControlledWorld:
@@ -73,6 +75,7 @@ class ControlledWorld:
         self._life += 1
         self.controller = Controller(changed(config, kept=self.kept), wall=lambda: 1e9 + self.now)
         self.perform(self.controller.start(self.now))
+        self.say(RouterStarted(ROUTER, 8000))
         self.say(MachinesChanged((Machine("m", "h", 8.0),)))
 
     @property
@@ -118,6 +121,8 @@ class ControlledWorld:
                 case StartWorker(worker, _, epoch):
                     started = WorkerStarted(info(worker, epoch), "h", 100, took_s=self.took_s)
                     self.say(started, self.start_s)
+                case AdoptRouter():
+                    pass  # it says so anyway
                 case AdoptWorker(worker, epoch, _, _, _):
                     started = WorkerStarted(info(worker, epoch), "h", 100, took_s=self.took_s)
                     self.say(started, self.adopted_s)
