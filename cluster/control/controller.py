@@ -19,15 +19,12 @@ from kvrelay.cluster.control.messages import (
     Checkpoint,
     MachinesChanged,
     ModelWeights,
-    PauseModel,
     Record,
     RequestMachines,
     RestartWorker,
     RouterLost,
     RouterStarted,
     ScalingReport,
-    SetRole,
-    UpdateModel,
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
@@ -36,6 +33,7 @@ from kvrelay.cluster.control.watches import DRAIN_TAG, SUSPECT_TAG
 from kvrelay.cluster.control.weights import TAG as WEIGHTS_TAG
 from kvrelay.cluster.control.weights import Rollout
 from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
+from kvrelay.cluster.orders import PauseModel, SetRole, UpdateModel
 from kvrelay.cluster.scaling.sharing import shares
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown

@@ -171,34 +171,6 @@ class MachinesChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class SetRole:
-    """From an operator: what routers prefer the worker for from now on, also after a restart."""
-
-    worker: NodeId
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateModel:
-    """From an operator: the workers of `model` are to compute with `version`, or with `back` with
-    those before the last change. `base`: the model's own weights."""
-
-    model: str
-    base: WeightVersion
-    version: WeightVersion
-    mode: UpdateMode
-    back: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PauseModel:
-    """From an operator: the workers of `model` are to pause, or (None) to go on."""
-
-    model: str
-    mode: PauseMode | None
-
-
-@dataclass(frozen=True, slots=True)
 class RestartWorker:
     """From an operator: end this worker and start it again; its requests go on elsewhere."""
 
@@ -237,5 +209,4 @@ class RouterLost:
     reason: str
 
 
-register(SetRole, ScalingReport)
-register(UpdateModel, PauseModel, since=3)
+register(ScalingReport)

@@ -25,7 +25,6 @@ from kvrelay.cluster.processes.orders import (
     Reload,
     RestartWorkers,
     Serves,
-    ServiceRequest,
     Stop,
     WorkersRestarted,
 )
@@ -94,11 +93,7 @@ async def run_router(parent: Parent) -> int:
             process.use_models(message, parent.send)
 
     try:
-        process = RouterProcess(
-            spec,
-            order.listening,
-            lambda asked: parent.send(ServiceRequest(asked) if isinstance(asked, str) else asked),
-        )
+        process = RouterProcess(spec, order.listening, parent.send)
         gone = asyncio.create_task(parent.follow(on_message))
         parent.send(await process.start(sock, order.host))
     except (RouterProcessError, OSError) as error:

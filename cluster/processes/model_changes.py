@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from kvrelay.cluster.config import Config, ConfigError, ModelEntry
+from kvrelay.cluster.orders import ChangeModels
 from kvrelay.cluster.prepare import (
     PreparedModels,
     for_gpus,
@@ -25,7 +26,6 @@ from kvrelay.cluster.prepare import (
 from kvrelay.cluster.processes.adapter_bases import check_names
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import changes_file, keep_change
-from kvrelay.cluster.processes.orders import ChangeModels
 from kvrelay.cluster.processes.router_api import ServedModel
 from kvrelay.cluster.processes.router_process import UseModels
 from kvrelay.cluster.processes.supervised import Child
@@ -71,6 +71,7 @@ class ModelChanges:
     async def change(self, config: Config, models: PreparedModels, order: ChangeModels) -> None:
         """`config`, `models`: what is served. Raises HandoverError."""
         name, entry = order.name, order.entry
+        drain_s = config.cluster.drain_s if order.drain_s is None else order.drain_s
         try:
             after = config.with_model(name, entry)
             check_names(after, ())
@@ -81,7 +82,7 @@ class ModelChanges:
         staying = tuple(each for each in models.by_name if each in found.by_name)
         self._server.serve_models(*union)
         try:
-            await self._tell(*union, staying, order.drain_s)
+            await self._tell(*union, staying, drain_s)
             _check_still_free(after)
             self._server.serve_models(after, found)
             await self._server.replace_controller()

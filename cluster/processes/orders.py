@@ -1,12 +1,12 @@
-"""What the supervisor and its processes say to each other, beside the controller's messages: over
-channels (`engine.wire.channel`)."""
+"""What the supervisor and its processes say to each other, beside the controller's messages and
+what operators order (`cluster.orders`): over channels (`engine.wire.channel`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrelay.cluster.config import Config, ModelEntry
+from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import LeaseKey
 from kvrelay.cluster.control.messages import Machine, RouterLost, RouterStarted
 from kvrelay.cluster.status import RestartStatus
@@ -90,23 +90,6 @@ class Serves:
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceRequest:
-    """From a router: an operator asks for this, of the whole server."""
-
-    service: str  # "drain", "restart" or "rollback"
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeModels:
-    """From a router: an operator adds a model or (no entry) removes one, whose requests have
-    `drain_s` to end."""
-
-    name: str
-    entry: ModelEntry | None
-    drain_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class ModelsUsed:
     """From a router: it has done `UseModels` of that number."""
 
@@ -151,6 +134,6 @@ class WorkersRestarted:
 
 channel.register(RouterLost, RouterStarted)
 channel.register(RestartStatus)  # to the controller, which shows it
-channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
+channel.register(ControlSpec, StartupProgress, AllUp, Serves, GaveUp)
 channel.register(Stop, Reload, RestartWorkers, WorkersRestarted)
-channel.register(Leads, ControllerListens, Follow, ChangeModels, ModelsUsed)
+channel.register(Leads, ControllerListens, Follow, ModelsUsed)

@@ -28,6 +28,7 @@ from kvrelay.cluster.control.messages import (
     RouterLost,
     RouterStarted,
 )
+from kvrelay.cluster.orders import ChangeModels, OfServer, Service, ServiceRequest
 from kvrelay.cluster.prepare import PreparedModels
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
@@ -205,12 +206,15 @@ class Supervisor:
         if not self.failed.done():
             self.failed.cancel()
 
-    async def restart(
-        self, *, is_rollback: bool = False, change: orders.ChangeModels | None = None
-    ) -> None:
-        """Become what the command line starts now, or what was good before; then every worker and
-        every router anew, one after the other; or `change` the models. How it goes is in the log
-        and the status."""
+    async def obey(self, order: OfServer) -> None:
+        """An operator's: end; become what the command line starts now, or what was good before,
+        then every worker and every router anew, one after the other; or change the models. How it
+        goes is in the log and the status."""
+        is_rollback = order == ServiceRequest(Service.ROLLBACK)
+        if order == ServiceRequest(Service.DRAIN):
+            log.info("an operator asks the server to drain and end")
+            self.asked_to_end.set()
+            return
         if self._restart.is_under_way:
             log.warning("a restart is under way already")
             return
@@ -225,9 +229,9 @@ class Supervisor:
             log.error("restart stopped: the server is not up yet")
             return
         self._restart.begin(is_rollback)
-        if change is not None:
+        if isinstance(order, ChangeModels):
             self._restart.show("models")
-            doing = self._changes.change(self._config, self._models, change)
+            doing = self._changes.change(self._config, self._models, order)
         elif self._servers is None:
             doing = self._replace(is_rollback)
         else:  # each is started by itself: the others serve meanwhile
@@ -531,15 +535,8 @@ class Supervisor:
                 self._look_ready()
             case orders.ModelsUsed(router, number):
                 self._changes.answered(router, number)
-            case orders.ChangeModels():
-                self._spawn(self.restart(change=message))
-            case orders.ServiceRequest("drain"):
-                log.info("an operator asks the server to drain and end")
-                self.asked_to_end.set()
-            case orders.ServiceRequest("restart"):
-                self._spawn(self.restart())
-            case orders.ServiceRequest("rollback"):
-                self._spawn(self.restart(is_rollback=True))
+            case ServiceRequest() | ChangeModels():
+                self._spawn(self.obey(message))
             case _:
                 log.warning("a router said %s", type(message).__name__)
 

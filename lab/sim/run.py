@@ -27,11 +27,11 @@ from kvrelay.cluster.control.messages import (
     Record,
     RouterStarted,
     SendPeers,
-    SetRole,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.node import Effect, Exit, Node, NodeId

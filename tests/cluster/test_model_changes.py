@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.cluster.config import Config, ConfigError, ModelEntry, build_config
+from kvrelay.cluster.orders import ChangeModels
 from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import model_changes
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import changes_file, keep_change, with_changes
 from kvrelay.cluster.processes.model_changes import ModelChanges
-from kvrelay.cluster.processes.orders import ChangeModels
 
 pytestmark = pytest.mark.anyio
 ENTRY = ModelEntry(name="new", checkpoint="somewhere", prefill=0)

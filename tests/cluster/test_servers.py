@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from kvrelay.cluster.config import ClusterSection, Config, ConfigError, StateSection
 from kvrelay.cluster.control.lease import LeaseKey, epoch_of
 from kvrelay.cluster.control.messages import Checkpoint, SendPeers
+from kvrelay.cluster.orders import Service, ServiceRequest
 from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess
@@ -26,7 +27,6 @@ from kvrelay.cluster.processes.orders import (
     Follow,
     Leads,
     LeaseOrder,
-    ServiceRequest,
 )
 from kvrelay.cluster.processes.ready import ServeError
 from kvrelay.cluster.processes.router_process import RouterOrder
@@ -175,7 +175,7 @@ async def test_one_that_was_replaced_ends_its_controller_and_follows(
     await until(lambda: first._leader == controller)
     assert "steps down" in caplog.text
     assert first._controller is None
-    first._on_router_message(ServiceRequest("restart"))
+    first._on_router_message(ServiceRequest(Service.RESTART))
     await until(lambda: "does not lead; ask" in caplog.text)
 
 

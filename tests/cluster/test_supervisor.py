@@ -17,6 +17,7 @@ import pytest
 
 from kvrelay.cluster.config import ClusterSection, Config, build_config
 from kvrelay.cluster.control.messages import Checkpoint, Record, RouterLost
+from kvrelay.cluster.orders import Service, ServiceRequest
 from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import (
     control_process,
@@ -154,6 +155,9 @@ MODELS = PreparedModels(
 )
 
 
+RESTART = ServiceRequest(Service.RESTART)
+
+
 async def until(holds: Any) -> None:
     async with asyncio.timeout(5):
         while not holds():
@@ -203,11 +207,11 @@ async def test_a_program_that_cannot_take_over_stops_the_restart_in_words(
     found._models = MODELS
     await found._start_controller()
     trial_says(monkeypatch, HandoverError("k.toml: engine.num_blocks = -3: expected at least 0"))
-    await asyncio.wait_for(found.restart(), 5)
+    await asyncio.wait_for(found.obey(RESTART), 5)
     assert (found._restart.status.number, found._restart.status.state) == (1, "stopped")
     assert "num_blocks = -3" in Child.said[-1].why, "the controller shows it to operators"
     assert found._controller.is_alive
-    await asyncio.wait_for(found.restart(), 5)
+    await asyncio.wait_for(found.obey(RESTART), 5)
     assert found._restart.status.number == 2, "a restart that was stopped is not under way"
 
 
@@ -224,7 +228,7 @@ async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
     monkeypatch.setattr(handover, "become", become)
-    await asyncio.wait_for(found.restart(), 5)
+    await asyncio.wait_for(found.obey(RESTART), 5)
     assert not first.is_alive
     assert found._controller.is_alive, "another controller adopts what runs"
     assert "No such file or directory" in found._restart.status.why
@@ -236,7 +240,7 @@ async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
     found = supervised()
     found._models = MODELS
     await found._start_controller()
-    await asyncio.wait_for(found.restart(is_rollback=True), 5)
+    await asyncio.wait_for(found.obey(ServiceRequest(Service.ROLLBACK)), 5)
     assert "nothing to go back to" in found._restart.status.why
     tried: list[Any] = []
 
@@ -247,9 +251,9 @@ async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
     monkeypatch.setattr(handover, "try_out", try_out)
     (kvrelay := tmp_path / "kvrelay").touch(mode=0o755)
     running.is_good(Installed("1.0", (str(kvrelay), "serve"), "/old", "[api]\nport = 1\n"))
-    await found.restart(is_rollback=True)
+    await found.obey(ServiceRequest(Service.ROLLBACK))
     kvrelay.unlink()
-    await found.restart(is_rollback=True)
+    await found.obey(ServiceRequest(Service.ROLLBACK))
     (command, python_path, handed), (other, *_) = tried
     assert (command, python_path) == ((str(kvrelay), "serve"), "/old")
     assert handed.command == other == found._command, (

@@ -78,7 +78,7 @@ GONE = {
     f"WorkerStatus.{name}": "what a worker says is merged by the router's process that has heard it"
     for name in STATS_FACTS.keys() & LAST["named"]["WorkerStatus"]["fields"].keys()
 }
-INNER_OF_ONE_VERSION = {"RouterProcessSpec", "ServedModel"}  # of a RouterOrder
+INNER_OF_ONE_VERSION = {"RouterProcessSpec", "ServedModel"}  # within RouterOrder
 PICKLES = {
     "engine/model/parallel": "ranks of one worker, once they have compared versions",
     "cluster/api/constraints": "a process and its own child",

@@ -16,7 +16,7 @@ def made(**settings: Any) -> ControllerConfig:
 
 
 def changed(config: ControllerConfig, **settings: Any) -> ControllerConfig:
-    """The same, with other values of fields of either."""
+    """Give it other values of fields of either."""
     own = {name: value for name, value in settings.items() if name in OF_WORKERS}
     rest = {name: value for name, value in settings.items() if name not in OF_WORKERS}
     models = {name: replace(each, **own) for name, each in config.models.items()}

@@ -23,12 +23,12 @@ from kvrelay.cluster.control.messages import (
     Record,
     RouterStarted,
     SendPeers,
-    SetRole,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.cluster.processes.life import fixed_of_workers
 from kvrelay.engine.node import Note, Send, Woken

@@ -16,13 +16,12 @@ from kvrelay.cluster.control.messages import (
     Checkpoint,
     MachinesChanged,
     ModelWeights,
-    PauseModel,
     Record,
     StartWorker,
-    UpdateModel,
     WorkerLost,
 )
 from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.orders import PauseModel, UpdateModel
 from kvrelay.cluster.processes.kept_weights import KeptWeights
 from kvrelay.cluster.status import ControllerStatus, WeightsStatus
 from kvrelay.engine.model.checkpoint.version import read_version

@@ -25,11 +25,11 @@ from kvrelay.cluster.control.messages import (
     RouterStarted,
     ScalingReport,
     SendPeers,
-    SetRole,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.processes import asked_machines
 from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.backoff import Backoff
