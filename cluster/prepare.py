@@ -212,17 +212,14 @@ def for_gpus(config: Config, found: int) -> tuple[Config, str]:
     GPUs for ever."""
     if not uses_gpus(config, found):
         return config, ""
+    needed = sum(map(_num_gpus_of, config.by_model().values()))
+    if needed <= found:
+        return config, ""
     if config.models:
-        needed = sum(map(_num_gpus_of, config.by_model().values()))
-        if needed <= found:
-            return config, ""
         wanted = "lower prefill, decode or tensor_parallel_size of some"
         raise BuildError(f"workers of all models need {needed} GPUs, {found} are here: {wanted}")
     cluster = config.cluster
     prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
-    needed = _num_gpus_of(config)
-    if needed <= found:
-        return config, ""
     default = ClusterSection()
     is_default = (cluster.prefill, cluster.decode) == (default.prefill, default.decode)
     # Whoever gives the pools sizes of their own wants two.

@@ -402,7 +402,7 @@ class RouterProcess:
         me = router_status(spec.router, spec.epoch, up, host, port, load, scheme)
         status = ClusterStatus(
             **msgspec.structs.asdict(self.routers.status(now)),
-            model=next(iter(spec.models.values())).served_name,
+            model=next(iter(self.served_models.values())).served_name,
             models=self._models(now),
             routers=[me],
             state=self._store_status(),
