@@ -6,6 +6,7 @@
     processes               supervisor, controller, routers, and Ray (in `ray*` alone)
     state                   what outlives them: SQLite, Redis, the lease of the leader
     cli, doctor, hosts      commands; what is wrong with a machine; machines by ssh
+    orders                  what operators may order of a server, and who obeys
     status                  what `/status`, metrics, console and commands show
 
 It may import every package below it; only `lab`, which measures and simulates, imports it.

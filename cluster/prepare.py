@@ -7,7 +7,6 @@ it knows better.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waitin
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedModel:
+class PreparedModel:
     """A model on disk, and what its KV cache takes."""
 
     path: Path
@@ -51,7 +50,6 @@ class PlannedModel:
     served_name: str
     max_model_len: int
     plan: KVPlan  # of the workers with the most ranks
-    name: str = ""  # in [[models]]
     checkpoint: bytes = b""  # its identity: `engine.identity`
     commit: str = ""  # on the hub, if it comes from there
 
@@ -62,14 +60,11 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedModel(PlannedModel):
-    """What is to be served: a model, and those that are served beside it."""
+class PreparedModels:
+    """What is to be served, by its name in [[models]], or "" without those. A call that names no
+    model gets the first."""
 
-    further: tuple[PlannedModel, ...] = ()
-
-    @property
-    def by_name(self) -> dict[str, PlannedModel]:
-        return {each.name: each for each in (self, *self.further)}
+    by_name: dict[str, PreparedModel]
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -85,7 +80,7 @@ class PreparedModel(PlannedModel):
         return {name: each.path for name, each in self.by_name.items()}
 
 
-channel.register(PreparedModel)
+channel.register(PreparedModels)
 
 
 def prepare_model(
@@ -166,10 +161,10 @@ def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, Eng
 
 def prepare_models(
     config: Config, progress: Progress, *, are_here: bool, on_gpu: bool
-) -> PreparedModel:
-    """All that are to be served, the first with the others beside it. `are_here`: workers are to be
-    started on this machine. Raises BuildError."""
-    prepared: list[PreparedModel] = []
+) -> PreparedModels:
+    """All that are to be served. `are_here`: workers are to be started on this machine. Raises
+    BuildError."""
+    prepared: dict[str, PreparedModel] = {}
     beside: list[KVPlan] = []
     left = config.most_workers if are_here else 0
     for name, own in config.by_model().items():
@@ -179,8 +174,8 @@ def prepare_models(
             own, num_here, progress, num_prefill_here=num_prefill, on_gpu=on_gpu, beside=beside
         )
         beside += [model.plan] * num_here
-        prepared.append(dataclasses.replace(model, name=name))
-    return dataclasses.replace(prepared[0], further=tuple(prepared[1:]))
+        prepared[name] = model
+    return PreparedModels(prepared)
 
 
 ROOT = Path("/")
@@ -217,17 +212,14 @@ def for_gpus(config: Config, found: int) -> tuple[Config, str]:
     GPUs for ever."""
     if not uses_gpus(config, found):
         return config, ""
+    needed = sum(map(_num_gpus_of, config.by_model().values()))
+    if needed <= found:
+        return config, ""
     if config.models:
-        needed = sum(map(_num_gpus_of, config.by_model().values()))
-        if needed <= found:
-            return config, ""
         wanted = "lower prefill, decode or tensor_parallel_size of some"
         raise BuildError(f"workers of all models need {needed} GPUs, {found} are here: {wanted}")
     cluster = config.cluster
     prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
-    needed = _num_gpus_of(config)
-    if needed <= found:
-        return config, ""
     default = ClusterSection()
     is_default = (cluster.prefill, cluster.decode) == (default.prefill, default.decode)
     # Whoever gives the pools sizes of their own wants two.

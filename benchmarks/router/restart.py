@@ -230,9 +230,9 @@ async def measure(
         "router": ROUTER,
         "routers": ROUTERS,
         "config": Config(api=ApiSection(port=0), state=StateSection(url=url, index_interval_s=0.5)),
-        "model": ServedModel(
-            resolve_model(DEFAULT_MODEL, progress=lambda _: None), "model", 1 << 17
-        ),
+        "models": {
+            "": ServedModel(resolve_model(DEFAULT_MODEL, progress=lambda _: None), "model", 1 << 17)
+        },
         "access": Access(Tenants(), ()),
         "listens": await workers.wire.listen("127.0.0.1"),
     }

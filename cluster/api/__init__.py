@@ -13,7 +13,7 @@ in a thread, `generation` submits one request per choice through `client.RouterC
 tokens that come back into text, and `respond` sends them, whole or as server-sent events. A client
 that goes away cancels what it asked for.
 
-It needs the router's messages, and of `cluster` only two modules of data, its settings
-(`cluster.config`) and its status (`cluster.status`). Whatever asks or changes the cluster is given
-to it as functions, in `context.ApiContext`.
+It needs the router's messages, and of `cluster` only modules of data: its settings
+(`cluster.config`), what operators order (`cluster.orders`) and its status (`cluster.status`).
+Whatever asks or changes the cluster is given to it, in `context.ApiContext`.
 """

@@ -14,13 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.errors import controller_away, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.metrics import OfCluster
 from kvrelay.cluster.api.openai.schema import parse
-from kvrelay.cluster.api.operator import ControllerAway, Service
+from kvrelay.cluster.api.operator import give
 from kvrelay.cluster.api.utility.version import VERSION
+from kvrelay.cluster.orders import ControllerAway, Service, ServiceRequest, SetRole
 from kvrelay.engine.stats import Role
 
 _ROLE = "/workers/{worker}/role"
@@ -71,17 +72,17 @@ class _Operations:
         return JSONResponse(detail | status, 200 if is_healthy else 503)
 
     async def drain(self, http: Request) -> Response:
-        return self._order(http, Service.DRAIN)
+        return await self._order(http, Service.DRAIN)
 
     async def restart(self, http: Request) -> Response:
-        return self._order(http, Service.RESTART)
+        return await self._order(http, Service.RESTART)
 
     async def rollback(self, http: Request) -> Response:
-        return self._order(http, Service.ROLLBACK)
+        return await self._order(http, Service.ROLLBACK)
 
-    def _order(self, http: Request, service: Service) -> Response:
+    async def _order(self, http: Request, service: Service) -> Response:
         check_operator(self._ctx, http)
-        self._ctx.operations.order(service)
+        await give(self._ctx.operations, ServiceRequest(service))
         return JSONResponse({"begun": str(service)}, 202)
 
     async def ping(self, http: Request) -> Response:
@@ -116,11 +117,5 @@ class _Operations:
         if wanted not in roles:
             raise invalid(f"'role': expected one of {roles}, got {wanted[:40]!r}", param="role")
         worker = http.path_params["worker"]
-        try:
-            was = self._ctx.operations.set_role(worker, Role(wanted))
-        except KeyError as error:
-            known = ", ".join(error.args[0]) or "none"
-            raise ApiError(404, f"There is no worker {worker[:80]!r}; there are: {known}") from None
-        except ControllerAway:
-            raise controller_away() from None
-        return JSONResponse({"worker": worker, "role": wanted, "was": was})
+        known = await give(self._ctx.operations, SetRole(worker, Role(wanted)))
+        return JSONResponse({"worker": worker, "role": wanted, **known})

@@ -242,7 +242,7 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
     url = urls[first]
     console.print(f"Console: kvrelay console --url {url}", markup=False, soft_wrap=True)
     console.print(
-        f"\nReady: {', '.join(ready.model.served_names)} at {url}/v1 (OpenAI-compatible). Try:\n",
+        f"\nReady: {', '.join(ready.models.served_names)} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
@@ -250,13 +250,14 @@ def _print_ready(console: Any, ready: Ready, config: Config) -> None:
     trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     key = '-H "Authorization: Bearer $KVRELAY_API_KEY" ' if config.api.key else ""
     path, asked = "completions", '"max_tokens": 30, "prompt": "The capital of France is"'
-    own = next(iter(config.by_model().values()))
-    if own.model.chat_template or _has_chat_template(ready.model.path):
+    name, own = next(iter(config.by_model().items()))
+    model = ready.models.by_name[name]
+    if own.model.chat_template or _has_chat_template(model.path):
         question = '[{"role": "user", "content": "What is the capital of France?"}]'
         path, asked = "chat/completions", f'"messages": {question}'
     console.print(
         f"curl {trusted}{url}/v1/{path} {key}-H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{ready.model.served_name}", "temperature": 0, {asked}}}\'\n',
+        f'\'{{"model": "{model.served_name}", "temperature": 0, {asked}}}\'\n',
         markup=False,
         soft_wrap=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.cluster.control.messages import Checkpoint, RouterStarted
+from kvrelay.cluster.control.messages import Checkpoint
 from kvrelay.engine.model.parallel.shard import num_machines
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
@@ -13,23 +13,13 @@ from kvrelay.worker.messages import Peer
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerConfig:
-    workers: tuple[tuple[NodeId, Role], ...]  # with an autoscaler: those of the beginning
-    model: str = field(default="", kw_only=True)  # that they serve, by its name
-    routers: tuple[Peer, ...]  # that live as long as the controller
-    listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
-    further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
-    kept: Checkpoint = field(default_factory=Checkpoint)  # by the controller before
-    running_routers: tuple[RouterStarted, ...] = ()  # further routers that outlived it
+class WorkersConfig:
+    """What is wanted of the workers of one model."""
+
+    first: tuple[tuple[NodeId, Role], ...] = ()  # all of them, or those that scaling begins with
     fixed: dict[str, str] = field(default_factory=dict)  # as in `WorkerCheckpoint`
-    adopt_timeout_s: float = 5.0
+    built: str = ""  # version and settings of workers that are started, as a digest
     start_timeout_s: float = 180.0
-    introduce_timeout_s: float = 10.0
-    silent_grace_s: float = 5.0  # for a worker of which routers complain to answer
-    backoff_s: float = 0.25
-    max_backoff_s: float = 30.0
-    stable_s: float = 60.0  # up for this long: earlier failures are forgotten
-    max_first_failures: int = 3  # before the first worker ever was up
     scaling: ScalingConfig | None = None  # None: as many workers as were asked for
     drain_timeout_s: float = 600.0  # a worker that is not empty by then is ended all the same
     restart_drain_s: float = 30.0  # one that is started again is ended then
@@ -37,27 +27,36 @@ class ControllerConfig:
     decode_ranks: int = 1
     ranks_per_machine: int = 0  # that one worker has; 0: all of them
     use_gpus: bool = True  # where machines have some: one for each rank
-    built: str = ""  # version and settings of workers that are started, as a digest
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
-    max_workers: int = 0  # that all models may have, where workers come and go; 0: no limit
-    further: tuple[ControllerConfig, ...] = ()  # for workers of other models
-
-    @property
-    def by_model(self) -> dict[str, ControllerConfig]:
-        return {each.model: each for each in (self, *self.further)}
-
-    def of(self, model: str) -> ControllerConfig:
-        """What concerns workers of `model`."""
-        return self.by_model[model]
-
-    @property
-    def first_workers(self) -> tuple[tuple[NodeId, Role], ...]:
-        """Those to begin with: where workers come and go, what the last controller had."""
-        if self.scaling is not None and self.kept.num_named:
-            mine = [each for each in self.kept.workers if each.model == self.model]
-            return tuple((each.worker, each.role) for each in mine)
-        return self.workers
 
     def machines_for(self, num_ranks: int) -> int:
         """Among how many machines the ranks of such a worker are divided."""
         return num_machines(num_ranks, self.ranks_per_machine)
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    models: dict[str, WorkersConfig]  # by name; "" where models have none
+    routers: tuple[NodeId, ...] = ()  # of its server, which starts them
+    listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
+    kept: Checkpoint = field(default_factory=Checkpoint)  # by the controller before
+    adopt_timeout_s: float = 5.0
+    introduce_timeout_s: float = 10.0
+    silent_grace_s: float = 5.0  # for a worker of which routers complain to answer
+    backoff_s: float = 0.25
+    max_backoff_s: float = 30.0
+    stable_s: float = 60.0  # up for this long: earlier failures are forgotten
+    max_first_failures: int = 3  # before the first worker ever was up
+    max_workers: int = 0  # that all models may have, where workers come and go; 0: no limit
+
+    @property
+    def start_timeout_s(self) -> float:
+        return max(each.start_timeout_s for each in self.models.values())
+
+    def first_workers(self, model: str) -> tuple[tuple[NodeId, Role], ...]:
+        """Those to begin with: where workers come and go, what the last controller had."""
+        own = self.models[model]
+        if own.scaling is not None and self.kept.num_named:
+            mine = [each for each in self.kept.workers if each.model == model]
+            return tuple((each.worker, each.role) for each in mine)
+        return own.first

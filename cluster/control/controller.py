@@ -12,24 +12,19 @@ from typing import Any
 
 from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
 from kvrelay.cluster.control.autoscaling import Add, Autoscaling, Drain, Flip, Order, Remove
-from kvrelay.cluster.control.control_config import ControllerConfig as ControllerConfig
-from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessSet, ProcessState
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessState
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     Checkpoint,
     MachinesChanged,
     ModelWeights,
-    PauseModel,
     Record,
     RequestMachines,
     RestartWorker,
-    RouterFailed,
-    RouterJoined,
     RouterLost,
     RouterStarted,
     ScalingReport,
-    SetRole,
-    UpdateModel,
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
@@ -38,6 +33,7 @@ from kvrelay.cluster.control.watches import DRAIN_TAG, SUSPECT_TAG
 from kvrelay.cluster.control.weights import TAG as WEIGHTS_TAG
 from kvrelay.cluster.control.weights import Rollout
 from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
+from kvrelay.cluster.orders import PauseModel, SetRole, UpdateModel
 from kvrelay.cluster.scaling.sharing import shares
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown
@@ -64,9 +60,9 @@ class Controller:
         self.worker_set = WorkerSet(config, self.router_set, node_id)
         # By model; where there is none, as many workers as were asked for.
         self.scaling: dict[str, Autoscaling] = {}
-        for model, own in config.by_model.items():
+        for model, own in config.models.items():
             if own.scaling is not None:
-                num_named = max(config.kept.num_named, len(own.workers))
+                num_named = max(config.kept.num_named, len(own.first))
                 self.scaling[model] = Autoscaling(own.scaling, num_named, wall, model)
         known = {each.model: each for each in config.kept.weights}
         self.rollouts = {
@@ -75,7 +71,7 @@ class Controller:
                 known.get(model, ModelWeights(model)),
                 own.start_timeout_s + own.restart_drain_s,
             )
-            for model, own in config.by_model.items()
+            for model, own in config.models.items()
         }
         self.worker_set.weights_for = lambda model: self.rollouts[model].for_start()
         self.worker_set.on_begun = lambda worker, weights: self.rollouts[worker.model].begun(
@@ -104,7 +100,7 @@ class Controller:
     def start(self, now: float) -> list[Effect]:
         kept = self.config.kept
         effects = [effect for each in kept.workers for effect in self.worker_set.adopt(each)]
-        effects += self.router_set.resume(now, self.worker_set.listening())
+        effects += self.router_set.resume(self.worker_set.listening())
         if not any(each.asks_for_machines for each in self.scaling.values()) and kept.num_machines:
             effects.append(RequestMachines(0))  # workers come and go no more
         return self._record(effects)
@@ -144,12 +140,8 @@ class Controller:
                 worker = workers.current(about, epoch, ProcessState.INTRODUCING)
                 effects += workers.updated(now, worker, to) if worker else []
                 return effects + routers.announce(workers.up())
-            case RouterStarted(peer):
-                router = routers.current(peer.node, peer.epoch, ProcessState.STARTING)
-                listening = workers.listening()
-                return routers.started(now, router, message, listening) if router else []
-            case RouterJoined(started):
-                return routers.join(now, started, workers.listening())
+            case RouterStarted():
+                return routers.join(now, message, workers.listening())
             case StartFailed(node, epoch, why, False, missing) if missing:
                 worker = workers.current(node, epoch, ProcessState.STARTING)
                 if worker is None:
@@ -157,14 +149,15 @@ class Controller:
                 effects = workers.failed(now, worker, why, permanent=False)
                 own = self._workers_of(worker.model)
                 return effects + self.rollouts[worker.model].missing(missing, why, own)
-            case StartFailed(node, epoch, why, final) | RouterFailed(node, epoch, why, final):
-                processes = self._set_of(node)
-                process = processes.current(node, epoch, ProcessState.STARTING)
-                return processes.failed(now, process, why, final) if process else []
-            case WorkerLost(node, epoch, reason) | RouterLost(node, epoch, reason):
-                processes = self._set_of(node)
-                process = processes.current(node, epoch, *RUNNING)
-                return processes.lost(now, process, reason) if process else []
+            case StartFailed(node, epoch, why, final):
+                worker = workers.current(node, epoch, ProcessState.STARTING)
+                return workers.failed(now, worker, why, final) if worker else []
+            case WorkerLost(node, epoch, reason):
+                worker = workers.current(node, epoch, *RUNNING)
+                return workers.lost(now, worker, reason) if worker else []
+            case RouterLost(node, epoch, reason):
+                router = routers.current(node, epoch, *RUNNING)
+                return routers.lost(now, router, reason) if router else []
             case WorkerSuspected(_, node, epoch, _):
                 worker = workers.current(node, epoch, *SERVING)
                 return workers.suspects.complain(now, message) if worker else []
@@ -221,9 +214,6 @@ class Controller:
             return []
         peers = [w.peer for w in self._workers_of(message.model) if w.peer is not None]
         return rollout.order(message, [*peers, *self.router_set.peers])
-
-    def _set_of(self, node: NodeId) -> ProcessSet[Any]:
-        return self.router_set if node in self.routers else self.worker_set
 
     def all_up(self) -> bool:
         """With an autoscaler, some are, and no other is about to be: it may want more than there

@@ -1,13 +1,13 @@
-"""The life of a worker's or router's process, and what the controller does alike with both.
+"""The life of a worker's or router's process, as the controller sees it.
 
     down -> starting -> introducing -> up -> draining
              |              |          |         |
              +--------------+----------+---------+--> backoff -> starting (next epoch) ...
 
 One that outlived the controller that started it begins with `adopting` instead of `starting`. A
-process is introduced before it is used: others learn where it listens, and it where they do. One
-that is lost is started again after a pause that grows with its failures and shrinks back once it
-has held out. One that is wanted no more is `gone`.
+process is introduced before it is used: others learn where it listens, and it where they do. A
+worker that is lost is started again after a pause that grows with its failures and shrinks back
+once it has held out; a router, by its server. One that is wanted no more is `gone`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ from enum import StrEnum
 from typing import ClassVar, Generic, TypeVar
 
 from kvrelay.cluster.control.control_config import ControllerConfig
-from kvrelay.cluster.control.messages import GiveUp, StopRouter, StopWorker
-from kvrelay.engine.backoff import Backoff
-from kvrelay.engine.node import Effect, NodeId, Note, Wake
+from kvrelay.engine.node import Effect, NodeId, Wake
 from kvrelay.worker.messages import Peer
 
 Incarnation = tuple[NodeId, int]
 """A worker or router, and its epoch."""
-
-
-MAX_DOUBLED = 2  # how often the time of a start is doubled
 
 
 class ProcessState(StrEnum):
@@ -123,27 +118,15 @@ class ProcessSet(ABC, Generic[P]):
     """The processes of one kind, by name. Owned by the controller. Invariant: at most one epoch of
     each runs, the latest."""
 
-    kind: ClassVar[str]
     tag: ClassVar[str]  # its wake-ups begin with this
-    stop: ClassVar[type[StopWorker | StopRouter]]
 
     def __init__(self, config: ControllerConfig) -> None:
         self.config = config
         self.by_name: dict[NodeId, P] = {}
-        self.backoff = Backoff(config.backoff_s, config.max_backoff_s)
-        self._gave_up = False
 
     @abstractmethod
-    def start(self, process: P) -> list[Effect]:
-        """Order its next epoch, if there is a place for it."""
-
-    @abstractmethod
-    def lost(self, now: float, process: P, reason: str) -> list[Effect]:
-        """End it, and start it again after a pause."""
-
-    @abstractmethod
-    def why_none(self, process: P, reason: str) -> str:
-        """What the user reads if `process` cannot start; "" if it is none of the first that do."""
+    def overdue(self, now: float, process: P) -> list[Effect]:
+        """It has been in its state for as long as it may."""
 
     def current(self, node: NodeId, epoch: int, *states: ProcessState) -> P | None:
         """The process, if `epoch` is its latest and it is in one of `states`; else whatever was
@@ -158,55 +141,6 @@ class ProcessSet(ABC, Generic[P]):
         return Wake(after_s, f"{self.tag}{process.state} {process.epoch} {process.node}")
 
     def woken(self, now: float, tag: str) -> list[Effect]:
-        """A process has been in its state for as long as it may."""
         state, epoch, node = tag.removeprefix(self.tag).split(" ", 2)
         process = self.current(node, int(epoch), ProcessState(state))
-        if process is None:
-            return []
-        if process.state is ProcessState.BACKOFF:
-            return self.start(process)
-        if process.state is ProcessState.STARTING:
-            reason = f"did not start within {self.start_s(process):g} s"
-            return self.failed(now, process, reason, permanent=False)
-        if process.state is ProcessState.ADOPTING:
-            reason = "did not answer the controller that came after its own"
-        else:
-            reason = f"not introduced to {', '.join(sorted(process.waiting_for))} in time"
-        return self.lost(now, process, reason)
-
-    def begin(self, process: P) -> Wake:
-        """Its next epoch starts; the effect that bounds how long it may take."""
-        process.on(ProcessEvent.START)
-        process.epoch += 1
-        return self.wake(self.start_s(process), process)
-
-    def start_s(self, process: P) -> float:
-        """How long its start may take: longer after each failure, since a start that is ended
-        begins anew, and on a machine that is busy none would come to its end."""
-        return float(self.config.start_timeout_s * 2 ** min(process.failures, MAX_DOUBLED))
-
-    def failed(self, now: float, process: P, reason: str, permanent: bool) -> list[Effect]:
-        """It did not start. `permanent`: it would fail again in the same way."""
-        effects = self.lost(now, process, reason)
-        hopeless = permanent or process.failures >= self.config.max_first_failures
-        why = self.why_none(process, reason)
-        if hopeless and why and not self._gave_up:
-            self._gave_up = True
-            effects.append(GiveUp(why))
-        return effects
-
-    def back_off(self, now: float, process: P, reason: str) -> list[Effect]:
-        """The part of `lost` that all have in common."""
-        if process.is_serving and now - process.up_at >= self.config.stable_s:
-            process.failures = 0
-        process.end(ProcessEvent.END)
-        process.failures += 1
-        process.restarts += 1
-        process.last_error = reason
-        pause_s = self.backoff.pause_s(process.failures)
-        text = f"{process.node} (epoch {process.epoch}) is gone: {reason}; again in {pause_s:g} s"
-        return [
-            Note("warning", f"{self.kind}_lost", text),
-            self.stop(process.node, process.epoch),
-            self.wake(pause_s, process),
-        ]
+        return self.overdue(now, process) if process else []

@@ -70,7 +70,7 @@ class WorkerCheckpoint:
     hangs: int = 0
     further: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # where its machines are, in their order; empty: not known
-    built: str = ""  # `ControllerConfig.built` when it was started
+    built: str = ""  # `WorkersConfig.built` when it was started
     settings: str = ""  # a version before compared it, by paths and times
     model: str = ""  # that it serves
     # What it was started with and cannot change, by name: `cluster.processes.life`. {}: unknown.
@@ -104,7 +104,7 @@ class ModelWeights:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What outlives a controller. `routers`: the last epoch of each; `num_named`: where workers
-    come and go, numbers below it may have been names; `joined`: routers that servers start."""
+    come and go, numbers below it may have been names; `joined`: routers that are up."""
 
     workers: tuple[WorkerCheckpoint, ...] = ()
     routers: dict[NodeId, int] = field(default_factory=dict)
@@ -171,34 +171,6 @@ class MachinesChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class SetRole:
-    """From an operator: what routers prefer the worker for from now on, also after a restart."""
-
-    worker: NodeId
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateModel:
-    """From an operator: the workers of `model` are to compute with `version`, or with `back` with
-    those before the last change. `base`: the model's own weights."""
-
-    model: str
-    base: WeightVersion
-    version: WeightVersion
-    mode: UpdateMode
-    back: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PauseModel:
-    """From an operator: the workers of `model` are to pause, or (None) to go on."""
-
-    model: str
-    mode: PauseMode | None
-
-
-@dataclass(frozen=True, slots=True)
 class RestartWorker:
     """From an operator: end this worker and start it again; its requests go on elsewhere."""
 
@@ -214,53 +186,20 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class StartRouter:
-    """Effect: start a router with an API of its own; answered by `RouterStarted` or
-    `RouterFailed`."""
-
-    router: NodeId
-    epoch: int
-    http_port: int  # where its API was the last time; 0: this is the first
-
-
-@dataclass(frozen=True, slots=True)
-class StopRouter:
-    """Effect: make sure that this epoch of the router does not run (any more)."""
-
-    router: NodeId
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class RouterStarted:
+    """A router, which its server has started, says where it is."""
+
     peer: Peer
     http_port: int
     pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RouterJoined:
-    """A router that its server has started says where it is."""
-
-    started: RouterStarted
-
-
-@dataclass(frozen=True, slots=True)
 class AdoptRouter:
-    """Effect: tell a router that its server has started, and that an earlier controller knew, of
-    this controller; answered by `RouterJoined`."""
+    """Effect: tell a router that an earlier controller knew of this one; answered by
+    `RouterStarted`."""
 
     peer: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class RouterFailed:
-    """It did not start. `permanent`: it would fail again in the same way (its port is taken)."""
-
-    router: NodeId
-    epoch: int
-    reason: str
-    permanent: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,5 +209,4 @@ class RouterLost:
     reason: str
 
 
-register(SetRole, ScalingReport)
-register(UpdateModel, PauseModel, since=3)
+register(ScalingReport)

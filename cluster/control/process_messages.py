@@ -28,7 +28,7 @@ class RouterReport:
     router: NodeId
     epoch: int
     load: RouterLoad
-    started: RouterStarted | None = None  # where its server has started it
+    started: RouterStarted | None = None  # where it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The router processes that are wanted, each with an API, and what routers and workers know of
+"""The routers that servers have started, each with an API, and what routers and workers know of
 each other.
 
 A router that is up and a worker are announced to each other once each knows where the other
@@ -26,8 +26,6 @@ from kvrelay.cluster.control.messages import (
     AdoptRouter,
     RouterStarted,
     SendPeers,
-    StartRouter,
-    StopRouter,
 )
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
@@ -65,26 +63,25 @@ class Pair:
 @dataclass(slots=True, kw_only=True)
 class DesiredRouter(DesiredProcess):
     http_port: int = 0
-    is_fixed: bool = False  # it lives as long as the controller, and workers wait for it
-    is_own: bool = True  # the controller has it started; else its server does
-    joined: RouterStarted | None = None  # what it has said, where its server has started it
+    said: RouterStarted | None = None  # where it is, by its own account
 
 
 class RouterSet(ProcessSet[DesiredRouter]):
     """Owned by the controller. Invariant: `pairs` has each router that is up with each worker that
-    listens; a router uses a worker only if the two are announced to each other."""
+    listens; a router uses a worker only if the two are announced to each other.
 
-    kind = "router"
+    Servers start routers. Those of the controller's own server are waited for while they are away;
+    those of others come and go."""
+
     tag = "router "
-    stop = StopRouter
 
     def __init__(self, config: ControllerConfig, controller: NodeId) -> None:
         super().__init__(config)
-        for peer in config.routers:
-            self.by_name[peer.node] = DesiredRouter(
-                peer.node, peer.epoch, ProcessState.UP, peer, is_fixed=True
-            )
-        self.by_name |= {name: DesiredRouter(name) for name in config.further_routers}
+        epochs = config.kept.routers
+        self.by_name = {
+            name: DesiredRouter(name, epochs.get(name, 0), ProcessState.STARTING)
+            for name in config.routers
+        }
         self.pairs: dict[tuple[NodeId, NodeId], Pair] = {}  # by router and worker
         self._controller = controller
 
@@ -95,46 +92,30 @@ class RouterSet(ProcessSet[DesiredRouter]):
 
     @property
     def epochs(self) -> dict[NodeId, int]:
-        return {r.node: r.epoch for r in self.by_name.values() if r.is_own and not r.is_fixed}
+        return {router.node: router.epoch for router in self.by_name.values() if router.epoch}
 
     @property
     def joined(self) -> tuple[RouterStarted, ...]:
-        """Those that their servers start, for the next controller."""
-        return tuple(r.joined for r in self.by_name.values() if r.joined is not None)
+        """For the next controller."""
+        return tuple(r.said for r in self.by_name.values() if r.said is not None)
 
     def all_up(self) -> bool:
         return all(router.is_serving for router in self.by_name.values())
 
-    def resume(self, now: float, workers: Mapping[NodeId, Peer]) -> list[Effect]:
-        """Take over those that outlived the last controller, which may have announced `workers` to
-        them, and start the others."""
+    def resume(self, workers: Mapping[NodeId, Peer]) -> list[Effect]:
+        """Call those that the last controller knew, which may have announced `workers` to them."""
         effects: list[Effect] = []
-        running = {started.peer.node: started for started in self.config.running_routers}
         for joined in self.config.kept.joined:
             router = self._add(joined)
             self.pairs |= {(router.node, w): Pair(router.node, w, in_use=True) for w in workers}
             effects.append(AdoptRouter(joined.peer))
             effects.append(self.wake(self.config.adopt_timeout_s, router))
-        for router in self.by_name.values():
-            if not router.is_own:
-                continue
-            if router.is_fixed or router.node in running:
-                pairs = [Pair(router.node, worker, in_use=True) for worker in workers]
-                self.pairs |= {(pair.router, pair.worker): pair for pair in pairs}
-            if router.node in running:
-                started = running[router.node]
-                router.epoch = started.peer.epoch
-                router.on(ProcessEvent.ADOPT)
-                effects += self.started(now, router, started, workers)
-            elif not router.is_fixed:
-                router.epoch = self.config.kept.routers.get(router.node, 0)
-                effects += self.start(router)
         return effects
 
     def _add(self, joined: RouterStarted) -> DesiredRouter:
-        """One that its server has started, which has not said yet that it is up."""
+        """One that has not said to this controller yet that it is up."""
         peer = joined.peer
-        router = DesiredRouter(peer.node, peer.epoch, is_own=False, joined=joined)
+        router = DesiredRouter(peer.node, peer.epoch, said=joined)
         router.on(ProcessEvent.ADOPT)
         self.by_name[peer.node] = router
         return router
@@ -142,20 +123,25 @@ class RouterSet(ProcessSet[DesiredRouter]):
     def join(
         self, now: float, joined: RouterStarted, listening: Mapping[NodeId, Peer]
     ) -> list[Effect]:
-        """A router that its server has started says, again and again, that it is up."""
+        """A router says, again and again, that it is up. `listening`: workers that do."""
         me, effects = joined.peer, list[Effect]()
         router = self.by_name.get(me.node)
-        if router is not None and me.epoch > router.epoch:
+        if router is not None and router.said is not None and me.epoch > router.epoch:
             effects = self.lost(now, router, "it was started again")
-            router = None
+            router = self.by_name.get(me.node)
         if router is not None and (me.epoch < router.epoch or router.is_serving):
             return []
         downs: list[Effect] = []
-        if router is None:  # what it had at workers, if it had anything, has ended
-            why = "the controller did not know of this router"
-            downs = [Send(me.node, WorkerDown(w.node, w.epoch, why)) for w in listening.values()]
+        if router is None or router.said is None:
+            if router is None or me.epoch == router.epoch:  # what it had at workers has ended
+                why = "the controller did not know of this router"
+                downs = [
+                    Send(me.node, WorkerDown(w.node, w.epoch, why)) for w in listening.values()
+                ]
+            error = router.last_error if router is not None else ""
             router = self._add(joined)
-        address, *rest = self.started(now, router, joined, listening)
+            router.last_error = error
+        address, *rest = self._started(now, router, joined, listening)
         return [*effects, address, *downs, *rest]
 
     def updated(self, done: PeersUpdated) -> list[Effect]:
@@ -208,37 +194,34 @@ class RouterSet(ProcessSet[DesiredRouter]):
         gone = [ends for ends in self.pairs if node in ends]
         return [self.pairs.pop(ends) for ends in gone]
 
-    def start(self, router: DesiredRouter) -> list[Effect]:
-        bound = self.begin(router)
-        return [StartRouter(router.node, router.epoch, router.http_port), bound]
-
     def lost(self, now: float, router: DesiredRouter, reason: str) -> list[Effect]:
+        """Its server starts it again, or has gone with it."""
         workers = [pair.worker for pair in self._take_pairs(router.node) if pair.in_use]
         others = [peer.node for peer in self._others(router)]
-        down = RouterDown(router.node)
-        effects = (
-            self.back_off(now, router, reason) if router.is_own else self._remove(router, reason)
-        )
-        return effects + [Send(node, down) for node in (*workers, *others)]
-
-    def _remove(self, router: DesiredRouter, reason: str) -> list[Effect]:
-        """Its server starts it again, or has gone with it."""
-        del self.by_name[router.node]
+        node, epoch, text = router.node, router.epoch, f"is gone: {reason}"
         router.end(ProcessEvent.REMOVE)
-        text = f"{router.node} (epoch {router.epoch}) is gone: {reason}"
-        return [Note("warning", "router_lost", text)]
+        if node in self.config.routers:
+            self.by_name[node] = DesiredRouter(
+                node, epoch, ProcessState.BACKOFF, last_error=reason, http_port=router.http_port
+            )
+        else:
+            del self.by_name[node]
+        return [
+            Note("warning", "router_lost", f"{node} (epoch {epoch}) {text}"),
+            *(Send(each, RouterDown(node)) for each in (*workers, *others)),
+        ]
 
-    def why_none(self, router: DesiredRouter, reason: str) -> str:
-        return "" if router.http_port else f"{router.node}: {reason}"
+    def overdue(self, now: float, router: DesiredRouter) -> list[Effect]:
+        return self.lost(now, router, "did not answer the controller that came after its own")
 
-    def started(
+    def _started(
         self,
         now: float,
         router: DesiredRouter,
         started: RouterStarted,
         listening: Mapping[NodeId, Peer],
     ) -> list[Effect]:
-        """It listens, and waits for nobody before it is up. `listening`: workers that do."""
+        """It listens, and waits for nobody before it is up."""
         me = started.peer
         router.on(ProcessEvent.LISTENS)
         router.on(ProcessEvent.INTRODUCED)

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.control.controller import ControllerConfig
+from kvrelay.cluster.control.control_config import WorkersConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
 from kvrelay.cluster.control.workers import DesiredWorker, worker_name
-from kvrelay.cluster.prepare import PlannedModel, PreparedModel
+from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.scaling.planner import chunk_target_s
 from kvrelay.engine.stats import Role
 from kvrelay.worker.spec import WorkerSpec
@@ -21,20 +21,17 @@ ITL_MOST_MS = 200.0  # while prompts have waited for long
 PEER_GONE_S = 5.0  # until a stopped process that the controller has ended is gone, with its links
 
 
-def controller_config(name: str, config: Config, model: PlannedModel) -> ControllerConfig:
+def workers_config(name: str, config: Config, model: PreparedModel) -> WorkersConfig:
     """What the settings say of a model's workers, before any is there."""
     cluster, scaling = config.cluster, config.scaling
     roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
-    return ControllerConfig(
-        workers=tuple((worker_name(role, name, i), role) for role, n in roles for i in range(n)),
-        model=name,
-        routers=(),
+    return WorkersConfig(
+        first=tuple((worker_name(role, name, i), role) for role, n in roles for i in range(n)),
         start_timeout_s=cluster.start_timeout_s + model.load_s,
         prefill_ranks=config.ranks_of(Role.PREFILL),
         decode_ranks=config.ranks_of(Role.DECODE),
         ranks_per_machine=cluster.ranks_per_machine,
         use_gpus=config.model.device != "cpu",
-        silent_grace_s=cluster.silent_grace_s,
         scaling=scaling if scaling.enabled else None,
         drain_timeout_s=config.api.request_timeout_s,
         restart_drain_s=cluster.drain_s,
@@ -46,13 +43,13 @@ def worker_spec(
     start: StartWorker,
     cluster: str,
     config: Config,
-    model: PreparedModel,
+    models: PreparedModels,
     machines: Mapping[str, Machine],
     workers: Collection[DesiredWorker],
 ) -> WorkerSpec:
-    """`config`, `model`: of all models; `machines`: by their id; `workers`: all that are wanted."""
+    """`config`, `models`: of all; `machines`: by their id; `workers`: all that are wanted."""
     most_workers, scales = config.most_workers, config.scales
-    config, planned = config.by_model()[start.model], model.by_name[start.model]
+    config, planned = config.by_model()[start.model], models.by_name[start.model]
     machine = machines[start.machine_id]
     threads = config.engine.threads or max(1, int(machine.num_cpus))
     engine = replace(config.engine, tensor_parallel_size=start.num_ranks, threads=threads)

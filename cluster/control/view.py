@@ -30,9 +30,10 @@ def cluster_view(
         is_up = router.is_serving
         load = loads.get((router.node, router.epoch)) if is_up else None
         port = router.http_port
-        at = host if router.is_own or router.peer is None else router.peer.host
+        is_others = router.peer is not None and router.node not in controller.config.routers
+        at = router.peer.host if router.peer is not None and is_others else host
         status = router_status(router.node, router.epoch, router.state, at, port, load, scheme)
-        status.pid, status.restarts = router.pid, router.restarts
+        status.pid, status.restarts = router.pid, max(0, router.epoch - 1)
         status.last_error = router.last_error
         status.version = router.peer.package if router.peer else None
         routers.append(status)

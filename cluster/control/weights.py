@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvrelay.cluster.control.lifecycle import Incarnation, ProcessState
-from kvrelay.cluster.control.messages import ModelWeights, PauseModel, UpdateModel
+from kvrelay.cluster.control.messages import ModelWeights
 from kvrelay.cluster.control.workers import DesiredWorker
+from kvrelay.cluster.orders import PauseModel, UpdateModel
 from kvrelay.cluster.status import RefusedUpdate, WeightsStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.weights import (

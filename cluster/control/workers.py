@@ -23,6 +23,7 @@ from kvrelay.cluster.control.lifecycle import (
 from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
+    GiveUp,
     SendPeers,
     StartWorker,
     StopWorker,
@@ -31,12 +32,14 @@ from kvrelay.cluster.control.messages import (
 )
 from kvrelay.cluster.control.routers import RouterSet
 from kvrelay.cluster.control.watches import Drains, Suspects
-from kvrelay.engine.node import Effect, NodeId, Note, Send
-from kvrelay.engine.stats import Role, RouterDown, WorkerInfo
+from kvrelay.engine.backoff import Backoff
+from kvrelay.engine.node import Effect, NodeId, Note
+from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.weights import WeightsUpdated, WeightVersion
 from kvrelay.router.messages import RoleChanged
 from kvrelay.worker.messages import Peer, WorkerStarted
 
+MAX_DOUBLED = 2  # how often the time of a start is doubled
 RESTART_S = 1.0  # for one that drained to be started again: it ends by itself
 
 
@@ -54,7 +57,7 @@ class DesiredWorker(DesiredProcess):
     started: WorkerStarted | None = None  # while it listens
     hangs: int = 0  # times that it was ended because it did not answer
     is_leaving: bool = False  # it goes for good when nothing needs it
-    built: str = ""  # what it runs: as `ControllerConfig.built`, once it listens
+    built: str = ""  # what it runs: as `WorkersConfig.built`, once it listens
 
     @property
     def is_draining(self) -> bool:
@@ -92,9 +95,7 @@ class DesiredWorker(DesiredProcess):
 class WorkerSet(ProcessSet[DesiredWorker]):
     """Owned by the controller. Invariant: routers use no worker that is not up."""
 
-    kind = "worker"
     tag = ""
-    stop = StopWorker
 
     def __init__(self, config: ControllerConfig, routers: RouterSet, controller: NodeId) -> None:
         super().__init__(config)
@@ -102,13 +103,15 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.machines: tuple[Machine, ...] = ()
         self.by_name = {
             node: self.desired(node, role, model)
-            for model, own in config.by_model.items()
-            for node, role in own.first_workers
+            for model in config.models
+            for node, role in config.first_workers(model)
         }
         self.suspects = Suspects(controller, config.silent_grace_s)
         self.drains = Drains(controller)
+        self.backoff = Backoff(config.backoff_s, config.max_backoff_s)
         # Any worker, ever; routers that outlived an earlier controller have had some.
-        self.has_been_up = bool(config.running_routers)
+        self.has_been_up = bool(config.kept.joined)
+        self._gave_up = False
         self._failures = 0  # that removed workers had in a row, since one came up
         self._removed: list[tuple[NodeId, str]] = []
         # By model: what workers start with in place of its weights, and who hears that one did.
@@ -117,7 +120,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def desired(self, node: NodeId, role: Role, model: str = "") -> DesiredWorker:
         """A worker that is to be started as `role`."""
-        config = self.config.of(model)
+        config = self.config.models[model]
         num_ranks = config.prefill_ranks if role is Role.PREFILL else config.decode_ranks
         return DesiredWorker(node, role=role, model=model, num_ranks=num_ranks)
 
@@ -129,7 +132,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     def outdated(self) -> list[NodeId]:
         """Those that serve, and that another version or other settings have started."""
         serving = [w for w in self.by_name.values() if w.is_serving]
-        return [w.node for w in serving if w.built != self.config.of(w.model).built]
+        return [w.node for w in serving if w.built != self.config.models[w.model].built]
 
     def held_back(self, versions: Mapping[str, str]) -> dict[NodeId, str]:
         """Those that a start would not bring to this version, and the version of each: another one
@@ -137,7 +140,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         found = {}
         for node in self.outdated():
             worker = self.by_name[node]
-            ours, *settings = self.config.of(worker.model).built.split(" ")
+            ours, *settings = self.config.models[worker.model].built.split(" ")
             others = {versions.get(each, ours) for each in worker.machines} - {ours}
             if others and worker.built.split(" ")[1:] == settings:
                 found[node] = min(others)
@@ -149,9 +152,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     def adopt(self, kept: WorkerCheckpoint) -> list[Effect]:
         """What an earlier controller has left: one that listened is asked whether it lives; one
         that had not come so far, or computes something else than those of now, is ended."""
-        if kept.model not in self.config.by_model:
+        if kept.model not in self.config.models:
             return [StopWorker(kept.worker, kept.epoch)]
-        worker, fixed = self.by_name.get(kept.worker), self.config.of(kept.model).fixed
+        worker, fixed = self.by_name.get(kept.worker), self.config.models[kept.model].fixed
         if worker is None and kept.peer is not None:  # fewer are wanted: it is drained first
             worker = self.desired(kept.worker, kept.role, kept.model)
             self.by_name[kept.worker] = worker
@@ -199,7 +202,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         return [self.wake(self.backoff.pause_s(worker.failures), worker)]
 
     def start(self, worker: DesiredWorker) -> list[Effect]:
-        config = self.config.of(worker.model)
+        config = self.config.models[worker.model]
         placed = [
             Assigned(machine, other.role, other.num_ranks // len(other.machines))
             for other in self.by_name.values()
@@ -221,7 +224,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             worker.last_error = self._no_room(worker)
             text = f"{worker.last_error} for {worker.node}"
             return [Note("warning", "no_machine", text)]
-        bound = self.begin(worker)
+        worker.on(ProcessEvent.START)
+        worker.epoch += 1
         worker.built, worker.fixed = config.built, config.fixed
         worker.machine_id, *further = machines
         worker.further = tuple(further)
@@ -239,11 +243,12 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             worker.model,
             weights,
         )
-        return [start, bound]
+        return [start, self.wake(self._start_s(worker), worker)]
 
     def _no_room(self, worker: DesiredWorker) -> str:
-        number = self.config.machines_for(worker.num_ranks)
-        if self.config.use_gpus and any(machine.num_gpus for machine in self.machines):
+        config = self.config.models[worker.model]
+        number = config.machines_for(worker.num_ranks)
+        if config.use_gpus and any(machine.num_gpus for machine in self.machines):
             each = worker.num_ranks // number
             if number > 1:
                 return f"no room: {each} free GPU(s) on each of {number} machines are needed"
@@ -254,11 +259,6 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def introduce(self, worker: DesiredWorker, started: WorkerStarted) -> list[Effect]:
         """It listens: it and all others get each other's addresses."""
-        forgotten: list[Effect] = []
-        if worker.state is ProcessState.ADOPTING:  # it may know routers that live no more
-            epochs, kept = self.routers.epochs, self.config.kept.routers
-            gone = [node for node, epoch in kept.items() if epochs.get(node) != epoch]
-            forgotten = [Send(worker.node, RouterDown(node)) for node in gone]
         worker.on(ProcessEvent.LISTENS)
         worker.info = replace(started.info, role=worker.role, model=worker.model)
         worker.started = started
@@ -278,10 +278,10 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         mine = worker.role, worker.model
         spared = {o.node for o in others if o.role is mine[0] or o.model != mine[1]}
         # A router comes together with it when it can.
-        spared |= {each.node for each in self.routers.by_name.values() if not each.is_fixed}
+        spared |= self.routers.by_name.keys()
         worker.waiting_for = {effect.to for effect in effects} - spared
         notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
-        return [*forgotten, *effects, self.wake(self.config.introduce_timeout_s, worker), *notes]
+        return [*effects, self.wake(self.config.introduce_timeout_s, worker), *notes]
 
     def updated(self, now: float, worker: DesiredWorker, to: NodeId) -> list[Effect]:
         """`to` has the address of `worker`, which is introduced, or is gone."""
@@ -321,7 +321,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
     def drain(self, now: float, worker: DesiredWorker, *, comes_back: bool = False) -> list[Effect]:
         """Let it go when nothing needs it; `comes_back`: to be started again."""
-        config = self.config
+        config = self.config.models[worker.model]
         worker.on(ProcessEvent.DRAIN)
         worker.is_leaving = not comes_back
         timeout_s = config.restart_drain_s if comes_back else config.drain_timeout_s
@@ -347,16 +347,50 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     def lost(self, now: float, worker: DesiredWorker, reason: str) -> list[Effect]:
         if worker.is_leaving:
             return self.remove(now, worker, reason)
-        return [*self.back_off(now, worker, reason), *self._forget(now, worker, reason)]
+        if worker.is_serving and now - worker.up_at >= self.config.stable_s:
+            worker.failures = 0
+        worker.end(ProcessEvent.END)
+        worker.failures += 1
+        worker.restarts += 1
+        worker.last_error = reason
+        pause_s = self.backoff.pause_s(worker.failures)
+        text = f"{worker.node} (epoch {worker.epoch}) is gone: {reason}; again in {pause_s:g} s"
+        return [
+            Note("warning", "worker_lost", text),
+            StopWorker(worker.node, worker.epoch),
+            self.wake(pause_s, worker),
+            *self._forget(now, worker, reason),
+        ]
 
     def failed(
         self, now: float, worker: DesiredWorker, reason: str, permanent: bool
     ) -> list[Effect]:
+        """It did not start. `permanent`: it would fail again in the same way."""
         worker.avoid = worker.machine_id
-        return super().failed(now, worker, reason, permanent)
+        effects = self.lost(now, worker, reason)
+        hopeless = permanent or worker.failures >= self.config.max_first_failures
+        if hopeless and not self.has_been_up and not self._gave_up:
+            self._gave_up = True
+            effects.append(GiveUp(reason))
+        return effects
 
-    def why_none(self, worker: DesiredWorker, reason: str) -> str:
-        return "" if self.has_been_up else reason
+    def overdue(self, now: float, worker: DesiredWorker) -> list[Effect]:
+        match worker.state:
+            case ProcessState.BACKOFF:
+                return self.start(worker)
+            case ProcessState.STARTING:
+                reason = f"did not start within {self._start_s(worker):g} s"
+                return self.failed(now, worker, reason, permanent=False)
+            case ProcessState.ADOPTING:
+                reason = "did not answer the controller that came after its own"
+            case _:
+                reason = f"not introduced to {', '.join(sorted(worker.waiting_for))} in time"
+        return self.lost(now, worker, reason)
+
+    def _start_s(self, worker: DesiredWorker) -> float:
+        """How long its start may take: longer after each failure, since a start that is ended
+        begins anew, and on a machine that is busy none would come to its end."""
+        return self.config.start_timeout_s * 2.0 ** min(worker.failures, MAX_DOUBLED)
 
     def remove(
         self, now: float, worker: DesiredWorker, why: str, *, gently: bool = False
@@ -403,7 +437,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
 
 
 def built_of(package: str, built: str) -> str:
-    """As `ControllerConfig.built`, of what runs: its machine may have another version."""
+    """As `WorkersConfig.built`, of what runs: its machine may have another version."""
     return " ".join([package, *built.split(" ")[1:]]) if package != "unknown" else built
 
 

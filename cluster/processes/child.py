@@ -16,17 +16,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.cluster.control.messages import RouterFailed, RouterLost, RouterStarted
+from kvrelay.cluster.control.messages import RouterLost, RouterStarted
 from kvrelay.cluster.processes.orders import (
     ControlSpec,
-    Ending,
     Follow,
     GaveUp,
     Leads,
     Reload,
     RestartWorkers,
     Serves,
-    ServiceRequest,
     Stop,
     WorkersRestarted,
 )
@@ -95,15 +93,11 @@ async def run_router(parent: Parent) -> int:
             process.use_models(message, parent.send)
 
     try:
-        process = RouterProcess(
-            spec,
-            order.listening,
-            lambda asked: parent.send(ServiceRequest(asked) if isinstance(asked, str) else asked),
-        )
+        process = RouterProcess(spec, order.listening, parent.send)
         gone = asyncio.create_task(parent.follow(on_message))
         parent.send(await process.start(sock, order.host))
     except (RouterProcessError, OSError) as error:
-        parent.send(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
+        parent.send(GaveUp(f"{spec.router}: {error}"))
         return 1
     serving = asyncio.create_task(process.serves())
     serving.add_done_callback(lambda _: parent.send(Serves(spec.router)))
@@ -128,7 +122,7 @@ async def run_router(parent: Parent) -> int:
 
 
 async def run_controller(parent: Parent) -> int:
-    from kvrelay.cluster.prepare import PreparedModel
+    from kvrelay.cluster.prepare import PreparedModels
     from kvrelay.cluster.processes.control_process import ControlProcess
 
     spec: ControlSpec = await parent.first()
@@ -138,15 +132,13 @@ async def run_controller(parent: Parent) -> int:
 
     def on_message(message: Any) -> None:
         match message:
-            case PreparedModel():
-                process.use_model(message)
+            case PreparedModels():
+                process.use_models(message)
             case Stop():
                 stop.set_result(message)
-            case Ending():
-                process.is_ending = True
             case Leads(is_kept):
                 process.lease_renewed(is_kept)
-            case RouterStarted() | RouterFailed() | RouterLost():
+            case RouterStarted() | RouterLost():
                 process.say(message)
             case RestartWorkers(only_outdated):
                 process.restart_workers(

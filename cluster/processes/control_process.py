@@ -23,7 +23,8 @@ from functools import partial
 from typing import Any
 
 from kvrelay.cluster.control.autoscaling import LogScaling
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
@@ -34,21 +35,17 @@ from kvrelay.cluster.control.messages import (
     MachinesChanged,
     Record,
     RequestMachines,
-    RouterJoined,
     RouterLost,
-    RouterStarted,
     SendPeers,
-    StartRouter,
     StartWorker,
-    StopRouter,
     StopWorker,
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import RouterLoad, RouterReport
 from kvrelay.cluster.control.routers import is_router
-from kvrelay.cluster.control.specs import controller_config, worker_spec
+from kvrelay.cluster.control.specs import worker_spec, workers_config
 from kvrelay.cluster.control.view import cluster_view
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PreparedModels
 from kvrelay.cluster.processes.asked_machines import AskedMachines
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.here import run_here
@@ -103,19 +100,18 @@ PUBLISH_AFTER_S = 0.02  # changes that come together are sent together
 class ControlProcess:
     """Owns the controller, its wire and the workers' guardians. On one loop.
 
-    Performs the controller's effects; `tell` is the supervisor, which starts routers."""
+    Performs the controller's effects; `tell` is the supervisor."""
 
     def __init__(self, spec: ControlSpec, tell: Callable[[Any], None]) -> None:
         self.spec = spec
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self.is_ending = False  # routers are not started again
         self.failed: asyncio.Future[str] = self._loop.create_future()
         self.host = NodeHost(self._loop, self._send, self._on_node_failed)
         listening = spec.listening
         self.wire = listening.wire(CONTROLLER, spec.epoch, self._deliver, self._on_peer_lost)
-        self.controller = Controller(ControllerConfig((), ()))
-        self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
+        self.controller = Controller(ControllerConfig({}))
+        self._models: asyncio.Future[PreparedModels] = self._loop.create_future()
         self._workers: Any = None  # RayWorkers, once Ray is there
         self._machines = AskedMachines(self._request_machines)
         self._are_up = asyncio.Event()  # the first workers
@@ -142,8 +138,8 @@ class ControlProcess:
         host, port = await self.wire.listen(spec.host)
         self._me = Peer.here(CONTROLLER, host, port, spec.epoch)
         self.spawn(self._use_ray_in_time())
-        if self._leads is not None:  # a supervisor that knows no leases does not know this either
-            self._tell(ControllerListens(self._me))
+        self._tell(ControllerListens(self._me))
+        if self._leads is not None:
             self._watch_lease()
         if (tls := spec.config.tls).frames:
             follow = partial(follow_certificates, tls, self._show_certificate)
@@ -175,8 +171,8 @@ class ControlProcess:
             self._leads.look()
         self._loop.call_later(LEASE_WATCH_S, self._watch_lease)
 
-    def use_model(self, model: PreparedModel) -> None:
-        """It is on this machine now. Begin."""
+    def use_models(self, models: PreparedModels) -> None:
+        """They are on this machine now. Begin."""
         spec = self.spec
         kept = self._read_kept()
         # Those that are not to be adopted can be told to end, wherever they are.
@@ -187,31 +183,33 @@ class ControlProcess:
             *(spec.epoch, len(kept.workers), running),
         )
         by_model = spec.config.by_model()
-        folders = {name: model.by_name[name].path for name in by_model}
-        self._weights = KeptWeights(spec.config.sessions.state_path, folders)
-        kept = self._weights.add_to(kept)
-        first, *further = [
-            replace(
-                controller_config(name, own, model.by_name[name]),
-                listeners=(self._me,),
-                further_routers=spec.routers if self._leads is None else (),
-                kept=kept,
-                running_routers=spec.running_routers,
-                fixed=fixed_of_workers(own, model.checkpoints[name]),
-                built=f"{own_version()} {workers_of(own)}",
-            )
-            for name, own in by_model.items()
-        ]
-        timeout_s = max(each.start_timeout_s for each in (first, *further))
-        most = spec.config.scaling.max_workers if further else 0
-        config = replace(first, further=tuple(further), start_timeout_s=timeout_s, max_workers=most)
+        self._weights = KeptWeights(spec.config.sessions.state_path, models.paths)
+        joined = {each.peer.node: each for each in (*kept.joined, *spec.running_routers)}
+        kept = replace(self._weights.add_to(kept), joined=tuple(joined.values()))
+        config = ControllerConfig(
+            {
+                name: replace(
+                    workers_config(name, own, models.by_name[name]),
+                    fixed=fixed_of_workers(own, models.checkpoints[name]),
+                    built=f"{own_version()} {workers_of(own)}",
+                )
+                for name, own in by_model.items()
+            },
+            listeners=(self._me,),
+            routers=spec.routers,
+            kept=kept,
+            silent_grace_s=spec.config.cluster.silent_grace_s,
+            max_workers=spec.config.scaling.max_workers,
+        )
         self._scaling_logs = {
             name: ScalingLog.of(own, f"{spec.kept_file.parent.name}-{name}".rstrip("-"))
             for name, own in by_model.items()
         }
         self.controller = Controller(config, wall=time.time)
         self.host.add(self.controller, self)
-        self._model.set_result(model)
+        for started in spec.running_routers:
+            self.say(started)
+        self._models.set_result(models)
         self.spawn(self._show())
         if spec.here is not None:
             self.say(MachinesChanged((spec.here,)))
@@ -265,10 +263,6 @@ class ControlProcess:
             case AdoptRouter(peer):
                 update_peers(self.wire, [peer])
                 self.wire.send(peer.node, Adopt(self._me))
-            case StartRouter() | StopRouter() if self.is_ending:
-                pass
-            case StartRouter() | StopRouter():
-                self._tell(effect)
             case SendPeers(to, about, epoch, peers) if to == CONTROLLER:
                 update_peers(self.wire, peers)
                 self.say(PeersUpdated(to, about, epoch))
@@ -415,7 +409,7 @@ class ControlProcess:
         self._tell(StartupProgress("ray", "up", True))
         how = f"joined at {config.cluster.address}" if config.cluster.address else "started"
         log.info("Ray: %s; its own logs are in %s", how, ray.logs_folder())
-        await self._model
+        await self._models
         self._workers = ray.RayWorkers(self._listening, self.say, self.spec.here)
         cluster = self.spec.cluster
         for adopted in self._adopted:
@@ -424,7 +418,7 @@ class ControlProcess:
         if self._leads is not None and not self._leads.holds():
             return
         await ray.end_groups(cluster, kept)
-        use_gpus = any(each.use_gpus for each in self.controller.config.by_model.values())
+        use_gpus = any(each.use_gpus for each in self.controller.config.models.values())
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
 
     async def _watch_machines(self, use_gpus: bool) -> None:
@@ -456,8 +450,9 @@ class ControlProcess:
         machines = {machine.machine_id: machine for machine in self.controller.machines}
         spec = self.spec
         workers = self.controller.workers.values()
-        model = self._model.result()
-        worker = worker_spec(start, spec.cluster, spec.config, model, machines, workers)
+        worker = worker_spec(
+            start, spec.cluster, spec.config, self._models.result(), machines, workers
+        )
         if self._workers is None:
             self.spawn(run_here(WorkerOrder(worker, self._listening), self.say))
         else:
@@ -488,17 +483,14 @@ class ControlProcess:
         match message:
             case RouterReport(router, epoch, load, started):
                 self._loads[router, epoch] = load
-                if started is not None:
-                    self._on_joined(started)
+                # Before there is a controller it is not heard: it says so again.
+                if started is not None and CONTROLLER in self.host.nodes:
+                    self.say(started)
                 self.wire.send(router, self._view())
             case WorkerStarted():
                 self.say(message)
             case _:
                 self.host.deliver(to, message)
-
-    def _on_joined(self, started: RouterStarted) -> None:
-        if CONTROLLER in self.host.nodes:  # else it says so again
-            self.host.deliver(CONTROLLER, RouterJoined(started))
 
     def _view(self) -> ClusterView:
         spec, routers = self.spec, self.controller.routers.values()
@@ -546,9 +538,9 @@ class ControlProcess:
             await asyncio.sleep(0.1)
         self._are_up.set()
         num_outdated = len(self.controller.worker_set.outdated())
-        self._tell(AllUp(tuple(self._kv_lines(await self._model)), num_outdated))
+        self._tell(AllUp(tuple(self._kv_lines(await self._models)), num_outdated))
 
-    def _kv_lines(self, models: PreparedModel) -> list[str]:
+    def _kv_lines(self, models: PreparedModels) -> list[str]:
         """What the KV cache of each model costs, for the user."""
         lines: list[str] = []
         workers = self.controller.workers.values()
@@ -565,8 +557,7 @@ class ControlProcess:
         longer fits."""
         self.wire.forget(node, epoch)
         lost = RouterLost if is_router(node) else WorkerLost
-        if not (self.is_ending and self._leads is None and lost is RouterLost):
-            self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
+        self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
 
     def _on_node_failed(self, node: NodeId, error: BaseException) -> None:
         """Its state is not to be trusted."""

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.messages import RouterStarted, differing
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PreparedModels
 from kvrelay.cluster.processes.life import (
     Installed,
     Life,
@@ -212,7 +212,7 @@ def become(command: Sequence[str], python_path: str, handover: Handover) -> NoRe
             os.set_inheritable(each, False)
 
 
-def check(config: Config, model: PreparedModel, found: Handover | None) -> None:
+def check(config: Config, models: PreparedModels, found: Handover | None) -> None:
     """Whether the program of this process could serve `config`, also in place of the server that
     `found` comes from. Raises HandoverError."""
     for name in MODULES:
@@ -232,8 +232,8 @@ def check(config: Config, model: PreparedModel, found: Handover | None) -> None:
         raise HandoverError(f"{found.life} does not say what runs: use `kvrelay drain`, start anew")
     changed = changed_settings(record, config)
     if not changed:
-        names = differing(record.checkpoints, model.checkpoints)
-        changed = [f"the files or engine.arguments of {model.paths[name]}" for name in names]
+        names = differing(record.checkpoints, models.checkpoints)
+        changed = [f"the files or engine.arguments of {models.paths[name]}" for name in names]
     if changed:
         raise HandoverError(
             f"{', '.join(changed)}: changed, which a server that runs cannot follow: use `kvrelay "

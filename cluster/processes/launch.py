@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from kvrelay.cluster.api.tenants import Access, load_access, with_keys
 from kvrelay.cluster.config import Config, ConfigError
 from kvrelay.cluster.prepare import (
-    PreparedModel,
+    PreparedModels,
     check_machines,
     for_gpus,
     num_gpus,
@@ -114,8 +114,8 @@ async def serve(
         forks = await forking
         tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
         until = (tasks[0], tasks[2], supervisor.failed)
-        model = await _first(preparing, until)
-        supervisor.use_model(model, partial(_keep_first, forks))
+        models = await _first(preparing, until)
+        supervisor.use_models(models, partial(_keep_first, forks))
         on_ready(await _first(supervisor.ready, until), config)
         if source is not None:
             tasks.append(asyncio.create_task(_forward(source, supervisor)))
@@ -160,11 +160,12 @@ def _start_fork_server(config: Config, life: Life, *, is_fresh: bool) -> socket.
         return None  # the guardian of the first worker tries again
 
 
-def _keep_first(forks: socket.socket | None, config: Config, model: PreparedModel) -> None:
+def _keep_first(forks: socket.socket | None, config: Config, models: PreparedModels) -> None:
     """The fork server has the weights of the first model, on processors."""
     if forks is not None and not uses_gpus(config, num_gpus()):
-        first = next(iter(config.by_model().values()))
-        have_kept(forks, KeepWeights(str(model.path), first.model, first.engine))
+        name, first = next(iter(config.by_model().items()))
+        path = str(models.by_name[name].path)
+        have_kept(forks, KeepWeights(path, first.model, first.engine))
 
 
 def settle(config: Config, on_progress: OnProgress) -> Config:
@@ -192,9 +193,9 @@ async def check(config: Config, found: Handover | None) -> None:
 
     config = settle(config, ignore)
     load_access(config)
-    model = await _prepare(config, ignore, asyncio.Event(), is_fresh=found is None)
+    models = await _prepare(config, ignore, asyncio.Event(), is_fresh=found is None)
     try:
-        check_program(config, model, found)
+        check_program(config, models, found)
     except HandoverError as error:
         raise ServeError(str(error)) from error
 
@@ -311,7 +312,7 @@ def _bind_all(config: Config, found: Handover | None) -> dict[NodeId, socket.soc
 
 async def _prepare(
     config: Config, on_progress: OnProgress, found: asyncio.Event, *, is_fresh: bool
-) -> PreparedModel:
+) -> PreparedModels:
     """The model on disk. `found` is set once it is clear that the model is there, or is not, or
     will take a while. `is_fresh`: no worker holds memory yet."""
     loop = asyncio.get_running_loop()
@@ -319,19 +320,19 @@ async def _prepare(
     is_elsewhere = bool(config.cluster.address or config.cluster.name)
     are_here = is_fresh and not is_elsewhere  # else they run already
 
-    def prepare() -> PreparedModel:
+    def prepare() -> PreparedModels:
         def progress(state: str) -> None:
             loop.call_soon_threadsafe(found.set)
             on_progress("model", state, False)
 
         try:
-            model = prepare_models(config, progress, are_here=are_here, on_gpu=on_gpu)
-            own = {name: (each.served_name, each.path) for name, each in model.by_name.items()}
+            models = prepare_models(config, progress, are_here=are_here, on_gpu=on_gpu)
+            own = {name: (each.served_name, each.path) for name, each in models.by_name.items()}
             check_settings(config, own, on_gpu=on_gpu)
         except (BuildError, ConfigError) as error:
             raise ServeError(str(error)) from error
-        on_progress("model", ", ".join(map(str, model.paths.values())), True)
-        return model
+        on_progress("model", ", ".join(map(str, models.paths.values())), True)
+        return models
 
     names = [each.model.name for each in config.by_model().values()]
     on_progress("model", ", ".join(names), False)

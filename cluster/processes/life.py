@@ -67,7 +67,7 @@ class LifeRecord(msgspec.Struct):
     settings: str = ""  # a digest of the workers' own: `workers_of`
     controller_epoch: int = 0
     fixed: dict[str, str] = {}  # what no worker that runs can follow: `fixed_settings`
-    checkpoints: dict[str, str] = {}  # `PreparedModel.checkpoints`; {}: a version before wrote it
+    checkpoints: dict[str, str] = {}  # `PreparedModels.checkpoints`; {}: a version before wrote it
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -252,10 +252,9 @@ def fixed_settings(config: Config) -> dict[str, str]:
         "cluster.address (set or not)": bool(cluster.address),
         "tls.frames (on or off)": config.tls.frames,
     }
-    if not config.models:
-        values |= _fixed_of_model(config)
-    for name, own in config.by_model().items() if config.models else ():
-        values |= {f"models.{name}.{each}": value for each, value in _fixed_of_model(own).items()}
+    for name, own in config.by_model().items():
+        prefix = f"models.{name}." if name else ""
+        values |= {f"{prefix}{each}": value for each, value in _fixed_of_model(own).items()}
     digests = {name: hashlib.sha256(msgspec.json.encode(value)) for name, value in values.items()}
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 

@@ -10,15 +10,14 @@ before.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from kvrelay.cluster.config import Config, ConfigError, ModelEntry
+from kvrelay.cluster.orders import ChangeModels
 from kvrelay.cluster.prepare import (
-    PlannedModel,
-    PreparedModel,
+    PreparedModels,
     for_gpus,
     num_gpus,
     prepare_models,
@@ -27,7 +26,6 @@ from kvrelay.cluster.prepare import (
 from kvrelay.cluster.processes.adapter_bases import check_names
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import changes_file, keep_change
-from kvrelay.cluster.processes.orders import ChangeModels
 from kvrelay.cluster.processes.router_api import ServedModel
 from kvrelay.cluster.processes.router_process import UseModels
 from kvrelay.cluster.processes.supervised import Child
@@ -35,7 +33,7 @@ from kvrelay.engine.host import in_thread
 from kvrelay.engine.node import NodeId
 from kvrelay.worker.kv_plan import BuildError
 
-OnModel = Callable[[Config, PreparedModel], None]
+OnModel = Callable[[Config, PreparedModels], None]
 
 
 class Server(Protocol):
@@ -46,7 +44,7 @@ class Server(Protocol):
         """The routers that run now."""
         ...
 
-    def serve_models(self, config: Config, model: PreparedModel) -> None:
+    def serve_models(self, config: Config, models: PreparedModels) -> None:
         """Whoever starts from now on serves these."""
         ...
 
@@ -70,26 +68,27 @@ class ModelChanges:
         if answer is not None and not answer.done():
             answer.set_result(None)
 
-    async def change(self, config: Config, model: PreparedModel, order: ChangeModels) -> None:
-        """`config`, `model`: what is served. Raises HandoverError."""
+    async def change(self, config: Config, models: PreparedModels, order: ChangeModels) -> None:
+        """`config`, `models`: what is served. Raises HandoverError."""
         name, entry = order.name, order.entry
+        drain_s = config.cluster.drain_s if order.drain_s is None else order.drain_s
         try:
             after = config.with_model(name, entry)
             check_names(after, ())
-            found = await in_thread(partial(_prepared, after, model, entry), "prepare-model")
+            found = await in_thread(partial(_prepared, after, models, entry), "prepare-model")
         except (ConfigError, BuildError) as error:
             raise HandoverError(str(error)) from None
-        union = (config, model) if entry is None else (after, found)
-        staying = tuple(each for each in model.by_name if each in found.by_name)
+        union = (config, models) if entry is None else (after, found)
+        staying = tuple(each for each in models.by_name if each in found.by_name)
         self._server.serve_models(*union)
         try:
-            await self._tell(*union, staying, order.drain_s)
+            await self._tell(*union, staying, drain_s)
             _check_still_free(after)
             self._server.serve_models(after, found)
             await self._server.replace_controller()
         except HandoverError:
-            self._server.serve_models(config, model)
-            await self._tell(config, model, tuple(model.by_name), 0.0)
+            self._server.serve_models(config, models)
+            await self._tell(config, models, tuple(models.by_name), 0.0)
             await self._server.replace_controller()
             raise
         await self._tell(after, found, tuple(found.by_name), 0.0)
@@ -103,13 +102,12 @@ class ModelChanges:
             ) from None
 
     async def _tell(
-        self, config: Config, model: PreparedModel, offered: tuple[str, ...], drain_s: float
+        self, config: Config, models: PreparedModels, offered: tuple[str, ...], drain_s: float
     ) -> None:
         """All routers that run. Raises HandoverError."""
         self._number += 1
         number = self._number
-        models = tuple(map(ServedModel.of, model.by_name.values()))
-        order = UseModels(number, config, models, offered, drain_s)
+        order = UseModels(number, config, ServedModel.by_name(models), offered, drain_s)
         self._answers = {
             (router, number): asyncio.get_running_loop().create_future()
             for router in self._server.serving
@@ -138,9 +136,9 @@ def _check_still_free(config: Config) -> None:
         raise HandoverError(str(error)) from None
 
 
-def _prepared(config: Config, model: PreparedModel, entry: ModelEntry | None) -> PreparedModel:
+def _prepared(config: Config, models: PreparedModels, entry: ModelEntry | None) -> PreparedModels:
     """Those that were served, with the new one found and checked. Raises BuildError."""
-    known: dict[str, PlannedModel] = dict(model.by_name)
+    known = models.by_name
     if entry is not None:
         found = num_gpus()
         for_gpus(config, found)
@@ -148,7 +146,5 @@ def _prepared(config: Config, model: PreparedModel, entry: ModelEntry | None) ->
         are_here = not config.cluster.address
         on_gpu = uses_gpus(config, found)
         new = prepare_models(alone, lambda _: None, are_here=are_here, on_gpu=on_gpu)
-        known[entry.name] = new
-    first, *further = (known[name] for name in config.by_model())
-    own = {each.name: getattr(first, each.name) for each in dataclasses.fields(PlannedModel)}
-    return PreparedModel(**own, further=tuple(further))
+        known = known | new.by_name
+    return PreparedModels({name: known[name] for name in config.by_model()})

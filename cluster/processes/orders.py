@@ -1,21 +1,14 @@
-"""What the supervisor and its processes say to each other, beside the controller's messages: over
-channels (`engine.wire.channel`)."""
+"""What the supervisor and its processes say to each other, beside the controller's messages and
+what operators order (`cluster.orders`): over channels (`engine.wire.channel`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrelay.cluster.config import Config, ModelEntry
+from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import LeaseKey
-from kvrelay.cluster.control.messages import (
-    Machine,
-    RouterFailed,
-    RouterLost,
-    RouterStarted,
-    StartRouter,
-    StopRouter,
-)
+from kvrelay.cluster.control.messages import Machine, RouterLost, RouterStarted
 from kvrelay.cluster.status import RestartStatus
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.wire import channel
@@ -64,8 +57,8 @@ class ControlSpec:
     kept_file: Path
     listening: Listening
     host: str  # where it listens
-    routers: tuple[NodeId, ...]
-    running_routers: tuple[RouterStarted, ...]
+    routers: tuple[NodeId, ...]  # of this server
+    running_routers: tuple[RouterStarted, ...]  # those of them that run
     lease: LeaseOrder | None = None  # None: there is one server, and nothing to lead
     restart: RestartStatus = field(default_factory=RestartStatus)
     here: Machine | None = None  # where workers are started before Ray is up
@@ -97,23 +90,6 @@ class Serves:
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceRequest:
-    """From a router: an operator asks for this, of the whole server."""
-
-    service: str  # "drain", "restart" or "rollback"
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeModels:
-    """From a router: an operator adds a model or (no entry) removes one, whose requests have
-    `drain_s` to end."""
-
-    name: str
-    entry: ModelEntry | None
-    drain_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class ModelsUsed:
     """From a router: it has done `UseModels` of that number."""
 
@@ -138,11 +114,6 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """To the controller: routers end now, and are not to be started again."""
-
-
-@dataclass(frozen=True, slots=True)
 class Reload:
     """To a router: read the tenants' files again."""
 
@@ -161,8 +132,8 @@ class WorkersRestarted:
     why_not: str
 
 
-channel.register(RouterFailed, RouterLost, RouterStarted, StartRouter, StopRouter)
+channel.register(RouterLost, RouterStarted)
 channel.register(RestartStatus)  # to the controller, which shows it
-channel.register(ControlSpec, StartupProgress, AllUp, Serves, ServiceRequest, GaveUp)
-channel.register(Stop, Ending, Reload, RestartWorkers, WorkersRestarted)
-channel.register(Leads, ControllerListens, Follow, ChangeModels, ModelsUsed)
+channel.register(ControlSpec, StartupProgress, AllUp, Serves, GaveUp)
+channel.register(Stop, Reload, RestartWorkers, WorkersRestarted)
+channel.register(Leads, ControllerListens, Follow, ModelsUsed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PreparedModels
 from kvrelay.engine.node import NodeId
 
 OnProgress = Callable[[str, str, bool], None]  # part, state, whether it is up
@@ -21,4 +21,4 @@ class Ready:
 
     ports: dict[NodeId, int]  # where each router's API listens
     lines: tuple[str, ...]  # what the KV cache costs
-    model: PreparedModel
+    models: PreparedModels

@@ -56,7 +56,7 @@ class Restarts:
 
 
 class Ends:
-    """Ends of controllers in a row, and how long the next one waits. One that ended before it had
+    """Ends of a process in a row, and how long the next one waits. One that ended before it had
     Ray was in the step that the next one begins with, however long that took: its end is not
     forgotten, and where two servers of a machine start Ray, they leave each other time for it."""
 

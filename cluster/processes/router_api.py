@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.context import ApiContext, ApiSettings
     from kvrelay.cluster.api.server import ServerCertificate
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
-    from kvrelay.cluster.prepare import PlannedModel
+    from kvrelay.cluster.prepare import PreparedModels
 
 _log = logging.getLogger("kvrelay.api")
 _M_MMAP_THRESHOLD = -3  # as mallopt(3) numbers it
@@ -43,11 +43,14 @@ class ServedModel:
     path: Path
     served_name: str
     max_model_len: int  # tokens, prompt and output together
-    name: str = ""  # in [[models]]
 
     @classmethod
-    def of(cls, model: PlannedModel) -> ServedModel:
-        return cls(model.path, model.served_name, model.max_model_len, model.name)
+    def by_name(cls, models: PreparedModels) -> dict[str, ServedModel]:
+        """Returns what routers get of them."""
+        return {
+            name: cls(each.path, each.served_name, each.max_model_len)
+            for name, each in models.by_name.items()
+        }
 
 
 class RouterHost(Operations, Protocol):
@@ -226,7 +229,7 @@ async def open_context(
 
     config, registry = served.config, CollectorRegistry()
     ClusterCollector(registry, served.status)
-    (first, tokenizer), *further = tokenizers.items()
+    (first, tokenizer), *others = tokenizers.items()
     metrics = ApiMetrics(registry, served.served_models[first].served_name)
     tracing = await asyncio.to_thread(_tracing, config, metrics)
     context = ApiContext(
@@ -243,7 +246,7 @@ async def open_context(
         log=config.log,
     )
     context.constraints.warm_up()
-    for model, its in further:
+    for model, its in others:
         await offer_model(served, context, model, its, access)
     return context
 

@@ -15,7 +15,7 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter, time
@@ -23,17 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvrelay.cluster.api.operator import ControllerAway, Service
+from kvrelay.cluster import orders
 from kvrelay.cluster.api.tenants import Access
-from kvrelay.cluster.config import Config, ConfigError, ModelEntry
+from kvrelay.cluster.config import Config, ConfigError
 from kvrelay.cluster.control.audits import AuditService
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
-    PauseModel,
     RouterStarted,
     ScalingReport,
-    SetRole,
-    UpdateModel,
 )
 from kvrelay.cluster.control.process_messages import (
     LinkLost,
@@ -44,7 +41,7 @@ from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
 from kvrelay.cluster.processes.adapter_bases import check_change, model_names
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
-from kvrelay.cluster.processes.orders import ChangeModels, ModelsUsed
+from kvrelay.cluster.processes.orders import ModelsUsed
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import (
     ServedModel,
@@ -66,10 +63,10 @@ from kvrelay.cluster.status import (
     model_status,
 )
 from kvrelay.engine.host import NodeHost, in_thread, keep_running
+from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
 from kvrelay.engine.stderr import lines_dropped, num_open_files
-from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
@@ -105,16 +102,11 @@ class RouterProcessSpec:
     epoch: int
     routers: tuple[NodeId, ...]  # all of the cluster
     config: Config
-    model: ServedModel
+    models: dict[str, ServedModel]  # by name, the one of calls that name none first
     access: Access
     # where tenants come from that may change: `path` and `overrides` of a `Source`
     source: tuple[Path | None, dict[str, Any]] | None = None
     kept: Path | None = None  # the `kept` of that `Source`
-    further: tuple[ServedModel, ...] = ()  # models beside the first
-
-    @property
-    def models(self) -> dict[str, ServedModel]:
-        return {each.name: each for each in (self.model, *self.further)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +126,7 @@ class UseModels:
 
     number: int
     config: Config
-    models: tuple[ServedModel, ...]
+    models: dict[str, ServedModel]
     offered: tuple[str, ...]
     drain_s: float
 
@@ -149,11 +141,11 @@ class RouterProcess:
         self,
         spec: RouterProcessSpec,
         listening: Listening,
-        order: Callable[[Any], None] = lambda _: None,
+        to_server: Callable[[orders.OfServer], None] = lambda _: None,
     ) -> None:
-        """`order`: begins what an operator asks of the whole server."""
+        """`to_server`: begins what an operator orders of the whole server."""
         self.config = spec.config
-        self.served_models = spec.models
+        self.served_models = dict(spec.models)
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
@@ -174,7 +166,7 @@ class RouterProcess:
         self.finish_s = 0.0
         self.draining = False
         self.hangup = asyncio.Event()  # read tenants again
-        self._order = order
+        self._to_server = to_server
         self._started: RouterStarted | None = None  # what the controller has to hear from here
         self._view: ClusterView | None = None
         self._viewed_at = self._loop.time()  # it came; or the wait for it began
@@ -207,10 +199,8 @@ class RouterProcess:
             take = spec.access.tenants.update
             self._keep("follow_tenants", partial(follow, spec.config, source, take))
         peer = Peer.here(spec.router, host, port, spec.epoch)
-        started = RouterStarted(peer, self._http_port, os.getpid())
-        if spec.config.cluster.name:
-            self._started = started
-        return started
+        self._started = RouterStarted(peer, self._http_port, os.getpid())
+        return self._started
 
     def follow(self, controller: Peer) -> None:
         """It is the controller now; an older one than it knows already is not listened to."""
@@ -262,7 +252,7 @@ class RouterProcess:
     async def _use_models(self, order: UseModels) -> None:
         await self._is_serving.wait()
         assert self.context is not None
-        models, configs = {each.name: each for each in order.models}, order.config.by_model()
+        models, configs = order.models, order.config.by_model()
         for name in models.keys() - self.routers.routers.keys():
             self.configs[name], self.served_models[name] = configs[name], models[name]
             router = await asyncio.to_thread(self._open, name)
@@ -288,30 +278,68 @@ class RouterProcess:
             if (store := self._stores.stores.pop(name)) is not None:
                 await asyncio.to_thread(store.close)
 
-    def change_models(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
-        """Begin to add a model or (None) remove one. Raises ConfigError and ControllerAway."""
+    async def order(self, order: orders.Order) -> dict[str, Any]:
+        """Have an operator's order begin, by whoever obeys it; returns what is known of it already.
+        Raises OrderRefused, ControllerAway."""
+        known: dict[str, Any] = {}
+        if isinstance(order, orders.OfWorkers):
+            self._ask_controller()
+        try:
+            match order:
+                case orders.ServiceRequest(orders.Service.DRAIN):
+                    self.draining = True  # this router begins at once
+                case orders.ChangeModels():
+                    self._check_change(order)
+                case orders.SetRole():
+                    known = {"was": self._role_before(order)}
+                case orders.UpdateModel():
+                    order = await self._with_digests(order)
+                    version = order.version
+                    known = {"name": version.name, "digest": version.digest.hex()}
+        except (ConfigError, ModelError) as error:
+            raise orders.OrderRefused(str(error)) from None
+        if isinstance(order, orders.OfServer):
+            self._to_server(order)
+        else:
+            self.wire.send(CONTROLLER, order)
+        return known
+
+    def _check_change(self, change: orders.ChangeModels) -> None:
         config = self.config
         if config.cluster.name:
             who = f"the servers of {config.cluster.name} read [[models]] of their files"
             raise ConfigError(f"{who}: change those, then `kvrelay restart`")
-        check_change(config, name, entry, self._spec.access.tenants.names())
+        check_change(config, change.name, change.entry, self._spec.access.tenants.names())
         restart = self._ask_controller().restart
         if restart.version != channel.own_version():
             raise ConfigError("`kvrelay serve` is of another version: `kvrelay restart` it first")
         if restart.state not in ("", "done", "stopped"):
             raise ConfigError(f"a restart or another change is under way ({restart.state}): wait")
-        self._order(
-            ChangeModels(name, entry, config.cluster.drain_s if drain_s is None else drain_s)
-        )
+
+    def _role_before(self, order: orders.SetRole) -> Role:
+        """Of the worker; from now on it is the new one, until the controller says it again."""
+        known = {each.worker: each for each in self._ask_controller().workers}
+        worker = known.get(order.worker)
+        if worker is None:
+            there = f"there are: {', '.join(sorted(known)) or 'none'}"
+            raise orders.UnknownWorker(f"There is no worker {order.worker[:80]!r}; {there}")
+        was, worker.role = worker.role, order.role
+        return was
+
+    async def _with_digests(self, order: orders.UpdateModel) -> orders.UpdateModel:
+        """Those of the model's own weights, and of the folder that it names."""
+        from kvrelay.engine.model.checkpoint.version import read_version
+
+        own = self.served_models[order.model].path
+        base = wanted = await asyncio.to_thread(read_version, own)
+        if not order.back:
+            folder = Path(order.version.path).expanduser().absolute()
+            wanted = await asyncio.to_thread(read_version, folder, order.version.name, own)
+        return replace(order, base=base, version=wanted)
 
     def reserved(self) -> dict[str, str]:
         """Names of models, which adapters cannot have."""
         return model_names(self.config, (m.served_name for m in self.served_models.values()))
-
-    def order(self, service: Service) -> None:
-        """Begin what an operator asks of the whole server; to drain, this router begins at once."""
-        self.draining |= service is Service.DRAIN
-        self._order(service)
 
     async def serves(self) -> None:
         """Returns when its API takes requests."""
@@ -374,7 +402,7 @@ class RouterProcess:
         me = router_status(spec.router, spec.epoch, up, host, port, load, scheme)
         status = ClusterStatus(
             **msgspec.structs.asdict(self.routers.status(now)),
-            model=spec.model.served_name,
+            model=next(iter(self.served_models.values())).served_name,
             models=self._models(now),
             routers=[me],
             state=self._store_status(),
@@ -408,39 +436,6 @@ class RouterProcess:
         all_of = [opened.status() for opened in self._opened.values()]
         return next((each for each in all_of if each.up is False), all_of[0])
 
-    def set_role(self, worker: NodeId, role: Role) -> Role:
-        """Prefer `worker` for `role` from now on; returns what it was before. Raises KeyError, with
-        the workers that there are, and ControllerAway."""
-        known = {each.worker: each for each in self._ask_controller().workers}
-        if worker not in known:
-            raise KeyError(sorted(known))
-        self.wire.send(CONTROLLER, SetRole(worker, role))
-        was, known[worker].role = known[worker].role, role  # until the controller says it again
-        return was
-
-    async def change_weights(
-        self, model: str, path: str | None, name: str, mode: UpdateMode
-    ) -> WeightVersion | None:
-        """Begin to change those of `model`; no path: back to the ones before. Returns the version,
-        where it is known. Raises ModelError, ControllerAway."""
-        from kvrelay.engine.model.checkpoint.version import read_version
-
-        self._ask_controller()
-        own = self.served_models[model].path
-        base = await asyncio.to_thread(read_version, own)
-        wanted = None
-        if path is not None:
-            folder = Path(path).expanduser().absolute()
-            wanted = await asyncio.to_thread(read_version, folder, name, own)
-        order = UpdateModel(model, base, wanted or base, mode, back=wanted is None)
-        self.wire.send(CONTROLLER, order)
-        return wanted
-
-    def pause(self, model: str, mode: PauseMode | None) -> None:
-        """Have the workers of `model` pause, or (None) go on. Raises ControllerAway."""
-        self._ask_controller()
-        self.wire.send(CONTROLLER, PauseModel(model, mode))
-
     async def audit(self) -> dict[str, Any]:
         """See `cluster.control.audits`. Raises ControllerAway: it knows who is up."""
         self._ask_controller()
@@ -455,7 +450,7 @@ class RouterProcess:
     def _ask_controller(self) -> ClusterView:
         age_s = self._loop.time() - self._viewed_at
         if self._view is None or age_s > AWAY_S:
-            raise ControllerAway
+            raise orders.ControllerAway
         return self._view
 
     def _load(self) -> RouterLoad:

@@ -1,11 +1,11 @@
 """Keeps the controller and the routers running: `kvrelay serve` itself.
 
 It holds the sockets that clients connect to, so that a connection waits while the router behind it
-starts again, and starts and ends processes; it decides nothing else. Routers are started and ended
-as the controller asks; the controller is started again when it ends or hangs, and adopts what runs.
+starts again, and starts and ends processes; it decides nothing else. Routers and the controller are
+started again when they end or hang: routers announce themselves to whichever controller leads, and
+a controller adopts what runs.
 
-One of several servers of a cluster has a controller only while it holds the lease, and starts its
-routers itself: they announce themselves to whichever controller leads.
+One of several servers of a cluster has a controller only while it holds the lease.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.lease import Change
 from kvrelay.cluster.control.messages import (
-    RouterFailed,
+    Checkpoint,
     RouterLost,
     RouterStarted,
-    StartRouter,
-    StopRouter,
 )
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.orders import ChangeModels, OfServer, Service, ServiceRequest
+from kvrelay.cluster.prepare import PreparedModels
 from kvrelay.cluster.processes import handover, orders
 from kvrelay.cluster.processes.handover import Handover, HandoverError, RunningRouter
 from kvrelay.cluster.processes.here import this_machine
-from kvrelay.cluster.processes.life import Life, SharedLife
+from kvrelay.cluster.processes.life import Life, SharedLife, read_record
 from kvrelay.cluster.processes.model_changes import ModelChanges, OnModel
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrelay.serve")
 
-RESTART = Backoff(0.1, 10.0)  # before a controller that ended is started again
+RESTART = Backoff(0.1, 10.0)  # before a process that ended is started again
 
 
 class Supervisor:
@@ -103,29 +102,31 @@ class Supervisor:
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.asked_to_end = asyncio.Event()  # by an operator, over HTTP
-        self._model: PreparedModel | None = None
+        self._models: PreparedModels | None = None
         self._lines: tuple[str, ...] | None = None
         self._serving: set[NodeId] = set()
         self._controller: Child | None = None
         self._routers: dict[NodeId, Child] = {}
-        self._epochs: dict[NodeId, int] = {}  # that these have
+        kept = read_record(life.kept_file, Checkpoint) or Checkpoint()
+        self._epochs = dict(kept.routers)  # the last of each
+        self._starting: set[NodeId] = set()
         self._started: dict[NodeId, RouterStarted] = {}
         self._changes = ModelChanges(self)
         self._are_up = asyncio.Event()  # workers, as this controller has said
         self._restarting: asyncio.Future[str] | None = None  # workers, by the controller
         self._is_leaving = False  # to become another program
         self._is_ending = False
-        self._ends = Ends(RESTART, config.cluster.orphan_s / 2)
+        self._ends, *ends = (Ends(RESTART, config.cluster.orphan_s / 2) for _ in (0, *sockets))
+        self._router_ends = dict(zip(sockets, ends, strict=True))
         self._servers: Servers | None = None  # this one's part in a cluster with several
         if isinstance(life, SharedLife):
             self._servers = Servers(config, life, self._on_lease)
         self._spare: Child | None = None  # a controller without an order
         self._leader: Peer | None = None  # the controller of whichever server leads
-        self._router_failures: dict[NodeId, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Start the controller. Its workers wait for `use_model`."""
+        """Start the controller. Its workers wait for `use_models`."""
         self._spawn(keep_running("watch", partial(end_silent, self._children), Counter()))
         if self._found is not None:
             self._restart.is_under_way = True
@@ -135,27 +136,26 @@ class Supervisor:
         if self._servers is None:
             await self._start_controller()
 
-    def use_model(self, model: PreparedModel, forks: OnModel = lambda *_: None) -> None:
+    def use_models(self, models: PreparedModels, forks: OnModel = lambda *_: None) -> None:
         """`forks`: has the process that forks workers keep weights of the models."""
-        self._model, self._changes.forks = model, forks
-        forks(self._config, model)
-        self._life.use_checkpoints(model.checkpoints)
-        self._to_controller(model)
+        self._models, self._changes.forks = models, forks
+        forks(self._config, models)
+        self._life.use_checkpoints(models.checkpoints)
+        self._to_controller(models)
         if self._servers is not None:  # without a model it could not lead
-            self._servers.start(model.checkpoints)
+            self._servers.start(models.checkpoints)
             self._spawn(self._keep_spare())
-            for name in self._sockets:
-                self._spawn(self._start_router(StartRouter(name, 1, 0)))
+        self._start_routers()
 
     @property
     def serving(self) -> dict[NodeId, Child]:
         """The routers that take requests."""
         return {name: self._routers[name] for name in self._serving}
 
-    def serve_models(self, config: Config, model: PreparedModel) -> None:
+    def serve_models(self, config: Config, models: PreparedModels) -> None:
         """These, by whoever starts from now on."""
-        self._config, self._model = config, model
-        self._life.use_models(config, model.checkpoints)
+        self._config, self._models = config, models
+        self._life.use_models(config, models.checkpoints)
 
     async def replace_controller(self) -> None:
         """Ends it, and waits for the next. Raises HandoverError: not all workers are up in time."""
@@ -185,7 +185,6 @@ class Supervisor:
         if self._servers is not None and not self._leads:
             await self._servers.close()
         log.info("the server ends; requests have up to %g s to finish", drain_s)
-        self._to_controller(orders.Ending())
         routers = list(self._routers.values())
         for router in routers:
             router.send(orders.Stop(drain_s))
@@ -207,12 +206,15 @@ class Supervisor:
         if not self.failed.done():
             self.failed.cancel()
 
-    async def restart(
-        self, *, is_rollback: bool = False, change: orders.ChangeModels | None = None
-    ) -> None:
-        """Become what the command line starts now, or what was good before; then every worker and
-        every router anew, one after the other; or `change` the models. How it goes is in the log
-        and the status."""
+    async def obey(self, order: OfServer) -> None:
+        """An operator's: end; become what the command line starts now, or what was good before,
+        then every worker and every router anew, one after the other; or change the models. How it
+        goes is in the log and the status."""
+        is_rollback = order == ServiceRequest(Service.ROLLBACK)
+        if order == ServiceRequest(Service.DRAIN):
+            log.info("an operator asks the server to drain and end")
+            self.asked_to_end.set()
+            return
         if self._restart.is_under_way:
             log.warning("a restart is under way already")
             return
@@ -223,13 +225,13 @@ class Supervisor:
         if self._servers is not None and is_rollback:
             log.error("rollback stopped: of several servers, start each with the earlier version")
             return
-        if self._model is None:
+        if self._models is None:
             log.error("restart stopped: the server is not up yet")
             return
         self._restart.begin(is_rollback)
-        if change is not None:
+        if isinstance(order, ChangeModels):
             self._restart.show("models")
-            doing = self._changes.change(self._config, self._model, change)
+            doing = self._changes.change(self._config, self._models, order)
         elif self._servers is None:
             doing = self._replace(is_rollback)
         else:  # each is started by itself: the others serve meanwhile
@@ -266,6 +268,7 @@ class Supervisor:
         except OSError as error:
             self._is_leaving = False
             await self._resume_routers(left)
+            self._start_routers()
             await self._start_controller()
             raise HandoverError(f"{command[0]} cannot be started: {error.strerror}") from error
 
@@ -281,7 +284,7 @@ class Supervisor:
             child, its = self._router(each.router, each.epoch), inherited(str(each.channel))
             try:
                 await child.resume(each.pid, its, each.unread)
-            except OSError as error:  # it has ended meanwhile; the controller starts the next
+            except OSError as error:  # it has ended meanwhile, and is started again
                 log.warning("%s has ended: %s", each.router, error)
                 its.close()
                 continue
@@ -386,7 +389,7 @@ class Supervisor:
             listening=self._listening,
             host=self._host,
             routers=tuple(self._sockets),
-            running_routers=() if self._servers else tuple(self._started.values()),
+            running_routers=tuple(self._started.values()),
             lease=None if self._servers is None else self._servers.order(),
             restart=self._restart.status,
             here=this_machine(self._config),
@@ -397,8 +400,8 @@ class Supervisor:
             await self._begin(child)
         child.started_at = self._loop.time()
         child.send(spec)
-        if self._model is not None:
-            child.send(self._model)
+        if self._models is not None:
+            child.send(self._models)
 
     def _new_controller(self) -> Child:
         """Without a process yet: see `_begin`."""
@@ -440,13 +443,10 @@ class Supervisor:
                 self._look_ready()
                 self._replace_outdated(num_outdated)
             case orders.ControllerListens(controller):
-                if self._servers is not None and self._leads:
-                    self._servers.listens(controller)
+                if self._leads:
                     self._use_leader(controller)
-            case StartRouter():
-                self._spawn(self._start_router(message))
-            case StopRouter(router, epoch):
-                self._stop_router(router, epoch)
+                    if self._servers is not None:
+                        self._servers.listens(controller)
             case orders.WorkersRestarted(why_not):
                 if self._restarting is not None and not self._restarting.done():
                     self._restarting.set_result(why_not)
@@ -484,37 +484,38 @@ class Supervisor:
         """Whether there is to be a controller here."""
         return self._servers is None or self._servers.leads
 
-    async def _start_router(self, start: StartRouter) -> None:
-        if self._is_ending or self._is_leaving:
+    def _start_routers(self) -> None:
+        for name in self._sockets:
+            self._spawn(self._start_router(name))
+
+    async def _start_router(self, name: NodeId) -> None:
+        """Unless it runs, or is not to."""
+        is_there = name in self._starting or (
+            name in self._routers and self._routers[name].is_alive
+        )
+        if is_there or self._is_ending or self._is_leaving or self._models is None:
             return
-        name, config = start.router, self._config
-        assert self._model is not None, "routers are started once there is a model"
-        old = self._routers.get(name)
-        if old is not None:
-            old.kill()
-            await old.ended(END_S)
-        served, *further = map(ServedModel.of, self._model.by_name.values())
+        epoch = self._epochs.get(name, 0) + 1
         spec = RouterProcessSpec(
             cluster=self._life.record.cluster,
             router=name,
-            epoch=start.epoch,
+            epoch=epoch,
             routers=tuple(self._sockets),
-            config=config,
-            model=served,
-            further=tuple(further),
+            config=self._config,
+            models=ServedModel.by_name(self._models),
             access=self._access,
             source=None if self._source is None else (self._source.path, self._source.overrides),
             kept=None if self._source is None else self._source.kept,
         )
         fd = self._sockets[name].fileno()
-        child = self._routers[name] = self._router(name, start.epoch)
+        child = self._routers[name] = self._router(name, epoch)
+        self._starting.add(name)
         try:
             await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
-        except Exception as error:
-            if self._servers is None:  # the controller orders it again, later and later
-                self._to_controller(RouterFailed(name, start.epoch, str(error), permanent=False))
-            else:
-                self._start_router_again(name, start.epoch, str(error))
+        except Exception as error:  # no file, process, thread, memory: each by its own kind
+            self._start_router_again(name, str(error), self._router_ends[name].failed())
+        finally:
+            self._starting.discard(name)
         if self._leader is not None:
             child.send(orders.Follow(self._leader))
 
@@ -523,67 +524,49 @@ class Supervisor:
             case RouterStarted(peer):
                 self._started[peer.node] = message
                 self._to_controller(message)
-            case RouterFailed(_, _, reason) if self._servers is not None:
+            case orders.GaveUp(reason):
+                log.error("%s", reason)
                 if not self.ready.done():
                     self._fail(ServeError(reason))
-            case RouterFailed() | RouterLost():
+            case RouterLost():
                 self._to_controller(message)
             case orders.Serves(router):
                 self._serving.add(router)
-                self._router_failures.pop(router, None)
                 self._look_ready()
             case orders.ModelsUsed(router, number):
                 self._changes.answered(router, number)
-            case orders.ChangeModels():
-                self._spawn(self.restart(change=message))
-            case orders.ServiceRequest("drain"):
-                log.info("an operator asks the server to drain and end")
-                self.asked_to_end.set()
-            case orders.ServiceRequest("restart"):
-                self._spawn(self.restart())
-            case orders.ServiceRequest("rollback"):
-                self._spawn(self.restart(is_rollback=True))
+            case ServiceRequest() | ChangeModels():
+                self._spawn(self.obey(message))
             case _:
                 log.warning("a router said %s", type(message).__name__)
 
     def _on_router_end(self, name: NodeId, epoch: int, code: int) -> None:
         self._serving.discard(name)
-        started = self._started.get(name)
-        if started is not None and started.peer.epoch == epoch:
-            del self._started[name]
+        self._started.pop(name, None)
         why = f"its process has ended ({shown(code)})"
-        if not self._is_ending or self._servers is not None:
-            self._to_controller(RouterLost(name, epoch, why))
-        if not self._is_ending and self._servers is not None:
-            self._start_router_again(name, epoch, why)
+        self._to_controller(RouterLost(name, epoch, why))
+        if not self._is_ending:
+            lived_s = self._loop.time() - self._routers[name].started_at
+            self._start_router_again(name, why, self._router_ends[name].ended(lived_s))
 
-    def _start_router_again(self, name: NodeId, epoch: int, why: str) -> None:
-        """Where no controller has routers started."""
-        self._router_failures[name] = failures = self._router_failures.get(name, 0) + 1
-        pause_s = RESTART.pause_s(failures)
+    def _start_router_again(self, name: NodeId, why: str, pause_s: float) -> None:
         log.warning("%s is gone: %s; again in %g s", name, why, pause_s)
-        start = StartRouter(name, epoch + 1, 0)
-        self._loop.call_later(pause_s, lambda: self._spawn(self._start_router(start)))
-
-    def _stop_router(self, name: NodeId, epoch: int) -> None:
-        child, started = self._routers.get(name), self._started.get(name)
-        if child is not None and (started is None or started.peer.epoch <= epoch):
-            child.kill()
+        self._loop.call_later(pause_s, lambda: self._spawn(self._start_router(name)))
 
     def _to_controller(self, message: Any) -> None:
         if self._controller is not None:
             self._controller.send(message)
 
     def _look_ready(self) -> None:
-        lines, model = self._lines, self._model
+        lines, models = self._lines, self._models
         if lines is None and self._leader is not None and not self._leads:
             lines = ()  # the workers are another server's to show
         is_all = len(self._serving) == len(self._sockets)
-        if lines is not None and model is not None and is_all and not self.ready.done():
+        if lines is not None and models is not None and is_all and not self.ready.done():
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
             shown = ", ".join(f"{name} at port {port}" for name, port in ports.items())
-            log.info("the server is ready: %s, %s", ", ".join(model.served_names), shown)
-            self.ready.set_result(Ready(ports, lines, model))
+            log.info("the server is ready: %s, %s", ", ".join(models.served_names), shown)
+            self.ready.set_result(Ready(ports, lines, models))
             if self._found is None:
                 self._life.is_good(self._installed)
 

@@ -19,7 +19,7 @@ async def main() -> None:
 
     def on_ready(ready: Ready, config: Config) -> None:
         url = f"http://{config.api.host}:{next(iter(ready.ports.values()))}"
-        sys.stdout.write(msgspec.json.encode((url, ready.model.served_name)).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode((url, ready.models.served_names[0])).decode() + "\n")
         sys.stdout.flush()
 
     async def end_with_stdin() -> None:

@@ -40,7 +40,8 @@ from typing import Any
 
 from msgspec import structs
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.engine.kv.spec import STATE_WINDOW
 from kvrelay.engine.messages import Preempted
 from kvrelay.engine.node import Effect, NodeId, Note, Send

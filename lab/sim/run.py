@@ -16,19 +16,22 @@ from typing import Any
 
 from msgspec import structs
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig, WorkersConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
+    AdoptRouter,
     AdoptWorker,
     Checkpoint,
     MachinesChanged,
     Record,
+    RouterStarted,
     SendPeers,
-    SetRole,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.node import Effect, Exit, Node, NodeId
@@ -87,8 +90,8 @@ class SimControl:
         self._make, self._weights = make, SimWeights(runtime, runtime.seed)
         self.begins_with: dict[NodeId, WeightVersion] = {}  # what workers are started with
         self._config = ControllerConfig(
-            workers=tuple((worker, each.role) for worker, each in configs.items()),
-            routers=tuple(Peer(router, "sim", 1, 1, PROTOCOL) for router in routers),
+            {"": WorkersConfig(tuple((worker, each.role) for worker, each in configs.items()))},
+            routers=tuple(routers),
             backoff_s=0.01,
             max_backoff_s=0.5,
             stable_s=1.0,
@@ -98,6 +101,8 @@ class SimControl:
         self.node = make(self._config)
         runtime.perform_other = self.perform
         runtime.add(CONTROLLER, lambda epoch, records: self.node)
+        for router in routers:
+            self._say_up(Peer(router, "sim", 1, 1, PROTOCOL), 0.0)
         runtime.post("", CONTROLLER, MachinesChanged(MACHINES))
 
     def perform(self, life: SimNode, effect: Effect) -> None:
@@ -129,6 +134,8 @@ class SimControl:
                 self._kept = kept
             case AdoptWorker(worker, epoch):
                 self._adopt(worker, epoch)
+            case AdoptRouter(peer):
+                self._say_up(peer, 0.01 * runtime.rng.random())
             case _:
                 raise AssertionError(f"unknown effect {effect!r}")
 
@@ -170,6 +177,11 @@ class SimControl:
             )
             started = WorkerStarted(info, "sim", 2, protocol=PROTOCOL)
             runtime.post("", CONTROLLER, started, after_s)
+
+    def _say_up(self, router: Peer, after_s: float) -> None:
+        until_s = self._runtime.faults.paused_until(self._runtime.now, router.node, router.epoch)
+        after_s += max(0.0, until_s - self._runtime.now)
+        self._runtime.post("", CONTROLLER, RouterStarted(router, 8000), after_s)
 
     def fall_sick(self, sickness: Sickness) -> None:
         """A fault: this life of the worker will not get well by itself."""

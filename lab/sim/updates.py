@@ -11,8 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.cluster.control.messages import UpdateModel
 from kvrelay.cluster.control.weights import Rollout
+from kvrelay.cluster.orders import UpdateModel
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.sequence import Sequence as Seq
 from kvrelay.engine.weights import (

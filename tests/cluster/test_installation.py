@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.config import build_config
-from kvrelay.cluster.processes.orders import ControlSpec, GaveUp, StartupProgress
+from kvrelay.cluster.processes.orders import ControllerListens, ControlSpec, GaveUp, StartupProgress
 from kvrelay.cluster.processes.supervised import Child
 from kvrelay.engine import installation
 from kvrelay.worker.process import Listening
@@ -94,8 +94,10 @@ async def test_a_controller_goes_on_with_its_own_modules_when_the_link_moves(
             versions.use("other")
             controller.send(spec)
             first = await said.get()
+            second = await said.get()
         assert not isinstance(first, GaveUp), first.reason
-        assert first == StartupProgress("ray", "joining 127.0.0.1:1", False)
+        assert isinstance(first, ControllerListens)
+        assert second == StartupProgress("ray", "joining 127.0.0.1:1", False)
     finally:
         controller.kill()
         await controller.ended(20)

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.cluster.config import Config, ConfigError, ModelEntry, build_config
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.orders import ChangeModels
+from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import model_changes
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import changes_file, keep_change, with_changes
 from kvrelay.cluster.processes.model_changes import ModelChanges
-from kvrelay.cluster.processes.orders import ChangeModels
 
 pytestmark = pytest.mark.anyio
 ENTRY = ModelEntry(name="new", checkpoint="somewhere", prefill=0)
@@ -30,10 +30,10 @@ def settings(folder: Path, *names: str, port: int = 8000) -> Config:
     return build_config({**sections, "models": models}, "test")
 
 
-def prepared(config: Config) -> PreparedModel:
+def prepared(config: Config) -> PreparedModels:
     none = cast(Any, None)
-    first, *further = (PreparedModel(Path(n), none, n, 1, none, n) for n in config.by_model())
-    return PreparedModel(first.path, none, first.name, 1, none, first.name, further=tuple(further))
+    names = config.by_model()
+    return PreparedModels({name: PreparedModel(Path(name), none, name, 1, none) for name in names})
 
 
 class Server:
@@ -46,12 +46,12 @@ class Server:
         self.serving: Any = {"router-0": self}
 
     def send(self, order: Any) -> None:
-        self.done.append((sorted(each.name for each in order.models), sorted(order.offered)))
+        self.done.append((sorted(order.models), sorted(order.offered)))
         asyncio.get_running_loop().call_soon(self.changes.answered, "router-0", order.number)
 
-    def serve_models(self, config: Config, model: PreparedModel) -> None:
-        assert tuple(model.by_name) == tuple(config.by_model())
-        self.serves = tuple(model.by_name)
+    def serve_models(self, config: Config, models: PreparedModels) -> None:
+        assert tuple(models.by_name) == tuple(config.by_model())
+        self.serves = tuple(models.by_name)
 
     async def replace_controller(self) -> None:
         self.done.append(self.serves)
@@ -62,7 +62,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    def prepare(config: Config, *_: Any, **__: Any) -> PreparedModel:
+    def prepare(config: Config, *_: Any, **__: Any) -> PreparedModels:
         return prepared(config)
 
     monkeypatch.setattr(model_changes, "prepare_models", prepare)
@@ -72,7 +72,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 async def test_one_is_offered_when_its_workers_are_up(server: Server, tmp_path: Path) -> None:
     config = settings(tmp_path, "a", "b")
     forked: list[Any] = []
-    server.changes.forks = lambda _, model: forked.append(model.name)
+    server.changes.forks = lambda _, models: forked.append(next(iter(models.by_name)))
     await server.changes.change(config, prepared(config), ChangeModels("new", ENTRY))
     assert server.done == [
         (["a", "b", "new"], ["a", "b"]),
@@ -86,7 +86,7 @@ async def test_one_is_offered_when_its_workers_are_up(server: Server, tmp_path: 
 async def test_one_goes_when_its_requests_have_ended(server: Server, tmp_path: Path) -> None:
     config = settings(tmp_path, "a", "b")
     forked: list[Any] = []
-    server.changes.forks = lambda _, model: forked.append(model.name)
+    server.changes.forks = lambda _, models: forked.append(next(iter(models.by_name)))
     await server.changes.change(config, prepared(config), ChangeModels("a", None))
     assert server.done == [(["a", "b"], ["b"]), ("b",), (["b"], ["b"])]
     assert [each.name for each in with_changes(config).models] == ["b"]

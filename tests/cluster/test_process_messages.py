@@ -13,7 +13,7 @@ import pytest
 from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.config import Config, build_config
 from kvrelay.cluster.control.messages import RouterStarted
-from kvrelay.cluster.prepare import prepare_model
+from kvrelay.cluster.prepare import prepare_models
 from kvrelay.cluster.processes.certificates import identity_of, with_certificates
 from kvrelay.cluster.processes.orders import ControlSpec
 from kvrelay.cluster.processes.router_api import ServedModel
@@ -50,12 +50,18 @@ def listening(tmp_path: Path) -> Listening:
     return Listening("127.0.0.1", b"\xfftoken", 1 << 20, tls=identity)
 
 
-def later_version(value: Any) -> Any:
+def later_version(value: Any, *, is_named: bool = False) -> Any:
     """With a field more in every map whose keys are names, but for those that users name."""
+    if isinstance(value, dict) and is_named:
+        return {key: later_version(each) for key, each in value.items()}
     if isinstance(value, dict):
         more = {"added_later": 1} if all(isinstance(key, str) for key in value) else {}
+        maps = {
+            key: later_version(value[key], is_named=isinstance(value[key], dict))
+            for key in value.keys() & {"models", "by_name"}
+        }
         later = {key: later_version(each) for key, each in value.items() if key != "arguments"}
-        return value | later | more
+        return value | later | maps | more
     return [later_version(each) for each in value] if isinstance(value, list) else value
 
 
@@ -81,7 +87,7 @@ def test_what_starts_a_router_crosses(listening: Listening) -> None:
         2,
         ("router-0",),
         CONFIG,
-        ServedModel(Path("/models/x"), "x", 4096),
+        {"": ServedModel(Path("/models/x"), "x", 4096)},
         Access(tenants, ("You are",)),
     )
     check_crosses(RouterOrder(spec, listening, "127.0.0.1", 9))
@@ -99,7 +105,7 @@ def test_what_starts_a_controller_crosses(listening: Listening, smollm2_dir: Pat
         ControlSpec("c", 1, CONFIG, Path("/run/kept"), listening, "", ("router-0",), (peer,))
     )
     config = build_config({"model": {"name": str(smollm2_dir)}}, "test")
-    check_crosses(prepare_model(config, 0, lambda _: None))
+    check_crosses(prepare_models(config, lambda _: None, are_here=False, on_gpu=False))
 
 
 def test_a_process_that_does_not_understand_its_first_message_is_ended(

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config, ConfigError, StateSection
 from kvrelay.cluster.control.lease import LeaseKey, epoch_of
-from kvrelay.cluster.control.messages import Checkpoint, StartRouter
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.control.messages import Checkpoint, SendPeers
+from kvrelay.cluster.orders import Service, ServiceRequest
+from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import supervisor
 from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.launch import _open_life
@@ -26,14 +27,13 @@ from kvrelay.cluster.processes.orders import (
     Follow,
     Leads,
     LeaseOrder,
-    ServiceRequest,
 )
 from kvrelay.cluster.processes.ready import ServeError
 from kvrelay.cluster.processes.router_process import RouterOrder
 from kvrelay.cluster.processes.servers import Leadership
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.cluster.state.opening import with_cluster_token
-from kvrelay.worker.messages import Peer
+from kvrelay.worker.messages import Peer, UpdatePeers
 from tests.cluster.state.stores import Server
 
 pytestmark = pytest.mark.anyio
@@ -103,9 +103,8 @@ async def make(config: Config, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             names = {f"router-0@{port}": SimpleNamespace(fileno=lambda: 0)}
             made = Supervisor(own, none, names, life, none, "h", lambda *_: None, None)  # type: ignore[arg-type]
             await made.start()
-            made.use_model(
-                PreparedModel(Path(), none, "m", 1, none, checkpoint=own.model.name.encode())
-            )
+            model = PreparedModel(Path(), none, "m", 1, none, checkpoint=own.model.name.encode())
+            made.use_models(PreparedModels({"": model}))
             stack.push_async_callback(made.end, 0.0)
             return made
 
@@ -176,7 +175,7 @@ async def test_one_that_was_replaced_ends_its_controller_and_follows(
     await until(lambda: first._leader == controller)
     assert "steps down" in caplog.text
     assert first._controller is None
-    first._on_router_message(ServiceRequest("restart"))
+    first._on_router_message(ServiceRequest(Service.RESTART))
     await until(lambda: "does not lead; ask" in caplog.text)
 
 
@@ -229,20 +228,20 @@ async def test_a_controller_gives_no_order_once_its_lease_is_over(
     order = LeaseOrder(LeaseKey(store.url, "test:cluster:c", 1.0), 1, deadline.fd)
     process._leads, process._loop = Leadership(order, ended.append), asyncio.get_running_loop()
     process.host = host = Host()  # type: ignore[assignment]
-    process._tell = sent.append
-    process._keeping, process.is_ending = None, False
+    process.wire = SimpleNamespace(send=lambda _, message: sent.append(message))  # type: ignore[assignment]
+    process._keeping = None
     monkeypatch.setattr(process, "_publish_soon", lambda: None)
-    first, second = StartRouter("router-0", 1, 0), StartRouter("router-0", 2, 0)
+    first, second = (SendPeers("router-0", "decode-0", epoch, ()) for epoch in (1, 2))
     process.perform(first)
     deadline.write(now_s() - 1.0)
     process.perform(second)
     process._stop_worker("decode-0", 1)
-    assert (sent, host.closed) == ([first], True)
+    assert (sent, host.closed) == ([UpdatePeers("decode-0", 1, ())], True)
     process._watch_lease()
     assert ended == []
     deadline.write(now_s() + 60.0)
     process.perform(second)
-    assert sent == [first], "what it knows may be out of date"
+    assert len(sent) == 1, "what it knows may be out of date"
     process._watch_lease()
     (why,) = ended
     assert "again" in why

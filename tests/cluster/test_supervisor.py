@@ -16,8 +16,9 @@ import msgspec
 import pytest
 
 from kvrelay.cluster.config import ClusterSection, Config, build_config
-from kvrelay.cluster.control.messages import Checkpoint, Record, RouterFailed, StartRouter
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.control.messages import Checkpoint, Record, RouterLost
+from kvrelay.cluster.orders import Service, ServiceRequest
+from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.processes import (
     control_process,
     handover,
@@ -149,19 +150,45 @@ async def test_a_full_disk_does_not_keep_a_controller_from_its_start(
     assert "No space left on device" in caplog.text
 
 
-async def test_a_router_that_cannot_be_started_is_said_at_once(supervised: Any) -> None:
-    """The controller waited for `cluster.start_timeout_s`, three minutes."""
+MODELS = PreparedModels(
+    {"": PreparedModel(Path("/no/model"), cast(Any, None), "m", 1, cast(Any, None))}
+)
+
+
+RESTART = ServiceRequest(Service.RESTART)
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_router_is_started_again_until_it_runs_and_whenever_it_ends(
+    supervised: Any, running: Life
+) -> None:
+    """With an epoch above all that workers may know, also of the server before this one."""
+    Keeper(running.kept_file).keep(Checkpoint(routers={"router-0": 3}))
     found = supervised()
+    Child.failures = 2
+    found.use_models(MODELS)
+    await until(lambda: found._routers and found._routers["router-0"].is_alive)
+    assert Child.failures == 0
+    assert found._epochs == {"router-0": 6}
+    found._start_routers()
+    await asyncio.sleep(0.01)
+    assert found._epochs == {"router-0": 6}, "it runs"
+    found._routers["router-0"].kill()
+    found._on_router_end("router-0", 6, -9)
+    await until(lambda: found._routers["router-0"].is_alive)
+    assert found._epochs == {"router-0": 7}
     await found._start_controller()
-    found._model = PreparedModel(Path(), cast(Any, None), "m", 1, cast(Any, None))
-    Child.failures = 1
-    await found._start_router(StartRouter("router-0", 3, 0))
-    (failed,) = [each for each in Child.said if isinstance(each, RouterFailed)]
-    assert (failed.router, failed.epoch, failed.permanent) == ("router-0", 3, False)
-    assert "Too many open files" in failed.reason
-
-
-MODEL = PreparedModel(Path("/no/model"), cast(Any, None), "m", 1, cast(Any, None))
+    found._on_router_end("router-0", 7, -9)
+    assert Child.said[-1] == RouterLost("router-0", 7, "its process has ended (SIGKILL)")
+    found._is_ending = True
+    found._routers["router-0"].kill()
+    await asyncio.sleep(0.05)
+    assert not found._routers["router-0"].is_alive, "the server ends"
 
 
 def trial_says(monkeypatch: pytest.MonkeyPatch, outcome: str | HandoverError) -> None:
@@ -177,14 +204,14 @@ async def test_a_program_that_cannot_take_over_stops_the_restart_in_words(
     supervised: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = supervised()
-    found._model = MODEL
+    found._models = MODELS
     await found._start_controller()
     trial_says(monkeypatch, HandoverError("k.toml: engine.num_blocks = -3: expected at least 0"))
-    await asyncio.wait_for(found.restart(), 5)
+    await asyncio.wait_for(found.obey(RESTART), 5)
     assert (found._restart.status.number, found._restart.status.state) == (1, "stopped")
     assert "num_blocks = -3" in Child.said[-1].why, "the controller shows it to operators"
     assert found._controller.is_alive
-    await asyncio.wait_for(found.restart(), 5)
+    await asyncio.wait_for(found.obey(RESTART), 5)
     assert found._restart.status.number == 2, "a restart that was stopped is not under way"
 
 
@@ -192,7 +219,7 @@ async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
     supervised: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = supervised()
-    found._model = MODEL
+    found._models = MODELS
     await found._start_controller()
     first = found._controller
     trial_says(monkeypatch, "kvrelay 2.0")
@@ -201,7 +228,7 @@ async def test_where_the_new_program_cannot_be_started_the_old_one_goes_on(
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
     monkeypatch.setattr(handover, "become", become)
-    await asyncio.wait_for(found.restart(), 5)
+    await asyncio.wait_for(found.obey(RESTART), 5)
     assert not first.is_alive
     assert found._controller.is_alive, "another controller adopts what runs"
     assert "No such file or directory" in found._restart.status.why
@@ -211,9 +238,9 @@ async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
     supervised: Any, running: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = supervised()
-    found._model = MODEL
+    found._models = MODELS
     await found._start_controller()
-    await asyncio.wait_for(found.restart(is_rollback=True), 5)
+    await asyncio.wait_for(found.obey(ServiceRequest(Service.ROLLBACK)), 5)
     assert "nothing to go back to" in found._restart.status.why
     tried: list[Any] = []
 
@@ -224,9 +251,9 @@ async def test_a_rollback_tries_what_was_good_with_the_settings_of_then(
     monkeypatch.setattr(handover, "try_out", try_out)
     (kvrelay := tmp_path / "kvrelay").touch(mode=0o755)
     running.is_good(Installed("1.0", (str(kvrelay), "serve"), "/old", "[api]\nport = 1\n"))
-    await found.restart(is_rollback=True)
+    await found.obey(ServiceRequest(Service.ROLLBACK))
     kvrelay.unlink()
-    await found.restart(is_rollback=True)
+    await found.obey(ServiceRequest(Service.ROLLBACK))
     (command, python_path, handed), (other, *_) = tried
     assert (command, python_path) == ((str(kvrelay), "serve"), "/old")
     assert handed.command == other == found._command, (

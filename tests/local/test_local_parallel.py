@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvrelay.cluster.config import ClusterSection, Config, ModelSection, load_config
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import MachinesChanged, StartWorker
-from kvrelay.cluster.control.specs import worker_spec
-from kvrelay.cluster.prepare import prepare_model
+from kvrelay.cluster.control.specs import worker_spec, workers_config
+from kvrelay.cluster.prepare import PreparedModels, prepare_model
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.parallel.runner import RanksLost
@@ -129,17 +130,13 @@ def test_a_configuration_gives_each_role_its_size_up_to_the_kv_that_is_handed_ov
     model = prepare_model(config, 2, lambda _news: None, num_prefill_here=1)
     assert (model.plan.num_ranks, model.max_model_len) == (2, 512)
     controller = Controller(
-        ControllerConfig(
-            workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
-            routers=(),
-            prefill_ranks=config.ranks_of(Role.PREFILL),
-            decode_ranks=config.ranks_of(Role.DECODE),
-        )
+        ControllerConfig({"": workers_config("", config, model)}),
     )
+    models = PreparedModels({"": model})
     machines = {"m": Machine("m", "h", 2.0)}
     effects = controller.receive(0.0, MachinesChanged(tuple(machines.values())))
     specs = {
-        start.role: worker_spec(start, "c", config, model, machines, controller.workers.values())
+        start.role: worker_spec(start, "c", config, models, machines, controller.workers.values())
         for start in effects
         if isinstance(start, StartWorker)
     }

@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
-from kvrelay.cluster.api.operator import ControllerAway
-from kvrelay.cluster.config import ConfigError, ModelEntry
+from kvrelay.cluster.api.operator import give
+from kvrelay.cluster.config import ModelEntry
+from kvrelay.cluster.orders import ChangeModels
 from kvrelay.engine.settings import explain_error
 
 
@@ -47,7 +48,7 @@ class _ModelCalls:
             raise invalid(f"The body is no [[models]]: {why}") from None
         except msgspec.DecodeError as error:
             raise invalid(f"The body is not JSON: {error}") from None
-        self._change(entry.name, entry, None)
+        await give(self._ctx.operations, ChangeModels(entry.name, entry))
         return JSONResponse({"begun": "add", "model": entry.name}, 202)
 
     async def remove(self, http: Request) -> Response:
@@ -59,13 +60,7 @@ class _ModelCalls:
         if name not in {each.model_name for each in self._ctx.all}:
             known = ", ".join(each.model_name for each in self._ctx.all)
             raise ApiError(404, f"There is no model {name[:200]!r}; there are: {known}")
-        self._change(name, None, None if text is None else int(text))
+        await give(
+            self._ctx.operations, ChangeModels(name, None, None if text is None else int(text))
+        )
         return JSONResponse({"begun": "remove", "model": name}, 202)
-
-    def _change(self, name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
-        try:
-            self._ctx.operations.change_models(name, entry, drain_s)
-        except ConfigError as error:
-            raise invalid(f"{error}") from None
-        except ControllerAway:
-            raise controller_away() from None

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.openai.schema import parse
-from kvrelay.cluster.api.operator import ControllerAway
-from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.weights import PauseMode, UpdateMode
+from kvrelay.cluster.api.operator import give
+from kvrelay.cluster.orders import PauseModel, UpdateModel
+from kvrelay.engine.weights import NO_VERSION, PauseMode, UpdateMode, WeightVersion
 
 
 class WeightsRequest(BaseModel):
@@ -69,31 +69,23 @@ class _WeightCalls:
         asked = parse(WeightsRequest, await read_body(self._ctx, http))
         ctx = self._model(asked.model)
         mode = _one_of(UpdateMode, asked.mode, "mode")
-        try:
-            version = await ctx.operations.change_weights(
-                ctx.name, asked.path, asked.name or "", mode
-            )
-        except ModelError as error:
-            raise invalid(f"'path': {error}", "path") from None
-        except ControllerAway:
-            raise controller_away() from None
-        found = {} if version is None else {"name": version.name, "digest": version.digest.hex()}
-        return JSONResponse({"model": ctx.model_name, "mode": str(mode), **found}, 202)
+        version = WeightVersion(asked.name or "", path=asked.path or "")
+        order = UpdateModel(ctx.name, NO_VERSION, version, mode, asked.back)
+        known = await give(ctx.operations, order)
+        named = {} if asked.back else known  # back to which ones, the controller knows
+        return JSONResponse({"model": ctx.model_name, "mode": str(mode), **named}, 202)
 
     async def pause(self, http: Request) -> Response:
-        return self._pause(http, http.query_params.get("mode", str(PauseMode.KEEP)))
+        return await self._pause(http, http.query_params.get("mode", str(PauseMode.KEEP)))
 
     async def resume(self, http: Request) -> Response:
-        return self._pause(http, None)
+        return await self._pause(http, None)
 
-    def _pause(self, http: Request, mode: str | None) -> Response:
+    async def _pause(self, http: Request, mode: str | None) -> Response:
         check_operator(self._ctx, http)
         ctx = self._model(http.query_params.get("model", ""))
-        try:
-            wanted = None if mode is None else _one_of(PauseMode, mode, "mode")
-            ctx.operations.pause(ctx.name, wanted)
-        except ControllerAway:
-            raise controller_away() from None
+        wanted = None if mode is None else _one_of(PauseMode, mode, "mode")
+        await give(ctx.operations, PauseModel(ctx.name, wanted))
         return JSONResponse({"status": "resumed" if mode is None else "paused"})
 
     async def is_paused(self, http: Request) -> Response:

@@ -25,15 +25,14 @@ from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.api.context import ApiContext, ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
-from kvrelay.cluster.api.operator import Service
 from kvrelay.cluster.api.server import bind_socket, serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.orders import Order, SetRole
 from kvrelay.cluster.state.server_lock import ServerLock
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.files import write_private
 from kvrelay.engine.settings import OPERATIONS_KEY_FILE
-from kvrelay.engine.stats import Role, WorkerStats
-from kvrelay.engine.weights import PauseMode
+from kvrelay.engine.stats import WorkerStats
 from kvrelay.router.status import STATS_FACTS
 from tests.cluster.api.fake_router import FakeRouter
 
@@ -220,20 +219,8 @@ class FakeOperations:
     async def audit(self) -> dict[str, Any]:
         return self._audits.pop(0) if self._audits else AUDIT
 
-    def order(self, service: Service) -> None:
-        pass
-
-    def set_role(self, worker: str, role: Role) -> Role:
-        return role
-
-    async def change_weights(self, *order: Any) -> None:
-        pass
-
-    def pause(self, model: str, mode: PauseMode | None) -> None:
-        pass
-
-    def change_models(self, *order: Any) -> None:
-        pass
+    async def order(self, order: Order) -> dict[str, Any]:
+        return {"was": order.role} if isinstance(order, SetRole) else {}
 
     def reserved(self) -> dict[str, str]:
         return {}

@@ -24,7 +24,8 @@ from kvrelay.cluster.api.context import ApiContext, ApiSettings
 from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.config import ConfigError, ModelEntry, TenantEntry
+from kvrelay.cluster.config import TenantEntry
+from kvrelay.cluster.orders import ChangeModels, OrderRefused
 from kvrelay.router.messages import SessionCommand, SessionRefusal, SessionReply
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.conftest import tokenizer as tokenizer
@@ -336,14 +337,15 @@ def test_operators_add_and_remove_models_and_bad_ones_are_said(
 ) -> None:
     asked: list[Any] = []
 
-    def change(name: str, entry: ModelEntry | None, drain_s: float | None) -> None:
-        if name == "taken":
-            raise ConfigError("there is a model 'taken'")
-        asked.append((name, entry and entry.checkpoint, drain_s))
+    async def change(order: ChangeModels) -> dict[str, Any]:
+        if order.name == "taken":
+            raise OrderRefused("there is a model 'taken'")
+        asked.append((order.name, order.entry and order.entry.checkpoint, order.drain_s))
+        return {}
 
     settings = ApiSettings(operations_key="operators-key-1234")
     key = {"authorization": "Bearer operators-key-1234"}
-    for found in two(tokenizer, smollm2_dir, context={"change_models": change}, settings=settings):
+    for found in two(tokenizer, smollm2_dir, context={"order": change}, settings=settings):
         url = found.served.url
 
         def call(

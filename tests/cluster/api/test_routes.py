@@ -47,10 +47,8 @@ async def production(
     config = build_config({**settings, "sessions": sessions, "api": api}, "test")
     access, directory = load_access(config), tokenizer.directory
     names = [each.name for each in config.models] or [""]
-    first, *further = (ServedModel(directory, name or "small", 512, name) for name in names)
-    spec = RouterProcessSpec(
-        "life", "router-0", 1, ("router-0",), config, first, access, further=tuple(further)
-    )
+    models = {name: ServedModel(directory, name or "small", 512) for name in names}
+    spec = RouterProcessSpec("life", "router-0", 1, ("router-0",), config, models, access)
     process = RouterProcess(spec, Listening("127.0.0.1", b"token", 1 << 20))
     process.host.add(process.routers)
     context = await open_context(process, dict.fromkeys(names, tokenizer), access)

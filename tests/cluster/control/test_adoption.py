@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.config import build_config
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
@@ -22,13 +23,12 @@ from kvrelay.cluster.control.messages import (
     Record,
     RouterStarted,
     SendPeers,
-    SetRole,
-    StartRouter,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.cluster.processes.life import fixed_of_workers
 from kvrelay.engine.node import Note, Send, Woken
@@ -42,23 +42,22 @@ from kvrelay.engine.stats import (
 )
 from kvrelay.router.messages import DrainReport, WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
+from tests.cluster.control.configs import changed, made
 from tests.cluster.control.test_controller import ONE, info, of
 from tests.engine.model.tiny import make_checkpoint
 from tests.support.identity_tries import change_byte, tensor_bytes
 
 ROUTER = Peer("router-0", "h", 6, 3)
-CONFIG = ControllerConfig(
-    workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
-    routers=(),
-    further_routers=("router-0",),
+CONFIG = made(
+    first=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
+    routers=("router-0",),
     backoff_s=1.0,
 )
 
 
-GPUS = ControllerConfig(
-    workers=tuple((f"decode-{number}", Role.DECODE) for number in range(3)),
-    routers=(),
-    further_routers=("router-0",),
+GPUS = made(
+    first=tuple((f"decode-{number}", Role.DECODE) for number in range(3)),
+    routers=("router-0",),
     backoff_s=1.0,
 )
 
@@ -78,8 +77,12 @@ class Lives:
     def begin(self, running: tuple[RouterStarted, ...], config: ControllerConfig = CONFIG) -> None:
         self.sent.clear()
         self.done.clear()
-        self.controller = Controller(replace(config, kept=self.kept, running_routers=running))
+        joined = {each.peer.node: each for each in (*self.kept.joined, *running)}
+        kept = replace(self.kept, joined=tuple(joined.values()))
+        self.controller = Controller(changed(config, kept=kept))
         self.perform(self.controller.start(self.now))
+        for router in running:
+            self.say(router)
 
     def say(self, message: Any) -> None:
         self.perform(self.controller.receive(self.now, message))
@@ -121,7 +124,7 @@ RUNNING = (RouterStarted(replace(ROUTER, epoch=1), 8000, 9),)
 def test_what_runs_is_up_again_at_once_and_nothing_is_started(lives: Lives) -> None:
     lives.begin(RUNNING)
     assert lives.controller.all_up()
-    assert of(StartWorker, lives.done) + of(StartRouter, lives.done) == []
+    assert of(StartWorker, lives.done) == []
     assert of(StopWorker, lives.done) == []
     assert not [s for s in lives.sent if isinstance(s.message, WorkerDown | RouterDown)]
     for worker in ("prefill-0", "decode-0"):
@@ -159,9 +162,9 @@ def test_a_server_that_was_up_is_not_given_up_for_workers_that_do_not_start() ->
 
 
 def test_a_worker_with_other_weights_ends_and_is_started_with_those_of_now(lives: Lives) -> None:
-    lives.begin(RUNNING, replace(CONFIG, fixed={"weights": "before", "no more": "1"}))
+    lives.begin(RUNNING, changed(CONFIG, fixed={"weights": "before", "no more": "1"}))
     assert of(StopWorker, lives.done) == [], "a version before said nothing of it"
-    config = replace(CONFIG, fixed={"weights": "of now", "new": "1"})
+    config = changed(CONFIG, fixed={"weights": "of now", "new": "1"})
     lives.begin(RUNNING, config)
     lives.say(MachinesChanged(ONE))
     stopped, started = of(StopWorker, lives.done), of(StartWorker, lives.done)
@@ -169,8 +172,8 @@ def test_a_worker_with_other_weights_ends_and_is_started_with_those_of_now(lives
     assert {(s.worker, s.epoch) for s in started} == {("prefill-0", 2), ("decode-0", 2)}
     for worker in ("prefill-0", "decode-0"):
         lives.say(WorkerStarted(info(worker, 2), "h", 100, 8))
-    for fixed in (config.fixed, {"weights": "of now", "newer": "2"}):
-        lives.begin(RUNNING, replace(config, fixed=fixed))
+    for fixed in (config.models[""].fixed, {"weights": "of now", "newer": "2"}):
+        lives.begin(RUNNING, changed(config, fixed=fixed))
         assert lives.controller.all_up()
         assert of(StopWorker, lives.done) == []
 
@@ -186,7 +189,7 @@ def test_a_leader_with_a_cache_of_its_own_adopts_what_computes_the_same(tmp_path
     def config_with(folder: Path) -> ControllerConfig:
         own = build_config({"model": {"name": str(folder)}, "engine": {"num_blocks": 64}}, "")
         model = prepare_model(own, 0, lambda _: None)
-        return replace(CONFIG, fixed=fixed_of_workers(own, model.checkpoints[""]))
+        return changed(CONFIG, fixed=fixed_of_workers(own, model.checkpoint.hex()))
 
     lives = Lives()
     lives.kept = Checkpoint()
@@ -225,10 +228,9 @@ def test_a_router_that_died_meanwhile_is_forgotten_by_workers_before_its_next_li
     lives: Lives,
 ) -> None:
     lives.begin(())
-    assert of(StartRouter, lives.done) == [StartRouter("router-0", 2, 0)]
     gone = Send("decode-0", RouterDown("router-0"))
-    assert gone in lives.sent
     lives.say(RouterStarted(replace(ROUTER, epoch=2), 8000, 10))
+    assert lives.sent.count(gone) == 1
     assert lives.sent.index(gone) < lives.sent.index(Send("decode-0", RouterUp("router-0")))
 
 
@@ -291,7 +293,7 @@ def test_who_knows_no_hosts_goes_by_where_its_workers_listen() -> None:
 
 def test_workers_that_other_settings_have_started_are_adopted_and_known(lives: Lives) -> None:
     """They were ended all at once."""
-    lives.begin(RUNNING, replace(CONFIG, built="2.0 abc"))
+    lives.begin(RUNNING, changed(CONFIG, built="2.0 abc"))
     assert lives.controller.all_up()
     assert of(StopWorker, lives.done) == []
     assert lives.controller.worker_set.outdated() == ["prefill-0", "decode-0"]
@@ -300,14 +302,14 @@ def test_workers_that_other_settings_have_started_are_adopted_and_known(lives: L
     lives.say(Woken("backoff 1 decode-0"))
     lives.say(WorkerStarted(info("decode-0", 2), "h", 100, 7))
     assert lives.controller.worker_set.outdated() == ["prefill-0"]
-    lives.begin(RUNNING, replace(CONFIG, built="2.0 abc"))
+    lives.begin(RUNNING, changed(CONFIG, built="2.0 abc"))
     assert lives.controller.worker_set.outdated() == ["prefill-0"], "the next controller knows too"
 
 
 def test_workers_count_by_the_version_that_came_and_stay_where_a_start_would_bring_it_again(
     lives: Lives,
 ) -> None:
-    config = replace(CONFIG, built="2.0 abc")
+    config = changed(CONFIG, built="2.0 abc")
     for life in range(2):  # the next controller does not begin again
         lives.begin(RUNNING, config)
         lives.say(MachinesChanged(ONE))
@@ -318,13 +320,13 @@ def test_workers_count_by_the_version_that_came_and_stay_where_a_start_would_bri
                 lives.say(Woken(f"backoff 1 {worker}"))
                 new = WorkerStarted(info(worker, 2), "h", 100, 7, package=package)
                 lives.say(new)
-        assert workers.by_name["prefill-0"].built == config.built
+        assert workers.by_name["prefill-0"].built == config.models[""].built
         assert workers.by_name["decode-0"].built == "1.0 abc"
         assert workers.outdated() == ["decode-0"]
         (machine,) = workers.by_name["decode-0"].machines
         assert workers.held_back({machine: "1.0"}) == {"decode-0": "1.0"}
         assert workers.held_back({machine: "2.0"}) == {}, "it has been installed there"
-    lives.begin(RUNNING, replace(CONFIG, built="2.0 other"))
+    lives.begin(RUNNING, changed(CONFIG, built="2.0 other"))
     workers = lives.controller.worker_set
     (machine,) = workers.by_name["decode-0"].machines
     assert workers.held_back({machine: "1.0"}) == {}, "other settings come in the old version too"
@@ -332,7 +334,7 @@ def test_workers_count_by_the_version_that_came_and_stay_where_a_start_would_bri
 
 def test_a_worker_that_is_not_wanted_any_more_is_drained_before_it_ends(lives: Lives) -> None:
     """It was ended at once, with its streams."""
-    lives.begin(RUNNING, replace(CONFIG, workers=(("prefill-0", Role.PREFILL),)))
+    lives.begin(RUNNING, changed(CONFIG, first=(("prefill-0", Role.PREFILL),)))
     worker = lives.controller.workers["decode-0"]
     assert worker.state is ProcessState.DRAINING
     assert of(StopWorker, lives.done) == []

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     GiveUp,
     MachinesChanged,
     Record,
+    RouterStarted,
     SendPeers,
     StartWorker,
     StopWorker,
@@ -25,11 +27,12 @@ from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Role, RouterUp, WorkerInfo
 from kvrelay.router.messages import WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
+from tests.cluster.control.configs import changed, made
 
 ROUTER = Peer("router-0", "h0", 1, 1)
-CONFIG = ControllerConfig(
-    workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
-    routers=(ROUTER,),
+CONFIG = made(
+    first=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
+    routers=(ROUTER.node,),
     backoff_s=1.0,
     max_backoff_s=8.0,
     stable_s=60.0,
@@ -46,10 +49,14 @@ def info(worker: str, epoch: int) -> WorkerInfo:
 class Script:
     """A controller and what it said, Notes and what it keeps aside."""
 
+    protocol = 1  # that routers speak
+
     def __init__(self, config: ControllerConfig = CONFIG, machines: Any = ONE) -> None:
         self.now = 0.0
         self.controller = Controller(config)
         assert self.controller.start(0.0) == []
+        for router in config.routers:
+            self.say(RouterStarted(replace(ROUTER, node=router, protocol=self.protocol), 8000))
         self.first = self.say(MachinesChanged(machines))
 
     def say(self, message: Any, at: float | None = None) -> list[Any]:
@@ -128,7 +135,7 @@ def test_a_worker_is_announced_only_when_all_have_been_introduced() -> None:
 
 def test_workers_of_one_role_are_introduced_and_not_waited_for() -> None:
     workers = (("decode-0", Role.DECODE), ("decode-1", Role.DECODE), ("prefill-0", Role.PREFILL))
-    script = Script(ControllerConfig(workers=workers, routers=(ROUTER,)))
+    script = Script(made(first=workers, routers=(ROUTER.node,)))
     script.bring_up("decode-0", 1)
     script.bring_up("prefill-0", 1)
     first, other = Peer("decode-0", "h", 101, 1), Peer("prefill-0", "h", 101, 1)
@@ -149,7 +156,7 @@ def test_workers_of_one_role_are_introduced_and_not_waited_for() -> None:
 
 def test_workers_learn_where_listeners_are_who_need_not_learn_of_them() -> None:
     listener = Peer("listener", "h0", 1, 1)
-    script = Script(replace(CONFIG, listeners=(listener,)))
+    script = Script(changed(CONFIG, listeners=(listener,)))
     assert of(SendPeers, script.started("decode-0", 1)) == [
         SendPeers("decode-0", "decode-0", 1, (ROUTER, listener)),
         SendPeers("router-0", "decode-0", 1, (Peer("decode-0", "h", 101, 1),)),

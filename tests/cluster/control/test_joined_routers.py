@@ -1,5 +1,4 @@
-"""Routers that the servers of a cluster start themselves: they say where they are, and the next
-controller finds them."""
+"""Routers of several servers: they say where they are, and the next controller finds them."""
 
 from __future__ import annotations
 
@@ -11,21 +10,19 @@ from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     AdoptRouter,
     MachinesChanged,
-    RouterJoined,
     RouterLost,
     RouterStarted,
-    StartRouter,
-    StopRouter,
     WorkerLost,
 )
 from kvrelay.engine.node import Send, Woken
 from kvrelay.engine.stats import RouterDown, RouterUp
 from kvrelay.router.messages import WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, WorkerStarted
+from tests.cluster.control.configs import changed
 from tests.cluster.control.test_adoption import CONFIG, Lives
 from tests.cluster.control.test_controller import ONE, info, of
 
-SHARED = replace(CONFIG, further_routers=())
+SHARED = changed(CONFIG, routers=())
 HERE = RouterStarted(Peer("router-0@a", "h", 6, 1), 8000, 9)
 THERE = RouterStarted(Peer("router-0@b", "g", 6, 1), 8000, 9)
 
@@ -37,7 +34,7 @@ def lives() -> Lives:
     lives.begin((), SHARED)
     lives.say(MachinesChanged(ONE))
     for started in (HERE, THERE):
-        lives.say(RouterJoined(started))
+        lives.say(started)
     for worker in ("prefill-0", "decode-0"):
         lives.say(WorkerStarted(info(worker, 1), "h", 100, 7))
     assert lives.controller.all_up()
@@ -48,26 +45,23 @@ def downs(lives: Lives) -> list[Send]:
     return [sent for sent in lives.sent if isinstance(sent.message, WorkerDown | RouterDown)]
 
 
-def test_routers_that_join_meet_all_workers_and_each_other_and_none_is_ordered(
-    lives: Lives,
-) -> None:
+def test_routers_that_join_meet_all_workers_and_each_other(lives: Lives) -> None:
     for started in (HERE, THERE):
         node = started.peer.node
         for worker in ("prefill-0", "decode-0"):
             assert Send(node, WorkerUp(info(worker, 1))) in lives.sent
             assert Send(worker, RouterUp(node)) in lives.sent
     assert Send("router-0@a", RouterUp("router-0@b")) in lives.sent
-    assert of(StartRouter, lives.done) == []
     lives.sent.clear()
-    lives.say(RouterJoined(THERE))  # it says so every second
+    lives.say(THERE)  # it says so every second
     assert lives.sent == []
 
 
 def test_the_next_controller_calls_them_and_they_lose_nothing(lives: Lives) -> None:
     lives.begin((), SHARED)
     assert of(AdoptRouter, lives.done) == [AdoptRouter(HERE.peer), AdoptRouter(THERE.peer)]
-    lives.say(RouterJoined(THERE))
-    lives.say(RouterJoined(HERE))
+    lives.say(THERE)
+    lives.say(HERE)
     assert downs(lives) == []
     assert lives.controller.routers["router-0@b"].state is ProcessState.UP
     assert Send("router-0@b", WorkerUp(info("decode-0", 1))) in lives.sent
@@ -75,14 +69,13 @@ def test_the_next_controller_calls_them_and_they_lose_nothing(lives: Lives) -> N
 
 def test_one_that_went_with_the_leader_is_forgotten_by_workers_and_routers(lives: Lives) -> None:
     lives.begin((), SHARED)
-    lives.say(RouterJoined(THERE))
+    lives.say(THERE)
     lives.sent.clear()
     lives.say(Woken("router adopting 1 router-0@a"))
     gone = RouterDown("router-0@a")
     assert {sent.to for sent in downs(lives)} == {"prefill-0", "decode-0", "router-0@b"}
     assert {sent.message for sent in downs(lives)} == {gone}
     assert list(lives.controller.routers) == ["router-0@b"]
-    assert of(StopRouter, lives.done) + of(StartRouter, lives.done) == []
     assert [each.peer.node for each in lives.kept.joined] == ["router-0@b"]
 
 
@@ -91,7 +84,7 @@ def test_a_worker_that_died_between_two_leaders_is_told_to_the_routers_of_both(
 ) -> None:
     lives.deaf.add("decode-0")
     lives.begin((), SHARED)
-    lives.say(RouterJoined(THERE))
+    lives.say(THERE)
     lives.say(WorkerLost("decode-0", 1, "its process has ended"))
     assert {sent.to for sent in downs(lives)} == {"router-0@a", "router-0@b"}
 
@@ -99,12 +92,12 @@ def test_a_worker_that_died_between_two_leaders_is_told_to_the_routers_of_both(
 def test_one_that_starts_again_replaces_its_older_self(lives: Lives) -> None:
     lives.sent.clear()
     again = replace(THERE, peer=replace(THERE.peer, epoch=2, port=7))
-    lives.say(RouterJoined(again))
+    lives.say(again)
     assert Send("decode-0", RouterDown("router-0@b")) in lives.sent
     assert Send("decode-0", RouterUp("router-0@b")) in lives.sent
     assert lives.controller.routers["router-0@b"].epoch == 2
     lives.sent.clear()
-    lives.say(RouterJoined(THERE))  # late
+    lives.say(THERE)  # late
     lives.say(RouterLost("router-0@b", 1, "its process has ended"))
     assert lives.sent == []
 
@@ -112,7 +105,7 @@ def test_one_that_starts_again_replaces_its_older_self(lives: Lives) -> None:
 def test_one_that_was_lost_and_lives_gives_up_what_workers_have_aborted(lives: Lives) -> None:
     lives.say(RouterLost("router-0@b", 1, "the connection to it was lost"))
     lives.sent.clear()
-    lives.say(RouterJoined(THERE))
+    lives.say(THERE)
     down = [sent for sent in downs(lives) if sent.to == "router-0@b"]
     assert {sent.message.worker for sent in down} == {"prefill-0", "decode-0"}
     up = Send("router-0@b", WorkerUp(info("decode-0", 1)))

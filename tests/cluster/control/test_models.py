@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kvrelay.cluster.control.autoscaling import LogScaling
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig, WorkersConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     Checkpoint,
@@ -30,16 +32,18 @@ from tests.cluster.control.test_controller import ROUTER, Script, of
 LARGE, SMALL = "large", "small"
 
 
-def config_of(model: str, **changes: object) -> ControllerConfig:
+def workers_of(model: str, **changes: Any) -> WorkersConfig:
     roles = (Role.PREFILL, Role.DECODE)
-    workers = tuple((worker_name(role, model, 0), role) for role in roles)
-    made = ControllerConfig(
-        workers=workers, routers=(ROUTER,), model=model, fixed={"model": model}, built=f"of {model}"
-    )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    first = tuple((worker_name(role, model, 0), role) for role in roles)
+    made = WorkersConfig(first=first, fixed={"model": model}, built=f"of {model}")
+    return replace(made, **changes)
 
 
-CONFIG = config_of(LARGE, further=(config_of(SMALL),))
+def config_of(large: WorkersConfig, small: WorkersConfig, **changes: Any) -> ControllerConfig:
+    return ControllerConfig({LARGE: large, SMALL: small}, routers=(ROUTER.node,), **changes)
+
+
+CONFIG = config_of(workers_of(LARGE), workers_of(SMALL))
 
 
 def test_each_model_has_its_workers_and_routers_learn_which() -> None:
@@ -100,11 +104,11 @@ def test_the_next_controller_adopts_those_whose_model_is_still_served() -> None:
     kept = kept_of(script)
     same = Controller(replace(CONFIG, kept=kept)).start(0.0)
     assert of(StopWorker, same) == []
-    other_weights = replace(config_of(SMALL), fixed={"model": "other"})
-    changed = Controller(replace(CONFIG, kept=kept, further=(other_weights,)))
+    other_weights = workers_of(SMALL, fixed={"model": "other"})
+    changed = Controller(config_of(workers_of(LARGE), other_weights, kept=kept))
     stopped = {stop.worker for stop in of(StopWorker, changed.start(0.0))}
     assert stopped == {"prefill-small-0", "decode-small-0"}
-    alone = Controller(config_of(LARGE, kept=kept))
+    alone = Controller(replace(CONFIG, models={LARGE: workers_of(LARGE)}, kept=kept))
     assert {stop.worker for stop in of(StopWorker, alone.start(0.0))} == stopped
     assert list(alone.workers) == ["prefill-large-0", "decode-large-0"]
 
@@ -113,8 +117,8 @@ def test_those_of_one_model_are_outdated_when_its_settings_are() -> None:
     script = Script(CONFIG)
     for worker in list(script.controller.workers):
         script.bring_up(worker, 1)
-    newer = replace(config_of(SMALL), built="newer")
-    script.controller.worker_set.config = replace(CONFIG, further=(newer,))
+    newer = workers_of(SMALL, built="newer")
+    script.controller.worker_set.config = config_of(workers_of(LARGE), newer)
     assert set(script.controller.worker_set.outdated()) == {"prefill-small-0", "decode-small-0"}
 
 
@@ -128,11 +132,12 @@ def seen(number: int) -> RouterSeen:
 
 def test_each_model_scales_by_its_own_requests_to_none_and_back() -> None:
     """A request for one wakes it, and not the other."""
-    both = replace(
-        config_of(LARGE, workers=(), scaling=SCALING),
-        further=(config_of(SMALL, workers=(), scaling=SCALING),),
+    script = Script(
+        config_of(
+            workers_of(LARGE, first=(), scaling=SCALING),
+            workers_of(SMALL, first=(), scaling=SCALING),
+        )
     )
-    script = Script(both)
     assert {each.model for each in of(LogScaling, script.first)} == {LARGE, SMALL}
     tags = [wake.tag for wake in of(Wake, script.first)]
     assert tags == ["scale large", "scale small"]
@@ -149,9 +154,9 @@ def test_each_model_scales_by_its_own_requests_to_none_and_back() -> None:
 
 def test_a_model_that_wakes_takes_a_machine_of_one_that_has_all() -> None:
     """Three workers at most, of both; the first has them, and requests that it works at."""
-    both = replace(
-        config_of(LARGE, workers=(), scaling=replace_scaling(min_workers=0, max_workers=3)),
-        further=(config_of(SMALL, workers=(), scaling=replace_scaling(min_workers=0)),),
+    both = config_of(
+        workers_of(LARGE, first=(), scaling=replace_scaling(min_workers=0, max_workers=3)),
+        workers_of(SMALL, first=(), scaling=replace_scaling(min_workers=0)),
         max_workers=3,
     )
     script = Script(both)
@@ -192,8 +197,8 @@ def replace_scaling(**changes: int) -> ScalingConfig:
 
 def test_the_only_worker_of_a_model_is_restarted_at_once() -> None:
     """Workers of the other model could not take its requests."""
-    decode = config_of(SMALL, workers=(("decode-small-0", Role.DECODE),))
-    script = Script(replace(CONFIG, further=(decode,)))
+    decode = workers_of(SMALL, first=(("decode-small-0", Role.DECODE),))
+    script = Script(config_of(workers_of(LARGE), decode))
     for worker in list(script.controller.workers):
         script.bring_up(worker, 1)
     stops = of(StopWorker, script.say(RestartWorker("decode-small-0", "for a test")))

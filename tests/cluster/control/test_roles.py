@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.messages import SendPeers, SetRole, StartWorker, WorkerLost
+from kvrelay.cluster.control.messages import SendPeers, StartWorker, WorkerLost
+from kvrelay.cluster.orders import SetRole
 from kvrelay.engine.node import Note, Send, Woken
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import RoleChanged, WorkerUp

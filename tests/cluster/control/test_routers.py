@@ -1,36 +1,34 @@
-"""Further routers, step by step: who is told of whom, and when."""
+"""Several routers, step by step: who is told of whom, and when."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
-    GiveUp,
     MachinesChanged,
     RestartWorker,
-    RouterFailed,
     RouterLost,
     RouterStarted,
     SendPeers,
-    StartRouter,
-    StopRouter,
     WorkerLost,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
 from kvrelay.cluster.control.routers import PairState
-from kvrelay.engine.node import Note, Send, Wake, Woken
+from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.status import ControllerStatus
+from kvrelay.engine.node import Send, Woken
 from kvrelay.engine.stats import Role, RouterDown, RouterUp
 from kvrelay.router.messages import WorkerDown, WorkerUp
 from kvrelay.worker.messages import Peer, PeersUpdated
+from tests.cluster.control.configs import changed, made
 from tests.cluster.control.test_controller import ONE, ROUTER, Script, info, of
 
-CONFIG = ControllerConfig(
-    workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
-    routers=(ROUTER,),
-    further_routers=("router-1",),
+CONFIG = made(
+    first=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
+    routers=(ROUTER.node, "router-1"),
     backoff_s=1.0,
     max_backoff_s=8.0,
 )
@@ -38,12 +36,13 @@ FRONT = Peer("router-1", "h", 7, 1)
 
 
 class TwoRouters(Script):
-    """`Script.first` is what was said once there were machines; `self.began` before that."""
+    """The first is up, the other is not."""
 
     def __init__(self, config: ControllerConfig = CONFIG) -> None:
-        super().__init__(ControllerConfig((), ()))
+        super().__init__(made())
         self.controller = Controller(config)
-        self.began = self.controller.start(0.0)
+        assert self.controller.start(0.0) == []
+        self.acknowledge(self.say(RouterStarted(ROUTER, 8000)))
         self.first = self.say(MachinesChanged(ONE))
 
     def router_started(self, epoch: int = 1, port: int = 8001) -> list[Any]:
@@ -64,9 +63,8 @@ class TwoRouters(Script):
         assert self.controller.all_up()
 
 
-def test_a_router_is_started_at_once_and_counts_for_being_up() -> None:
+def test_a_router_of_this_server_counts_for_being_up() -> None:
     script = TwoRouters()
-    assert of(StartRouter, script.began) == [StartRouter("router-1", 1, 0)]
     for worker in ("prefill-0", "decode-0"):
         script.acknowledge(script.started(worker, 1))
     assert not script.controller.all_up()
@@ -101,7 +99,7 @@ def test_a_router_that_starts_and_the_workers_learn_of_each_other_before_either_
     assert script.say(PeersUpdated("decode-0", "router-1", 1)) == []  # once
 
 
-def test_a_worker_that_starts_waits_for_no_further_router_and_meets_it_when_it_can() -> None:
+def test_a_worker_that_starts_waits_for_no_router_and_meets_it_when_it_can() -> None:
     script = TwoRouters()
     script.router_started()
     effects = script.started("decode-0", 1)
@@ -124,30 +122,33 @@ def test_a_worker_that_starts_waits_for_no_further_router_and_meets_it_when_it_c
 
 def test_a_router_that_comes_up_between_two_steps_of_a_worker_is_met_all_the_same() -> None:
     script = TwoRouters()
-    worker = script.started("decode-0", 1)  # is told of no further router
+    worker = script.started("decode-0", 1)  # is told of no second router
     router = script.router_started()
     said = script.acknowledge(worker)
     assert Send("router-1", WorkerUp(info("decode-0", 1))) not in said
     assert Send("router-1", WorkerUp(info("decode-0", 1))) in script.acknowledge(router)
 
 
-def test_a_lost_router_is_started_again_at_its_port_and_its_workers_are_told() -> None:
+def test_a_lost_router_is_waited_for_and_counted_and_its_workers_are_told() -> None:
     script = TwoRouters()
     script.all_up()
     assert script.say(RouterLost("router-1", 1, "killed")) == [
-        StopRouter("router-1", 1),
-        Wake(1.0, "router backoff 1 router-1"),
         Send("prefill-0", RouterDown("router-1")),
         Send("decode-0", RouterDown("router-1")),
         Send("router-0", RouterDown("router-1")),
     ]
     assert script.say(RouterLost("router-1", 1, "again")) == []
-    again = script.say(Woken("router backoff 1 router-1"), at=1.0)
-    assert of(StartRouter, again) == [StartRouter("router-1", 2, 8001)]
+    me = ControllerStatus(known=True)
+    (_, shown) = cluster_view(script.controller, me, {}, "h", "http").routers
+    assert (shown.state, shown.last_error) == ("backoff", "killed")
+    assert shown.url == "http://h:8001"
+    assert not script.controller.all_up()
     assert script.say(PeersUpdated("decode-0", "router-1", 1)) == []  # by the incarnation before
     said = script.acknowledge(script.router_started(epoch=2))
     assert said.count(Send("router-1", WorkerUp(info("decode-0", 1)))) == 1
     assert script.controller.all_up()
+    (_, shown) = cluster_view(script.controller, me, {}, "h", "http").routers
+    assert (shown.state, shown.restarts, shown.last_error) == ("up", 1, "killed")
 
 
 def test_a_worker_that_drains_hears_of_a_router_that_is_lost() -> None:
@@ -173,7 +174,7 @@ def test_a_router_and_a_worker_are_announced_again_after_they_have_parted() -> N
 
 
 def test_routers_learn_of_each_other_once_they_can_reach_each_other() -> None:
-    script = TwoRouters(replace(CONFIG, further_routers=("router-1", "router-2")))
+    script = TwoRouters(changed(CONFIG, routers=("router-0", "router-1", "router-2")))
     script.acknowledge(script.router_started())
     other = Peer("router-2", "h", 20, 1)
     effects = script.say(RouterStarted(other, 8002))
@@ -209,28 +210,3 @@ def test_a_router_that_is_not_up_hears_nothing() -> None:
     script.say(RouterLost("router-1", 1, "killed"))
     lost = script.say(WorkerLost("decode-0", 1, "killed"))
     assert [send.to for send in of(Send, lost)] == ["router-0"]
-
-
-def test_a_first_start_that_cannot_succeed_gives_up_and_a_later_one_never() -> None:
-    script = TwoRouters()
-    effects = script.say(RouterFailed("router-1", 1, "port 8001 is taken", True))
-    assert of(GiveUp, effects) == [GiveUp("router-1: port 8001 is taken")]
-    script = TwoRouters()
-    script.all_up()
-    script.say(RouterLost("router-1", 1, "killed"))
-    script.say(Woken("router backoff 1 router-1"))
-    effects = script.say(RouterFailed("router-1", 2, "port 8001 is taken", True))
-    assert of(GiveUp, effects) == []
-    assert script.controller.routers["router-1"].state is ProcessState.BACKOFF
-
-
-def test_a_router_that_does_not_start_in_time_is_started_again() -> None:
-    script = TwoRouters()
-    effects = script.controller.receive(9.0, Woken("router starting 1 router-1"))
-    assert of(StopRouter, effects) == [StopRouter("router-1", 1)]
-    (note,) = of(Note, effects)
-    timeout_s = script.controller.config.start_timeout_s
-    assert f"did not start within {timeout_s:g} s" in note.text
-    assert script.say(RouterStarted(FRONT, 8001)) == []  # too late
-    again = script.say(Woken("router backoff 1 router-1"))
-    assert Wake(2 * timeout_s, "router starting 2 router-1") in again, "the machine may be slow"

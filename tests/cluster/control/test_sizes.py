@@ -5,29 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
-from kvrelay.cluster.control.messages import (
-    MachinesChanged,
-    Record,
-    SetRole,
-    StartWorker,
-    WorkerLost,
-)
+from kvrelay.cluster.control.messages import MachinesChanged, Record, StartWorker, WorkerLost
 from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.status import ClusterStatus, ControllerStatus, merge
 from kvrelay.engine.node import Woken
 from kvrelay.engine.stats import Role
+from tests.cluster.control.configs import changed, made
 from tests.cluster.control.test_controller import ROUTER, Script, of
 from tests.cluster.control.test_machines import assign_machine
 
 P, D = Role.PREFILL, Role.DECODE
 BIG = Machine("big", "h1", 32.0, 4.0)
 SMALL = Machine("small", "h2", 32.0, 2.0)
-CONFIG = ControllerConfig(
-    workers=(("prefill-0", P), ("prefill-1", P), ("decode-0", D)),
-    routers=(ROUTER,),
+CONFIG = made(
+    first=(("prefill-0", P), ("prefill-1", P), ("decode-0", D)),
+    routers=(ROUTER.node,),
     backoff_s=1.0,
     decode_ranks=4,
 )
@@ -77,7 +73,7 @@ def test_what_does_not_fit_waits_and_says_for_how_many_gpus() -> None:
 
 
 def test_a_large_worker_that_failed_finds_its_gpus_free() -> None:
-    config = replace(CONFIG, workers=(*CONFIG.workers, ("prefill-2", P)))
+    config = changed(CONFIG, first=(*CONFIG.models[""].first, ("prefill-2", P)))
     script = Script(config, (BIG, SMALL))
     assert script.state("prefill-2") is ProcessState.DOWN
     script.say(WorkerLost("decode-0", 1, "killed"))
@@ -90,12 +86,12 @@ def test_a_large_worker_that_failed_finds_its_gpus_free() -> None:
 
 def test_a_worker_keeps_its_size_in_another_role_and_with_the_next_controller() -> None:
     script = Script(CONFIG, (BIG, SMALL))
-    for worker in CONFIG.workers:
+    for worker in CONFIG.models[""].first:
         script.bring_up(worker[0], 1)
     script.say(SetRole("decode-0", P))
     effects = script.controller.receive(0.0, SetRole("prefill-0", D))
     (kept,) = [effect.kept for effect in effects if isinstance(effect, Record)]
-    next_one = Controller(replace(CONFIG, kept=kept))
+    next_one = Controller(changed(CONFIG, kept=kept))
     next_one.start(0.0)
     for each in (script.controller, next_one):
         sizes = {w.node: (w.role, w.num_ranks) for w in each.workers.values()}
@@ -114,8 +110,8 @@ def test_operators_see_the_size_of_each_worker() -> None:
     assert shown == {"prefill-0": 1, "prefill-1": 1, "decode-0": 4}
 
 
-DIVIDED = replace(
-    CONFIG, workers=(("prefill-0", P), ("decode-0", D)), ranks_per_machine=2, decode_ranks=4
+DIVIDED = changed(
+    CONFIG, first=(("prefill-0", P), ("decode-0", D)), ranks_per_machine=2, decode_ranks=4
 )
 PAIRS = tuple(Machine(name, f"h-{name}", 32.0, 2.0) for name in "abc")
 
@@ -155,7 +151,7 @@ def test_the_next_controller_knows_all_machines_of_a_worker() -> None:
     script.bring_up("decode-0", 1)
     effects = script.controller.receive(0.0, SetRole("decode-0", P))
     (kept,) = [effect.kept for effect in effects if isinstance(effect, Record)]
-    next_one = Controller(replace(DIVIDED, kept=kept))
+    next_one = Controller(changed(DIVIDED, kept=kept))
     next_one.start(0.0)
     assert next_one.workers["decode-0"].machines == ("a", "b")
     view = cluster_view(next_one, ControllerStatus(known=True), {}, "h", "http")
@@ -163,7 +159,7 @@ def test_the_next_controller_knows_all_machines_of_a_worker() -> None:
 
 
 def test_without_gpus_ranks_are_divided_too() -> None:
-    config = replace(DIVIDED, ranks_per_machine=1, decode_ranks=3, use_gpus=False)
+    config = changed(DIVIDED, ranks_per_machine=1, decode_ranks=3, use_gpus=False)
     machines = tuple(replace(machine, num_gpus=0.0) for machine in PAIRS)
     assert starts(Script(config, machines).first)["decode-0"] == (3, "a", ("b", "c"))
     script = Script(config, machines[:2])

@@ -11,7 +11,7 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.workers import DesiredWorker
-from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.engine.stats import Role
 from kvrelay.worker.kv_plan import GIB, plan_kv
 from kvrelay.worker.spec import WorkerSpec
@@ -27,8 +27,8 @@ def spec_of(
     plan = plan_kv(MODEL, config.engine, "float32")
     start = StartWorker("decode-0", role, 1, "m", num_ranks, further)
     workers = [DesiredWorker("decode-0", role=role, num_ranks=num_ranks, machine_id="m")]
-    model = PreparedModel(Path("model"), MODEL, "m", 100, plan)
-    return worker_spec(start, "c", config, model, {"m": machine}, workers)
+    models = PreparedModels({"": PreparedModel(Path("model"), MODEL, "m", 100, plan)})
+    return worker_spec(start, "c", config, models, {"m": machine}, workers)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.BOTH])

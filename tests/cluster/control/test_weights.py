@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.messages import (
     Checkpoint,
     MachinesChanged,
     ModelWeights,
-    PauseModel,
     Record,
     StartWorker,
-    UpdateModel,
     WorkerLost,
 )
 from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.orders import PauseModel, UpdateModel
 from kvrelay.cluster.processes.kept_weights import KeptWeights
 from kvrelay.cluster.status import ControllerStatus, WeightsStatus
 from kvrelay.engine.model.checkpoint.version import read_version
@@ -36,17 +36,18 @@ from kvrelay.engine.weights import (
 )
 from kvrelay.router.messages import WorkerUp
 from kvrelay.worker.messages import PeersUpdated, StartFailed, WorkerStarted
-from tests.cluster.control.test_controller import CONFIG, ONE, ROUTER, Script, info, of
+from tests.cluster.control.configs import changed
+from tests.cluster.control.test_controller import CONFIG, ONE, Script, info, of
 
 BASE, NEW, NEWER = (WeightVersion(n, n.encode(), f"/{n}") for n in ("base", "new", "newer"))
-ROUTERS = (replace(ROUTER, protocol=3),)
-PAIR = replace(CONFIG, routers=ROUTERS)
 
 
 class Rollouts(Script):
     """Two workers that are up, and the one that is asked."""
 
-    def __init__(self, config: ControllerConfig = PAIR) -> None:
+    protocol = 3
+
+    def __init__(self, config: ControllerConfig = CONFIG) -> None:
         self.asked: list[tuple[str, UpdateWeights]] = []
         self.kept = Checkpoint()
         super().__init__(config)
@@ -84,6 +85,10 @@ class Rollouts(Script):
         me = ControllerStatus(known=True)
         (shown,) = cluster_view(self.controller, me, {}, "h", "http").weights
         return shown
+
+
+class Earlier(Rollouts):
+    protocol = 1
 
 
 def test_one_worker_after_the_other_has_the_new_weights_and_then_they_are_current() -> None:
@@ -173,7 +178,7 @@ def test_the_next_controller_goes_on_and_asks_all_that_it_adopts() -> None:
     before.answer()
     script = Rollouts.__new__(Rollouts)
     script.now, script.asked, script.kept = 0.0, [], before.kept
-    script.controller = Controller(replace(PAIR, kept=before.kept))
+    script.controller = Controller(changed(CONFIG, kept=before.kept))
     script.controller.start(0.0)
     script.say(MachinesChanged(ONE))
     for worker in ("prefill-0", "decode-0"):
@@ -188,7 +193,7 @@ def test_orders_that_cannot_be_followed_are_refused_in_words() -> None:
     assert "none were changed yet" in script.view.why
     script.order(WeightVersion("base", b"other", "/other"))
     assert "that of other weights" in script.view.why
-    earlier = Rollouts(CONFIG)
+    earlier = Earlier()
     earlier.order()
     assert earlier.view.why == "router-0: of an earlier version; restart them first"
     assert earlier.asked == []

@@ -11,22 +11,25 @@ import pytest
 from msgspec import structs
 
 from kvrelay.cluster.control.autoscaling import LogScaling
-from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
+    AdoptRouter,
     AdoptWorker,
     Checkpoint,
     MachinesChanged,
     Record,
     RequestMachines,
     RestartWorker,
+    RouterStarted,
     ScalingReport,
     SendPeers,
-    SetRole,
     StartWorker,
     StopWorker,
     WorkerLost,
 )
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.processes import asked_machines
 from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.backoff import Backoff
@@ -36,6 +39,7 @@ from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDown, Worker
 from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen
 from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
+from tests.cluster.control.configs import changed, made
 from tests.cluster.control.test_controller import info
 from tests.cluster.scaling.provider_contract import *  # noqa: F403
 from tests.cluster.scaling.provider_contract import state_of
@@ -44,7 +48,7 @@ ROUTER = Peer("router-0", "h0", 1, 1)
 SCALING = ScalingConfig(
     enabled=True, min_workers=0, max_workers=8, tick_s=0.5, start_s=5.0, pending_timeout_s=20.0
 )
-CONFIG = ControllerConfig(workers=(), routers=(ROUTER,), scaling=SCALING, backoff_s=1.0)
+CONFIG = made(first=(), routers=(ROUTER.node,), scaling=SCALING, backoff_s=1.0)
 
 
 class ControlledWorld:
@@ -69,8 +73,9 @@ class ControlledWorld:
     def begin(self, config: ControllerConfig) -> None:
         """A controller comes, perhaps after another one."""
         self._life += 1
-        self.controller = Controller(replace(config, kept=self.kept), wall=lambda: 1e9 + self.now)
+        self.controller = Controller(changed(config, kept=self.kept), wall=lambda: 1e9 + self.now)
         self.perform(self.controller.start(self.now))
+        self.say(RouterStarted(ROUTER, 8000))
         self.say(MachinesChanged((Machine("m", "h", 8.0),)))
 
     @property
@@ -116,6 +121,8 @@ class ControlledWorld:
                 case StartWorker(worker, _, epoch):
                     started = WorkerStarted(info(worker, epoch), "h", 100, took_s=self.took_s)
                     self.say(started, self.start_s)
+                case AdoptRouter():
+                    pass  # it says so anyway
                 case AdoptWorker(worker, epoch, _, _, _):
                     started = WorkerStarted(info(worker, epoch), "h", 100, took_s=self.took_s)
                     self.say(started, self.adopted_s)
@@ -197,7 +204,7 @@ def test_one_that_is_never_empty_goes_in_the_end(world: ControlledWorld) -> None
     worker = world.up()
     world.live_requests[worker] = 1
     world.provider.drain(worker)
-    world.pass_time(CONFIG.drain_timeout_s + 1)
+    world.pass_time(CONFIG.models[""].drain_timeout_s + 1)
     known = state_of(world, worker)
     assert known.state is State.GONE
     assert "600" in known.reason
@@ -234,7 +241,7 @@ def test_a_start_takes_what_the_first_workers_took() -> None:
     from that tick on, and one that was adopted from its adoption."""
     scaling = structs.replace(SCALING, min_workers=1, start_s=60.0)
     first = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
-    config = replace(CONFIG, scaling=scaling, workers=first)
+    config = changed(CONFIG, scaling=scaling, first=first)
     world = ControlledWorld(config)
     world.pass_time(2 * world.start_s)
     assert world.provider.workers()[0].state is State.UP
@@ -334,7 +341,7 @@ def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None
 
 
 def test_reports_of_routers_that_are_gone_do_not_make_measurements_old() -> None:
-    world = ControlledWorld(replace(CONFIG, scaling=SCALING))
+    world = ControlledWorld(changed(CONFIG, scaling=SCALING))
     gone = RouterSeen("router-9", 0.0, {40: 1}, {}, 0, 0, 0, 1)
     world.say(ScalingReport(gone, ()))
     for _ in range(20):
@@ -348,7 +355,7 @@ def test_machines_are_asked_for_once_for_each_number() -> None:
     scaling = ScalingConfig(
         enabled=True, min_workers=3, max_workers=8, tick_s=0.5, workers_per_machine=2
     )
-    world = ControlledWorld(replace(CONFIG, scaling=scaling, workers_per_machine=2))
+    world = ControlledWorld(changed(CONFIG, scaling=scaling, workers_per_machine=2))
     world.pass_time(3)
     assert world.of(RequestMachines) == [RequestMachines(2)]
     states = sorted(each.state for each in world.provider.workers())
@@ -380,7 +387,7 @@ def test_one_that_is_restarted_waits_for_its_requests_only_so_long(world: Contro
     worker = world.up()
     world.live_requests[worker] = 1
     world.say(RestartWorker(worker, "an operator asks"))
-    world.pass_time(CONFIG.restart_drain_s + 3 + world.start_s)
+    world.pass_time(CONFIG.models[""].restart_drain_s + 3 + world.start_s)
     assert world.controller.workers[worker].epoch == 2
 
 
@@ -408,8 +415,8 @@ def test_machines_are_given_back_with_the_last_worker_and_by_who_comes_after() -
         enabled=True, min_workers=1, max_workers=8, tick_s=0.5, workers_per_machine=2
     )
     idle = structs.replace(scaling, min_workers=0)
-    none = replace(CONFIG, scaling=idle, workers_per_machine=2)
-    world = ControlledWorld(replace(none, scaling=scaling))
+    none = changed(CONFIG, scaling=idle, workers_per_machine=2)
+    world = ControlledWorld(changed(none, scaling=scaling))
     world.pass_time(3)
     assert world.of(RequestMachines) == [RequestMachines(1)]
     world.effects.clear()
@@ -429,10 +436,10 @@ def test_who_comes_after_and_does_not_scale_gives_machines_back() -> None:
     scaling = ScalingConfig(
         enabled=True, min_workers=1, max_workers=8, tick_s=0.5, workers_per_machine=2
     )
-    world = ControlledWorld(replace(CONFIG, scaling=scaling, workers_per_machine=2))
+    world = ControlledWorld(changed(CONFIG, scaling=scaling, workers_per_machine=2))
     world.pass_time(3)
     world.effects.clear()
-    world.begin(replace(CONFIG, scaling=None))
+    world.begin(changed(CONFIG, scaling=None))
     assert world.of(RequestMachines) == [RequestMachines(0)]
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.cluster.api.openai.schema import MAX_PROMPT_LOGPROBS, MAX_SCORED_TOKENS
-from kvrelay.cluster.control.messages import ScalingReport, SetRole
+from kvrelay.cluster.control.messages import ScalingReport
+from kvrelay.cluster.orders import SetRole
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.messages import Abort, TokenDeltas

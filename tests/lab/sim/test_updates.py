@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from msgspec import structs
 
-from kvrelay.cluster.control.messages import UpdateModel
+from kvrelay.cluster.orders import UpdateModel
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.engine.weights import UpdateMode

@@ -16,6 +16,7 @@ from kvrelay.cluster.api.console.routes import Console
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.orders import Order, SetRole, UnknownWorker
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.stats import Role
@@ -63,6 +64,14 @@ class Fleet:
             raise KeyError([w["worker"] for w in self.workers])
         was, found["role"] = Role(found["role"]), str(role)
         return was
+
+    async def order(self, order: Order) -> dict[str, Any]:
+        if not isinstance(order, SetRole):
+            return {}
+        try:
+            return {"was": self.set_role(order.worker, order.role)}
+        except KeyError as error:
+            raise UnknownWorker(str(error)) from None
 
     def status(self) -> ClusterStatus:
         self.num_calls += 1
@@ -258,7 +267,7 @@ def demo(tokenizer: Tokenizer, num_workers: int, **context: Any) -> Iterator[tup
     tokens = [*tokenizer.encode(ANSWER), tokenizer.eos_token_ids[0]]
     router = DemoRouter(tokens, names=("decode-0", "decode-1", "decode-2"))
     router.sessions = demo_sessions()
-    given: dict[str, Any] = {"set_role": fleet.set_role, **context}
+    given: dict[str, Any] = {"order": fleet.order, **context}
     began = Console.start
 
     def start(console: Console) -> None:

@@ -25,7 +25,6 @@ from kvrelay.cluster.cli.client import status
 from kvrelay.cluster.cli.operate import audit, role
 from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config
 from kvrelay.engine.settings import OPERATIONS_KEY_FILE
-from kvrelay.engine.stats import Role
 from kvrelay.router.messages import SessionReply
 from tests.cluster.api.conftest import Served, found_by_commands, serve
 from tests.cluster.api.http.unauthenticated import attack
@@ -41,7 +40,7 @@ CALLS = [
 
 def server(tokenizer: Tokenizer, **settings: Any) -> Any:
     tenants = Tenants.of((TenantEntry("red", keys=("red-key",)),), b"a secret")
-    context = {"tenants": tenants, "set_role": lambda worker, role: Role.BOTH}
+    context = {"tenants": tenants}
     return serve(tokenizer, ApiSettings(**settings), context=context)
 
 
@@ -68,20 +67,15 @@ def ask(
 class Orders(list[Any]):
     """What a server was asked to do, by whoever came through."""
 
-    def take(self, *order: Any) -> Any:
+    async def take(self, order: Any) -> dict[str, Any]:
         self.append(order)
-        return Role.BOTH
-
-    async def take_weights(self, *order: Any) -> None:
-        self.append(order)
+        return {}
 
 
 def test_who_has_no_key_operates_nothing_however_its_sockets_end(tokenizer: Tokenizer) -> None:
     """Where a call comes from does not count: neither its address nor its user."""
     orders = Orders()
-    context: dict[str, Any] = dict.fromkeys(("order", "set_role", "change_models"), orders.take)
-    context |= {"pause": orders.take, "change_weights": orders.take_weights}
-    with serve(tokenizer, ApiSettings(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context={"order": orders.take}) as served:
         assert attack(served.port, 1) == []
         assert served.http.get("/status").status_code == 200  # all calls before it are over
         assert orders == []

@@ -10,10 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.cluster.api.context import ApiSettings
-from kvrelay.cluster.api.operator import ControllerAway, Service
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.operate import drain, restart
-from kvrelay.engine.stats import Role
+from kvrelay.cluster.orders import ControllerAway, Order, Service, ServiceRequest
 from tests.cluster.api.conftest import MODEL, Served, serve
 
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
@@ -26,6 +25,12 @@ class Operated:
         self.operations: Any = SimpleNamespace()
         self.orders: list[Service] = []
 
+    async def order(self, order: Order) -> dict[str, Any]:
+        if not isinstance(order, ServiceRequest):
+            raise ControllerAway
+        self.orders.append(order.service)
+        return {}
+
 
 @pytest.fixture(scope="module")
 def operated() -> Operated:
@@ -34,14 +39,7 @@ def operated() -> Operated:
 
 @pytest.fixture(scope="module")
 def server(tokenizer: Tokenizer, operated: Operated) -> Iterator[Served]:
-    def set_role(worker: str, role: Role) -> Role:
-        raise ControllerAway
-
-    context: dict[str, Any] = {
-        "order": operated.orders.append,
-        "set_role": set_role,
-    }
-    with serve(tokenizer, ApiSettings(), context=context) as running:
+    with serve(tokenizer, ApiSettings(), context={"order": operated.order}) as running:
         operated.operations = running.ctx.operations
         yield running
 

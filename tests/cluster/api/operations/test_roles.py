@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.operate import role
+from kvrelay.cluster.orders import SetRole, UnknownWorker
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import STATUS, Served, cluster_status, serve
@@ -31,12 +32,13 @@ class Workers:
         self.num_decoding = {"decode-0": [3], "prefill-0": [0]}  # in one status after the other
         self.is_heard = True  # by the router, whose status is shown
 
-    def set_role(self, worker: str, role: Role) -> Role:
-        if worker not in self.roles:
-            raise KeyError(sorted(self.roles))
-        self.told.append((worker, role))
-        was, self.roles[worker] = self.roles[worker], role
-        return was
+    async def order(self, order: SetRole) -> dict[str, Any]:
+        if order.worker not in self.roles:
+            there = ", ".join(sorted(self.roles)) or "none"
+            raise UnknownWorker(f"There is no worker {order.worker!r}; there are: {there}")
+        self.told.append((order.worker, order.role))
+        was, self.roles[order.worker] = self.roles[order.worker], order.role
+        return {"was": was}
 
     def status(self) -> ClusterStatus:
         workers = []
@@ -52,7 +54,7 @@ class Workers:
 @pytest.fixture(scope="module")
 def both(tokenizer: Tokenizer) -> Iterator[tuple[Served, Workers]]:
     workers = Workers()
-    with serve(tokenizer, ApiSettings(), context={"set_role": workers.set_role}) as served:
+    with serve(tokenizer, ApiSettings(), context={"order": workers.order}) as served:
         served.ctx.operations.status = workers.status
         yield served, workers
 

@@ -11,8 +11,8 @@ import pytest
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.openai.generation import usage_of_weights
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.orders import OrderRefused, PauseModel, UpdateModel
 from kvrelay.cluster.status import ClusterStatus
-from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from tests.cluster.api.conftest import STATUS, Served, cluster_status, serve
 
@@ -22,16 +22,14 @@ class Orders:
         self.given: list[Any] = []
         self.paused: PauseMode | None = None
 
-    async def change(
-        self, model: str, path: str | None, name: str, mode: UpdateMode
-    ) -> WeightVersion | None:
-        if path == "/none":
-            raise ModelError("/none is no folder")
-        self.given.append((path, name, mode))
-        return None if path is None else WeightVersion(name or "ab12", b"\xab\x12", path)
-
-    def pause(self, model: str, mode: PauseMode | None) -> None:
-        self.paused = mode
+    async def order(self, order: UpdateModel | PauseModel) -> dict[str, Any]:
+        if isinstance(order, PauseModel):
+            self.paused = order.mode
+            return {}
+        if order.version.path == "/none":
+            raise OrderRefused("'path': /none is no folder")
+        self.given.append((order.version, order.mode, order.back))
+        return {"name": "v2", "digest": "ab12"}
 
     def status(self) -> ClusterStatus:
         row = {"model": "", "number": 1, "state": "done", "current": "v2", "mode": "drain"}
@@ -42,8 +40,7 @@ class Orders:
 @pytest.fixture(scope="module")
 def both(tokenizer: Tokenizer) -> Iterator[tuple[Served, Orders]]:
     orders = Orders()
-    context = {"change_weights": orders.change, "pause": orders.pause}
-    with serve(tokenizer, ApiSettings(), context=context) as served:
+    with serve(tokenizer, ApiSettings(), context={"order": orders.order}) as served:
         served.ctx.operations.status = orders.status
         yield served, orders
 
@@ -55,8 +52,8 @@ def test_an_update_is_begun_and_its_version_named(both: tuple[Served, Orders]) -
     assert (answer.json()["name"], answer.json()["digest"]) == ("v2", "ab12")
     assert served.post({"back": True}, "/v1/weights").status_code == 202
     assert orders.given == [
-        ("/v2", "v2", UpdateMode.DRAIN),
-        (None, "", UpdateMode.RECOMPUTE),
+        (WeightVersion("v2", path="/v2"), UpdateMode.DRAIN, False),
+        (WeightVersion(), UpdateMode.RECOMPUTE, True),
     ]
     (row,) = served.http.get("/v1/weights").json()["data"]
     assert (row["current"], row["state"]) == ("v2", "done")
