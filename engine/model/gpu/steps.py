@@ -20,7 +20,7 @@ from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device_memory import DeviceMemory
 from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
-from kvrelay.engine.model.gpu.sampling import Draws, draw, draw_values
+from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.gpu.staging import stage, stage_arrays
 from kvrelay.engine.model.sampling.sampler import Masks, is_plain, not_sampled, read_prompts, sample
 from kvrelay.engine.request import PromptOutputs, SamplingParams
@@ -161,9 +161,7 @@ class GpuSteps:
 
     def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
         """A token per row as if all were plain; waits for them."""
-        last = np.array([seq.start + len(seq.tokens) - 1 for seq in seqs], np.int64)
-        values = draw_values([seq.sampling for seq in seqs])
-        draws = Draws(**stage_arrays({**values, "position": last}, self._device))
+        draws = stage_arrays(draws_of(seqs), self._device)
         out = torch.empty(len(seqs), dtype=torch.int64, device=self._device)
         draw(logits.contiguous(), draws, out)
         return out.tolist()
