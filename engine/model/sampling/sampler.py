@@ -47,7 +47,7 @@ DRAW = np.dtype(
     [
         ("temperature", np.float64),  # 0: greedy
         ("seed", np.int64),
-        ("position", np.int64),  # of the token that is drawn
+        ("position", np.int64),  # where the token that is drawn comes
         ("mask", np.uint64),  # address of a bit for each token; 0: all may come
         *((name, type(value)) for name, value in zip(NARROWING, _ALL, strict=True)),
     ]
