@@ -8,7 +8,7 @@ computes its logits. Token ids outside the vocabulary are ignored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -80,16 +80,14 @@ class BadWords(Edit):
     parameters = ("bad_words",)
 
     def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> Taken:
-        ids = _known(self._lasts(seq), row)
+        lasts, context = list[int](), seq.context
+        for *begin, last in seq.sampling.bad_words:
+            if len(begin) <= _num_output(seq) and context[len(context) - len(begin) :] == begin:
+                lasts.append(last)
+        ids = _known(lasts, row)
         taken = ids, row[ids]
         row[ids] = -torch.inf
         return taken
-
-    def _lasts(self, seq: ScheduledSeq) -> Iterator[int]:
-        for *begin, last in seq.sampling.bad_words:
-            at = len(seq.context) - len(begin)
-            if len(begin) <= _num_output(seq) and seq.context[at:] == begin:
-                yield last
 
 
 class MinTokens(Edit):

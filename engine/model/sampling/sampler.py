@@ -119,15 +119,18 @@ def sample(
     overwritten. window: penalties count the last `window` tokens, all that such a model attends to;
     0: all. Otherwise an endless text would in the end have every token penalized. masks: as of
     `Grammars.masks`, a row each. An edit that fails is its own row's."""
-    raw = {row: logits[row].clone() for row, seq in enumerate(seqs) if _is_reported(seq)}
+    raw = {
+        row: logits[row].clone()
+        for row, seq in enumerate(seqs)
+        if seq.sampling.logprobs is not None
+    }
     if masks is not None:
         logits.masked_fill_(~allowed(masks, logits), -torch.inf)
     found: list[Sampled | None] = [None] * len(seqs)
     for row, seq in enumerate(seqs):
-        if is_plain(seq):
-            continue
         try:
-            edit(logits[row], seq, window)
+            if not is_plain(seq):
+                edit(logits[row], seq, window)
         except Exception as error:
             logger.exception("%s: its logits cannot be edited", seq.request_id)
             found[row] = not_sampled(error)
@@ -148,16 +151,10 @@ def not_sampled(error: Exception | None = None) -> Sampled:
 def _sampled(token: int, raw: torch.Tensor | None, seq: ScheduledSeq) -> Sampled:
     if token == NO_TOKEN:
         return not_sampled()
-    return Sampled(token, None if raw is None else _logprobs(raw, token, seq.sampling))
-
-
-def _is_reported(seq: ScheduledSeq) -> bool:
-    return seq.sampling.logprobs is not None
-
-
-def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
-    count, ids = sampling.logprobs or 0, sampling.logprob_token_ids
-    return token_logprobs(raw.unsqueeze(0), [token], count, ids)[0]
+    if raw is None:
+        return Sampled(token)
+    count, ids = seq.sampling.logprobs or 0, seq.sampling.logprob_token_ids
+    return Sampled(token, token_logprobs(raw.unsqueeze(0), [token], count, ids)[0])
 
 
 def allowed(masks: np.ndarray, like: torch.Tensor) -> torch.Tensor:
