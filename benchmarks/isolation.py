@@ -63,7 +63,7 @@ def _is_bad(seq: ScheduledSeq) -> bool:
 @contextmanager
 def faults(kind: str) -> Iterator[None]:
     """While it lasts, bad requests raise in the part of a step that `kind` says."""
-    follow, edit, run_pass = Grammars._follow, sampler._edit, ModelRunner._run
+    follow, edit, run_pass = Grammars._follow, sampler.edit, ModelRunner._run
 
     def failing_follow(self: Grammars, seq: ScheduledSeq) -> None:
         if kind == "grammar" and _is_bad(seq):
@@ -82,7 +82,7 @@ def faults(kind: str) -> Iterator[None]:
 
     with (
         patch.object(Grammars, "_follow", failing_follow),
-        patch.object(sampler, "_edit", failing_edit),
+        patch.object(sampler, "edit", failing_edit),
         patch.object(ModelRunner, "_run", failing_pass),
     ):
         yield

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from enum import StrEnum
-from typing import Any
+from enum import Enum, StrEnum
+from operator import attrgetter
+from typing import Annotated, Any, get_type_hints
 
 from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
@@ -77,26 +78,51 @@ class ReasoningBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """Clients may give the field, which is a number: chats, completions and responses have it with
+    its name, type and default. (`/v1/messages` has what Anthropic says.)"""
+
+    least: float
+    most: float | None = None  # None: no bound
+    recommended: bool = False  # a model's files may have another default
+    gguf: str = ""  # its name in a GGUF file, where that is another
+    in_vllm: bool = True  # which calls it the same; False: its workers refuse the request
+
+
+class Effect(Enum):
+    """What a field that is not at its default does to the logits."""
+
+    NARROWS = "fewer tokens may be drawn"  # a column of every draw: torch's, C's and Triton's
+    EDITS = "some are changed"  # by an `Edit`: the row is sampled by torch
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen, and what else is wanted. Randomness is a pure function of
-    `(seed, position)`."""
+    `(seed, position)`.
+
+    What the API takes of a number, and what the engine does with it, stands beside its type: the
+    bodies of requests, the defaults of models, vLLM's parameters and draws take it from here."""
 
     max_tokens: int = 16
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    temperature: Annotated[float, Number(0, 2, recommended=True, gguf="temp")] = 1.0  # 0 is greedy
+    top_p: Annotated[float, Number(0, 1, recommended=True), Effect.NARROWS] = 1.0
+    top_k: Annotated[int, Number(-1, recommended=True), Effect.NARROWS] = 0  # 0, -1: all
+    min_p: Annotated[float, Number(0, 1, recommended=True), Effect.NARROWS] = 0.0
+    # Below 0.01 logits would become so large that they are no numbers any more.
+    repetition_penalty: Annotated[float, Number(0.01, 10, recommended=True), Effect.EDITS] = 1.0
+    presence_penalty: Annotated[float, Number(-2, 2), Effect.EDITS] = 0.0
+    frequency_penalty: Annotated[float, Number(-2, 2), Effect.EDITS] = 0.0
+    logit_bias: Annotated[dict[int, float], Effect.EDITS] = field(default_factory=dict)
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Number(0)] = 0
     seed: int = 0
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: of these instead of the k best
-    allowed_token_ids: tuple[int, ...] = ()  # no other may come; empty: all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that may not follow each other in outputs
+    # No other may come; empty: all.
+    allowed_token_ids: Annotated[tuple[int, ...], Effect.EDITS] = ()
+    # Tokens that may not follow each other in outputs.
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Effect.EDITS] = ()
     grammar: str = ""  # that the output has to match, as of `llguidance`; empty: none
     reasoning: ReasoningBudget | None = None  # None: without bound
     prediction: tuple[int, ...] = ()  # tokens that the output may well have: drafts come of them
@@ -131,14 +157,23 @@ class SamplingParams:
         return (
             self.logprobs is None
             and not self.reads_prompt
-            and not self.logit_bias
-            and not self.allowed_token_ids
-            and not self.bad_words
-            and self.repetition_penalty == 1.0
-            and not self.presence_penalty
-            and not self.frequency_penalty
+            and _edits(self) == _NO_EDITS
             and not self.must_go_on(num_output_tokens)
         )
+
+
+_NOTES = {
+    name: getattr(hint, "__metadata__", ())
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+}
+NUMBERS = {
+    name: note for name, notes in _NOTES.items() for note in notes if isinstance(note, Number)
+}
+NARROWING = tuple(name for name, notes in _NOTES.items() if Effect.NARROWS in notes)
+EDITING = tuple(name for name, notes in _NOTES.items() if Effect.EDITS in notes)
+DEFAULTS = SamplingParams()
+_edits = attrgetter(*EDITING)
+_NO_EDITS = _edits(DEFAULTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from kvrelay.engine.model.gpu.latent import latent_decode, latent_prefill
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
-from kvrelay.engine.model.gpu.sampling import Draws, draw
+from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import (
     GATED_DELTA_NET,
@@ -45,6 +45,8 @@ from kvrelay.engine.model.state_layout import (
 )
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
+from kvrelay.engine.request import DEFAULTS
+from kvrelay.engine.step import ScheduledSeq
 from kvrelay.kvtransfer.checksum import head_weights
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.movers.checksum_kernels import Checksums
@@ -100,6 +102,10 @@ def _compile(kernel: JITFunction, args: tuple, kwargs: dict[str, Any], target: G
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, tuple):
+            signature[param.name] = type(value)(*(TYPES[each.dtype] for each in value))
+            for at in range(len(value)):
+                attributes[(index, at)] = [["tt.divisibility", 16]]
         else:
             signature[param.name] = "i32"
             if value % 16 == 0 and not param.do_not_specialize:
@@ -203,9 +209,9 @@ def experts() -> Callable[[], None]:
 
 
 def drawing() -> Callable[[], None]:
-    kinds = (torch.float32, torch.float64, torch.float32, torch.int32, torch.int64, torch.int64)
-    draws = Draws(*(torch.zeros(4, dtype=kind) for kind in kinds))
-    return lambda: draw(torch.zeros(4, 128_256), draws, torch.zeros(4, dtype=torch.int64))
+    rows = [ScheduledSeq("", [0], 0, [0], True, DEFAULTS, [0], 1)] * 4
+    draws = {name: torch.from_numpy(each) for name, each in draws_of(rows).items()}
+    return lambda: draw(torch.zeros(4, 128_256), draws, draws["seed"])
 
 
 ROWS = torch.zeros(4, 4096, dtype=torch.bfloat16)

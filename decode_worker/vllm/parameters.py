@@ -6,10 +6,7 @@ import json
 from hashlib import blake2b
 from typing import Any
 
-from kvrelay.engine.request import SamplingParams
-
-PENALTY = 2.0  # the most that vLLM takes, up or down
-BIAS = 100.0  # likewise
+from kvrelay.engine.request import DEFAULTS, NUMBERS, SamplingParams
 
 
 def unsupported(sampling: SamplingParams) -> str:
@@ -22,6 +19,9 @@ def unsupported(sampling: SamplingParams) -> str:
         return "bad_words"
     if sampling.grammar and not structure(sampling.grammar):
         return "a grammar of several parts, as tool calls beside reasoning need"
+    for name, number in NUMBERS.items():
+        if not number.in_vllm and getattr(sampling, name) != getattr(DEFAULTS, name):
+            return name
     return ""
 
 
@@ -56,16 +56,11 @@ def options(sampling: SamplingParams, num_output_tokens: int, *, sent: bool) -> 
     if num_output_tokens:  # else it would draw again as at the beginning
         drawn = f"{seed} {num_output_tokens}".encode()
         seed = int.from_bytes(blake2b(drawn, digest_size=7).digest())
+    numbers = {name: getattr(sampling, name) for name, each in NUMBERS.items() if each.in_vllm}
     found: dict[str, Any] = {
+        **numbers,
         "max_tokens": sampling.max_tokens - num_output_tokens,
         "min_tokens": max(0, sampling.min_tokens - num_output_tokens),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": max(-PENALTY, min(PENALTY, sampling.presence_penalty)),
-        "frequency_penalty": max(-PENALTY, min(PENALTY, sampling.frequency_penalty)),
         "seed": seed & (1 << 63) - 1,
         "stop_token_ids": list(sampling.stop_token_ids),
         "logprobs": sampling.logprobs,
@@ -73,8 +68,7 @@ def options(sampling: SamplingParams, num_output_tokens: int, *, sent: bool) -> 
     if not sent:
         found["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.logit_bias:
-        bias = sampling.logit_bias.items()
-        found["logit_bias"] = {token: max(-BIAS, min(BIAS, value)) for token, value in bias}
+        found["logit_bias"] = dict(sampling.logit_bias)
     if sampling.allowed_token_ids:
         found["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if sampling.logprob_token_ids:

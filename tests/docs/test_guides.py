@@ -31,6 +31,7 @@ MOST_FILES = {
     "api-endpoint": 2,
     "routing-term": 3,
     "kv-tier": 4,
+    "sampling-parameter": 5,
 }
 
 

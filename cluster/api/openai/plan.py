@@ -8,36 +8,30 @@ draws the same tokens.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from typing import Any
 
 from kvrelay.cluster.api.constraints.calls import Before, answer_grammar, call_grammar
 from kvrelay.cluster.api.constraints.grammar import grammar_of, tokens_named
 from kvrelay.cluster.api.constraints.schema import SchemaError
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
-from kvrelay.cluster.api.limiter import LimitReached, caller_name
-from kvrelay.cluster.api.openai.schema import ChatRequest, GenerationRequest
-from kvrelay.cluster.api.output.marked_calls import Harmony
-from kvrelay.engine.model.sampling.vocabulary import GrammarError
-
-if TYPE_CHECKING:
-    from kvrelay.cluster.api.output.dialect import Reading
-
-import secrets
-from dataclasses import replace
-from hashlib import blake2b
-from typing import Any
-
 from kvrelay.cluster.api.incoming import check_token_ids
+from kvrelay.cluster.api.limiter import LimitReached, caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Plan
 from kvrelay.cluster.api.openai.schema import (
     MAX_SCORED_TOKENS,
+    ChatRequest,
     CompletionRequest,
+    GenerationRequest,
     ModelRequest,
 )
 from kvrelay.cluster.api.output.dialect import Reading
+from kvrelay.cluster.api.output.marked_calls import Harmony
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.cluster.api.text.chat_template import TemplateOptions
 from kvrelay.cluster.api.text.detokenizer import Decoder, Detokenizer
@@ -53,7 +47,10 @@ from kvrelay.cluster.api.text.tokenizer import (
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
 from kvrelay.engine.kv.scope import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.model.sampling.vocabulary import GrammarError
 from kvrelay.engine.request import (
+    DEFAULTS,
+    NUMBERS,
     SPEC_FIELDS,
     ReasoningBudget,
     Refusal,
@@ -62,6 +59,8 @@ from kvrelay.engine.request import (
 )
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.admission.admission import IncomingCall
+
+_log = logging.getLogger("kvrelay.api")
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
@@ -373,37 +372,23 @@ def _sampling(
     num_logprobs: int | None,
     grammar: str,
 ) -> SamplingParams:
-    if request.min_tokens > max_tokens:
+    numbers = _numbers(tokenizer, request)
+    if numbers["min_tokens"] > max_tokens:
         raise invalid(
-            f"'min_tokens': {request.min_tokens} is more than the {max_tokens} tokens that may be "
-            "generated",
+            f"'min_tokens': {numbers['min_tokens']} is more than the {max_tokens} tokens that may "
+            "be generated",
             param="min_tokens",
         )
-
-    def chosen(name: str) -> Any:
-        """What the client asked for, else what the model's makers recommend, else OpenAI's."""
-        value = getattr(request, name)
-        is_given = name in request.model_fields_set
-        return value if is_given else tokenizer.sampling_defaults.get(name, value)
-
     bad_words, allowed = _bad_words(tokenizer, request.bad_words), request.allowed_token_ids or ()
     if allowed and {(token,) for token in allowed} <= set(bad_words):
         raise invalid("'bad_words': they leave none of 'allowed_token_ids'", param="bad_words")
-    top_k = chosen("top_k")
     # What follows a text that is complete matches no grammar.
     ends = () if request.ignore_eos and not grammar else tokenizer.eos_token_ids
     return SamplingParams(
+        **numbers,
         max_tokens=max_tokens,
-        temperature=chosen("temperature"),
-        top_p=max(chosen("top_p"), 1e-6),  # at 0 only the best token is left, as at 1e-6
-        top_k=top_k if 0 < top_k < tokenizer.vocab_size else 0,
-        min_p=chosen("min_p"),
-        repetition_penalty=chosen("repetition_penalty"),
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
         logit_bias=request.logit_bias,
         stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
-        min_tokens=request.min_tokens,
         logprobs=num_logprobs,
         logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
         allowed_token_ids=tuple(dict.fromkeys(allowed)),
@@ -411,6 +396,19 @@ def _sampling(
         grammar=grammar,
         prompt_logprobs=request.prompt_logprobs,
     )
+
+
+def _numbers(tokenizer: Tokenizer, request: GenerationRequest) -> dict[str, Any]:
+    """What the client says, else what the model's makers recommend, else OpenAI's defaults."""
+    found = {}
+    for name in NUMBERS:
+        given = getattr(request, name)
+        default = tokenizer.sampling_defaults.get(name, getattr(DEFAULTS, name))
+        found[name] = default if given is None else given
+    found["top_p"] = max(found["top_p"], 1e-6)  # at 0 only the best token is left, as at 1e-6
+    if not 0 < found["top_k"] < tokenizer.vocab_size:
+        found["top_k"] = 0
+    return found
 
 
 def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -505,9 +503,6 @@ def _plan(
         tells_ids=request.return_token_ids,
         weights=request.weight_version or "",
     )
-
-
-_log = logging.getLogger("kvrelay.api")
 
 
 async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:

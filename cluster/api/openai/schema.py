@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -19,6 +19,7 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 
@@ -26,6 +27,7 @@ from kvrelay.cluster.api.constraints.grammar import KINDS
 from kvrelay.cluster.api.errors import ApiError, invalid
 from kvrelay.cluster.api.openai.tools import ToolCall, ToolChoice, Tools
 from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
+from kvrelay.engine.request import NUMBERS, SamplingParams
 from kvrelay.router.config import MAX_PRIORITY
 
 # vLLM's and SGLang's fields that say what an output matches -> kind.
@@ -227,7 +229,6 @@ def or_default(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-_Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 _TokenIds = Annotated[list[int], Field(max_length=128), FailFast()]
 _ChosenIds = Annotated[list[int], Field(min_length=1, max_length=MAX_BIASES)]
 _LogprobIds = Annotated[list[int], Field(min_length=1, max_length=128)]
@@ -313,31 +314,33 @@ class ModelRequest(BaseModel):
         return self
 
 
-class GenerationRequest(ModelRequest):
+if TYPE_CHECKING:
+    Sampled = BaseModel
+else:  # the numbers of `SamplingParams`, within their bounds; None: as the model's makers say
+    _HINTS = get_type_hints(SamplingParams)
+    Sampled = create_model(
+        "Sampled",
+        **{
+            name: (Annotated[_HINTS[name], Field(ge=number.least, le=number.most)] | None, None)
+            for name, number in NUMBERS.items()
+        },
+    )
+
+
+class GenerationRequest(ModelRequest, Sampled):
     """What both endpoints share that generate."""
 
     fields: ClassVar[Fields]
 
-    temperature: Annotated[float, Field(ge=0, le=2), or_default(1.0)] = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1), or_default(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), or_default(0)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1), or_default(0.0)] = 0.0
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
     stop: Annotated[list[str], BeforeValidator(_stops_of)] = []
     stop_token_ids: Annotated[_TokenIds, or_default([])] = []
     ignore_eos: Flag = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    # Below 0.01 logits would become so large that they are no numbers any more.
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10), or_default(1.0)] = 1.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases_of)] = {}
     bad_words: Annotated[list[str], BeforeValidator(_words_of)] = []
-    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_BIASES)] | None = (
-        None
-    )
+    allowed_token_ids: _ChosenIds | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
     logprob_token_ids: _LogprobIds | None = None
     return_tokens_as_token_ids: Flag = False

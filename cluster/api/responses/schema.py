@@ -15,6 +15,7 @@ from kvrelay.cluster.api.openai.schema import (
     UNREAD_KINDS,
     ChatRequest,
     Message,
+    Sampled,
     build,
     or_default,
 )
@@ -36,14 +37,8 @@ CHAT_NAMES = {
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",
 }
-# Fields that mean in a chat what they mean here. Those of the second row are vLLM's.
-_AS_IN_CHATS = (
-    *("temperature", "top_p", "priority", "service_tier", "seed", "user"),
-    "prompt_cache_retention",
-    *("cache_salt", "kv", "weight_version", "top_k", "min_p", "logit_bias", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "stop", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "structured_outputs", "chat_template_kwargs", "max_tool_calls"),
-)
+# Fields that chats have too, and that are read here. Any other is passed on as it is.
+_OWN = {"tools", "tool_choice", "top_logprobs", "metadata"}
 
 
 def _items_of(given: Any) -> Any:
@@ -83,22 +78,18 @@ class TextOptions(BaseModel):
         return self
 
 
-class CompactRequest(BaseModel):
+class CompactRequest(Sampled):
     """Body of `/v1/responses/compact`: what a summary is made from, and how."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     fields_besides: ClassVar[Fields] = COMPACT
 
     model: str
-    input: Annotated[list[dict[str, Any]], BeforeValidator(_items_of)] = []
+    input: Annotated[list[dict[str, Any]], BeforeValidator(_items_of)] = Field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_id_of)] = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     reasoning: Reasoning | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -109,10 +100,7 @@ class CompactRequest(BaseModel):
     cache_salt: Any = None
     kv: Any = None
     weight_version: Any = None
-    top_k: Any = None
-    min_p: Any = None
     logit_bias: Any = None
-    repetition_penalty: Any = None
     skip_special_tokens: Any = None
     chat_template_kwargs: Any = None
 
@@ -168,19 +156,15 @@ def as_chat(
     if not messages:
         raise invalid("'input': there is nothing to answer", param="input")
     tools, custom, spaces = _tools(request.tools or [])
-    chat: dict[str, Any] = {
-        "model": request.model,
+    shared = ResponsesRequest.model_fields.keys() & ResponsesChat.model_fields.keys() - _OWN
+    chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
+    chat = {name: value for name, value in chat.items() if value is not None} | {
         "messages": messages,
-        "stream": bool(request.stream),
         "prompt_cache_key": request.prompt_cache_key or session,
         "asked": request,
         "custom": custom,
         "spaces": spaces,
-        "parallel_tool_calls": request.parallel_tool_calls,
     }
-    for name in _AS_IN_CHATS:
-        if getattr(request, name) is not None:
-            chat[name] = getattr(request, name)
     if request.max_output_tokens is not None:
         chat["max_completion_tokens"] = request.max_output_tokens
     if LOGPROBS in (request.include or ()):

@@ -31,9 +31,8 @@ from kvrelay.cluster.api.text.chat_template import (
 from kvrelay.cluster.api.text.detokenizer import Decoder
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
 from kvrelay.engine.model.sampling.vocabulary import rename
-from kvrelay.engine.request import Pooling
+from kvrelay.engine.request import NUMBERS, Pooling
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 _FOLLOWERS = ("a", " b", "\n", ".")
 _MARKER = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
@@ -118,7 +117,9 @@ class Tokenizer:
         self.eos_token_ids = self._eos_token_ids(directory)
         generation = _read_json(directory / "generation_config.json")
         self.sampling_defaults: dict[str, float] = {
-            name: generation[name] for name in _SAMPLING if generation.get(name) is not None
+            name: generation[name]
+            for name, number in NUMBERS.items()
+            if number.recommended and generation.get(name) is not None
         }
         pooling = _read_json(directory / "1_Pooling" / "config.json")  # sentence-transformers'
         is_mean = bool(pooling.get("pooling_mode_mean_tokens"))

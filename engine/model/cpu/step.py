@@ -29,7 +29,7 @@ from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import constants, structure
 from kvrelay.engine.model.cpu.linear import ACTIVATIONS
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, address, described_matrix
-from kvrelay.engine.model.sampling.sampler import Masks, is_greedy, is_plain
+from kvrelay.engine.model.sampling.sampler import DRAW, Masks, draw_of, is_plain
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
@@ -41,8 +41,7 @@ from kvrelay.engine.model.weights import (
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import BURST_S, NO_TOKEN, Sampled, ScheduledSeq, Step, verify_drafts
 
-DRAW = np.dtype(structure("Draw"))
-_WORD = (1 << 64) - 1
+assert np.dtype(structure("Draw")) == DRAW, "sampling/api.h has other columns than DRAW"
 
 
 class CpuDraw:
@@ -65,13 +64,6 @@ class CpuDraw:
         )
         drawn: list[int] = tokens.tolist()
         return drawn
-
-
-def draw_of(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int, int]:
-    """Returns the kernel's parameters for a draw without a mask."""
-    s = seq.sampling
-    heat = 0.0 if is_greedy(s) else s.temperature
-    return heat, s.min_p, s.top_p, s.top_k, s.seed & _WORD, len(seq.context), 0
 
 
 _Experts, _Latent = structure("Experts"), structure("Latent")

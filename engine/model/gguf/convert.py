@@ -38,8 +38,7 @@ from tokenizers.models import BPE
 
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.gguf.file import GGUFFile
-
-_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+from kvrelay.engine.request import NUMBERS
 
 
 def convert(
@@ -56,9 +55,9 @@ def convert(
     _write_tokenizer(source, target)
     _write_json(target / "config.json", config | identifiers)
     stated = {
-        name: source.metadata[f"general.sampling.{key}"]
-        for key, name in _SAMPLING.items()
-        if f"general.sampling.{key}" in source.metadata
+        name: source.metadata[key]
+        for name, number in NUMBERS.items()
+        if (key := f"general.sampling.{number.gguf or name}") in source.metadata
     }
     _write_json(target / "generation_config.json", identifiers | sampling | stated)
     _write_weights(source, config, target, progress)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kvrelay.engine.model.batch import Batch, Limits, check_tokens, checked_blocks
 from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.gpu.sampling import Draws, draw, draw_values
+from kvrelay.engine.model.gpu.sampling import COLUMNS, draw, draws_of
 from kvrelay.engine.model.gpu.staging import StaticInputs
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 OWN = -1  # the row follows none: its token is the host's
 NO_SLOT = -1  # the row only fills up a captured size: nothing is written for it
-PARAMETERS = ("seed", "top_p", "top_k", "temperature", "min_p")
 ROWS = 1024  # a program of the kernel has that takes them
 SLOTS = 2  # passes of which the host holds inputs and results: one runs, one waits behind it
 
@@ -66,15 +65,11 @@ class DecodePasses:
                 "tokens": (rows, np.int64),
                 "positions": (rows, np.int64),
                 "slots": (rows, np.int64),
-                "seed": (rows, np.int64),
-                "top_p": (rows, np.float64),
+                **{name: (rows, kind) for name, kind in COLUMNS.items()},
                 "query_start": (rows, np.int32),
                 "query_len": (rows, np.int32),
                 "context_len": (rows, np.int32),
                 "follows": (rows, np.int32),
-                "top_k": (rows, np.int32),
-                "temperature": (rows, np.float32),
-                "min_p": (rows, np.float32),
                 "more_slots": ((limits.num_groups - 1, max_num_seqs), np.int64),
                 "block_tables": ((max_num_seqs, limits.num_groups, width), np.int32),
             },
@@ -136,8 +131,7 @@ class DecodePasses:
         groups = self._limits.num_groups
         host, held, last_params = self._inputs.hosts[slot], self._held[slot], self._params[slot]
         count = 0
-        changed: list[int] = []  # rows whose parameters are others than in the last step
-        params: list[SamplingParams] = []
+        changed: dict[int, ScheduledSeq] = {}  # rows whose parameters are not the last step's
         for seq, blocks in zip(seqs, tables, strict=True):
             for row in range(count, count + len(seq.input_tokens)):
                 if held[row] is not blocks:  # identical as long as nothing changes in it
@@ -145,8 +139,7 @@ class DecodePasses:
                     host["block_tables"][row, :, : len(blocks) // groups] = of_groups
                     held[row] = blocks
                 if last_params[row] is not seq.sampling:
-                    changed.append(row)
-                    params.append(seq.sampling)
+                    changed[row] = seq
             count += len(seq.input_tokens)
         size = self.size_for(count)
         if count == len(seqs):
@@ -169,13 +162,13 @@ class DecodePasses:
         if follows is not None:
             host["follows"][rows] = follows
         if changed:
-            values = draw_values(params)
-            for row, sampling in zip(changed, params, strict=True):
-                last_params[row] = sampling
-            for name, each in values.items():
-                host[name][changed] = each
-        for name in PARAMETERS:
+            for name, each in draws_of([*changed.values()]).items():
+                host[name][[*changed]] = each
+            for row, seq in changed.items():
+                last_params[row] = seq.sampling
+        for name in COLUMNS:
             host[name][rest] = 0
+        host["position"][rows] = starts + 1
         host["block_tables"][rest, :, 0] = 0
         for row in range(count, size):
             held[row] = last_params[row] = None
@@ -260,11 +253,7 @@ class DecodePasses:
             self._drawn, there["follows"], batch.tokens, size, ROWS=ROWS
         )
         self.logits[:size].copy_(self._decoder.forward(batch))
-        draws = Draws(
-            there["temperature"], there["top_p"], there["min_p"], there["top_k"], there["seed"],
-            there["positions"],
-        )  # fmt: skip
-        draw(self.logits[:size], draws, drawn)
+        draw(self.logits[:size], there, drawn)
         if self._group is not None:
             self._group.share(drawn)
 

@@ -9,22 +9,21 @@ computed again in each. The draw is the same race as on the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.model.sampling.sampler import GREEDY_BELOW, LUCKLESS
-from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.step import NO_TOKEN
+from kvrelay.engine.model.sampling.sampler import DRAW, LUCKLESS, draw_of
+from kvrelay.engine.step import NO_TOKEN, ScheduledSeq
 
 BLOCK = 4096
 MAX_FEW = 4096  # tokens of a row that are collected
 _FLOOR, _LOWER, _LOWEST = tl.constexpr(8), tl.constexpr(6), tl.constexpr(26)
 """Floors that are tried: weights of 2 to the power of minus these (first, steps, last)."""
-_WORD, _MOST = (1 << 64) - 1, (1 << 31) - 1
 _ONE = tl.constexpr(0x3F800000)  # bits of 1.0f, the largest weight
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -34,41 +33,26 @@ _GOLDEN_32, _MIX_3, _MIX_4 = (tl.constexpr(x) for x in (0x9E3779B1, 0x7FEB352D, 
 _UNIT, _LUCKLESS = tl.constexpr(2.0**-32), tl.constexpr(LUCKLESS)
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """How each row's token is chosen: [R] each, on the device."""
-
-    temperature: torch.Tensor  # float32; 0: greedy
-    top_p: torch.Tensor  # float64
-    min_p: torch.Tensor  # float32
-    top_k: torch.Tensor  # int32; 0: all
-    seed: torch.Tensor  # int64: the low 64 bits
-    position: torch.Tensor  # int64: of the row's last known token; the drawn one is at the next
+COLUMNS = {name: DRAW[name].type for name in DRAW.names or () if name != "mask"}
+_Draws = namedtuple("_Draws", [*COLUMNS])  # type: ignore[misc]  # the names are DRAW's
 
 
-def draw_values(params: list[SamplingParams]) -> dict[str, np.ndarray]:
-    """What `Draws` holds besides positions, on the host."""
-    greedy = [p.temperature < GREEDY_BELOW or p.top_k == 1 for p in params]
-    heat = [0.0 if cold else p.temperature for p, cold in zip(params, greedy, strict=True)]
-    return {
-        "temperature": np.array(heat, np.float32),
-        "top_p": np.array([p.top_p for p in params], np.float64),
-        "min_p": np.array([p.min_p for p in params], np.float32),
-        "top_k": np.array([min(p.top_k, _MOST) for p in params], np.int32),
-        "seed": np.array([p.seed & _WORD for p in params], np.uint64).view(np.int64),
-    }
+def draws_of(seqs: Sequence[ScheduledSeq]) -> dict[str, np.ndarray]:
+    """`COLUMNS` of rows, on the host."""
+    rows = np.array([draw_of(seq) for seq in seqs], DRAW)
+    return {name: np.ascontiguousarray(rows[name]) for name in COLUMNS}
 
 
-def draw(logits: torch.Tensor, draws: Draws, out: torch.Tensor) -> None:
-    """logits float32 [R, vocab_size], contiguous, are kept; out int64 [R]: NO_TOKEN where some of
-    the row is NaN, or its largest is not finite."""
+def draw(logits: torch.Tensor, draws: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+    """logits float32 [R, vocab_size], contiguous, are kept. draws: `COLUMNS`, [R] each, among
+    others. out int64 [R]: NO_TOKEN where some of the row is NaN, or its largest is not finite."""
     if not len(logits):
         return
     few = torch.empty(2, len(logits), MAX_FEW, dtype=torch.int32, device=logits.device)
     weights, ids = few[0].view(torch.float32), few[1]
+    columns = _Draws(*(draws[name] for name in COLUMNS))
     _draw[(len(logits),)](
-        logits, draws.temperature, draws.top_p, draws.min_p, draws.top_k, draws.seed,
-        draws.position, out, weights, ids, logits.shape[1],
+        logits, columns, out, weights, ids, logits.shape[1],
         BLOCK=BLOCK, MAX_FEW=MAX_FEW, num_warps=8,
     )  # fmt: skip
 
@@ -210,10 +194,7 @@ def _race(
 
 
 @triton.jit
-def _draw(
-    logits, temperatures, top_ps, min_ps, top_ks, seeds, positions, out, weights, ids, vocab,
-    BLOCK: tl.constexpr, MAX_FEW: tl.constexpr,
-):  # fmt: skip
+def _draw(logits, draws, out, weights, ids, vocab, BLOCK: tl.constexpr, MAX_FEW: tl.constexpr):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * vocab
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -229,12 +210,12 @@ def _draw(
     token = tl.min(tl.where(best == largest, best_at, vocab), axis=0)
     is_number = (tl.sum(nan, axis=0) == 0) & (largest > -float("inf")) & (largest < float("inf"))
     token = tl.where(is_number, token, _NO_TOKEN)
-    temperature = tl.load(temperatures + index)
+    temperature = tl.load(draws.temperature + index).to(tl.float32)
     if is_number & (temperature > 0.0):
-        top_k = tl.load(top_ks + index)
-        top_p = tl.load(top_ps + index)
-        bits = tl.minimum(tl.load(min_ps + index), 1.0).to(tl.int32, bitcast=True)
-        key = _key(tl.load(seeds + index), tl.load(positions + index) + 1)
+        top_k, top_p = tl.load(draws.top_k + index), tl.load(draws.top_p + index)
+        min_p = tl.load(draws.min_p + index).to(tl.float32)
+        bits = tl.minimum(min_p, 1.0).to(tl.int32, bitcast=True)
+        key = _key(tl.load(draws.seed + index), tl.load(draws.position + index))
         is_few = tl.full((), 0, tl.int1)
         if (top_k > 0) | (top_p < 1.0):
             zero = tl.full((), 0, tl.int32)

@@ -20,7 +20,7 @@ from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device_memory import DeviceMemory
 from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
-from kvrelay.engine.model.gpu.sampling import Draws, draw, draw_values
+from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.gpu.staging import stage, stage_arrays
 from kvrelay.engine.model.sampling.sampler import Masks, is_plain, not_sampled, read_prompts, sample
 from kvrelay.engine.request import PromptOutputs, SamplingParams
@@ -112,9 +112,8 @@ class GpuSteps:
             if all(map(is_plain, seqs)) and passes.size_for(num_rows):
                 return self._verify(seqs, tables, masks_of)
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
-        plain = [_is_drawn_here(seq) for seq in seqs]
         tokens = passes.begin(seqs, tables)()
-        return self._edited(tokens, passes.logits[: len(seqs)], seqs, plain, masks_of)
+        return self._edited(tokens, passes.logits[: len(seqs)], seqs, masks_of)
 
     def _verify(
         self,
@@ -141,29 +140,21 @@ class GpuSteps:
         batch = stage(host, self._device)
 
         def sampled_of(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
-            tokens = self._draw(logits, seqs)
-            plain = [_is_drawn_here(seq) for seq in seqs]
-            return self._edited(tokens, logits, seqs, plain, masks_of)
+            return self._edited(self._draw(logits, seqs), logits, seqs, masks_of)
 
         if any(seq.outputs_from is not None for seq in step.seqs):
             hidden = self._decoder.hidden_states(batch)
             return read_prompts(step, hidden, self._decoder.logits, sampled_of)
         logits = self._decoder.forward(batch)
-        asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
-        sampled: list[Sampled | None] = [None] * len(step.seqs)
-        if asked:
-            seqs = [step.seqs[index] for index in asked]
-            for index, each in zip(asked, sampled_of(logits, seqs), strict=True):
-                sampled[index] = each
-        elif self._device.type == "cuda":
+        asked = [seq for seq in step.seqs if seq.sample]
+        if not asked and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return sampled, {}
+        sampled = iter(sampled_of(logits, asked) if asked else ())
+        return [next(sampled) if seq.sample else None for seq in step.seqs], {}
 
     def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
         """A token per row as if all were plain; waits for them."""
-        last = np.array([seq.start + len(seq.tokens) - 1 for seq in seqs], np.int64)
-        values = draw_values([seq.sampling for seq in seqs])
-        draws = Draws(**stage_arrays({**values, "position": last}, self._device))
+        draws = stage_arrays(draws_of(seqs), self._device)
         out = torch.empty(len(seqs), dtype=torch.int64, device=self._device)
         draw(logits.contiguous(), draws, out)
         return out.tolist()
@@ -173,12 +164,11 @@ class GpuSteps:
         tokens: list[int],
         logits: torch.Tensor,
         seqs: list[ScheduledSeq],
-        plain: list[bool],
         masks_of: Masks | None,
     ) -> list[Sampled]:
-        """`tokens`, and by the host's sampler those of rows that are not plain."""
+        """`tokens`, and by the host's sampler those of rows that are edited, told or masked."""
         sampled = [Sampled(token) for token in tokens]
-        rows = [row for row, is_so in enumerate(plain) if not is_so]
+        rows = [row for row, seq in enumerate(seqs) if not is_plain(seq) or seq.sampling.is_masked]
         if rows:
             masks = masks_of(seqs)[rows] if masks_of else None
             edited = [seqs[row] for row in rows]
@@ -280,10 +270,6 @@ def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.devic
         more_tables=tables[1:] if more else None,
     )
     return stage(batch, device)
-
-
-def _is_drawn_here(seq: ScheduledSeq) -> bool:
-    return is_plain(seq) and not seq.sampling.is_masked
 
 
 def _rows_of(seq: ScheduledSeq) -> list[ScheduledSeq]:

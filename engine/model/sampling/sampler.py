@@ -1,8 +1,8 @@
 """From logits to tokens.
 
-Order: a grammar's mask, biases, penalties, bans, temperature, then top-k, top-p and min-p, then one
-draw. The bans are: allowed token ids, bad words, stop tokens before min_tokens. The draw is a race:
-each token's time is exponentially distributed at the rate of its weight, and the first one is
+Order: a grammar's mask, edits (`sampling.edits`), temperature, then top-k, top-p and min-p, then
+one draw, here or in C (`cpu/kernels/sampling`) or Triton (`gpu.sampling`). It is a race: each
+token's time is exponentially distributed at the rate of its weight, and the first one is
 drawn. Their luck is a pure function of (seed, position, token), so a continuation on another worker
 draws as this one would have. Two distributions that are alike mostly draw the same token (it is
 the Gumbel-max draw): a last-bit difference in the logits decides no more than ties, and a good
@@ -16,12 +16,21 @@ whole chunk, each as wide as the vocabulary, would be hundreds of MB.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
 
-from kvrelay.engine.request import Pooling, PromptOutputs, SamplingParams, TokenLogprobs
+from kvrelay.engine.model.sampling.edits import edit
+from kvrelay.engine.request import (
+    DEFAULTS,
+    NARROWING,
+    Pooling,
+    PromptOutputs,
+    SamplingParams,
+    TokenLogprobs,
+)
 from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step
 
 Draw = Callable[[torch.Tensor, list[ScheduledSeq]], list[int]]
@@ -31,6 +40,19 @@ GREEDY_BELOW = 1e-5  # a temperature this low is greedy
 CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 LUCKLESS = 1.0 - 2.0**-24  # the largest float32 below 1
+
+_narrowing = attrgetter(*NARROWING)
+_ALL = _narrowing(DEFAULTS)
+DRAW = np.dtype(
+    [
+        ("temperature", np.float64),  # 0: greedy
+        ("seed", np.int64),
+        ("position", np.int64),  # where the token that is drawn comes
+        ("mask", np.uint64),  # address of a bit for each token; 0: all may come
+        *((name, type(value)) for name, value in zip(NARROWING, _ALL, strict=True)),
+    ]
+)
+"""How a row's token is drawn: the columns that C and Triton get."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +75,13 @@ def luck(keys: Sequence[int], vocab: int, like: torch.Tensor) -> torch.Tensor:
     word = ((word ^ word >> 15) + high) * 0x846CA68B & _HALF
     word ^= word >> 16
     return word.float().add_(0.5).mul_(2.0**-32).clamp_(max=LUCKLESS)
+
+
+def draw_of(seq: ScheduledSeq) -> tuple[float, ...]:
+    """Returns its row of `DRAW`, without a mask."""
+    s = seq.sampling
+    heat, seed = 0.0 if is_greedy(s) else s.temperature, s.seed & _WORD
+    return heat, seed - (seed >> 63 << 64), len(seq.context), 0, *_narrowing(s)
 
 
 def _mix(word: int) -> int:
@@ -90,13 +119,18 @@ def sample(
     overwritten. window: penalties count the last `window` tokens, all that such a model attends to;
     0: all. Otherwise an endless text would in the end have every token penalized. masks: as of
     `Grammars.masks`, a row each. An edit that fails is its own row's."""
-    raw = {row: logits[row].clone() for row, seq in enumerate(seqs) if _is_reported(seq)}
+    raw = {
+        row: logits[row].clone()
+        for row, seq in enumerate(seqs)
+        if seq.sampling.logprobs is not None
+    }
     if masks is not None:
         logits.masked_fill_(~allowed(masks, logits), -torch.inf)
     found: list[Sampled | None] = [None] * len(seqs)
     for row, seq in enumerate(seqs):
         try:
-            _edit(logits[row], seq, window)
+            if not is_plain(seq):
+                edit(logits[row], seq, window)
         except Exception as error:
             logger.exception("%s: its logits cannot be edited", seq.request_id)
             found[row] = not_sampled(error)
@@ -117,16 +151,10 @@ def not_sampled(error: Exception | None = None) -> Sampled:
 def _sampled(token: int, raw: torch.Tensor | None, seq: ScheduledSeq) -> Sampled:
     if token == NO_TOKEN:
         return not_sampled()
-    return Sampled(token, None if raw is None else _logprobs(raw, token, seq.sampling))
-
-
-def _is_reported(seq: ScheduledSeq) -> bool:
-    return seq.sampling.logprobs is not None
-
-
-def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
-    count, ids = sampling.logprobs or 0, sampling.logprob_token_ids
-    return token_logprobs(raw.unsqueeze(0), [token], count, ids)[0]
+    if raw is None:
+        return Sampled(token)
+    count, ids = seq.sampling.logprobs or 0, seq.sampling.logprob_token_ids
+    return Sampled(token, token_logprobs(raw.unsqueeze(0), [token], count, ids)[0])
 
 
 def allowed(masks: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -171,65 +199,13 @@ def token_logprobs(
     return found
 
 
-def _edit(row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
-    """Bans, biases and penalties, in place. Token ids outside the vocabulary are ignored."""
-    s, vocab = seq.sampling, len(row)
-    seen_from = max(0, len(seq.context) - window) if window else 0
-    if s.logit_bias:
-        known = {token: bias for token, bias in s.logit_bias.items() if 0 <= token < vocab}
-        row[list(known)] += torch.tensor(list(known.values()), dtype=row.dtype, device=row.device)
-    if s.repetition_penalty != 1.0:
-        ids = torch.from_numpy(np.unique(np.array(seq.context[seen_from:], np.int64))).to(
-            row.device
-        )
-        seen = row[ids]
-        row[ids] = torch.where(seen > 0, seen / s.repetition_penalty, seen * s.repetition_penalty)
-    if s.presence_penalty or s.frequency_penalty:
-        output = np.array(seq.context[max(seen_from, seq.num_prompt_tokens) :], np.int64)
-        values, counts = np.unique(output, return_counts=True)
-        penalty = s.presence_penalty + s.frequency_penalty * counts
-        row[torch.from_numpy(values).to(row.device)] -= torch.from_numpy(penalty).to(row)
-    _ban(row, seq)
-
-
-def _ban(row: torch.Tensor, seq: ScheduledSeq) -> None:
-    """Leave the tokens that may come, in place. Where none would be left, the output may end, and
-    where it cannot, bad words may come."""
-    s, vocab = seq.sampling, len(row)
-    count = len(seq.context) - seq.num_prompt_tokens
-    stops = [token for token in s.stop_token_ids if 0 <= token < vocab]
-    bad = [token for token in _bad_tokens(seq, count) if 0 <= token < vocab]
-    may_stop = row[stops]
-    if s.allowed_token_ids:
-        allowed = [token for token in s.allowed_token_ids if 0 <= token < vocab]
-        kept = row[allowed]
-        row.fill_(-torch.inf)
-        row[allowed] = kept
-    may_follow = row[bad]
-    if bad:
-        row[bad] = -torch.inf
-    if s.must_go_on(count):
-        row[stops] = -torch.inf
-    if (s.allowed_token_ids or bad or s.must_go_on(count)) and row.amax() == -torch.inf:
-        row[stops] = may_stop
-        if row.amax() == -torch.inf:
-            row[bad] = may_follow
-
-
-def _bad_tokens(seq: ScheduledSeq, num_output: int) -> Iterator[int]:
-    """The last tokens of the bad words whose others the output ends with."""
-    for *begin, last in seq.sampling.bad_words:
-        if len(begin) <= num_output and seq.context[len(seq.context) - len(begin) :] == begin:
-            yield last
-
-
 def _draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
     """One token per row from softmax(logits / temperature), filtered. logits are overwritten."""
     params = [seq.sampling for seq in seqs]
     temperature = _column([p.temperature for p in params], logits)
     # Not normalized: the largest weight is 1, and only ratios matter from here on.
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
-    if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
+    if any(_narrowing(p) != _ALL for p in params):
         weights.masked_fill_(weights < _cut(weights, params), 0.0)
     keys = [key_of(seq.sampling.seed, len(seq.context)) for seq in seqs]
     times = luck(keys, weights.shape[1], weights).neg_().log1p_().neg_().div_(weights)

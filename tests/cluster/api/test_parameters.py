@@ -109,6 +109,20 @@ def test_a_top_k_beyond_the_vocabulary_is_all_of_it(served: Served, top_k: int) 
     assert sampling(served, top_k=40).top_k == 40
 
 
+def test_a_number_is_the_clients_else_the_models(
+    served: Served, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    monkeypatch.setattr(tokenizer, "sampling_defaults", recommended)
+    found = sampling(served, temperature=0.0, top_k=None, min_p=0.5)
+    assert (found.temperature, found.top_k, found.repetition_penalty) == (0.0, 20, 1.1)
+    assert (found.min_p, found.top_p, found.presence_penalty) == (0.5, 1.0, 0.0)
+    body = {"model": MODEL, "input": "Hello", "min_tokens": 2, "temperature": 1.5}
+    assert served.post(body, "/v1/responses").status_code == 200
+    found = served.router.submits[-1].sampling
+    assert (found.temperature, found.top_k, found.min_tokens) == (1.5, 20, 2)
+
+
 @pytest.mark.parametrize("penalty", [1e-40, 0.0099, 0, -1])
 def test_a_repetition_penalty_that_makes_logits_infinite_is_refused(
     served: Served, penalty: float

@@ -48,7 +48,7 @@ MODULES += [
 ]
 INSIDE = {"StartFailed", "ProcessEnds"}  # they go to a guardian
 INSIDE |= {"RequestSpec", "WorkRequest"}  # bases of others
-INSIDE |= {"Fact", "Hidden"}  # notes at fields
+INSIDE |= {"Fact", "Hidden", "Number"}  # notes at fields
 
 
 def declared() -> Iterator[type]:

@@ -151,9 +151,8 @@ def test_draws_are_the_hosts(max_few, monkeypatch):
         for row, each in enumerate(params)
     ]
     expected = [each.token for each in sampler.sample(logits.clone(), seqs)]
-    values = {name: torch.from_numpy(v) for name, v in sampling.draw_values(params).items()}
-    values["position"] = torch.arange(len(params))
-    draws = sampling.Draws(**{name: value.to(DEVICE) for name, value in values.items()})
+    values = sampling.draws_of(seqs).items()
+    draws = {name: torch.from_numpy(each).to(DEVICE) for name, each in values}
     out = torch.full((len(params),), -1, device=DEVICE)
     sampling.draw(logits.to(DEVICE), draws, out)
     assert out.tolist() == expected

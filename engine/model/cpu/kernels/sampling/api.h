@@ -3,14 +3,16 @@
 
 #include <stdint.h>
 
-/* Sampling parameters of one row. temperature 0: greedy; top_k 0: all tokens. mask: a bit for each
- * token, those whose bit is 0 are not drawn; NULL: all may be. */
+/* How one row's token is drawn: `DRAW` of engine/model/sampling/sampler.py. temperature 0: greedy;
+ * top_k 0: all tokens. mask: a bit for each token, those whose bit is 0 are not drawn; NULL: all may
+ * be. */
 typedef struct {
-    float temperature, min_p;
+    double temperature;
+    int64_t seed, position; /* position: of the token that is drawn */
+    const uint32_t *mask;
     double top_p;
     int64_t top_k;
-    uint64_t seed, position; /* position: of the token that is drawn */
-    const uint32_t *mask;
+    double min_p;
 } Draw;
 
 /* In place of a token, where some logits of its row are NaN or none that may be drawn is finite. */

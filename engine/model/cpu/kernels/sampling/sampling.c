@@ -115,7 +115,7 @@ static int32_t bisect(const float *row, int64_t size, int64_t count, double mass
 
 /* Bits of the smallest weight that is kept. Tokens that tie with the last one kept are kept. */
 static int32_t cut(const float *row, int64_t size, const Draw *d) {
-    float least = d->min_p < 1.0f ? d->min_p : 1.0f;
+    float least = d->min_p < 1 ? d->min_p : 1;
     int32_t bits, kept = 0;
     memcpy(&bits, &least, sizeof bits);
     bits = bits > 1 ? bits : 1; /* no weight: no token */

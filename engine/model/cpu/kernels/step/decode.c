@@ -59,7 +59,7 @@ static void plan(const Decode *d) {
                 d->slots[g * d->capacity + r] = block * d->block_size + at % d->block_size;
             }
             d->context_len[s] = (int32_t)at + 1;
-            d->draws[r].position = (uint64_t)at + 1;
+            d->draws[r].position = at + 1;
         }
     }
     for (int64_t g = 0; g < d->num_state_groups; g++) plan_states(d, g);
