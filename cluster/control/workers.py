@@ -53,6 +53,7 @@ class DesiredWorker(DesiredProcess):
     info: WorkerInfo | None = None
     started: WorkerStarted | None = None  # while it listens
     hangs: int = 0  # times that it was ended because it did not answer
+    ordered_at: float | None = None  # by the autoscaler; None: it was there before
     is_leaving: bool = False  # it goes for good when nothing needs it
     built: str = ""  # what it runs: as `ControllerConfig.built`, once it listens
 
@@ -110,7 +111,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         # Any worker, ever; routers that outlived an earlier controller have had some.
         self.has_been_up = bool(config.running_routers)
         self._failures = 0  # that removed workers had in a row, since one came up
-        self._removed: list[tuple[NodeId, str]] = []
+        # Where workers come and go: names with lower numbers may have been used.
+        scaled = [own for own in config.by_model.values() if own.scaling is not None]
+        self.num_named = max([config.kept.num_named, *(len(own.workers) for own in scaled)])
         # By model: what workers start with in place of its weights, and who hears that one did.
         self.weights_for: Callable[[str], WeightVersion | None] = lambda _: None
         self.on_begun: Callable[[DesiredWorker, WeightVersion | None], None] = lambda *_: None
@@ -188,8 +191,12 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             if now:
                 worker.machine_id, worker.further = now[0], tuple(now[1:])
 
-    def add(self, worker: DesiredWorker) -> list[Effect]:
-        """Start it; where the last ones failed, not at once."""
+    def add(self, now: float, role: Role, model: str = "") -> list[Effect]:
+        """Start one more, under a name that none has had; where the last ones failed, not at
+        once."""
+        worker = self.desired(worker_name(role, model, self.num_named), role, model)
+        self.num_named += 1
+        worker.ordered_at = now
         self.by_name[worker.node] = worker
         if not self._failures:
             return self.start(worker)
@@ -319,6 +326,12 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             name, fingerprint = updated.version.name, updated.fingerprint
             worker.info = replace(worker.info, weights=name, fingerprint=fingerprint)
 
+    def let_go(self, now: float, worker: DesiredWorker) -> list[Effect]:
+        """It is not needed: when it has nothing left to do, or at once if it is not up."""
+        if worker.is_serving:
+            return self.drain(now, worker)
+        return self.remove(now, worker, "not needed any more")
+
     def drain(self, now: float, worker: DesiredWorker, *, comes_back: bool = False) -> list[Effect]:
         """Let it go when nothing needs it; `comes_back`: to be started again."""
         config = self.config
@@ -363,7 +376,6 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     ) -> list[Effect]:
         """It is wanted no more."""
         del self.by_name[worker.node]
-        self._removed.append((worker.node, why))
         self._failures = max(self._failures, worker.failures)
         worker.end(ProcessEvent.REMOVE)
         effects: list[Effect] = [Note("info", "worker_gone", f"{worker.node} has gone: {why}")]
@@ -383,11 +395,6 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             and _kind(other) == _kind(worker)
             for other in self.by_name.values()
         )
-
-    def take_removed(self) -> list[tuple[NodeId, str]]:
-        """Which were removed since the last time, and why each."""
-        removed, self._removed = self._removed, []
-        return removed
 
     def _forget(self, now: float, worker: DesiredWorker, reason: str) -> list[Effect]:
         """It has ended: whoever uses it hears so, and whoever waits for it goes on."""

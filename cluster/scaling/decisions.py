@@ -69,7 +69,8 @@ class Inputs(Struct, frozen=True):
 
 
 class Decision(Struct, frozen=True):
-    """For one tick. Without starts, drains and flips it is one not to act."""
+    """For one tick. Without removals, flips, drains and starts it is one not to act; they are to be
+    carried out in this order."""
 
     at_s: float
     reason: Reason
@@ -82,10 +83,11 @@ class Decision(Struct, frozen=True):
     drains: tuple[NodeId, ...] = ()
     flips: tuple[tuple[NodeId, Role], ...] = ()
     machines: int | None = None  # to ask for; None: they are as they are
+    removals: tuple[tuple[NodeId, str], ...] = ()  # of which nothing comes, and why
 
     @property
     def acts(self) -> bool:
-        return bool(self.starts or self.drains or self.flips)
+        return bool(self.starts or self.drains or self.flips or self.removals)
 
 
 class Line(Struct, frozen=True, omit_defaults=True):

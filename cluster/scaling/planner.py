@@ -19,13 +19,14 @@ from math import ceil
 from msgspec.structs import replace
 
 from kvrelay.cluster.scaling.decisions import Alternative, Decision, Inputs, Line, Reason
-from kvrelay.cluster.scaling.observations import Observation, Observer, Snapshot
-from kvrelay.cluster.scaling.provider import (
+from kvrelay.cluster.scaling.observations import (
     COMING,
     COUNTED,
     ManagedWorker,
+    Observation,
+    Observer,
+    Snapshot,
     State,
-    WorkerProvider,
 )
 from kvrelay.cluster.scaling.shadows import Shadows
 from kvrelay.cluster.scaling.sharing import Demand
@@ -51,6 +52,7 @@ CHUNK_SHARE = 0.6  # share of the ITL target for a decode step that takes prompt
 WAKE_STARTS = 2  # so many, one after the other, a request waits for its first worker
 STATE_ORDER = {State.PENDING: 0, State.STARTING: 1, State.UP: 2}
 MAX_DECISIONS = 512
+MAX_FAILURES = 3  # starts in a row; then a worker is given up
 
 
 def chunk_target_s(scaling: ScalingConfig) -> float:
@@ -133,6 +135,20 @@ def moves_to(workers: Iterable[ManagedWorker], prefill: int, decode: int) -> Mov
     return Moves(tuple(starts), tuple(drains), tuple(flips))
 
 
+def removals(snapshot: Snapshot, pending_timeout_s: float) -> tuple[tuple[NodeId, str], ...]:
+    """Workers of which nothing comes, each with the reason: their starts fail again and again, or
+    they have been without a place for too long."""
+    found = []
+    for each in snapshot.workers:
+        waited_s = snapshot.at_s - each.since
+        if each.failures >= MAX_FAILURES:
+            found.append((each.worker, f"failed {each.failures} times: {each.reason}"))
+        elif each.state is State.PENDING and waited_s >= pending_timeout_s:
+            why = each.reason or "no place was found for it"
+            found.append((each.worker, f"given up after {waited_s:.0f} s: {why}"))
+    return tuple(found)
+
+
 class Planner:
     """Owned by a `Scaler`. Invariant: equal settings and snapshots give equal decisions."""
 
@@ -163,7 +179,10 @@ class Planner:
         now = seen.at_s
         if self._begun_at is None:
             self._begun_at = self._active_at = now
-        workers = [each for each in snapshot.workers if each.state in COUNTED]
+        given_up = removals(snapshot, self._config.pending_timeout_s)
+        gone = {worker for worker, _ in given_up}
+        workers = [w for w in snapshot.workers if w.state in COUNTED and w.worker not in gone]
+        num_draining = sum(each.state is State.DRAINING for each in snapshot.workers)
         least, most = self._config.limits(snapshot.wall_s)
         self._num_coming = sum(each.state in COMING for each in workers)
         self._take_in(now, seen, len(workers))
@@ -171,8 +190,9 @@ class Planner:
         self.demand = self._demand(now, seen, len(workers), need, (least, most))
         if snapshot.share is not None:
             most = max(least, min(most, snapshot.share))
-        inputs = self._inputs(snapshot, seen, need, (least, most))
+        inputs = self._inputs(workers, num_draining, seen, need, (least, most))
         decision = self._decide(now, seen, workers, need, inputs)
+        decision = replace(decision, removals=given_up)
         self._remember(now, workers, decision)
         return decision
 
@@ -386,17 +406,21 @@ class Planner:
     # -- for people ------------------------------------------------------------------------------
 
     def _inputs(
-        self, snapshot: Snapshot, seen: Observation, need: Need, limits: tuple[int, int]
+        self,
+        workers: list[ManagedWorker],
+        num_draining: int,
+        seen: Observation,
+        need: Need,
+        limits: tuple[int, int],
     ) -> Inputs:
-        counted = [each for each in snapshot.workers if each.state in COUNTED]
-        prefill = sum(each.role is Role.PREFILL for each in counted)
+        prefill = sum(each.role is Role.PREFILL for each in workers)
         hour_ago = seen.at_s - HOUR_S
         worker_s = sum(amount for at_s, amount in self._worker_s if at_s > hour_ago)
         return Inputs(
             prefill=prefill,
-            decode=len(counted) - prefill,
-            coming=sum(each.state in COMING for each in counted),
-            draining=sum(each.state is State.DRAINING for each in snapshot.workers),
+            decode=len(workers) - prefill,
+            coming=self._num_coming,
+            draining=num_draining,
             least=limits[0],
             most=limits[1],
             prefill_demand=need.prefill_demand,
@@ -444,14 +468,12 @@ class Planner:
 
 
 class Scaler:
-    """Owned by whoever has the fleet: a controller, or the simulator."""
+    """Decides, and leaves it to its owner to do so: a controller, or the simulator."""
 
-    def __init__(self, config: ScalingConfig, provider: WorkerProvider | None = None) -> None:
-        """`provider`: None where nothing is carried out, only decided."""
+    def __init__(self, config: ScalingConfig) -> None:
         self.config = config
         self._observer = Observer(config)
         self._planner = Planner(config)
-        self._provider = provider
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)  # the last ones, oldest first
 
     def begin(self) -> Line:
@@ -459,16 +481,9 @@ class Scaler:
         return Line(settings=self.config)
 
     def tick(self, snapshot: Snapshot) -> Line:
-        """Decide, and let the provider do it. The line for the log has the decision."""
+        """Decide. The line for the log has the decision."""
         decision = self._planner.plan(snapshot, self._observer.observe(snapshot))
         self.decisions.append(decision)
-        if self._provider is not None:
-            for worker, role in decision.flips:
-                self._provider.flip(worker, role)
-            for worker in decision.drains:
-                self._provider.drain(worker)
-            for role in decision.starts:
-                self._provider.start(role)
         return Line(snapshot=snapshot, decision=decision)
 
     @property
