@@ -35,7 +35,7 @@ PURE_PLACES = (
     "kvtransfer/peer/",
 )
 PURE_PLACES += ("kvtransfer/tiers/", "kvtransfer/layout", "kvtransfer/messages", "kvtransfer/agent")
-PURE_PLACES += ("cluster/control/controller", "cluster/control/machines")
+PURE_PLACES += ("cluster/control/controller",)
 PURE_PLACES += (
     "cluster/control/autoscaling",
     "cluster/control/lease",
@@ -55,7 +55,7 @@ IMPURE_PLACES = (
 )
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
-RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")
+RAY_PLACES = ("cluster/processes/ray.py",)
 TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store", "lab/training/")
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 

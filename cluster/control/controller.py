@@ -14,9 +14,9 @@ from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
 from kvrelay.cluster.control.autoscaling import Autoscaling
 from kvrelay.cluster.control.control_config import ControllerConfig as ControllerConfig
 from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessSet, ProcessState
-from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     Checkpoint,
+    Machine,
     MachinesChanged,
     ModelWeights,
     PauseModel,

@@ -7,7 +7,7 @@ it announced. One that is up and makes no progress is ended by force: see `clust
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -20,9 +20,9 @@ from kvrelay.cluster.control.lifecycle import (
     ProcessSet,
     ProcessState,
 )
-from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
+    Machine,
     SendPeers,
     StartWorker,
     StopWorker,
@@ -88,6 +88,15 @@ class DesiredWorker(DesiredProcess):
             model=self.model,
             fixed=self.fixed,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A worker that is starting or up, and where."""
+
+    machine_id: str
+    role: Role
+    num_ranks: int = 1  # its processes, each with a GPU where they are used
 
 
 class WorkerSet(ProcessSet[DesiredWorker]):
@@ -437,3 +446,47 @@ def _has_place(other: DesiredWorker, worker: DesiredWorker) -> bool:
     its GPUs to those of its size, but smaller ones would leave it too few."""
     comes_back = other.state is ProcessState.BACKOFF and other.num_ranks > worker.num_ranks
     return other.state in RUNNING or comes_back
+
+
+def assign_machines(
+    role: Role,
+    machines: Iterable[Machine],
+    assigned: Iterable[Assigned],
+    avoid: str | None = None,
+    most: int = 0,
+    num_ranks: int = 1,
+    use_gpus: bool = True,
+    num_machines: int = 1,
+) -> tuple[str, ...] | None:
+    """The machines for one more worker of `role` and `num_ranks` processes, divided evenly among
+    `num_machines`: that of the first rank first; None if too few have room. Prefill and decode
+    disturb each other least on machines of their own, so it goes where the fewest of the other role
+    are, then where the least runs for the size of the machine.
+
+    Where any machine has GPUs, only those count, one for each rank; where none has, or they are not
+    used, each has room for `most` workers, if that is not 0. `avoid` is where the last attempt
+    failed: it is taken only if there is no other.
+    """
+    machines, assigned = list(machines), list(assigned)
+    if use_gpus and any(machine.num_gpus for machine in machines):
+        each = num_ranks // num_machines
+        machines = [m for m in machines if _ranks_on(m, assigned) + each <= int(m.num_gpus)]
+    elif most:
+        machines = [m for m in machines if len(_on(m, assigned)) < most]
+    if len(machines) < num_machines:
+        return None
+
+    def cost(machine: Machine) -> tuple[bool, int, float, str]:
+        others = sum(each.role != role for each in _on(machine, assigned))
+        load = _ranks_on(machine, assigned) / max(machine.num_gpus or machine.num_cpus, 1.0)
+        return machine.machine_id == avoid, others, load, machine.machine_id
+
+    return tuple(machine.machine_id for machine in sorted(machines, key=cost)[:num_machines])
+
+
+def _on(machine: Machine, assigned: list[Assigned]) -> list[Assigned]:
+    return [each for each in assigned if each.machine_id == machine.machine_id]
+
+
+def _ranks_on(machine: Machine, assigned: list[Assigned]) -> int:
+    return sum(each.num_ranks for each in _on(machine, assigned))

@@ -17,10 +17,10 @@ from typing import Any
 from msgspec import structs
 
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
-from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Checkpoint,
+    Machine,
     MachinesChanged,
     Record,
     SendPeers,

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
 from kvrelay.cluster.control.messages import (
+    Machine,
     MachinesChanged,
     Record,
     SetRole,
@@ -16,6 +16,7 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.control.workers import Assigned, assign_machines
 from kvrelay.cluster.status import ClusterStatus, ControllerStatus, merge
 from kvrelay.engine.node import Woken
 from kvrelay.engine.stats import Role

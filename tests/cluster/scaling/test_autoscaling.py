@@ -13,10 +13,10 @@ from msgspec import structs
 from kvrelay.cluster.control.autoscaling import STATES, LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Checkpoint,
+    Machine,
     MachinesChanged,
     Record,
     RequestMachines,
@@ -28,7 +28,7 @@ from kvrelay.cluster.control.messages import (
     StopWorker,
     WorkerLost,
 )
-from kvrelay.cluster.processes import asked_machines
+from kvrelay.cluster.processes import ray_access
 from kvrelay.cluster.scaling.observations import ManagedWorker, State
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import Note, Send, Wake, Woken
@@ -490,7 +490,7 @@ def test_who_comes_after_and_does_not_scale_gives_machines_back() -> None:
 
 @pytest.mark.anyio
 async def test_ray_is_asked_until_it_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked_machines, "RETRY", Backoff(0.001, 0.001))
+    monkeypatch.setattr(ray_access, "RETRY", Backoff(0.001, 0.001))
     answers: list[Any] = [False, OSError("Ray does not answer"), True, True]
     asked: list[int] = []
 
@@ -501,7 +501,7 @@ async def test_ray_is_asked_until_it_has_heard(monkeypatch: pytest.MonkeyPatch) 
             raise answer
         return bool(answer)
 
-    machines = asked_machines.AskedMachines(ask)
+    machines = ray_access.AskedMachines(ask)
     await machines.settle()
     machines.wanted = 3
     await machines.settle()  # Ray is not there yet
