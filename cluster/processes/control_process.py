@@ -50,7 +50,7 @@ from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.here import run_here
-from kvrelay.cluster.processes.kept_weights import KeptWeights
+from kvrelay.cluster.processes.kept_models import KeptWeights
 from kvrelay.cluster.processes.life import (
     Keeper,
     fixed_of_workers,

@@ -28,7 +28,7 @@ from kvrelay.cluster.processes import (
 )
 from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.handover import HandoverError
-from kvrelay.cluster.processes.kept_weights import KeptWeights
+from kvrelay.cluster.processes.kept_models import KeptWeights
 from kvrelay.cluster.processes.life import (
     NOT_OF_WORKERS,
     Installed,
