@@ -154,10 +154,10 @@ class Autoscaling:
 
     def view(self) -> ScalingStatus:
         """What it does and why, and its last decisions."""
-        last = self._scaler.decisions[-1] if self._scaler.decisions else None
+        last = self._shown[-1] if self._shown else None
         least, most = self._config.limits(self._wall())
         return ScalingStatus(
-            why=self._scaler.why,
+            why="not scaling: nothing was seen yet" if last is None else last.text,
             reason="" if last is None else str(last.reason),
             wanted=None if last is None else last.wanted,
             wanted_decode=None if last is None else last.wanted_decode,

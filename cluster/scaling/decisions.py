@@ -29,7 +29,6 @@ class Reason(StrEnum):
     BUDGET = "budget"  # more are needed, and the budget is spent
     AT_MOST = "at_most"  # more are needed than may be
     COMING = "coming"  # more are needed, and they are starting
-    CHANGED = "changed"  # someone else has changed the fleet: that stands for a while
     LEAST = "least"  # started: there are fewer than there have to be
     WAKE = "wake"  # started: there were none, and a request came
     GROW = "grow"  # started, for the targets

@@ -113,7 +113,7 @@ def test_idle_is_a_number_and_never_nan() -> None:
         found = msgspec.to_builtins(decision)
         assert not [each for each in numbers(found) if not math.isfinite(each)]
     assert paper.size == 2
-    assert paper.scaler.why.startswith(("idle", "not scaling: 2 workers are enough"))
+    assert decision.text.startswith(("idle", "not scaling: 2 workers are enough"))
 
 
 def test_from_zero_one_worker_wakes_with_the_first_request() -> None:
