@@ -3,8 +3,6 @@ them, from what this one has kept in a file.
 
 It alone knows Ray: it starts or joins it when all else is under way, and whatever happens to Ray,
 what runs goes on.
-
-The autoscaler's log: all that it saw and decided, one line of JSON each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What was decided and why: one line of JSON each, from which every decision can be made again.
 
 A log begins with the settings; then a line for each tick has the snapshot and the decision. The
-planner is pure, so `replayed` feeds the snapshots to a new one and compares.
+scaler is pure, so `replay_log` feeds the snapshots to a new one, to compare.
 """
 
 from __future__ import annotations
