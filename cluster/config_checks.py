@@ -1,7 +1,9 @@
-"""Checks of a configuration that need a part of it alone: who has a name, and what vLLM obeys."""
+"""Checks of a configuration that need a part of it alone: who has a name, what vLLM obeys, and
+which modules have to be installed."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 
 from kvrelay.engine.config import EngineSection, ModelSection
@@ -41,3 +43,13 @@ def not_of_vllm(engine: EngineSection, model: ModelSection) -> str:
         if value not in obeyed:
             return f"{name} = {value!r}: vLLM does not obey it: {instead}"
     return ""
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Import `modules`, which the extra of that name installs. Raises ConfigError."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            wanted = f"pip install 'kvrelay[{extra}]'"
+            raise ConfigError(f"{name} is not installed: {wanted}") from error

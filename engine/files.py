@@ -14,8 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 RETRY_S = 0.05
+
+T = TypeVar("T")
 
 
 class NotOwn(PermissionError):
@@ -42,6 +47,34 @@ def write_private(file: Path, data: bytes) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+class NotRead(OSError):
+    """One line: which file, and why it is not read."""
+
+    def __init__(self, path: Path, why: object) -> None:
+        super().__init__(errno.EIO, f"it is not read: {why}")
+        self.path, self.why = path, why
+
+    def __str__(self) -> str:
+        return f"{self.path} is not read: {self.why}"
+
+
+def read_json(file: Path, kind: type[T]) -> T | None:
+    """What `write_json` has left, also by another version: fields come and go. None: there is no
+    file. Raises NotRead."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise NotRead(file, error) from error
+
+
+def write_json(file: Path, value: object) -> None:
+    """As `write_private`, in a folder that is made where it is missing. Raises OSError."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_private(file, msgspec.json.encode(value))
 
 
 def given_folder(path: Path) -> Path:

@@ -35,7 +35,7 @@ PURE_PLACES = (
     "kvtransfer/peer/",
 )
 PURE_PLACES += ("kvtransfer/tiers/", "kvtransfer/layout", "kvtransfer/messages", "kvtransfer/agent")
-PURE_PLACES += ("cluster/control/controller", "cluster/control/machines")
+PURE_PLACES += ("cluster/control/controller",)
 PURE_PLACES += (
     "cluster/control/autoscaling",
     "cluster/control/lease",
@@ -56,7 +56,7 @@ IMPURE_PLACES = (
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
 WHAT_API_NEEDS = ("cluster.api.", "cluster.config.", "cluster.orders.", "cluster.status.")
-RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")
+RAY_PLACES = ("cluster/processes/ray.py",)
 TORCH_PLACES = ("engine/model/", "kvtransfer/movers/", "kvtransfer/store", "training/")
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 

@@ -152,10 +152,10 @@ def _measured(settings: ScalingConfig, snapshots: Sequence[Snapshot]) -> tuple[C
     seen = [observer.observe(snapshot) for snapshot in snapshots]
     measured = [each.costs for each in seen if each.costs is not None]
     starts = {
-        worker.worker: worker.up_at - worker.ordered_at
+        worker.worker: worker.took_s
         for snapshot in snapshots
         for worker in snapshot.workers
-        if worker.up_at is not None and worker.up_at > worker.ordered_at
+        if worker.took_s > 0
     }
     by_step = sorted(measured, key=lambda costs: costs.decode_step_s)
     return by_step[len(by_step) // 2], median(starts.values()) if starts else settings.start_s

@@ -31,7 +31,7 @@ from kvrelay.engine.adapters import (
     AdapterError,
     read_config,
 )
-from kvrelay.engine.files import write_private
+from kvrelay.engine.files import read_json, write_json
 
 FILE = "adapters.json"
 MAX_ADAPTERS = 10_000
@@ -76,16 +76,9 @@ class AdapterBase:
         return Registered(adapter.source, adapter.digest, model, self.digest(), tenants)
 
 
-_decode = msgspec.json.Decoder(dict[str, Registered]).decode
-
-
 def read_kept(file: Path) -> dict[str, Registered]:
-    """What operators have registered; empty where the file is not there. Raises OSError and
-    msgspec.DecodeError."""
-    try:
-        return _decode(file.read_bytes())
-    except FileNotFoundError:
-        return {}
+    """What operators have registered. Raises OSError."""
+    return read_json(file, dict[str, Registered]) or {}
 
 
 def find_folder(source: str) -> Path:
@@ -251,10 +244,10 @@ class Adapters:
             stat = self._file.stat()
             stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
             if stamp != self._stamp:
-                self._kept, self._stamp = _decode(self._file.read_bytes()), stamp
+                self._kept, self._stamp = read_kept(self._file), stamp
         except FileNotFoundError:
             self._kept, self._stamp = {}, None
-        except (OSError, msgspec.DecodeError):
+        except OSError:
             return
 
     @contextmanager
@@ -268,4 +261,4 @@ class Adapters:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._look()
             yield
-            write_private(self._file, msgspec.json.encode(self._kept))
+            write_json(self._file, self._kept)

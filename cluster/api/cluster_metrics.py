@@ -64,7 +64,7 @@ WIRE_EVENTS = (
     "undeliverable",
     "unencodable",
 )
-SCALING_ACTIONS = ("start", "drain", "flip")
+SCALING_ACTIONS = ("start", "drain", "flip", "remove")
 _TOTAL_LABELS = {
     "cached_tokens_by_source": "source",
     "kv_lost": "kind",

@@ -314,6 +314,7 @@ def _scaling_of(title: str, state: dict[str, Any]) -> Group:
     for each in state["decisions"]:
         done = [f"+{role}" for role in each["starts"]]
         done += [f"-{worker}" for worker in each["drains"]] + list(each["flips"])
+        done += each.get("removals", ())  # a server of the last release says none
         at = time.strftime("%H:%M:%S", time.localtime(each["at_s"]))
         counts = str(each["wanted"]), str(each["wanted_decode"])
         table.add_row(at, each["reason"], *counts, ", ".join(done) or "nothing")

@@ -2,7 +2,7 @@
 
     controller, workers, routers   the node, and the processes that it wants
     lifecycle, watches             states of a process; who is silent, and for how long
-    autoscaling, machines          the scaler's decisions, carried out; machines asked for
+    autoscaling                    what the scaler sees and decides
     weights                        an update goes from worker to worker
     lease                          of several servers one leads
     view, audits                   what it knows, for `/status` and `kvrelay audit`

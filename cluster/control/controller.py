@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
-from kvrelay.cluster.control.autoscaling import Add, Autoscaling, Drain, Flip, Order, Remove
+from kvrelay.cluster.control.autoscaling import Autoscaling
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessState
-from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     Checkpoint,
+    Machine,
     MachinesChanged,
     ModelWeights,
     Record,
@@ -34,6 +34,7 @@ from kvrelay.cluster.control.weights import TAG as WEIGHTS_TAG
 from kvrelay.cluster.control.weights import Rollout
 from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
 from kvrelay.cluster.orders import PauseModel, SetRole, UpdateModel
+from kvrelay.cluster.scaling.decisions import Decision
 from kvrelay.cluster.scaling.sharing import shares
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown
@@ -62,8 +63,7 @@ class Controller:
         self.scaling: dict[str, Autoscaling] = {}
         for model, own in config.models.items():
             if own.scaling is not None:
-                num_named = max(config.kept.num_named, len(own.first))
-                self.scaling[model] = Autoscaling(own.scaling, num_named, wall, model)
+                self.scaling[model] = Autoscaling(own.scaling, wall, model)
         known = {each.model: each for each in config.kept.weights}
         self.rollouts = {
             model: Rollout(
@@ -108,8 +108,7 @@ class Controller:
     def _record(self, effects: list[Effect]) -> list[Effect]:
         """Before all else, what has changed for the controller that comes after this one."""
         workers = tuple(worker.checkpoint() for worker in self.workers.values() if worker.epoch)
-        num_named = max([each.fleet.num_named for each in self.scaling.values()], default=0)
-        routers = self.router_set
+        num_named, routers = self.worker_set.num_named, self.router_set
         weights = tuple(each.kept for each in self.rollouts.values() if each.is_shown)
         asked = self._num_machines or 0
         kept = Checkpoint(workers, routers.epochs, num_named, routers.joined, weights, asked)
@@ -224,15 +223,23 @@ class Controller:
         return states <= {*SERVING} and self.router_set.all_up()
 
     def _scale(self, now: float, model: str) -> list[Effect]:
-        for node, why in self.worker_set.take_removed():
-            for each in self.scaling.values():
-                each.fleet.gone(now, node, why)
         routers = [peer.node for peer in self.router_set.peers]
         share = self._shares().get(model)
-        orders, effects = self.scaling[model].tick(now, self.workers, routers, share)
-        for order in orders:
-            effects += self._obey(now, order)
-        return effects + self._request_machines()
+        decision, effects = self.scaling[model].tick(now, self.workers, routers, share)
+        return effects + self.carry_out(now, decision, model) + self._request_machines()
+
+    def carry_out(self, now: float, decision: Decision, model: str = "") -> list[Effect]:
+        """Do what the autoscaler of `model` has decided from the workers that there are now."""
+        workers, effects = self.worker_set, list[Effect]()
+        for worker, why in decision.removals:
+            effects += workers.remove(now, self.workers[worker], why)
+        for worker, role in decision.flips:
+            effects += workers.set_role(self.workers[worker], role)
+        for worker in decision.drains:
+            effects += workers.let_go(now, self.workers[worker])
+        for role in decision.starts:
+            effects += workers.add(now, role, model)
+        return effects
 
     def _request_machines(self) -> list[Effect]:
         """The first time in any case: what an earlier controller asked for stands until then."""
@@ -250,23 +257,6 @@ class Controller:
         known = {model: each.demand for model, each in self.scaling.items()}
         demands = {model: each for model, each in known.items() if each is not None}
         return shares(self.config.max_workers, demands) if len(demands) == len(known) else {}
-
-    def _obey(self, now: float, order: Order) -> list[Effect]:
-        if isinstance(order, Add):
-            wanted = self.worker_set.desired(order.worker, order.role, order.model)
-            return self.worker_set.add(wanted)
-        worker = self.workers.get(order.worker)
-        match order:
-            case _ if worker is None:
-                return []
-            case Flip(_, role):
-                return self.worker_set.set_role(worker, role)
-            case Remove(_, why):
-                return self.worker_set.remove(now, worker, why)
-            case Drain() if not worker.is_serving:
-                return self.worker_set.remove(now, worker, "not needed any more")
-            case Drain():
-                return self.worker_set.drain(now, worker)
 
     def _look_at_drain(self, now: float, node: NodeId, epoch: int) -> list[Effect]:
         workers, routers = self.worker_set, [peer.node for peer in self.router_set.peers]

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.control_config import WorkersConfig
-from kvrelay.cluster.control.machines import Machine
-from kvrelay.cluster.control.messages import StartWorker
+from kvrelay.cluster.control.messages import Machine, StartWorker
 from kvrelay.cluster.control.workers import DesiredWorker, worker_name
 from kvrelay.cluster.prepare import PreparedModel, PreparedModels
 from kvrelay.cluster.scaling.planner import chunk_target_s

@@ -7,7 +7,7 @@ it announced. One that is up and makes no progress is ended by force: see `clust
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -20,10 +20,10 @@ from kvrelay.cluster.control.lifecycle import (
     ProcessSet,
     ProcessState,
 )
-from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     GiveUp,
+    Machine,
     SendPeers,
     StartWorker,
     StopWorker,
@@ -56,6 +56,7 @@ class DesiredWorker(DesiredProcess):
     info: WorkerInfo | None = None
     started: WorkerStarted | None = None  # while it listens
     hangs: int = 0  # times that it was ended because it did not answer
+    ordered_at: float | None = None  # by the autoscaler; None: it was there before
     is_leaving: bool = False  # it goes for good when nothing needs it
     built: str = ""  # what it runs: as `WorkersConfig.built`, once it listens
 
@@ -92,6 +93,15 @@ class DesiredWorker(DesiredProcess):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A worker that is starting or up, and where."""
+
+    machine_id: str
+    role: Role
+    num_ranks: int = 1  # its processes, each with a GPU where they are used
+
+
 class WorkerSet(ProcessSet[DesiredWorker]):
     """Owned by the controller. Invariant: routers use no worker that is not up."""
 
@@ -113,7 +123,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.has_been_up = bool(config.kept.joined)
         self._gave_up = False
         self._failures = 0  # that removed workers had in a row, since one came up
-        self._removed: list[tuple[NodeId, str]] = []
+        # Where workers come and go: names with lower numbers may have been used.
+        scaled = [own for own in config.models.values() if own.scaling is not None]
+        self.num_named = max([config.kept.num_named, *(len(own.first) for own in scaled)])
         # By model: what workers start with in place of its weights, and who hears that one did.
         self.weights_for: Callable[[str], WeightVersion | None] = lambda _: None
         self.on_begun: Callable[[DesiredWorker, WeightVersion | None], None] = lambda *_: None
@@ -191,8 +203,12 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             if now:
                 worker.machine_id, worker.further = now[0], tuple(now[1:])
 
-    def add(self, worker: DesiredWorker) -> list[Effect]:
-        """Start it; where the last ones failed, not at once."""
+    def add(self, now: float, role: Role, model: str = "") -> list[Effect]:
+        """Start one more, under a name that none has had; where the last ones failed, not at
+        once."""
+        worker = self.desired(worker_name(role, model, self.num_named), role, model)
+        self.num_named += 1
+        worker.ordered_at = now
         self.by_name[worker.node] = worker
         if not self._failures:
             return self.start(worker)
@@ -319,6 +335,12 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             name, fingerprint = updated.version.name, updated.fingerprint
             worker.info = replace(worker.info, weights=name, fingerprint=fingerprint)
 
+    def let_go(self, now: float, worker: DesiredWorker) -> list[Effect]:
+        """It is not needed: when it has nothing left to do, or at once if it is not up."""
+        if worker.is_serving:
+            return self.drain(now, worker)
+        return self.remove(now, worker, "not needed any more")
+
     def drain(self, now: float, worker: DesiredWorker, *, comes_back: bool = False) -> list[Effect]:
         """Let it go when nothing needs it; `comes_back`: to be started again."""
         config = self.config.models[worker.model]
@@ -397,7 +419,6 @@ class WorkerSet(ProcessSet[DesiredWorker]):
     ) -> list[Effect]:
         """It is wanted no more."""
         del self.by_name[worker.node]
-        self._removed.append((worker.node, why))
         self._failures = max(self._failures, worker.failures)
         worker.end(ProcessEvent.REMOVE)
         effects: list[Effect] = [Note("info", "worker_gone", f"{worker.node} has gone: {why}")]
@@ -417,11 +438,6 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             and _kind(other) == _kind(worker)
             for other in self.by_name.values()
         )
-
-    def take_removed(self) -> list[tuple[NodeId, str]]:
-        """Which were removed since the last time, and why each."""
-        removed, self._removed = self._removed, []
-        return removed
 
     def _forget(self, now: float, worker: DesiredWorker, reason: str) -> list[Effect]:
         """It has ended: whoever uses it hears so, and whoever waits for it goes on."""
@@ -464,3 +480,47 @@ def _has_place(other: DesiredWorker, worker: DesiredWorker) -> bool:
     its GPUs to those of its size, but smaller ones would leave it too few."""
     comes_back = other.state is ProcessState.BACKOFF and other.num_ranks > worker.num_ranks
     return other.state in RUNNING or comes_back
+
+
+def assign_machines(
+    role: Role,
+    machines: Iterable[Machine],
+    assigned: Iterable[Assigned],
+    avoid: str | None = None,
+    most: int = 0,
+    num_ranks: int = 1,
+    use_gpus: bool = True,
+    num_machines: int = 1,
+) -> tuple[str, ...] | None:
+    """The machines for one more worker of `role` and `num_ranks` processes, divided evenly among
+    `num_machines`: that of the first rank first; None if too few have room. Prefill and decode
+    disturb each other least on machines of their own, so it goes where the fewest of the other role
+    are, then where the least runs for the size of the machine.
+
+    Where any machine has GPUs, only those count, one for each rank; where none has, or they are not
+    used, each has room for `most` workers, if that is not 0. `avoid` is where the last attempt
+    failed: it is taken only if there is no other.
+    """
+    machines, assigned = list(machines), list(assigned)
+    if use_gpus and any(machine.num_gpus for machine in machines):
+        each = num_ranks // num_machines
+        machines = [m for m in machines if _ranks_on(m, assigned) + each <= int(m.num_gpus)]
+    elif most:
+        machines = [m for m in machines if len(_on(m, assigned)) < most]
+    if len(machines) < num_machines:
+        return None
+
+    def cost(machine: Machine) -> tuple[bool, int, float, str]:
+        others = sum(each.role != role for each in _on(machine, assigned))
+        load = _ranks_on(machine, assigned) / max(machine.num_gpus or machine.num_cpus, 1.0)
+        return machine.machine_id == avoid, others, load, machine.machine_id
+
+    return tuple(machine.machine_id for machine in sorted(machines, key=cost)[:num_machines])
+
+
+def _on(machine: Machine, assigned: list[Assigned]) -> list[Assigned]:
+    return [each for each in assigned if each.machine_id == machine.machine_id]
+
+
+def _ranks_on(machine: Machine, assigned: list[Assigned]) -> int:
+    return sum(each.num_ranks for each in _on(machine, assigned))

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from kvrelay.engine.files import write_private
+from kvrelay.engine.files import write_json, write_private
 from kvrelay.engine.wire.channel import ChannelError, pack, register, unpack
 
 RAY_IS_UP = "Ray runtime started"
@@ -181,7 +181,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
             )
         running = psutil.Process(process.pid)
         known = Running(process.pid, running.create_time(), log_at)
-        write_private(kept, msgspec.json.encode(known))
+        write_json(kept, known)
     deadline, read_to, said = time.monotonic() + timeout_s, known.log_at, ""
     while True:
         lives = _lives(running)  # before its log is read: its last words are to be there
@@ -189,7 +189,7 @@ def _start(folder: Path, name: str, command: Sequence[str], is_up: str, timeout_
         said = (said + more)[-MAX_SEEN:]
         if is_up in said and not known.up:
             known.up = next(line for line in said.splitlines() if is_up in line).strip()
-            write_private(kept, msgspec.json.encode(known))
+            write_json(kept, known)
         if known.up:
             return Answer(result=known.up.removeprefix(is_up) or known.up)
         if not lives:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from kvrelay.cluster.api.adapters import (
@@ -81,7 +80,7 @@ def check_names(config: Config, served_names: Iterable[str]) -> None:
     name_table([*taken.items(), *own.items()])
     try:
         kept = read_kept(file)
-    except (OSError, msgspec.DecodeError):
+    except OSError:
         return  # routers go on without it, and say so
     models = {each.name for each in config.models} or set(served_names)
     for name, each in kept.items():

@@ -3,8 +3,6 @@ them, from what this one has kept in a file.
 
 It alone knows Ray: it starts or joins it when all else is under way, and whatever happens to Ray,
 what runs goes on.
-
-The autoscaler's log: all that it saw and decided, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import DesiredProcess, Incarnation
-from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
     AdoptRouter,
     AdoptWorker,
@@ -46,10 +43,9 @@ from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.specs import worker_spec, workers_config
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.prepare import PreparedModels
-from kvrelay.cluster.processes.asked_machines import AskedMachines
 from kvrelay.cluster.processes.certificates import follow_certificates
 from kvrelay.cluster.processes.here import run_here
-from kvrelay.cluster.processes.kept_weights import KeptWeights
+from kvrelay.cluster.processes.kept_models import KeptWeights
 from kvrelay.cluster.processes.life import (
     Keeper,
     fixed_of_workers,
@@ -62,9 +58,10 @@ from kvrelay.cluster.processes.orders import (
     ControlSpec,
     StartupProgress,
 )
+from kvrelay.cluster.processes.ray_access import AskedMachines, resources_of
+from kvrelay.cluster.processes.restarts import restart_workers
 from kvrelay.cluster.processes.scaling_log import ScalingLog
 from kvrelay.cluster.processes.servers import Leadership
-from kvrelay.cluster.processes.worker_restarts import restart_workers
 from kvrelay.cluster.status import ClusterView, ControllerStatus, RestartStatus
 from kvrelay.engine.host import NodeHost, first_line, keep_running
 from kvrelay.engine.node import Effect, NodeId
@@ -311,7 +308,7 @@ class ControlProcess:
 
     async def _leave_ray(self) -> None:
         if self._workers is not None:
-            from kvrelay.cluster.processes.ray_cluster import disconnect
+            from kvrelay.cluster.processes.ray import disconnect
 
             await self._loop.run_in_executor(self._ray_thread, disconnect)
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.control.machines import Machine
-from kvrelay.cluster.control.messages import WorkerLost
+from kvrelay.cluster.control.messages import Machine, WorkerLost
 from kvrelay.cluster.prepare import ROOT, num_gpus, uses_gpus
 from kvrelay.engine.host import first_line, in_thread
 from kvrelay.worker.guardian import WorkerGuardian

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from kvrelay.cluster.api.tenants import Access, load_access, with_keys
 from kvrelay.cluster.config import Config, ConfigError
+from kvrelay.cluster.config_checks import require_extra
 from kvrelay.cluster.prepare import (
     PreparedModels,
     check_machines,
@@ -35,7 +36,6 @@ from kvrelay.cluster.processes.certificates import (
     made_here,
     with_certificates,
 )
-from kvrelay.cluster.processes.extras import require_extra
 from kvrelay.cluster.processes.handover import Handover, HandoverError
 from kvrelay.cluster.processes.handover import check as check_program
 from kvrelay.cluster.processes.here import num_cpus, own_host

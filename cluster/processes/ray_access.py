@@ -6,19 +6,29 @@ first.
 Does a Ray cluster ask for a token? Without one, whoever reaches its port runs code there. Ray reads
 the mode of authentication once per process, and this process has the token: so another one asks,
 without it.
+
+Ray's autoscaler is asked for machines, again and again until it has heard.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.messages import Machine
+from kvrelay.engine.backoff import Backoff
+
+log = logging.getLogger("kvrelay.control")
+
+RETRY = Backoff(2.0, 60.0)  # before Ray is asked for machines again
 
 _REFUSED = 3
 _ASK = f"""
@@ -104,8 +114,6 @@ def start_ray(config: Config, tell: Callable[[str], None]) -> ModuleType:
 
 def check_token(address: str) -> None:
     """Raises RayRefused unless the Ray cluster at `address` asks for a token."""
-    from kvrelay.cluster.processes.ray_access import TokenUnknown, asks_for_token
-
     try:
         if asks_for_token(address):
             return
@@ -117,3 +125,50 @@ def check_token(address: str) -> None:
         "~/.ray/auth_token (`ray get-auth-token --generate` makes it) and start Ray with "
         "RAY_AUTH_MODE=token: see deploy/README.md. --insecure-ray serves without."
     )
+
+
+def resources_of(text: str, machines: Iterable[Machine]) -> dict[str, float]:
+    """What Ray knows of a machine such as `text` says ("GPU=8"), or as the largest that there is;
+    empty if there is none."""
+    if text:
+        return {name: float(n) for name, n in (part.split("=") for part in text.split(","))}
+    largest = max(machines, key=lambda machine: (machine.num_gpus, machine.num_cpus), default=None)
+    if largest is None:
+        return {}
+    return {"GPU": largest.num_gpus} if largest.num_gpus else {"CPU": largest.num_cpus}
+
+
+class AskedMachines:
+    """The last number that the controller wants is asked for until Ray has heard it: it may come
+    while Ray is not there yet, or does not answer. Owned by the controller's process."""
+
+    def __init__(self, ask: Callable[[int], Awaitable[bool]]) -> None:
+        """`ask`: of Ray; False: it is not known yet what a machine is. Raises what Ray does."""
+        self._ask = ask
+        self.wanted: int | None = None  # None: nothing was wanted
+        self._asked: int | None = None
+
+    async def settle(self) -> None:
+        """Ask for what is wanted, and try again where that fails, until it is done."""
+        failures = 0
+        while self._asked != (wanted := self.wanted) and wanted is not None:
+            try:
+                if not await self._ask(wanted):
+                    return
+                self._asked, failures = wanted, 0
+            except Exception as error:  # Ray's: what serves goes on with the machines there are
+                failures += 1
+                pause_s = RETRY.pause_s(failures)
+                text = "Ray was not asked for %d machines: %s; again in %g s"
+                log.warning(text, wanted, error, pause_s)
+                await asyncio.sleep(pause_s)
+
+    async def give_back(self, timeout_s: float) -> None:
+        """At the end of the cluster nobody needs those that were asked for: what Ray was asked for
+        outlives who did."""
+        if self._asked:
+            self.wanted = 0
+            try:
+                await asyncio.wait_for(self.settle(), timeout_s)
+            except TimeoutError:
+                log.warning("Ray did not hear that its machines are needed no more")

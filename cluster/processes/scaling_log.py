@@ -18,14 +18,9 @@ MIB = 1 << 20
 MAX_LINES = 1000  # that wait to be written
 
 
-def log_path(config: Config, name: str) -> Path:
-    """Of the server called `name`. When it is full, it goes on anew beside what it had."""
-    return config.sessions.state_path / "scaling" / f"{name}.jsonl"
-
-
 class ScalingLog:
-    """Appends, on a thread of its own. That something cannot be written is said once; scaling goes
-    on without, also where the disk hangs."""
+    """Appends, on a thread of its own. A file that is full stays beside the one that goes on. That
+    something cannot be written is said once; scaling goes on without, also where the disk hangs."""
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:
         """`path`: None writes nothing."""
@@ -39,8 +34,10 @@ class ScalingLog:
 
     @classmethod
     def of(cls, config: Config, name: str) -> ScalingLog:
+        """The log of the server called `name`, if it is to have one."""
         max_bytes = int(config.scaling.log_mib * MIB)
-        return cls(log_path(config, name) if max_bytes else None, max_bytes)
+        path = config.sessions.state_path / "scaling" / f"{name}.jsonl"
+        return cls(path if max_bytes else None, max_bytes)
 
     def write(self, line: Line) -> None:
         if self._path is not None:

@@ -1,4 +1,5 @@
 """How many workers there are, and in which roles: decided from what was measured, in GPU-seconds.
 
-Pure: no clock, no I/O. Time is passed in, and whoever starts workers is a `WorkerProvider`.
+Pure: no clock, no I/O. Snapshots come in with the time, and a decision is data: whoever has the
+workers carries it out.
 """

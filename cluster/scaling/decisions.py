@@ -1,7 +1,7 @@
 """What was decided and why: one line of JSON each, from which every decision can be made again.
 
 A log begins with the settings; then a line for each tick has the snapshot and the decision. The
-planner is pure, so `replayed` feeds the snapshots to a new one and compares.
+scaler is pure, so `replay_log` feeds the snapshots to a new one, to compare.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Reason(StrEnum):
     BUDGET = "budget"  # more are needed, and the budget is spent
     AT_MOST = "at_most"  # more are needed than may be
     COMING = "coming"  # more are needed, and they are starting
-    CHANGED = "changed"  # someone else has changed the fleet: that stands for a while
     LEAST = "least"  # started: there are fewer than there have to be
     WAKE = "wake"  # started: there were none, and a request came
     GROW = "grow"  # started, for the targets
@@ -69,7 +68,8 @@ class Inputs(Struct, frozen=True):
 
 
 class Decision(Struct, frozen=True):
-    """For one tick. Without starts, drains and flips it is one not to act."""
+    """For one tick. Without removals, flips, drains and starts it is one not to act; they are to be
+    carried out in this order."""
 
     at_s: float
     reason: Reason
@@ -82,10 +82,11 @@ class Decision(Struct, frozen=True):
     drains: tuple[NodeId, ...] = ()
     flips: tuple[tuple[NodeId, Role], ...] = ()
     machines: int | None = None  # to ask for; None: they are as they are
+    removals: tuple[tuple[NodeId, str], ...] = ()  # of which nothing comes, and why
 
     @property
     def acts(self) -> bool:
-        return bool(self.starts or self.drains or self.flips)
+        return bool(self.starts or self.drains or self.flips or self.removals)
 
 
 class Line(Struct, frozen=True, omit_defaults=True):

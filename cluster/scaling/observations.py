@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from math import exp
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvrelay.cluster.scaling.provider import COUNTED, ManagedWorker, State
 from kvrelay.engine.cost import decode_features, fitted_s, prompt_features
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.service_class import ServiceClass
@@ -113,6 +113,41 @@ class Costs(Struct, frozen=True):
 
 MEAN_S = 120.0  # time constant of the hit rate and of the mean output
 MAX_STARTS = 8  # the last ones, whose longest is what a start takes
+
+
+class State(StrEnum):
+    """How far a worker has come. Nothing keeps it: it is read off the worker's own lifecycle."""
+
+    PENDING = "pending"  # without a place
+    STARTING = "starting"  # for the first time, or again
+    UP = "up"
+    DRAINING = "draining"  # to go when nothing needs it
+    GONE = "gone"  # only in logs of a version before
+
+
+COMING = (State.PENDING, State.STARTING)
+COUNTED = (*COMING, State.UP)  # those that serve, or will
+
+
+class ManagedWorker(Struct, frozen=True):
+    """One worker, as whoever has it sees it now."""
+
+    worker: NodeId
+    role: Role
+    state: State
+    ordered_at: float  # 0: it was there before
+    since: float  # when it was first seen in this state
+    up_at: float | None = None
+    reason: str = ""  # why it has no place, or has failed
+    start_s: float | None = None  # 0: not known; None: from its order on
+    failures: int = 0  # starts in a row, while it waits for the next one
+
+    @property
+    def took_s(self) -> float:
+        """Seconds that its start took; 0: not known, or it is not up."""
+        if self.up_at is None:
+            return 0.0
+        return self.up_at - self.ordered_at if self.start_s is None else self.start_s
 
 
 class Snapshot(Struct, frozen=True):
@@ -257,9 +292,8 @@ class Observer:
         """How long starts took, as far as is known."""
         for each in workers:
             if each.state in COUNTED and each.up_at is not None:
-                took_s = each.up_at - each.ordered_at if each.start_s is None else each.start_s
-                if each.worker not in self._known_up and took_s > 0:
-                    self._starts = [*self._starts, took_s][-MAX_STARTS:]
+                if each.worker not in self._known_up and each.took_s > 0:
+                    self._starts = [*self._starts, each.took_s][-MAX_STARTS:]
                 self._known_up.add(each.worker)
 
 

@@ -19,13 +19,14 @@ from math import ceil
 from msgspec.structs import replace
 
 from kvrelay.cluster.scaling.decisions import Alternative, Decision, Inputs, Line, Reason
-from kvrelay.cluster.scaling.observations import Observation, Observer, Snapshot
-from kvrelay.cluster.scaling.provider import (
+from kvrelay.cluster.scaling.observations import (
     COMING,
     COUNTED,
     ManagedWorker,
+    Observation,
+    Observer,
+    Snapshot,
     State,
-    WorkerProvider,
 )
 from kvrelay.cluster.scaling.shadows import Shadows
 from kvrelay.cluster.scaling.sharing import Demand
@@ -50,7 +51,7 @@ SPARE_DECODE = 0.3  # decode workers to spare before one's role changes back
 CHUNK_SHARE = 0.6  # share of the ITL target for a decode step that takes prompt tokens
 WAKE_STARTS = 2  # so many, one after the other, a request waits for its first worker
 STATE_ORDER = {State.PENDING: 0, State.STARTING: 1, State.UP: 2}
-MAX_DECISIONS = 512
+MAX_FAILURES = 3  # starts in a row; then a worker is given up
 
 
 def chunk_target_s(scaling: ScalingConfig) -> float:
@@ -133,12 +134,28 @@ def moves_to(workers: Iterable[ManagedWorker], prefill: int, decode: int) -> Mov
     return Moves(tuple(starts), tuple(drains), tuple(flips))
 
 
-class Planner:
-    """Owned by a `Scaler`. Invariant: equal settings and snapshots give equal decisions."""
+def removals(snapshot: Snapshot, pending_timeout_s: float) -> tuple[tuple[NodeId, str], ...]:
+    """Workers of which nothing comes, each with the reason: their starts fail again and again, or
+    they have been without a place for too long."""
+    found = []
+    for each in snapshot.workers:
+        waited_s = snapshot.at_s - each.since
+        if each.failures >= MAX_FAILURES:
+            found.append((each.worker, f"failed {each.failures} times: {each.reason}"))
+        elif each.state is State.PENDING and waited_s >= pending_timeout_s:
+            why = each.reason or "no place was found for it"
+            found.append((each.worker, f"given up after {waited_s:.0f} s: {why}"))
+    return tuple(found)
+
+
+class Scaler:
+    """Decides, and leaves it to its owner to do so: a controller, or the simulator. Invariant:
+    equal settings and snapshots give equal decisions."""
 
     def __init__(self, config: ScalingConfig) -> None:
         most = max([config.max_workers, *(config.limits_of_schedules())])
-        self._config = config
+        self.config = config
+        self._observer = Observer(config)
         self._shadows = Shadows(most, config.ttft_target_s, config.memory_s)
         self._begun_at: float | None = None
         self._num_coming = 0  # workers, now
@@ -159,20 +176,33 @@ class Planner:
         self._reversals: deque[float] = deque()
         self._worker_s: deque[tuple[float, float]] = deque()
 
-    def plan(self, snapshot: Snapshot, seen: Observation) -> Decision:
+    def begin(self) -> Line:
+        """Returns the first line of a log."""
+        return Line(settings=self.config)
+
+    def tick(self, snapshot: Snapshot) -> Line:
+        """Decide. The line for the log has the decision."""
+        return Line(snapshot=snapshot, decision=self._plan(snapshot))
+
+    def _plan(self, snapshot: Snapshot) -> Decision:
+        seen = self._observer.observe(snapshot)
         now = seen.at_s
         if self._begun_at is None:
             self._begun_at = self._active_at = now
-        workers = [each for each in snapshot.workers if each.state in COUNTED]
-        least, most = self._config.limits(snapshot.wall_s)
+        given_up = removals(snapshot, self.config.pending_timeout_s)
+        gone = {worker for worker, _ in given_up}
+        workers = [w for w in snapshot.workers if w.state in COUNTED and w.worker not in gone]
+        num_draining = sum(each.state is State.DRAINING for each in snapshot.workers)
+        least, most = self.config.limits(snapshot.wall_s)
         self._num_coming = sum(each.state in COMING for each in workers)
         self._take_in(now, seen, len(workers))
         need = self._need(now, seen, most)
         self.demand = self._demand(now, seen, len(workers), need, (least, most))
         if snapshot.share is not None:
             most = max(least, min(most, snapshot.share))
-        inputs = self._inputs(snapshot, seen, need, (least, most))
+        inputs = self._inputs(workers, num_draining, seen, need, (least, most))
         decision = self._decide(now, seen, workers, need, inputs)
+        decision = replace(decision, removals=given_up)
         self._remember(now, workers, decision)
         return decision
 
@@ -183,7 +213,7 @@ class Planner:
     ) -> Demand:
         """What it would have if no other model was there."""
         least, most = limits
-        is_idle = seen.is_idle and (not have or now - self._active_at >= self._config.idle_s)
+        is_idle = seen.is_idle and (not have or now - self._active_at >= self.config.idle_s)
         needed = least if is_idle else max(1, need.size or have)
         return Demand(least, needed, most)
 
@@ -201,12 +231,12 @@ class Planner:
             ideal = self._shadows.last_missed(for_prompts(num_up, self._decode_demand))
             beyond = seen.num_late - ideal
             self._real.append((now, float(seen.num_ended), beyond))
-            while self._real[0][0] <= now - self._config.memory_s:
+            while self._real[0][0] <= now - self.config.memory_s:
                 self._real.popleft()
         self._arrivals.append((now, float(sum(seen.arrivals.values()))))
         self._worker_s.append((now, have * seen.elapsed_s))
         for kept in (self._arrivals, self._worker_s, self._directions):
-            while kept and kept[0][0] <= now - max(HOUR_S, self._config.memory_s):
+            while kept and kept[0][0] <= now - max(HOUR_S, self.config.memory_s):
                 kept.popleft()
         while self._reversals and self._reversals[0] <= now - HOUR_S:
             self._reversals.popleft()
@@ -223,11 +253,11 @@ class Planner:
     def _rate(self, now: float, seconds: float) -> float:
         """Requests per second, over the last `seconds` or as long as this has looked."""
         assert self._begun_at is not None
-        known_s = min(seconds, max(self._config.tick_s, now - self._begun_at))
+        known_s = min(seconds, max(self.config.tick_s, now - self._begun_at))
         return sum(count for at_s, count in self._arrivals if at_s > now - known_s) / known_s
 
     def _need(self, now: float, seen: Observation, most: int) -> Need:
-        costs, config = seen.costs, self._config
+        costs, config = seen.costs, self.config
         if costs is None:
             return Need(0, 0.0, 0.0, 0.0)
         rate = max(self._rate(now, LONG_S), self._rate(now, config.memory_s))
@@ -261,12 +291,12 @@ class Planner:
     def _peak(self, now: float, seen: Observation, token_s: float) -> float:
         """Decode workers that would have been busy in all but the last percent of arrivals: many
         come in bursts, and miss the target together."""
-        stay_s = max(LEAST_STAY_S, 2 * seen.mean_output * self._config.itl_target_s)
+        stay_s = max(LEAST_STAY_S, 2 * seen.mean_output * self.config.itl_target_s)
         busy = self._rate(now, stay_s) * seen.mean_output * token_s
         self._peaks.append((now, float(sum(seen.arrivals.values())), busy))
-        while self._peaks[0][0] <= now - self._config.memory_s:
+        while self._peaks[0][0] <= now - self.config.memory_s:
             self._peaks.popleft()
-        left = (1.0 - self._config.percentile / 100.0) * sum(count for _, count, _ in self._peaks)
+        left = (1.0 - self.config.percentile / 100.0) * sum(count for _, count, _ in self._peaks)
         for _, count, workers in sorted(self._peaks, key=lambda each: -each[2]):
             left -= count
             if left < 0:
@@ -306,7 +336,7 @@ class Planner:
                 moves = Moves()
         elif not moves.flips:
             self._flip_since = None
-        per_machine = self._config.workers_per_machine
+        per_machine = self.config.workers_per_machine
         return Decision(
             at_s=now,
             reason=reason,
@@ -325,7 +355,7 @@ class Planner:
         self, now: float, seen: Observation, have: int, need: Need, inputs: Inputs
     ) -> tuple[int, Reason]:
         """How many workers there should be after this tick, and why."""
-        config, least, most = self._config, inputs.least, inputs.most
+        config, least, most = self.config, inputs.least, inputs.most
         if have > most:
             return most, Reason.LIMIT
         if have < least:
@@ -353,10 +383,10 @@ class Planner:
         if self._fewer_since is None:
             self._fewer_since, self._most_needed = now, size
         self._most_needed = max(self._most_needed, size)
-        if now - self._fewer_since < self._config.hold_s:
+        if now - self._fewer_since < self.config.hold_s:
             return have, Reason.HOLDING
         turns = bool(self._directions) and self._directions[-1][1] > 0
-        if inputs.reversals + turns + 1 > self._config.max_reversals_per_hour:
+        if inputs.reversals + turns + 1 > self.config.max_reversals_per_hour:
             return have, Reason.REVERSALS
         self._fewer_since = None
         return self._most_needed, Reason.SHRINK
@@ -386,17 +416,21 @@ class Planner:
     # -- for people ------------------------------------------------------------------------------
 
     def _inputs(
-        self, snapshot: Snapshot, seen: Observation, need: Need, limits: tuple[int, int]
+        self,
+        workers: list[ManagedWorker],
+        num_draining: int,
+        seen: Observation,
+        need: Need,
+        limits: tuple[int, int],
     ) -> Inputs:
-        counted = [each for each in snapshot.workers if each.state in COUNTED]
-        prefill = sum(each.role is Role.PREFILL for each in counted)
+        prefill = sum(each.role is Role.PREFILL for each in workers)
         hour_ago = seen.at_s - HOUR_S
         worker_s = sum(amount for at_s, amount in self._worker_s if at_s > hour_ago)
         return Inputs(
             prefill=prefill,
-            decode=len(counted) - prefill,
-            coming=sum(each.state in COMING for each in counted),
-            draining=sum(each.state is State.DRAINING for each in snapshot.workers),
+            decode=len(workers) - prefill,
+            coming=self._num_coming,
+            draining=num_draining,
             least=limits[0],
             most=limits[1],
             prefill_demand=need.prefill_demand,
@@ -415,7 +449,7 @@ class Planner:
         shares = ", ".join(
             f"{100 * each.on_time:.1f} % with {each.workers}" for each in need.alternatives
         )
-        on_time = f"; on time would have been {shares}; wanted: {self._config.percentile:g} %"
+        on_time = f"; on time would have been {shares}; wanted: {self.config.percentile:g} %"
         on_time = on_time if shares else ""
         match reason:
             case Reason.GROW | Reason.SHRINK | Reason.LEAST | Reason.LIMIT | Reason.WAKE:
@@ -423,7 +457,7 @@ class Planner:
             case Reason.FLIP:
                 return f"roles change: decoding takes {inputs.decode_demand:.2f} workers{on_time}"
             case Reason.HOLDING:
-                since = self._config.hold_s
+                since = self.config.hold_s
                 return f"not scaling: {need.size} would do, but not yet for {since:g} s{on_time}"
             case Reason.REVERSALS:
                 return f"not scaling: {inputs.reversals} reversals in the last hour{on_time}"
@@ -434,51 +468,13 @@ class Planner:
             case Reason.COMING:
                 return f"not scaling: {inputs.coming} of {have} are coming{on_time}"
             case Reason.STALE:
-                return f"not scaling: measurements are older than {self._config.stale_s:g} s"
+                return f"not scaling: measurements are older than {self.config.stale_s:g} s"
             case Reason.NOT_MEASURED:
                 return "not scaling: no worker has told yet what prompts cost"
             case Reason.IDLE:
                 return f"idle: {wanted} workers"
             case _:
                 return f"not scaling: {have} workers are enough{on_time}"
-
-
-class Scaler:
-    """Owned by whoever has the fleet: a controller, or the simulator."""
-
-    def __init__(self, config: ScalingConfig, provider: WorkerProvider | None = None) -> None:
-        """`provider`: None where nothing is carried out, only decided."""
-        self.config = config
-        self._observer = Observer(config)
-        self._planner = Planner(config)
-        self._provider = provider
-        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)  # the last ones, oldest first
-
-    def begin(self) -> Line:
-        """Returns the first line of a log."""
-        return Line(settings=self.config)
-
-    def tick(self, snapshot: Snapshot) -> Line:
-        """Decide, and let the provider do it. The line for the log has the decision."""
-        decision = self._planner.plan(snapshot, self._observer.observe(snapshot))
-        self.decisions.append(decision)
-        if self._provider is not None:
-            for worker, role in decision.flips:
-                self._provider.flip(worker, role)
-            for worker in decision.drains:
-                self._provider.drain(worker)
-            for role in decision.starts:
-                self._provider.start(role)
-        return Line(snapshot=snapshot, decision=decision)
-
-    @property
-    def demand(self) -> Demand | None:
-        return self._planner.demand
-
-    @property
-    def why(self) -> str:
-        """What `kvrelay status` says about the last decision."""
-        return self.decisions[-1].text if self.decisions else "not scaling: nothing was seen yet"
 
 
 def replay_log(lines: Iterable[Line]) -> list[tuple[Decision, Decision]]:

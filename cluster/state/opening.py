@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import Config, ConfigError, build_config
-from kvrelay.cluster.processes.extras import require_extra
+from kvrelay.cluster.config_checks import require_extra
 from kvrelay.cluster.state.session_store import SessionStore, open_sessions, session_config
 from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.node import NodeId

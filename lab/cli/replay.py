@@ -31,7 +31,7 @@ from rich.progress import (
 
 from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import ConfigError, load_config
-from kvrelay.cluster.processes.extras import require_extra
+from kvrelay.cluster.config_checks import require_extra
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
 from kvrelay.lab.replay.readers import TraceError, read_trace
 from kvrelay.lab.replay.report import (

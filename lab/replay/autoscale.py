@@ -1,8 +1,7 @@
 """A replay whose workers come and go: the production router and workers, and the production
 autoscaler or a path that is given, all in virtual time.
 
-The simulator's provider: workers take `start_s` to start, drain, and cost from the order until they
-are gone.
+Workers take `start_s` to start, drain, and cost from the order until they are gone.
 
 Beside that, two fleets are chosen by who knows the trace: the best that stays as it is, and an
 oracle's path. Both are found with the shadow queues of `cluster.scaling.shadows` in the times of
@@ -11,17 +10,24 @@ the replay's timing, without a prefix cache, and then replayed like everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
-from kvrelay.cluster.scaling.decisions import Line
-from kvrelay.cluster.scaling.observations import router_seen, snapshot_of
+from kvrelay.cluster.scaling.decisions import Decision, Line
+from kvrelay.cluster.scaling.observations import (
+    COUNTED,
+    ManagedWorker,
+    State,
+    router_seen,
+    snapshot_of,
+)
 from kvrelay.cluster.scaling.planner import (
+    Moves,
     Scaler,
     chunk_target_s,
     decode_workers,
@@ -29,7 +35,6 @@ from kvrelay.cluster.scaling.planner import (
     moves_to,
     router_config,
 )
-from kvrelay.cluster.scaling.provider import COUNTED, ManagedWorker, ManagedWorkers, State
 from kvrelay.cluster.scaling.shadows import Shadow
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
@@ -44,133 +49,25 @@ DRAIN_LOOK_S = 0.5  # between two looks at a worker that drains
 AGAIN_S = 2.0  # what found no room elsewhere is moved again
 
 
-class WorkerHost(Protocol):
-    """What workers are placed in."""
+@dataclass(slots=True)
+class SimulatedWorker:
+    """Starts in `start_s`, drains, and costs from its order until it is gone."""
 
-    @property
-    def now(self) -> float: ...
-    def call_at(self, at_s: float, call: Callable[[], None]) -> None: ...
-    def bring_up(self, worker: NodeId, role: Role) -> None: ...
-    def set_role(self, worker: NodeId, role: Role) -> None: ...
-    def clear(self, worker: NodeId) -> None:
-        """No new requests; what decodes there moves. May be called again."""
-        ...
+    worker: NodeId
+    role: Role
+    ordered_at: float
+    since: float  # it is in this state
+    state: State = State.STARTING
+    up_at: float | None = None
+    gone_at: float | None = None
 
-    def is_empty(self, worker: NodeId) -> bool: ...
-    def take_down(self, worker: NodeId) -> None: ...
+    def enter(self, now: float, state: State) -> None:
+        self.state, self.since = state, now
 
-
-class SimulatedFleet:
-    """A `WorkerProvider`. `places`: workers that there is room for at once, ordered ones included;
-    those beyond it are pending."""
-
-    def __init__(
-        self,
-        cluster: WorkerHost,
-        start_s: float,
-        places: float = float("inf"),
-        pending_timeout_s: float = 60.0,
-    ) -> None:
-        self._cluster = cluster
-        self._start_s = start_s
-        self.places = places
-        self._pending_timeout_s = pending_timeout_s
-        self._book = ManagedWorkers(pending_timeout_s)
-        self._numbers = dict.fromkeys(Role, 0)
-        self._bills: dict[NodeId, tuple[float, float | None]] = {}  # ordered, gone
-        self.history: list[tuple[float, int, int]] = []  # (when, up, ordered but not gone)
-
-    def adopt(self, role: Role) -> NodeId:
-        """A worker that is up from the start."""
-        worker = self._name(role)
-        self._book.add(self._cluster.now, worker, role, State.UP)
-        self._bills[worker] = self._cluster.now, None
-        self._cluster.bring_up(worker, role)
-        self._note()
-        return worker
-
-    def start(self, role: Role) -> NodeId:
-        worker = self._name(role)
-        now = self._cluster.now
-        self._book.add(now, worker, role)
-        self._book.explain(worker, "all places are taken")
-        self._cluster.call_at(now, lambda: self._place(worker))
-        self._cluster.call_at(now + self._pending_timeout_s, self._give_up)
-        return worker
-
-    def drain(self, worker: NodeId) -> None:
-        known = self._book.get(worker)
-        if known is None:
-            return
-        if known.state is State.UP:
-            self._book.move(self._cluster.now, worker, State.DRAINING)
-            self._empty(worker, float("-inf"))
-        elif known.state in (State.PENDING, State.STARTING):
-            self._go(worker, "not needed any more")
-        self._note()
-
-    def flip(self, worker: NodeId, role: Role) -> None:
-        known = self._book.get(worker)
-        if self._book.set_role(worker, role) and known is not None and known.state is State.UP:
-            self._cluster.set_role(worker, role)
-
-    def workers(self) -> Iterable[ManagedWorker]:
-        return list(self._book)
-
-    def gpu_s(self, now: float) -> float:
-        """Sums all workers until now, each from its place until it was gone."""
-        return sum((now if end is None else end) - begin for begin, end in self._bills.values())
-
-    def _name(self, role: Role) -> NodeId:
-        worker = f"{role}-{self._numbers[role]}"
-        self._numbers[role] += 1
-        return worker
-
-    def _place(self, worker: NodeId) -> None:
-        taken = sum(end is None for _, end in self._bills.values())
-        if taken >= self.places or not self._book.move(self._cluster.now, worker, State.STARTING):
-            return
-        now = self._cluster.now
-        self._bills[worker] = now, None
-        self._cluster.call_at(now + self._start_s, lambda: self._arrive(worker))
-        self._note()
-
-    def _arrive(self, worker: NodeId) -> None:
-        if self._book.move(self._cluster.now, worker, State.UP):
-            known = self._book.get(worker)
-            assert known is not None
-            self._cluster.bring_up(worker, known.role)
-            self._note()
-
-    def _empty(self, worker: NodeId, cleared_at: float) -> None:
-        """Look whether it has anything left."""
-        now = self._cluster.now
-        if now - cleared_at >= AGAIN_S:
-            self._cluster.clear(worker)
-            cleared_at = now
-        elif self._cluster.is_empty(worker):
-            self._cluster.take_down(worker)
-            self._go(worker, "drained")
-            return
-        self._cluster.call_at(now + DRAIN_LOOK_S, lambda: self._empty(worker, cleared_at))
-
-    def _go(self, worker: NodeId, reason: str) -> None:
-        now = self._cluster.now
-        self._book.move(now, worker, State.GONE, reason)
-        if worker in self._bills:
-            self._bills[worker] = self._bills[worker][0], now
-        for each in self._book:  # a place is free
-            if each.state is State.PENDING:
-                self._place(each.worker)
-        self._note()
-
-    def _give_up(self) -> None:
-        self._book.give_up(self._cluster.now)
-
-    def _note(self) -> None:
-        states = [each.state for each in self._book]
-        ordered = sum(state in (State.STARTING, State.UP, State.DRAINING) for state in states)
-        self.history.append((self._cluster.now, states.count(State.UP), ordered))
+    def observed(self) -> ManagedWorker:
+        return ManagedWorker(
+            self.worker, self.role, self.state, self.ordered_at, self.since, self.up_at
+        )
 
 
 def is_idle(node: Any) -> bool:
@@ -209,39 +106,94 @@ def with_targets(config: ReplayConfig, scaling: ScalingConfig) -> ReplayConfig:
 
 
 class ScaledReplay(Replay):
-    """Owned by `replay_scaled`. Its cluster is also that of a `SimulatedFleet`."""
+    """Runs a trace on workers that come and go, owned by `replay_scaled`."""
 
     def __init__(self, trace: Trace, config: ReplayConfig, start_s: float) -> None:
         super().__init__(trace, config)
         self._workers.clear()
-        self.fleet = SimulatedFleet(self, start_s)
+        self._start_s = start_s
+        self._numbers = dict.fromkeys(Role, 0)
+        self._ever: dict[NodeId, SimulatedWorker] = {}  # all that were ordered
+        self.history: list[tuple[float, int, int]] = []  # (when, up, ordered but not gone)
         self.log: list[Line] = []
         self._changes: list[int] = []
-
-    # -- the cluster of the fleet ----------------------------------------------------------------
 
     @property
     def now(self) -> float:
         return self.runtime.now
 
+    @property
+    def fleet(self) -> dict[NodeId, SimulatedWorker]:
+        """Those that are not gone."""
+        return {name: each for name, each in self._ever.items() if each.gone_at is None}
+
     def call_at(self, at_s: float, call: Callable[[], None]) -> None:
         self.runtime.call_at(at_s, call)
 
-    def bring_up(self, worker: NodeId, role: Role) -> None:
+    def gpu_s(self, now: float) -> float:
+        """Sums all workers until now, each from its order until it was gone."""
+        ends = ((each, each.gone_at) for each in self._ever.values())
+        return sum((now if end is None else end) - each.ordered_at for each, end in ends)
+
+    # -- the life of a worker --------------------------------------------------------------------
+
+    def order(self, role: Role, after_s: float) -> NodeId:
+        """A worker that is up then."""
+        worker = f"{role}-{self._numbers[role]}"
+        self._numbers[role] += 1
+        self._ever[worker] = SimulatedWorker(worker, role, self.now, self.now)
+        if after_s > 0:
+            self._note()
+            self.call_at(self.now + after_s, lambda: self._arrive(worker))
+        else:
+            self._arrive(worker)
+        return worker
+
+    def flip(self, worker: NodeId, role: Role) -> None:
+        known = self._ever[worker]
+        known.role = role
+        if known.state is State.UP:
+            self.runtime.post(ROUTER, RoleChanged(worker, 1, role))
+
+    def let_go(self, worker: NodeId) -> None:
+        """Without new requests until it is empty; at once where it is not up."""
+        known = self._ever[worker]
+        if known.state is State.UP:
+            known.enter(self.now, State.DRAINING)
+            self._empty(worker, float("-inf"))
+        else:
+            known.gone_at = self.now
+        self._note()
+
+    def _arrive(self, worker: NodeId) -> None:
+        known = self._ever[worker]
+        if known.gone_at is not None:
+            return
+        known.enter(self.now, State.UP)
+        known.up_at = self.now
         number = int(worker.rpartition("-")[2])
-        config = structs.replace(self._worker_config(role, number), node_id=worker)
-        if role is Role.PREFILL:  # its prompts are computed whole: nobody should decode beside them
+        config = structs.replace(self._worker_config(known.role, number), node_id=worker)
+        if known.role is Role.PREFILL:  # prompts are computed whole: nobody should decode beside
             config = structs.replace(config, itl_target_ms=0.0)
         self._workers.append(config)
         self._start(config, 1)
+        self._note()
 
-    def set_role(self, worker: NodeId, role: Role) -> None:
-        self.runtime.post(ROUTER, RoleChanged(worker, 1, role))
+    def _empty(self, worker: NodeId, cleared_at: float) -> None:
+        """Look whether it has anything left."""
+        now = self.now
+        if now - cleared_at >= AGAIN_S:  # what decodes there moves
+            self.runtime.post(ROUTER, WorkerDraining(worker, 1))
+            cleared_at = now
+        elif self._is_empty(worker):
+            epoch = self.runtime.end(worker)
+            self.runtime.post(ROUTER, WorkerDown(worker, epoch, "drained"))
+            self._ever[worker].gone_at = now
+            self._note()
+            return
+        self.call_at(now + DRAIN_LOOK_S, lambda: self._empty(worker, cleared_at))
 
-    def clear(self, worker: NodeId) -> None:
-        self.runtime.post(ROUTER, WorkerDraining(worker, 1))
-
-    def is_empty(self, worker: NodeId) -> bool:
+    def _is_empty(self, worker: NodeId) -> bool:
         node: Any = self.runtime.lives[worker].node
         on_way = any(
             attempt.decode.worker == worker or (attempt.prefill and attempt.awaits_prefill)
@@ -251,16 +203,17 @@ class ScaledReplay(Replay):
         )
         return not on_way and is_idle(node)
 
-    def take_down(self, worker: NodeId) -> None:
-        epoch = self.runtime.end(worker)
-        self.runtime.post(ROUTER, WorkerDown(worker, epoch, "drained"))
+    def _note(self) -> None:
+        fleet = self.fleet.values()
+        num_up = sum(each.state is State.UP for each in fleet)
+        self.history.append((self.now, num_up, len(fleet)))
 
     # -- who decides -----------------------------------------------------------------------------
 
     def begin_with(self, roles: Sequence[Role]) -> None:
         """These workers are up from the start."""
         for role in roles:
-            self.fleet.adopt(role)
+            self.order(role, 0.0)
 
     def scale_by(self, scaler: Scaler) -> None:
         """Let `scaler` decide from now on."""
@@ -270,43 +223,47 @@ class ScaledReplay(Replay):
     def follow(self, plan: Plan) -> None:
         """Do as `plan` says from now on."""
         prefill, decode = plan(self.now)
-        counted = [each for each in self.fleet.workers() if each.state in COUNTED]
-        moves = moves_to(counted, prefill, decode)
-        for worker, role in moves.flips:
-            self.fleet.flip(worker, role)
-        for worker in moves.drains:
-            self.fleet.drain(worker)
-        for role in moves.starts:
-            self.fleet.start(role)
-        self._changes.append(len(moves.starts) - len(moves.drains))
+        counted = [each for each in self._observed() if each.state in COUNTED]
+        self._carry_out(moves_to(counted, prefill, decode))
         self.call_at(self.now + GROWTH_S, lambda: self.follow(plan))
 
+    def _observed(self) -> list[ManagedWorker]:
+        return [each.observed() for each in self.fleet.values()]
+
+    def _carry_out(self, decided: Moves | Decision) -> None:
+        for worker, role in decided.flips:
+            self.flip(worker, role)
+        for worker in decided.drains:
+            self.let_go(worker)
+        for role in decided.starts:
+            self.order(role, self._start_s)
+        self._changes.append(len(decided.starts) - len(decided.drains))
+
     def scaled_result(self, name: str, result: ReplayResult) -> ScaledResult:
-        workers = list(self.fleet.workers())
         return ScaledResult(
             name=name,
             result=result,
-            gpu_hours=self.fleet.gpu_s(result.virtual_s) / 3600.0,
-            num_starts=sum(each.ordered_at > 0 for each in workers),
+            gpu_hours=self.gpu_s(result.virtual_s) / 3600.0,
+            num_starts=sum(each.ordered_at > 0 for each in self._ever.values()),
             reversals=reversals_of(self._changes),
-            history=[*self.fleet.history, (result.virtual_s, *self.fleet.history[-1][1:])],
+            history=[*self.history, (result.virtual_s, *self.history[-1][1:])],
             log=self.log,
         )
 
     def _tick(self, scaler: Scaler) -> None:
         now, router = self.now, self.router
-        up = {w.worker for w in self.fleet.workers() if w.state in (State.UP, State.DRAINING)}
+        up = {name for name, each in self.fleet.items() if each.up_at is not None}
         snapshot = snapshot_of(
             at_s=now,
             wall_s=now,
             routers=[router_seen(now, ROUTER, router.traffic, router.live.values())],
             stats=[each for each in router.worker_stats if each[0].worker in up],
-            workers=self.fleet.workers(),
+            workers=self._observed(),
         )
         line = scaler.tick(snapshot)
         self.log.append(line)
         assert line.decision is not None
-        self._changes.append(len(line.decision.starts) - len(line.decision.drains))
+        self._carry_out(line.decision)
         self.call_at(now + scaler.config.tick_s, lambda: self._tick(scaler))
 
 
@@ -329,7 +286,7 @@ def replay_scaled(
     roles = [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
     run.call_at(0.0, lambda: run.begin_with(roles))
     if isinstance(by, ScalingConfig):
-        scaler = Scaler(by, run.fleet)
+        scaler = Scaler(by)
         run.call_at(0.0, lambda: run.scale_by(scaler))
     elif by is not None:
         plan = by

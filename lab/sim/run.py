@@ -18,11 +18,11 @@ from msgspec import structs
 
 from kvrelay.cluster.control.control_config import ControllerConfig, WorkersConfig
 from kvrelay.cluster.control.controller import Controller
-from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptRouter,
     AdoptWorker,
     Checkpoint,
+    Machine,
     MachinesChanged,
     Record,
     RouterStarted,

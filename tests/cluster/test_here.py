@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.cluster.config import Config, build_config
-from kvrelay.cluster.control.machines import Machine
-from kvrelay.cluster.control.messages import MachinesChanged, StartWorker, WorkerLost
+from kvrelay.cluster.control.messages import Machine, MachinesChanged, StartWorker, WorkerLost
 from kvrelay.cluster.processes import control_process, here
 from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.here import HERE, num_cpus, run_here, this_machine

@@ -58,11 +58,11 @@ def test_whatever_ray_raises_when_it_starts_is_one_line(monkeypatch: pytest.Monk
     """Where the machine is busy, a bare Exception."""
     import ray
 
-    from kvrelay.cluster.processes import ray_cluster
+    from kvrelay.cluster.processes.ray import RayUnavailable, connect
 
     def slow(**_: object) -> None:
         raise Exception("The current node timed out during startup.\nMore.")
 
     monkeypatch.setattr(ray, "init", slow)
-    with pytest.raises(ray_cluster.RayUnavailable, match=r"^cannot start Ray: The .* startup\.$"):
-        ray_cluster.connect("")
+    with pytest.raises(RayUnavailable, match=r"^cannot start Ray: The .* startup\.$"):
+        connect("")

@@ -29,7 +29,7 @@ from kvrelay.cluster.processes import (
 )
 from kvrelay.cluster.processes.control_process import ControlProcess
 from kvrelay.cluster.processes.handover import HandoverError
-from kvrelay.cluster.processes.kept_weights import KeptWeights
+from kvrelay.cluster.processes.kept_models import KeptWeights
 from kvrelay.cluster.processes.life import (
     NOT_OF_WORKERS,
     Installed,
@@ -424,7 +424,7 @@ def test_whatever_ray_raises_at_its_start_is_a_reason_to_try_again(
 ) -> None:
     """It raises Exception itself for a node that is late, which ended the attempts for ever; and an
     attempt that had come through made every later one fail."""
-    ray_cluster = pytest.importorskip("kvrelay.cluster.processes.ray_cluster")
+    ray = pytest.importorskip("kvrelay.cluster.processes.ray")
     is_there = [True]
 
     def init(**_: object) -> None:
@@ -432,11 +432,11 @@ def test_whatever_ray_raises_at_its_start_is_a_reason_to_try_again(
             raise RuntimeError("Maybe you called ray.init twice by accident?")
         raise Exception("The current node timed out during startup.\nMore")
 
-    monkeypatch.setattr(ray_cluster.ray, "init", init)
-    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: is_there[0])
-    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: is_there.__setitem__(0, False))
-    with pytest.raises(ray_cluster.RayUnavailable, match=r"start Ray: The current node timed out"):
-        ray_cluster.connect("")
+    monkeypatch.setattr(ray.ray, "init", init)
+    monkeypatch.setattr(ray.ray, "is_initialized", lambda: is_there[0])
+    monkeypatch.setattr(ray.ray, "shutdown", lambda: is_there.__setitem__(0, False))
+    with pytest.raises(ray.RayUnavailable, match=r"start Ray: The current node timed out"):
+        ray.connect("")
 
 
 def test_a_disk_that_hangs_holds_nobody_up(

@@ -23,8 +23,7 @@ apply_environment()
 import ray  # noqa: E402
 
 import kvrelay.cluster.processes.ray as ray_workers  # noqa: E402
-from kvrelay.cluster.processes.ray import RayWorkers  # noqa: E402
-from kvrelay.cluster.processes.ray_cluster import NAMESPACE, own_machine  # noqa: E402
+from kvrelay.cluster.processes.ray import NAMESPACE, RayWorkers, own_machine  # noqa: E402
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection  # noqa: E402
 from kvrelay.engine.stats import Role  # noqa: E402
 from kvrelay.worker.messages import WorkerStarted  # noqa: E402

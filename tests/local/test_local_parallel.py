@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from kvrelay.cluster.config import ClusterSection, Config, ModelSection, load_config
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.controller import Controller
-from kvrelay.cluster.control.machines import Machine
-from kvrelay.cluster.control.messages import MachinesChanged, StartWorker
+from kvrelay.cluster.control.messages import Machine, MachinesChanged, StartWorker
 from kvrelay.cluster.control.specs import worker_spec, workers_config
 from kvrelay.cluster.prepare import PreparedModels, prepare_model
 from kvrelay.engine.config import EngineSection

@@ -10,9 +10,9 @@ import pytest
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     GiveUp,
+    Machine,
     MachinesChanged,
     Record,
     RouterStarted,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
+from kvrelay.cluster.control.messages import Machine
+from kvrelay.cluster.control.workers import Assigned, assign_machines
 from kvrelay.engine.stats import Role
 
 P, D = Role.PREFILL, Role.DECODE

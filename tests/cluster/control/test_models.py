@@ -28,6 +28,7 @@ from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen
 from kvrelay.worker.messages import PeersUpdated
 from tests.cluster.control.test_controller import ROUTER, Script, of
+from tests.cluster.scaling.scaling_kit import decided
 
 LARGE, SMALL = "large", "small"
 
@@ -160,11 +161,7 @@ def test_a_model_that_wakes_takes_a_machine_of_one_that_has_all() -> None:
         max_workers=3,
     )
     script = Script(both)
-    large = script.controller.scaling[LARGE].fleet
-    for _ in range(3):
-        large.start(Role.DECODE)
-    for order in large.take_orders():
-        script.controller._obey(0.0, order)
+    script.controller.carry_out(0.0, decided(starts=(Role.DECODE,) * 3), LARGE)
     names = list(script.controller.workers)
     for name in names:
         script.bring_up(name, 1)

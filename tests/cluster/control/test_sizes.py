@@ -7,9 +7,15 @@ from typing import Any
 
 from kvrelay.cluster.control.controller import Controller
 from kvrelay.cluster.control.lifecycle import ProcessState
-from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
-from kvrelay.cluster.control.messages import MachinesChanged, Record, StartWorker, WorkerLost
+from kvrelay.cluster.control.messages import (
+    Machine,
+    MachinesChanged,
+    Record,
+    StartWorker,
+    WorkerLost,
+)
 from kvrelay.cluster.control.view import cluster_view
+from kvrelay.cluster.control.workers import Assigned, assign_machines
 from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.status import ClusterStatus, ControllerStatus, merge
 from kvrelay.engine.node import Woken

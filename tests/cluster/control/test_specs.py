@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.config import Config, load_config
-from kvrelay.cluster.control.machines import Machine
-from kvrelay.cluster.control.messages import StartWorker
+from kvrelay.cluster.control.messages import Machine, StartWorker
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.workers import DesiredWorker
 from kvrelay.cluster.prepare import PreparedModel, PreparedModels

@@ -22,7 +22,7 @@ from kvrelay.cluster.control.messages import (
 )
 from kvrelay.cluster.control.view import cluster_view
 from kvrelay.cluster.orders import PauseModel, UpdateModel
-from kvrelay.cluster.processes.kept_weights import KeptWeights
+from kvrelay.cluster.processes.kept_models import KeptWeights
 from kvrelay.cluster.status import ControllerStatus, WeightsStatus
 from kvrelay.engine.model.checkpoint.version import read_version
 from kvrelay.engine.node import Send, Wake, Woken

@@ -1,17 +1,17 @@
-"""A fleet on paper: snapshots as routers and workers would give them, and a provider that does
-what it is told at once or after a while."""
+"""A fleet on paper: snapshots as routers and workers would give them, and decisions that are
+carried out at once or after a while."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.cluster.scaling.decisions import Decision, Line
-from kvrelay.cluster.scaling.observations import Snapshot
+from msgspec.structs import replace
+
+from kvrelay.cluster.scaling.decisions import Decision, Inputs, Line, Reason
+from kvrelay.cluster.scaling.observations import COUNTED, ManagedWorker, Snapshot, State
 from kvrelay.cluster.scaling.planner import Scaler
-from kvrelay.cluster.scaling.provider import ManagedWorker, ManagedWorkers, State
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.router.scaling_config import ScalingConfig
@@ -27,17 +27,22 @@ def config(**changes: Any) -> ScalingConfig:
     return ScalingConfig(**(values | changes))
 
 
+def decided(**moves: Any) -> Decision:
+    """Says to do this, whatever for."""
+    inputs = Inputs(**dict.fromkeys(Inputs.__struct_fields__, 0))
+    return Decision(0.0, Reason.ENOUGH, "", 0, 0, inputs, **moves)
+
+
 @dataclass
 class Paper:
-    """A `WorkerProvider`, and the clock. Workers start in `start_s`, and drain in a second."""
+    """Has the fleet, and the clock. Workers start in `start_s`, and drain in a second."""
 
     config: ScalingConfig
     start_s: float = 20.0
     now: float = 0.0
-    orders: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.book = ManagedWorkers(self.config.pending_timeout_s)
+        self.workers: dict[NodeId, ManagedWorker] = {}
         self.number = 0
         self.prompts: Counter[int] = Counter()
         self.outputs: Counter[int] = Counter()
@@ -47,62 +52,65 @@ class Paper:
         self.measures = True
         self.silent_roles: set[Role] = set()  # workers of these roles have not computed anything
         self.log: list[Line] = []
-        self.scaler = Scaler(self.config, self)
+        self.scaler = Scaler(self.config)
         self.log.append(self.scaler.begin())
 
     def with_fleet(self, prefill: int, decode: int) -> Paper:
         for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for _ in range(number):
-                self.number += 1
-                self.book.add(-100.0, f"w{self.number}", role, State.UP)
+                self.add(-100.0, role, State.UP)
         return self
 
-    def start(self, role: Role) -> NodeId:
+    def add(self, at: float, role: Role, state: State, failures: int = 0) -> NodeId:
         self.number += 1
-        self.orders.append(("start", role))
-        self.book.add(self.now, f"w{self.number}", role)
-        return f"w{self.number}"
+        name, up_at = f"w{self.number}", at if state is State.UP else None
+        self.workers[name] = ManagedWorker(
+            name, role, state, at, at, up_at, start_s=None, failures=failures
+        )
+        return name
 
-    def drain(self, worker: NodeId) -> None:
-        self.orders.append(("drain", worker))
-        known = self.book.get(worker)
-        if known is not None:
-            state = State.DRAINING if known.state is State.UP else State.GONE
-            self.book.move(self.now, worker, state)
-
-    def flip(self, worker: NodeId, role: Role) -> None:
-        self.orders.append(("flip", worker, role))  # type: ignore[arg-type]
-        self.book.set_role(worker, role)
-
-    def workers(self) -> Iterable[ManagedWorker]:
-        return list(self.book)
+    def move(self, worker: NodeId, state: State) -> None:
+        known = self.workers[worker]
+        up_at = self.now if state is State.UP else known.up_at
+        self.workers[worker] = replace(known, state=state, since=self.now, up_at=up_at)
 
     @property
     def up(self) -> int:
-        return sum(each.state is State.UP for each in self.book)
+        return sum(each.state is State.UP for each in self.workers.values())
 
     @property
     def size(self) -> int:
-        states = (State.PENDING, State.STARTING, State.UP)
-        return sum(each.state in states for each in self.book)
+        return sum(each.state in COUNTED for each in self.workers.values())
 
     def tick(self, *prompts: int, output: int = 8) -> Decision:
         """A second passes in which these prompts come, and are served."""
         self.now += self.config.tick_s
-        for each in list(self.book):
-            if each.state is State.PENDING:
-                self.book.move(self.now, each.worker, State.STARTING)
-            elif each.state is State.STARTING and self.now - each.ordered_at >= self.start_s:
-                self.book.move(self.now, each.worker, State.UP)
+        for each in list(self.workers.values()):
+            if each.state is State.STARTING and self.now - each.ordered_at >= self.start_s:
+                self.move(each.worker, State.UP)
             elif each.state is State.DRAINING:
-                self.book.move(self.now, each.worker, State.GONE, "drained")
+                del self.workers[each.worker]
         self.prompts.update(map(bin_of, prompts))
         self.outputs.update(bin_of(output) for _ in prompts)
         self.live = len(prompts)
         line = self.scaler.tick(self.snapshot())
         self.log.append(line)
         assert line.decision is not None
+        self.carry_out(line.decision)
         return line.decision
+
+    def carry_out(self, decision: Decision) -> None:
+        for worker, _ in decision.removals:
+            del self.workers[worker]
+        for worker, role in decision.flips:
+            self.workers[worker] = replace(self.workers[worker], role=role)
+        for worker in decision.drains:
+            if self.workers[worker].state is State.UP:
+                self.move(worker, State.DRAINING)
+            else:
+                del self.workers[worker]
+        for role in decision.starts:
+            self.add(self.now, role, State.STARTING)
 
     def run(self, seconds: float, *prompts: int, output: int = 8) -> list[Decision]:
         return [
@@ -131,7 +139,7 @@ class Paper:
                 num_decoding=0,
                 pending_prefill_tokens=0,
             )
-            for each in self.book
+            for each in self.workers.values()
             if each.state in (State.UP, State.DRAINING)
         ]
-        return Snapshot(self.now, self.now, (router,), tuple(seen), tuple(self.workers()))
+        return Snapshot(self.now, self.now, (router,), tuple(seen), tuple(self.workers.values()))

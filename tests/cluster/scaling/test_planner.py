@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvrelay.cluster.scaling.decisions import Decision, Reason, encode_line, read_log
+from kvrelay.cluster.scaling.observations import State
 from kvrelay.cluster.scaling.planner import replay_log
-from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.stats import Role
 from tests.cluster.scaling.scaling_kit import Paper, config
 
@@ -112,7 +113,7 @@ def test_idle_is_a_number_and_never_nan() -> None:
         found = msgspec.to_builtins(decision)
         assert not [each for each in numbers(found) if not math.isfinite(each)]
     assert paper.size == 2
-    assert paper.scaler.why.startswith(("idle", "not scaling: 2 workers are enough"))
+    assert decision.text.startswith(("idle", "not scaling: 2 workers are enough"))
 
 
 def test_from_zero_one_worker_wakes_with_the_first_request() -> None:
@@ -179,7 +180,7 @@ def test_decoding_gets_workers_in_gpu_seconds() -> None:
 def test_what_an_operator_adds_stays_for_a_while() -> None:
     paper = Paper(config(hold_s=30.0, memory_s=20.0, min_workers=2)).with_fleet(1, 1)
     paper.run(60, *LIGHT)
-    paper.book.add(paper.now, "by hand", Role.PREFILL, State.UP)
+    paper.add(paper.now, Role.PREFILL, State.UP)
     assert paper.tick(*LIGHT).inputs.prefill == 2
     assert not acts(paper.run(25, *LIGHT))
     assert paper.size == 3
@@ -188,10 +189,30 @@ def test_what_an_operator_adds_stays_for_a_while() -> None:
 def test_a_lost_worker_is_replaced_in_one_tick() -> None:
     paper = Paper(config(max_workers=6)).with_fleet(3, 1)
     size = paper.run(60, *HEAVY)[-1].wanted
-    paper.book.move(paper.now, "w1", State.GONE, "killed")
+    del paper.workers["w1"]
     decision = paper.tick(*HEAVY)
     assert paper.size == size
     assert len(decision.starts) == 1
+
+
+def test_one_that_fails_again_and_again_is_given_up_and_replaced_at_once() -> None:
+    paper = Paper(config(min_workers=3)).with_fleet(1, 1)
+    failing = paper.add(paper.now, Role.DECODE, State.STARTING, failures=2)
+    assert not paper.tick().acts
+    paper.workers[failing] = replace(paper.workers[failing], failures=3, reason="no such device")
+    decision = paper.tick()
+    assert decision.removals == ((failing, "failed 3 times: no such device"),)
+    assert len(decision.starts) == 1
+    assert decision.inputs.coming == 0
+    assert paper.size == 3
+
+
+def test_one_without_a_place_is_given_up_in_the_end() -> None:
+    paper = Paper(config(min_workers=3, pending_timeout_s=10.0)).with_fleet(1, 1)
+    pending = paper.add(paper.now, Role.DECODE, State.PENDING)
+    assert not acts(paper.run(9))
+    (given_up,) = paper.tick().removals
+    assert given_up == (pending, "given up after 10 s: no place was found for it")
 
 
 def test_machines_are_asked_for_by_what_is_wanted() -> None:

@@ -14,11 +14,12 @@ from rich.console import Console
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.cli.client import status_table
 from kvrelay.cluster.cli.operate import scaling, scaling_view
+from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.processes.scaling_log import ScalingLog
 from kvrelay.cluster.scaling.decisions import Reason, encode_line
 from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import cluster_status
-from tests.cluster.scaling.test_controlled_fleet import SCALING, ControlledWorld, LogScaling
+from tests.cluster.scaling.test_autoscaling import SCALING, ControlledWorld
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def world() -> ControlledWorld:
     world = ControlledWorld()
     worker = world.up()
     world.up(Role.PREFILL)
-    world.provider.drain(worker)
+    world.drain(worker)
     world.pass_time(5)
     return world
 
@@ -72,7 +73,7 @@ def test_metrics_have_every_reason_from_the_start(world: ControlledWorld) -> Non
     for reason in Reason:
         assert value("ticks_total", reason=str(reason)) is not None
     assert (value("ticks_total", reason="stale") or 0) > 1
-    for action in ("start", "drain", "flip"):  # the tests' orders are not the planner's
+    for action in ("start", "drain", "flip", "remove"):  # the tests' orders are not the planner's
         assert value("actions_total", action=action) == 0
     assert value("max_workers") == SCALING.max_workers
     assert value("max_workers", model="small") is None

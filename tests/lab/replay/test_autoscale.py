@@ -1,4 +1,4 @@
-"""Replays whose workers come and go: the fleet as a provider, what drains, and what it costs."""
+"""Replays whose workers come and go: what drains, and what it costs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 
 from kvrelay.cluster.scaling.decisions import encode_line, read_log
 from kvrelay.cluster.scaling.planner import replay_log
-from kvrelay.cluster.scaling.provider import State
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Role
 from kvrelay.lab.cli.replay import scaling_of
 from kvrelay.lab.replay.autoscale import (
     ScaledReplay,
-    SimulatedFleet,
     foresee,
     plan_of,
     replay_scaled,
@@ -28,64 +26,23 @@ from kvrelay.lab.replay.report import Slo, attainment, figures, is_complete
 from kvrelay.lab.replay.trace import Trace, TraceRequest, multiplied
 from kvrelay.lab.timing.timing import Overheads
 from kvrelay.router.scaling_config import ScalingConfig
-from tests.cluster.scaling.provider_contract import *  # noqa: F403
 from tests.lab.replay.replay_kit import config, made_up
 
 START_S = 10.0
 SCALING = ScalingConfig(start_s=START_S, max_workers=8, memory_s=60.0, hold_s=20.0, tick_s=1.0)
 
 
-class Clock:
-    """Is a cluster with nothing but time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.calls: list[tuple[float, int, Any]] = []
-
-    def call_at(self, at_s: float, call: Any) -> None:
-        self.calls.append((at_s, len(self.calls), call))
-
-    def pass_time(self, seconds: float) -> None:
-        end_s = self.now + seconds
-        while due := [each for each in self.calls if each[0] <= end_s]:
-            first = min(due, key=lambda each: each[:2])
-            self.calls.remove(first)
-            self.now = max(self.now, first[0])
-            first[2]()
-        self.now = end_s
-
-    def bring_up(self, worker: str, role: Role) -> None: ...
-    def set_role(self, worker: str, role: Role) -> None: ...
-    def clear(self, worker: str) -> None: ...
-    def take_down(self, worker: str) -> None: ...
-    def is_empty(self, worker: str) -> bool:
-        return True
-
-
-class SimulatedWorld:
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.start_s, self.pending_timeout_s = START_S, 60.0
-        self.provider = self.fleet = SimulatedFleet(self.clock, self.start_s)
-
-    def pass_time(self, seconds: float) -> None:
-        self.clock.pass_time(seconds)
-
-    def take_all_places(self) -> None:
-        self.fleet.places = 0
-
-
-@pytest.fixture
-def world() -> SimulatedWorld:
-    return SimulatedWorld()
-
-
-def test_a_worker_costs_from_its_place_until_it_is_gone(world: SimulatedWorld) -> None:
-    worker = world.fleet.start(Role.DECODE)
-    world.pass_time(30.0)
-    world.fleet.drain(worker)
-    world.pass_time(30.0)
-    assert world.fleet.gpu_s(60.0) == pytest.approx(30.0, abs=1.0)
+def test_a_worker_costs_from_its_order_until_it_is_gone() -> None:
+    run = ScaledReplay(ramp(), with_targets(config(num_blocks=400), SCALING), START_S)
+    run.call_at(0.0, lambda: run.begin_with([Role.PREFILL, Role.DECODE]))
+    costs = []
+    run.call_at(5.0, lambda: run.order(Role.DECODE, START_S))  # type: ignore[arg-type]
+    run.call_at(7.0, lambda: run.let_go("decode-1"))  # it is not up yet
+    for at_s in (5.0, 7.0, 30.0):
+        run.call_at(at_s, lambda: costs.append(run.gpu_s(run.now)))
+    run.run(None)
+    assert costs == pytest.approx([10.0, 16.0, 62.0])
+    assert run.history[-1][1:] == (2, 2)
 
 
 def ramp(num_requests: int = 500) -> Trace:
@@ -131,12 +88,11 @@ def test_a_drained_worker_leaves_nothing_behind() -> None:
     run = ScaledReplay(trace, with_targets(config(num_prefill=1, num_decode=2), SCALING), START_S)
     run.call_at(0.0, lambda: run.begin_with([Role.PREFILL, Role.DECODE, Role.DECODE]))
     for at_s in (5.0, 9.0):
-        run.call_at(at_s, lambda worker=f"decode-{int(at_s > 5)}": run.fleet.drain(worker))  # type: ignore[misc]
-    run.call_at(7.0, lambda: run.fleet.start(Role.DECODE))  # type: ignore[arg-type,return-value]
+        run.call_at(at_s, lambda worker=f"decode-{int(at_s > 5)}": run.let_go(worker))  # type: ignore[misc]
+    run.call_at(7.0, lambda: run.order(Role.DECODE, START_S))  # type: ignore[arg-type]
     result = run.run(None)
     assert all(is_complete(sample) for sample in result.samples)
-    gone = [each for each in run.fleet.workers() if each.state is State.GONE]
-    assert {each.worker for each in gone} == {"decode-0", "decode-1"}
+    assert run.fleet.keys() == {"prefill-0", "decode-2"}
     assert run.router.check_idle() == []
 
 

@@ -1,4 +1,4 @@
-"""The controller as the autoscaler's provider: the contract, and what becomes of workers that
+"""The controller carries out what the autoscaler decides: what becomes of workers that are ordered,
 fail, are changed by hand, or outlive their controller."""
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrelay.cluster.control.autoscaling import LogScaling
+from kvrelay.cluster.control.autoscaling import STATES, LogScaling
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.controller import Controller
-from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
     AdoptRouter,
     AdoptWorker,
     Checkpoint,
+    Machine,
     MachinesChanged,
     Record,
     RequestMachines,
@@ -30,8 +31,8 @@ from kvrelay.cluster.control.messages import (
     WorkerLost,
 )
 from kvrelay.cluster.orders import SetRole
-from kvrelay.cluster.processes import asked_machines
-from kvrelay.cluster.scaling.provider import State
+from kvrelay.cluster.processes import ray_access
+from kvrelay.cluster.scaling.observations import ManagedWorker, State
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, Role
@@ -41,8 +42,7 @@ from kvrelay.router.traffic import RouterSeen
 from kvrelay.worker.messages import Peer, PeersUpdated, StartFailed, WorkerStarted
 from tests.cluster.control.configs import changed, made
 from tests.cluster.control.test_controller import info
-from tests.cluster.scaling.provider_contract import *  # noqa: F403
-from tests.cluster.scaling.provider_contract import state_of
+from tests.cluster.scaling.scaling_kit import decided
 
 ROUTER = Peer("router-0", "h0", 1, 1)
 SCALING = ScalingConfig(
@@ -59,7 +59,6 @@ class ControlledWorld:
         self.start_s = 5.0
         self.adopted_s = 0.01  # until one that runs has answered
         self.took_s = 0.0  # as workers say it; 0: they do not
-        self.pending_timeout_s = SCALING.pending_timeout_s
         self.live_requests: dict[str, int] = {}  # the router's, by worker
         self.busy: dict[str, int] = {}  # what workers still do
         self.fails: set[str] = set()  # these do not start
@@ -78,12 +77,28 @@ class ControlledWorld:
         self.say(RouterStarted(ROUTER, 8000))
         self.say(MachinesChanged((Machine("m", "h", 8.0),)))
 
-    @property
-    def provider(self) -> Any:
-        return self.controller.scaling[""].fleet
+    def carry_out(self, **moves: Any) -> None:
+        self.perform(self.controller.carry_out(self.now, decided(**moves)))
 
-    def take_all_places(self) -> None:
-        self.say(MachinesChanged(()))
+    def start(self, role: Role = Role.DECODE) -> str:
+        self.carry_out(starts=(role,))
+        return list(self.controller.workers)[-1]
+
+    def drain(self, worker: str) -> None:
+        self.carry_out(drains=(worker,))
+
+    def seen(self) -> list[ManagedWorker]:
+        """Workers as the autoscaler saw them last."""
+        return list(self.controller.scaling[""].workers.values())
+
+    def state(self, worker: str) -> State:
+        return self.controller.scaling[""].workers[worker].state
+
+    def why_gone(self, worker: str) -> str:
+        """As operators read it; the worker is not there any more."""
+        assert worker not in self.controller.workers
+        notes: list[str] = [e.text for e in self.of(Note) if e.counter == "worker_gone"]
+        return next(text for text in notes if text.startswith(f"{worker} "))
 
     def pass_time(self, seconds: float) -> None:
         self._do(self._life, Woken("scale"), again=False)  # what was just ordered begins
@@ -149,9 +164,9 @@ class ControlledWorld:
         return [each for each in self.of(Send) if isinstance(each.message, kind)]
 
     def up(self, role: Role = Role.DECODE) -> str:
-        worker: str = self.provider.start(role)
+        worker = self.start(role)
         self.pass_time(self.start_s + 1)
-        assert state_of(self, worker).state is State.UP
+        assert self.state(worker) is State.UP
         return worker
 
 
@@ -160,19 +175,63 @@ def world() -> ControlledWorld:
     return ControlledWorld()
 
 
+def test_every_state_of_a_worker_that_is_there_means_something_to_the_autoscaler() -> None:
+    assert STATES.keys() == set(ProcessState) - {ProcessState.GONE}
+
+
+def test_an_order_is_pending_until_it_has_a_place_and_comes_up_later(
+    world: ControlledWorld,
+) -> None:
+    world.say(MachinesChanged(()))
+    worker = world.start()
+    world.pass_time(1)
+    assert world.state(worker) is State.PENDING
+    world.say(MachinesChanged((Machine("m", "h", 8.0),)))
+    world.pass_time(0.5 * world.start_s)
+    assert world.state(worker) is State.STARTING
+    world.pass_time(world.start_s)
+    (known,) = world.seen()
+    assert (known.state, known.role) == (State.UP, Role.DECODE)
+    assert known.took_s >= world.start_s
+
+
+def test_one_that_is_not_up_yet_goes_at_once_and_its_name_is_not_used_again(
+    world: ControlledWorld,
+) -> None:
+    first = world.start(Role.PREFILL)
+    world.pass_time(0.2 * world.start_s)
+    world.drain(first)
+    assert "not needed" in world.why_gone(first)
+    world.pass_time(2 * world.start_s)
+    assert world.seen() == []
+    assert world.start(Role.PREFILL) != first
+
+
+def test_one_without_a_place_is_given_up_with_its_reason(world: ControlledWorld) -> None:
+    world.say(MachinesChanged(()))
+    worker = world.start(Role.PREFILL)
+    world.pass_time(0.9 * SCALING.pending_timeout_s)
+    assert world.state(worker) is State.PENDING
+    world.pass_time(0.2 * SCALING.pending_timeout_s)
+    assert "given up after 20 s: no machine has room" in world.why_gone(worker)
+    shown = world.controller.scaling[""].view()
+    assert [worker in each["removals"][0] for each in shown.decisions if each["removals"]] == [True]
+    assert shown.actions["remove"] == 1
+
+
 def test_a_worker_goes_when_no_router_needs_it_and_it_does_nothing(world: ControlledWorld) -> None:
     worker = world.up()
     world.live_requests[worker], world.busy[worker] = 2, 1
-    world.provider.drain(worker)
+    world.drain(worker)
     world.pass_time(3)
-    assert state_of(world, worker).state is State.DRAINING
+    assert world.state(worker) is State.DRAINING
     world.live_requests[worker] = 0
     world.pass_time(3)
-    assert state_of(world, worker).state is State.DRAINING  # another reads its KV
+    assert world.state(worker) is State.DRAINING  # another reads its KV
     assert world.of(StopWorker) == []
     world.busy[worker] = 0
     world.pass_time(3)
-    assert state_of(world, worker).state is State.GONE
+    assert world.why_gone(worker)
     assert world.of(StopWorker) == [StopWorker(worker, 1, gently=True)]
     assert worker not in world.controller.workers
     (down,) = world.sent(WorkerDown)
@@ -193,7 +252,7 @@ def test_one_that_goes_leaves_its_host_memory_to_another_of_its_machine(
         other.machine_id = machine
         assert other.info is not None
         other.info = replace(other.info, store_kind=kind)
-        world.provider.drain(goes)
+        world.drain(goes)
         world.pass_time(3)
         assert world.of(StopWorker)[-1] == StopWorker(goes, 1, gently=True, has_heir=is_kept)
         goes = world.up()
@@ -203,29 +262,27 @@ def test_one_that_goes_leaves_its_host_memory_to_another_of_its_machine(
 def test_one_that_is_never_empty_goes_in_the_end(world: ControlledWorld) -> None:
     worker = world.up()
     world.live_requests[worker] = 1
-    world.provider.drain(worker)
+    world.drain(worker)
     world.pass_time(CONFIG.models[""].drain_timeout_s + 1)
-    known = state_of(world, worker)
-    assert known.state is State.GONE
-    assert "600" in known.reason
+    assert "600" in world.why_gone(worker)
 
 
 def test_one_that_dies_while_it_drains_is_not_started_again(world: ControlledWorld) -> None:
     worker = world.up()
     world.live_requests[worker] = 1
-    world.provider.drain(worker)
+    world.drain(worker)
     world.pass_time(1)
     world.say(WorkerLost(worker, 1, "killed"))
     world.pass_time(10)
-    assert state_of(world, worker).state is State.GONE
+    assert world.why_gone(worker)
     assert [each.epoch for each in world.of(StartWorker) if each.worker == worker] == [1]
 
 
-def test_one_that_dies_counts_as_up_and_is_started_again(world: ControlledWorld) -> None:
+def test_one_that_dies_is_coming_again(world: ControlledWorld) -> None:
     worker = world.up()
     world.say(WorkerLost(worker, 1, "killed"))
     world.pass_time(1)
-    assert state_of(world, worker).state is State.UP
+    assert world.state(worker) is State.STARTING
     world.pass_time(world.start_s + 3)
     assert world.controller.workers[worker].epoch == 2
     assert world.sent(WorkerUp)[-1].message.info.epoch == 2
@@ -244,39 +301,36 @@ def test_a_start_takes_what_the_first_workers_took() -> None:
     config = changed(CONFIG, scaling=scaling, first=first)
     world = ControlledWorld(config)
     world.pass_time(2 * world.start_s)
-    assert world.provider.workers()[0].state is State.UP
+    assert world.seen()[0].state is State.UP
     assert start_s_of_planner(world) == 60.0, "they did not say"
     world.took_s, world.adopted_s = 3.0, 3 * SCALING.tick_s
     world.begin(config)
     world.pass_time(2 * world.start_s)
     assert start_s_of_planner(world) == 3.0, "they had when they were adopted"
-    worker = world.provider.start(Role.DECODE)
+    worker = world.start(Role.DECODE)
     world.pass_time(2 * world.start_s)
-    known = state_of(world, worker)
-    assert known.up_at is not None
-    assert known.up_at - known.ordered_at > world.start_s
-    assert start_s_of_planner(world) == known.up_at - known.ordered_at, "with its wait for a place"
+    known = world.controller.scaling[""].workers[worker]
+    assert known.took_s > world.start_s
+    assert start_s_of_planner(world) == known.took_s, "with its wait for a place"
 
 
 def test_those_that_fail_again_and_again_go_and_the_next_waits(world: ControlledWorld) -> None:
     world.up()  # the cluster can serve at all
     world.fails = {f"decode-{number}" for number in range(10)}
-    first = world.provider.start(Role.DECODE)
+    first = world.start(Role.DECODE)
     world.pass_time(10)
-    known = state_of(world, first)
-    assert known.state is State.GONE
-    assert "no such device" in known.reason
+    assert "no such device" in world.why_gone(first)
     world.effects.clear()
-    second = world.provider.start(Role.DECODE)
+    second = world.start(Role.DECODE)
     world.pass_time(1)
-    assert state_of(world, second).state is State.PENDING
+    assert world.state(second) is State.PENDING
     assert world.of(StartWorker) == []  # not at once
     world.fails.clear()
     world.pass_time(10 + world.start_s)
-    assert state_of(world, second).state is State.UP
-    third = world.provider.start(Role.DECODE)
+    assert world.state(second) is State.UP
+    third = world.start(Role.DECODE)
     world.pass_time(0.1)
-    assert state_of(world, third).state is State.STARTING  # all is well again
+    assert world.state(third) is State.STARTING  # all is well again
 
 
 def test_one_whose_machine_is_gone_is_given_up_in_the_end(world: ControlledWorld) -> None:
@@ -284,23 +338,21 @@ def test_one_whose_machine_is_gone_is_given_up_in_the_end(world: ControlledWorld
     world.say(MachinesChanged(()))
     world.say(WorkerLost(worker, 1, "its machine is gone"))
     world.pass_time(0.5 * SCALING.pending_timeout_s)
-    assert state_of(world, worker).state is State.UP
+    assert world.state(worker) is State.PENDING
     world.pass_time(SCALING.pending_timeout_s)
-    known = state_of(world, worker)
-    assert known.state is State.GONE
-    assert "no machine has room" in known.reason
+    assert "no machine has room" in world.why_gone(worker)
 
 
 def test_a_role_that_an_operator_sets_is_known_in_the_next_tick(world: ControlledWorld) -> None:
     worker = world.up()
     world.say(SetRole(worker, Role.PREFILL))
     world.pass_time(SCALING.tick_s)
-    assert state_of(world, worker).role is Role.PREFILL
+    assert [each.role for each in world.seen()] == [Role.PREFILL]
 
 
 def test_a_flip_is_told_to_routers_and_nothing_is_stopped(world: ControlledWorld) -> None:
     worker = world.up()
-    world.provider.flip(worker, Role.PREFILL)
+    world.carry_out(flips=((worker, Role.PREFILL),))
     world.pass_time(0.1)
     assert world.sent(RoleChanged) == [Send("router-0", RoleChanged(worker, 1, Role.PREFILL))]
     assert world.of(StopWorker) == []
@@ -309,21 +361,21 @@ def test_a_flip_is_told_to_routers_and_nothing_is_stopped(world: ControlledWorld
 def test_the_next_controller_goes_on_with_all_of_it(world: ControlledWorld) -> None:
     staying, leaving = world.up(), world.up()
     world.live_requests[leaving] = 1
-    world.provider.drain(leaving)
+    world.drain(leaving)
     world.pass_time(1)
     world.effects.clear()
     world.begin(CONFIG)
     world.pass_time(2)
-    assert state_of(world, staying).state is State.UP
-    assert state_of(world, leaving).state is State.DRAINING
+    assert world.state(staying) is State.UP
+    assert world.state(leaving) is State.DRAINING
     announced = [each.message.info.worker for each in world.sent(WorkerUp)]
     assert announced == [staying]
     assert world.sent(WorkerDraining)
     world.live_requests[leaving] = 0
     world.pass_time(2)
-    assert state_of(world, leaving).state is State.GONE
+    assert world.why_gone(leaving)
     assert world.of(StartWorker) == []
-    assert world.provider.start(Role.DECODE) not in (staying, leaving)
+    assert world.start(Role.DECODE) not in (staying, leaving)
 
 
 def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None:
@@ -358,11 +410,11 @@ def test_machines_are_asked_for_once_for_each_number() -> None:
     world = ControlledWorld(changed(CONFIG, scaling=scaling, workers_per_machine=2))
     world.pass_time(3)
     assert world.of(RequestMachines) == [RequestMachines(2)]
-    states = sorted(each.state for each in world.provider.workers())
+    states = sorted(each.state for each in world.seen())
     assert states == [State.PENDING, State.STARTING, State.STARTING]
     world.say(MachinesChanged((Machine("m", "h", 8.0), Machine("n", "h2", 8.0))))
     world.pass_time(2 * world.start_s)
-    assert {each.state for each in world.provider.workers()} == {State.UP}
+    assert {each.state for each in world.seen()} == {State.UP}
 
 
 def test_a_worker_is_restarted_when_its_requests_have_moved(world: ControlledWorld) -> None:
@@ -378,7 +430,7 @@ def test_a_worker_is_restarted_when_its_requests_have_moved(world: ControlledWor
     assert world.of(StopWorker) == [StopWorker(worker, 1, gently=True, has_heir=True)]
     assert world.controller.workers[worker].epoch == 2
     assert world.controller.workers[worker].failures == 0
-    assert state_of(world, worker).state is State.UP
+    assert world.state(worker) is State.UP
     assert world.sent(WorkerUp)[-1].message.info.epoch == 2
 
 
@@ -445,7 +497,7 @@ def test_who_comes_after_and_does_not_scale_gives_machines_back() -> None:
 
 @pytest.mark.anyio
 async def test_ray_is_asked_until_it_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked_machines, "RETRY", Backoff(0.001, 0.001))
+    monkeypatch.setattr(ray_access, "RETRY", Backoff(0.001, 0.001))
     answers: list[Any] = [False, OSError("Ray does not answer"), True, True]
     asked: list[int] = []
 
@@ -456,7 +508,7 @@ async def test_ray_is_asked_until_it_has_heard(monkeypatch: pytest.MonkeyPatch) 
             raise answer
         return bool(answer)
 
-    machines = asked_machines.AskedMachines(ask)
+    machines = ray_access.AskedMachines(ask)
     await machines.settle()
     machines.wanted = 3
     await machines.settle()  # Ray is not there yet
