@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
@@ -23,9 +24,13 @@ Taken = tuple[list[int], torch.Tensor]  # tokens, and their logits
 class Edit(ABC):
     parameters: ClassVar[tuple[str, ...]]
 
+    def __init__(self) -> None:
+        self._said = attrgetter(*self.parameters)
+        self._nothing = self._said(DEFAULTS)
+
     def is_needed(self, seq: ScheduledSeq) -> bool:
         """Whether the next token of `seq` depends on it: one of its parameters says something."""
-        return any(getattr(seq.sampling, p) != getattr(DEFAULTS, p) for p in self.parameters)
+        return bool(self._said(seq.sampling) != self._nothing)
 
     @abstractmethod
     def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> Taken | None:
