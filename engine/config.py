@@ -170,7 +170,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     num_object_blocks: int = 0  # that it remembers to be in the object store; 0: there is none
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
-    serves_adapters: bool = False
+    loads: bool = False  # what requests need, beside the model
     weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
@@ -207,7 +207,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             num_host_blocks=self.num_host_blocks + self.num_packed_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
-            serves_adapters=self.serves_adapters,
+            serves_adapters=self.loads,
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
             weights=self.weights.name,

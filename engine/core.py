@@ -6,10 +6,9 @@ A worker node owns one `EngineCore`, passes it messages, and adds what its role 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from kvrelay.engine.adapters import AdaptersHeld
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import StepTiming
 from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
@@ -18,6 +17,7 @@ from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.kv.tier import LOWER_TIERS, Tier
 from kvrelay.engine.messages import Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.plug import Plug
 from kvrelay.engine.progress import StepWatch
 from kvrelay.engine.request import (
     NO_OUTPUTS,
@@ -33,15 +33,6 @@ from kvrelay.engine.stats import RECOMPUTED, WorkerStats
 from kvrelay.engine.step import Step, StepDone
 from kvrelay.engine.weights import WeightVersion
 
-LEFT_OUT = {
-    Refusal.EXECUTION: "execution_fault",
-    Refusal.BLOCK_TABLE: "block_table_fault",
-    Refusal.SAMPLING: "sampling_fault",
-    Refusal.GRAMMAR: "grammar_fault",
-    Refusal.ADAPTER: "adapter_fault",
-    Refusal.INVALID_TOKENS: "request_fault",
-}
-"""Counters of sequences that were left out of a step, by why."""
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
 
 
@@ -51,15 +42,14 @@ class EngineCore:
     Invariant: `seqs` holds every sequence that is not DEAD.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self.config = config
+    def __init__(self, config: WorkerConfig, plugs: Iterable[Plug] = ()) -> None:
+        self.config, self.plugs = config, tuple(plugs)
         self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_windows)
         self.scheduler = Scheduler(config, self.kv)
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
-        self.adapters = AdaptersHeld()
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
         self.num_weight_changes = 0
@@ -213,7 +203,8 @@ class EngineCore:
         self.watch.end(self.now, done.error, is_health_check=is_check, device_lost=is_lost)
         if done.error is None and not is_check:
             self._count_step(step, done)
-        self.adapters = done.adapters or self.adapters
+        for plug in self.plugs:
+            plug.after_step(done)
         return self.scheduler.finish_step(done)
 
     def _count_step(self, step: Step, done: StepDone) -> None:
@@ -258,7 +249,7 @@ class EngineCore:
         effects: list[Effect] = []
         for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
-            note = Note("error", LEFT_OUT[reason], f"{seq.request_id}: {why}")
+            note = Note("error", reason.fault, f"{seq.request_id}: {why}")
             self.remove(seq)
             effects += [note, Send(seq.router, self.refusal(*seq.key, reason, why))]
         return effects
@@ -376,12 +367,11 @@ class EngineCore:
             num_low_blocks=pool.num_used_low + low_wanted,
             num_low_decoding=len(low),
             low_decoding_tokens=sum(len(s.tokens) for s in low),
-            adapters=self.adapters.digests,
-            adapter_load_s=self.adapters.load_s,
             num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
             num_weight_changes=self.num_weight_changes,
             fingerprint=self.fingerprint if self.num_weight_changes else b"",
             weights=self.weights.name if self.num_weight_changes else "",
+            **{name: value for plug in self.plugs for name, value in plug.facts().items()},
         )
 
     def count(self, name: str, amount: float = 1) -> None:

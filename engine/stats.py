@@ -52,10 +52,14 @@ class WorkerInfo:
     # Windows of the groups of layers, where any has one (`engine.kv.window`); 0: all is read.
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
-    serves_adapters: bool = False
+    serves_adapters: bool = False  # it loads what requests need, beside the model
     hands_over: bool = True  # it computes prompts for others, and reads their KV
     weights: str = ""  # name of their version
     store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
+
+    @property
+    def loads(self) -> bool:
+        return self.serves_adapters
 
     @property
     def kind(self) -> bytes:
@@ -226,6 +230,11 @@ class WorkerStats:
     num_weight_changes: Annotated[int, Hidden("the version is shown")] = 0
     fingerprint: Annotated[bytes, Hidden("shown as the layout")] = b""
     weights: Annotated[str, Hidden("shown as the router takes it")] = ""
+
+    @property
+    def loaded(self) -> tuple[bytes, ...]:
+        """Digests of what it has in memory that requests need."""
+        return self.adapters
 
 
 def no_stats(worker: NodeId, epoch: int) -> WorkerStats:

@@ -190,9 +190,10 @@ class Router:
         """Why `call` would be refused, by a cheap check, under overload; None: submit it."""
         return self._requests.refuse(now, call)
 
-    def refuses_adapters(self) -> str:
-        """Why no request with an adapter is served, by the workers that are up; "": they are."""
-        return self._dispatcher.refuses_adapters()
+    @property
+    def loads(self) -> bool:
+        """Whether the workers that are up load what requests need."""
+        return self._dispatcher.loads
 
     def explain(self, request_id: str) -> tuple[RoutingDecision, ...]:
         """The decisions about `request_id` that are still kept, oldest first."""
@@ -336,7 +337,7 @@ class Router:
             case (
                 Refusal.DEADLINE
                 | Refusal.GRAMMAR
-                | Refusal.ADAPTER
+                | Refusal.NEED
                 | Refusal.INVALID_TOKENS
                 | Refusal.UNSUPPORTED
                 | Refusal.UNENCODABLE

@@ -61,6 +61,7 @@ from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.kvtransfer.tiers.manager import AS_HOST, Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 from kvrelay.worker.left_kv import LeftKV
+from kvrelay.worker.plugs import plugs
 from kvrelay.worker.stored_kv import StoredKV
 from kvrelay.worker.weights import WeightUpdates
 
@@ -333,7 +334,7 @@ class Worker:
         """`records`: what its stores held when they were opened."""
         self.config = config
         self.node_id = config.node_id
-        self.core = EngineCore(config)
+        self.core = EngineCore(config, plugs())
         self.exchange = KVExchange(config, self.core)
         self.weights = WeightUpdates(self.core, self.exchange.connector.arrivals, self.exchange.end)
         self._roles = {role.needs_growth: role(self.core, self.exchange) for role in roles}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvrelay.engine.adapters import MAX_CONFIG_BYTES, Adapter, AdapterError
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.identity import files_of
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
-from kvrelay.engine.model.adapters import Adapters
-from kvrelay.engine.model.batch import Batch, Guard, Limits, LoadedAdapter, by_adapter
-from kvrelay.engine.model.checkpoint.adapter import load_adapter
+from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
@@ -44,6 +41,7 @@ from kvrelay.engine.model.draft_config import DraftConfig
 from kvrelay.engine.model.drafter import Drafter, Served, computed, open_drafter
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.kept_weights import WeightsIdentity, keep, kept
+from kvrelay.engine.model.loads import ALONE, Loads
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
@@ -57,6 +55,7 @@ from kvrelay.engine.model.sampling.sampler import (
     sample,
 )
 from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.terms import RowTerms, by_need
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
@@ -213,13 +212,10 @@ class ModelRunner:
             self._drafter = self._open_drafter(self._draft_config, weights, ops)
             self._decoder.capture(self._drafter.captured)
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
-        load = partial(self._load_adapter, self._model_dir, ops, weights)
         most, member = self._engine.adapter_bytes, self._member
-        self.adapters = (
-            Adapters(load, most)
-            if member is None
-            else Adapters(load, most, total=member.total, shard=member.group.shard)
-        )
+        load = AdapterLoader(self._model_dir, self.config, ops, weights, most, self.device)
+        total, shard = (list, ALONE) if member is None else (member.total, member.group.shard)
+        self.loads = Loads(load, most, total=total, shard=shard)
 
     def num_passed(self) -> int:
         """How many layers steps have passed until now; for any thread, while one runs."""
@@ -246,7 +242,7 @@ class ModelRunner:
     def use_loaded(self, block_ids: Sequence[int]) -> None:
         """Compute with what was loaded last, while no step runs, once it has sampled a token that
         is one; `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
-        before = self._decoder, self._decode, self.adapters, self._drafter
+        before = self._decoder, self._decode, self.loads, self._drafter
         weights = self._next
         assert weights is not None
         self._next = None
@@ -256,18 +252,8 @@ class ModelRunner:
             if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
                 raise ModelError(f"the new weights do not answer: {fault[1]}")
         except Exception:
-            self._decoder, self._decode, self.adapters, self._drafter = before
+            self._decoder, self._decode, self.loads, self._drafter = before
             raise
-
-    def _load_adapter(
-        self, model_dir: Path, ops: Ops, weights: Weights, adapter: Adapter
-    ) -> LoadedAdapter:
-        """Runs beside steps. Raises AdapterError."""
-        if self.device.type != "cpu":
-            raise AdapterError("adapters are computed on CPUs, not on a GPU")
-        most = 2 * self._engine.adapter_bytes + MAX_CONFIG_BYTES  # a file may be twice as wide
-        with torch.inference_mode():
-            return load_adapter(adapter, model_dir, self.config, ops, weights, most)
 
     def _weights(self, path: Path, ops: Ops, progress: Callable[[str], None]) -> Weights:
         """Those that the process it was forked from has kept, or loaded."""
@@ -309,8 +295,8 @@ class ModelRunner:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is left out, and its
         error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
-        in `ungrammatical`, one without its adapter in `waiting` or `unadapted`, and one for which
-        no token can be drawn in `unsampled`."""
+        in `ungrammatical`, one without what it needs in `waiting` or `unloaded`, and one for
+        which no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
@@ -320,22 +306,22 @@ class ModelRunner:
             waiting, masks_of = self.grammars.not_ready(step.seqs), self.grammars.masks
             ungrammatical = self.grammars.follow(step.seqs, waiting)
         unchecked = failed | invalid
-        away, unadapted = self.adapters.choose(step.seqs)
+        away, unloaded = self.loads.choose(step.seqs)
         waiting |= away
-        left_out = {*unchecked, *ungrammatical, *waiting, *unadapted}
+        left_out = {*unchecked, *ungrammatical, *waiting, *unloaded}
         if len(left_out) > len(unchecked) and self._member is not None:  # other ranks know none
             seqs = [*step.seqs]
             for index in (*ungrammatical, *waiting):
                 seqs[index] = replace(seqs[index], sampling=GREEDY)
-            step, left_out = replace(step, seqs=seqs), {*unchecked, *unadapted, *away}
-        kept = by_adapter(step.seqs, (i for i in range(num_seqs) if i not in left_out))
+            step, left_out = replace(step, seqs=seqs), {*unchecked, *unloaded, *away}
+        kept = by_need(step.seqs, (i for i in range(num_seqs) if i not in left_out))
         if kept != [*range(num_seqs)]:
             checked = (index for index in range(num_seqs) if index not in unchecked)
             by_index = dict(zip(checked, tables, strict=True))
             tables = [by_index[index] for index in kept]
             repeats = step.repeats if len(kept) == num_seqs else 1
             step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
-        adapters = self.adapters.loaded(step.seqs)
+        loaded = self.loads.loaded(step.seqs)
         step, num_drafts, draft_s = self._with_drafts(step, tables)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
@@ -343,7 +329,7 @@ class ModelRunner:
             if step.seqs and self._steps is not None:
                 sampled, outputs = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
-                sampled, outputs = self._run(step, tables, masks_of, adapters)
+                sampled, outputs = self._run(step, tables, masks_of, loaded)
                 if self.device.type == "cuda":  # blocks are complete when this returns
                     torch.cuda.current_stream(self.device).synchronize()
         if masks_of is not None:
@@ -359,7 +345,7 @@ class ModelRunner:
             for index, each in results.items()
             if each is not None and each.token == NO_TOKEN
         }
-        for index in (*unsampled, *ungrammatical, *waiting, *unadapted):
+        for index in (*unsampled, *ungrammatical, *waiting, *unloaded):
             results[index] = None
         return StepDone(
             step.step_id,
@@ -372,8 +358,8 @@ class ModelRunner:
             prompts={kept[index]: each for index, each in outputs.items()},
             invalid=invalid,
             waiting=frozenset(waiting),
-            unadapted=unadapted,
-            adapters=self.adapters.held(asked),
+            unloaded=unloaded,
+            loaded=self.loads.held(asked),
         )
 
     def hidden_states(self, step: Step) -> torch.Tensor:
@@ -388,17 +374,17 @@ class ModelRunner:
         step: Step,
         tables: list[np.ndarray],
         masks_of: Masks | None,
-        adapters: Mapping[bytes, LoadedAdapter],
+        loaded: Mapping[bytes, RowTerms],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Runs the step anywhere but on a GPU."""
         if self._decode is not None:
-            drawn = self._decode.execute(step, tables, masks_of, adapters)
+            drawn = self._decode.execute(step, tables, masks_of, loaded)
             if drawn is not None:
                 if self._drafter is not None:
                     outputs = self._decode.outputs(step.seqs, drawn)
                     self._keep_drafter(step, tables, [*drawn], outputs)
                 return [*drawn], {}
-        batch = Batch.from_step(step, self._limits, self.device, tables, adapters)
+        batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
 
         def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None

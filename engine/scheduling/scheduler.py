@@ -596,5 +596,5 @@ class Scheduler:
             outputs_from=seq.outputs_from,
             pooled=seq.pooled,
             follows=follows,
-            adapter=seq.adapter,
+            need=seq.need,
         )

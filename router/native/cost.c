@@ -150,12 +150,12 @@ static bool intake_with_fetch(const cost_model *c, const worker *w, const work *
     return fetched->fetch_from != NULL;
 }
 
-/* Until the request's adapter is there. */
-static double adapter_s(const cost_model *c, const worker *w, const work *asked) {
-    for (int64_t i = 0; i < w->num_adapters; i++)
-        if (w->adapters[i] == asked->adapter)
+/* Until what the request needs is there. */
+static double load_s(const cost_model *c, const worker *w, const work *asked) {
+    for (int64_t i = 0; i < w->num_loaded; i++)
+        if (w->loaded[i] == asked->need)
             return 0.0;
-    return asked->adapter ? RATE(c, w, adapter_load_s) : 0.0;
+    return asked->need ? RATE(c, w, adapter_load_s) : 0.0;
 }
 
 /* -- placements -------------------------------------------------------------------------------- */
@@ -173,7 +173,7 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
                                                 &num_behind_beside);
         num_behind += num_behind_beside;
     }
-    p.seconds.load = in->load_s + adapter_s(c, w, asked);
+    p.seconds.load = in->load_s + load_s(c, w, asked);
     p.seconds.fetch = in->fetch_s;
     p.seconds.delay = num_behind * p.seconds.prefill;
     p.seconds.stall = p.computing_s * w->beside;
@@ -281,7 +281,7 @@ placement remote_at(const cost_model *c, const worker *w, const placement *first
     double token_s = read_s(w, 1, RATE(c, w, read_bytes_per_s));
     double last_s = fmin(own.computed, w->max_num_batched_tokens) * token_s;
     double rest_s = fmax(own.computed * token_s, own.load_s) - first->seconds.prefill;
-    p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s) + adapter_s(c, w, asked);
+    p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s) + load_s(c, w, asked);
     add_decode(c, w, asked, &p);
     return p;
 }

@@ -138,8 +138,8 @@ typedef struct worker {
      * among those above, the last two are not. */
     int64_t low_booked, low_decoding, low_uncounted_blocks, low_blocks, low_decoding_tokens;
     rates rates;
-    const uint64_t *adapters; /* that are in memory, or that a request there waits for */
-    int64_t num_adapters;
+    const uint64_t *loaded; /* keys of what is in memory, or what a request there waits for */
+    int64_t num_loaded;
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     int64_t roles;
@@ -210,7 +210,7 @@ typedef struct {
     double now, output_tokens;
     double others_output; /* tokens of a request, on average */
     int64_t num_tokens;
-    uint64_t adapter; /* with which it is computed; 0: none */
+    uint64_t need; /* the key of what has to be loaded for it; 0: nothing */
     bool resumes; /* its client has tokens: no memory is held for others before it */
     bool is_low;  /* it is of a low class of service */
     hashed_prompt *prompts; /* one for each kind of workers */

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from kvrelay.engine.backoff import Backoff
+from kvrelay.engine.needs import key_of
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
@@ -46,10 +47,6 @@ RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "doubl
 def model_number(fingerprint: bytes) -> int:
     """A number that is equal for equal fingerprints."""
     return int.from_bytes(blake2b(fingerprint, digest_size=8).digest())
-
-
-def adapter_number(digest: bytes) -> int:
-    return int.from_bytes(digest[:8])
 
 
 def set_weights(rates: Any, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
@@ -81,7 +78,7 @@ class Booking:
     counted: bool = False  # True: the last statistics know of it
     decoding: bool = False
     is_low: bool = False  # its class of service is a low one
-    adapter: int = 0  # its number, which the worker loads for it; 0: none
+    need: int = 0  # the key of what the worker loads for it; 0: nothing
 
 
 class PromptQueue:
@@ -191,7 +188,7 @@ class Endpoint:
         self.address = address_of(self.struct)
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
-        self._adapters: set[int] = set()
+        self._loaded: set[int] = set()  # keys
         self.failures = 0  # in a row
         self._failed_at = float("-inf")
         self.silent_s = 0.0  # since its last statistics, or since it came up
@@ -247,7 +244,7 @@ class Endpoint:
         prefill_tokens: int,
         num_blocks: int,
         prefill_s: float = 0.0,
-        adapter: int = 0,
+        need: int = 0,
         *,
         is_low: bool = False,
     ) -> None:
@@ -255,9 +252,9 @@ class Endpoint:
         low class of service: others do not wait for its prompt."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         token_s = prefill_s / max(1, prefill_tokens) / self.prompt_slowdown
-        booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, adapter=adapter)
+        booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, need=need)
         self.bookings[request_id] = booking
-        self._set_adapters()
+        self._set_loaded()
         struct = self.struct
         struct.num_booked += 1
         struct.low_booked += is_low
@@ -267,14 +264,14 @@ class Endpoint:
             if not is_low:
                 self.prompts.add(now, request_id, prefill_s)
 
-    def _set_adapters(self) -> None:
-        """Those that the worker has, and those that requests make it load."""
-        held = self.stats.adapters if self.stats is not None else ()
-        numbers = {each.adapter for each in self.bookings.values() if each.adapter}
-        numbers |= {adapter_number(digest) for digest in held}
-        if numbers != self._adapters:
-            self._adapters, self._native = numbers, ffi.new("uint64_t[]", sorted(numbers))
-            self.struct.adapters, self.struct.num_adapters = self._native, len(numbers)
+    def _set_loaded(self) -> None:
+        """What the worker has, and what requests make it load."""
+        held = self.stats.loaded if self.stats is not None else ()
+        keys = {each.need for each in self.bookings.values() if each.need}
+        keys |= {key_of(digest) for digest in held}
+        if keys != self._loaded:
+            self._loaded, self._native = keys, ffi.new("uint64_t[]", sorted(keys))
+            self.struct.loaded, self.struct.num_loaded = self._native, len(keys)
 
     def start_decoding(self, now: float, request_id: str) -> None:
         """The first token of `request_id` has come: no more of its prompt is to be computed."""
@@ -335,7 +332,7 @@ class Endpoint:
             setattr(rates, name, getattr(stats, name))
         set_weights(rates, stats.prompt_weights, stats.decode_weights)
         self.prompt_slowdown = stats.prompt_slowdown
-        self._set_adapters()
+        self._set_loaded()
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:

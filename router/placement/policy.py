@@ -199,7 +199,7 @@ class Chooser:
         """What the following calls are about. `trusting`: silent workers, and those that have
         failed this request, are better than none."""
         num_tokens, total_tokens, output_tokens, others_output, prompts, avoid, *rest = work
-        num_left, alone, patient, resumes, is_low, adapter = rest
+        num_left, alone, patient, resumes, is_low, need = rest
         question, hashed = self._question, self._hashed
         asked = question.asked
         if len(hashed) != len(prompts):
@@ -213,7 +213,7 @@ class Chooser:
             field.num_hashes = len(block_hashes) // HASH_BYTES
         asked.now, asked.output_tokens, asked.num_tokens = now, output_tokens, num_tokens
         asked.others_output, asked.resumes = others_output, resumes
-        asked.is_low, asked.adapter = is_low, adapter
+        asked.is_low, asked.need = is_low, need
         question.total_tokens, question.trusting = total_tokens, trusting
         question.alone, question.patient = alone, patient
         question.num_avoid, question.num_left = len(avoid), num_left

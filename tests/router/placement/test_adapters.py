@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.scope import UNSALTED
-from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.needs import key_of
+from kvrelay.engine.request import SamplingParams, needing
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import Submit
 from kvrelay.router.placement.cost import CostModel
-from kvrelay.router.placement.endpoint import adapter_number
 from tests.router.fleet import STATS, Chooser, endpoint, local_cost, names_of, remote_cost, work
 from tests.router.script import CLIENT, Script, worker_stats
 
 DIGESTS = [bytes([n]) * 32 for n in range(1, 5)]
-ASKED = replace(work(100), adapter=adapter_number(DIGESTS[0]))
+ASKED = replace(work(100), need=key_of(DIGESTS[0]))
 HERE, AWAY = {"adapters": (DIGESTS[1], DIGESTS[0])}, {"adapters": (DIGESTS[2],)}
 LOAD_S = 0.8
 
@@ -66,9 +65,9 @@ def test_of_a_handoff_each_worker_needs_it() -> None:
 
 def test_what_was_sent_there_is_loaded_for_it() -> None:
     worker = endpoint("decode-0", adapter_load_s=LOAD_S)
-    cost, number = CostModel(), adapter_number(DIGESTS[0])
+    cost, number = CostModel(), key_of(DIGESTS[0])
     assert local_cost(cost, 0.0, worker, ASKED).seconds.load == LOAD_S
-    worker.book(0.0, "r", 0, 0, adapter=number)
+    worker.book(0.0, "r", 0, 0, need=number)
     assert local_cost(cost, 0.0, worker, ASKED).seconds.load == 0.0
     worker.release("r")
     worker.on_stats(1.0, replace(STATS, worker="decode-0", adapter_load_s=LOAD_S))
@@ -86,7 +85,7 @@ def test_requests_of_an_adapter_stay_where_it_was_loaded() -> None:
         digest = DIGESTS[number % 4]
         tokens = tuple(range(100 * number, 100 * number + 10))
         sampling, adapter = SamplingParams(max_tokens=8), Adapter(digest, "x")
-        about: dict[str, Any] = {"adapter": adapter, "scope": UNSALTED.with_adapter(adapter)}
+        about = needing(adapter, UNSALTED)
         s.tell(Submit(f"r{number}", sampling, CLIENT, tokens, 60.0, **about))
         decision = s.router.explain(f"r{number}")[-1]
         chosen.setdefault(digest, set()).add(decision.decode)

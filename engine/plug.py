@@ -1,0 +1,27 @@
+"""What a capability has in a worker: an object with the hooks that it needs. The core and the node
+call the list (`worker.plugs`), and know none of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrelay.engine.node import Effect
+    from kvrelay.engine.step import StepDone
+
+Handler = Callable[[float, Any], "list[Effect]"]
+
+
+class Plug:
+    """A capability, with hooks that do nothing where it has nothing to do. Owned by one worker."""
+
+    handlers: Mapping[type, Handler] = {}  # of its messages, which nobody else knows
+
+    def after_step(self, done: StepDone) -> None:
+        """A step has ended."""
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of the next `WorkerStats` that it fills in."""
+        return {}
