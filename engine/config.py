@@ -191,6 +191,11 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
         chunk = max(1, min(per_step, room))
         return Windows.of(self.block_size, sizes, self.sinks, chunk)
 
+    @property
+    def kv_root(self) -> bytes:
+        """The fingerprint that its block hashes begin with."""
+        return self.weights.root_key(self.fingerprint, self.base_weights)
+
     def info(self) -> WorkerInfo:
         windows = self.kv_windows
         return WorkerInfo(
@@ -203,7 +208,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
-            fingerprint=self.weights.root_key(self.fingerprint, self.base_weights),
+            fingerprint=self.kv_root,
             num_host_blocks=self.num_host_blocks + self.num_packed_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,

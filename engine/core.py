@@ -6,7 +6,7 @@ A worker node owns one `EngineCore`, passes it messages, and adds what its role 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvrelay.engine.config import WorkerConfig
@@ -31,7 +31,6 @@ from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import RECOMPUTED, WorkerStats
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.engine.weights import WeightVersion
 
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
 
@@ -42,8 +41,9 @@ class EngineCore:
     Invariant: `seqs` holds every sequence that is not DEAD.
     """
 
-    def __init__(self, config: WorkerConfig, plugs: Iterable[Plug] = ()) -> None:
-        self.config, self.plugs = config, tuple(plugs)
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.plugs: list[Plug] = []  # in the order in which they are called
         self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_windows)
         self.scheduler = Scheduler(config, self.kv)
         self.seqs: dict[tuple[str, int], Sequence] = {}
@@ -52,15 +52,13 @@ class EngineCore:
         self.timing = StepTiming(config)
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
-        self.num_weight_changes = 0
-        self.use_weights(config.weights)
+        self.compute_with(config.kv_root, config.weights.name)
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
 
-    def use_weights(self, version: WeightVersion) -> None:
-        """Steps compute with these from now on."""
-        self.weights, config = version, self.config
-        self.fingerprint = version.root_key(config.fingerprint, config.base_weights)
+    def compute_with(self, fingerprint: bytes, weights: str) -> None:
+        """Steps compute with weights of this name from now on, and name their KV by this root."""
+        self.fingerprint, self.weights = fingerprint, weights
 
     def is_for_others(self, work: WorkRequest) -> bool:
         """Whether its router takes this worker for one with other weights."""
@@ -75,7 +73,7 @@ class EngineCore:
             return None
         config = self.config
         if self.is_for_others(work):
-            detail = f"{config.node_id} computes with the weights {self.weights.name} now"
+            detail = f"{config.node_id} computes with the weights {self.weights} now"
             return self.refusal(*key, Refusal.UNKNOWN, detail)
         if len(work.tokens) >= config.max_model_len:
             return self.refusal(
@@ -121,8 +119,8 @@ class EngineCore:
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
             num_held=work.num_held,
-            weights=((0, self.weights.name),),
-            pins_weights=work.pins_weights,
+            weights=((0, self.weights),),
+            is_pinned=work.is_pinned,
         )
         # A router's hashes are trusted: they only decide what requests of this router share. Their
         # number is checked.
@@ -368,9 +366,6 @@ class EngineCore:
             num_low_decoding=len(low),
             low_decoding_tokens=sum(len(s.tokens) for s in low),
             num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
-            num_weight_changes=self.num_weight_changes,
-            fingerprint=self.fingerprint if self.num_weight_changes else b"",
-            weights=self.weights.name if self.num_weight_changes else "",
             **{name: value for plug in self.plugs for name, value in plug.facts().items()},
         )
 

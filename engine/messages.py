@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, RequestSpec, TokenDelta
@@ -25,6 +26,15 @@ class WorkRequest(RequestSpec):
     num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
     fingerprint: bytes = b""  # whose weights are meant; b"": those it began with
     pins_weights: bool = False  # no others may go on with it
+
+    @staticmethod
+    def pinned_to(weights: str) -> dict[str, Any]:
+        """Fields of one that wants weights of this name; "": any."""
+        return {"pins_weights": bool(weights)}
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pins_weights
 
 
 @dataclass(frozen=True, slots=True)

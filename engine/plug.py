@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvrelay.engine.node import Effect
+    from kvrelay.engine.messages import WorkRequest
+    from kvrelay.engine.node import Effect, NodeId
     from kvrelay.engine.step import StepDone
 
 Handler = Callable[[float, Any], "list[Effect]"]
@@ -21,6 +22,18 @@ class Plug:
 
     def after_step(self, done: StepDone) -> None:
         """A step has ended."""
+
+    def advance(self, now: float) -> list[Effect]:
+        """A message has been handled, and the next step begun where there is one."""
+        return []
+
+    def on_router_up(self, router: NodeId) -> list[Effect]:
+        """A router is told what it cannot know."""
+        return []
+
+    def on_refused(self, work: WorkRequest) -> list[Effect]:
+        """What the router should hear before it hears that a request is not accepted."""
+        return []
 
     def facts(self) -> dict[str, Any]:
         """Fields of the next `WorkerStats` that it fills in."""

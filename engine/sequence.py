@@ -89,7 +89,7 @@ class Sequence:
     pooled: bytes = b""
     # (position, name of the weights that computed the tokens from there on), in order
     weights: tuple[tuple[int, str], ...] = ()
-    pins_weights: bool = False  # it goes on with no other ones
+    is_pinned: bool = False  # it goes on with no other ones
     # Some of its KV is of earlier weights: nobody else gets any of it. Once it has lost that, it
     # has this chain.
     next_chain: BlockChain | None = None

@@ -102,6 +102,16 @@ class WorkerInfo:
         return min(needed, self.max_seq_blocks) if self.max_seq_blocks else needed
 
 
+class InfoChange:
+    """A message of a worker that changes what it has said of itself."""
+
+    __slots__ = ()
+
+    def changed(self, info: WorkerInfo) -> WorkerInfo:
+        """Returns what holds from now on in place of `info`."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class KVLink:
     """How a worker reads KV from a peer that it is connected to."""

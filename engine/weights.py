@@ -11,11 +11,13 @@ old ones go on, and the answer says why.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 
-from kvrelay.engine.node import NodeId
+from kvrelay.engine.node import Effect, NodeId, Send
+from kvrelay.engine.plug import Plug
+from kvrelay.engine.stats import InfoChange, WorkerInfo
 from kvrelay.engine.wire.codec import register
 
 NAME_DIGITS = 12  # begin the digest, and name a version that was given no name
@@ -70,7 +72,7 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsUpdated:
+class WeightsUpdated(InfoChange):
     """`version`: the one that is used now, whether it was asked for or, with `why`, is the old
     one; `wanted`: the digest that was asked for."""
 
@@ -82,6 +84,9 @@ class WeightsUpdated:
     why: str = ""  # it failed
     load_s: float = 0.0
     pause_s: float = 0.0  # in which no step ran
+
+    def changed(self, info: WorkerInfo) -> WorkerInfo:
+        return replace(info, weights=self.version.name, fingerprint=self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,18 @@ class UseWeights:
 class WeightsUsed:
     digest: bytes
     why: str = ""  # the old ones are in use
+
+
+class FixedWeights(Plug):
+    """Of a worker that keeps its weights, and says why."""
+
+    def __init__(self, info: WorkerInfo, why: str) -> None:
+        self._info, self._why = info, why
+        self.handlers = {UpdateWeights: self._on_update}
+
+    def _on_update(self, now: float, asked: UpdateWeights) -> list[Effect]:
+        about = self._info.worker, self._info.epoch, NO_VERSION, self._info.fingerprint
+        return [Send(asked.reply_to, WeightsUpdated(*about, asked.version.digest, self._why))]
 
 
 register(UpdateWeights, WeightsUpdated, WeightsChanged, PauseWorker, since=3)

@@ -19,7 +19,6 @@ from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, TokenDelta
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
-from kvrelay.engine.weights import WeightsChanged
 from kvrelay.router.averages import Average
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.index.prefix_index import PrefixIndex
@@ -189,18 +188,20 @@ class Dispatcher:
         self._on_fleet_changed()
         return endpoint
 
-    def on_weights(self, now: float, changed: WeightsChanged) -> Endpoint | None:
-        """The worker computes with other ones from now on; None: the router knew, or knows of a
-        later change."""
-        endpoint = self.endpoint(changed.worker, changed.epoch)
-        if endpoint is None or 0 < changed.number < endpoint.num_weight_changes:
+    def on_weights(
+        self, now: float, worker: NodeId, epoch: int, fingerprint: bytes, name: str, number: int
+    ) -> Endpoint | None:
+        """The worker computes with those of this name from now on, by its change of this number;
+        None: the router knew, or knows of a later change."""
+        endpoint = self.endpoint(worker, epoch)
+        if endpoint is None or 0 < number < endpoint.num_weight_changes:
             return None
-        endpoint.num_weight_changes = changed.number
-        if endpoint.info.fingerprint == changed.fingerprint:
+        endpoint.num_weight_changes = number
+        if endpoint.info.fingerprint == fingerprint:
             return None
         fleet = self._fleets[POOL[endpoint.info.role]]
         fleet.remove(endpoint)
-        endpoint.set_weights(changed.fingerprint, changed.name)
+        endpoint.set_weights(fingerprint, name)
         fleet.add(now, endpoint)
         self._on_fleet_changed()
         return endpoint

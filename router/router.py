@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import astuple
 from math import inf
 from typing import Any
 
@@ -119,7 +120,7 @@ class Router:
             Refused: self._on_refused,
             Preempted: self._on_preempted,
             RoleChanged: self._on_role_changed,
-            WeightsChanged: self._on_weights_changed,
+            WeightsChanged: lambda now, changed: self._on_weights(now, *astuple(changed)),
             WorkerDraining: self._on_draining,
             KVEvents: self._on_kv_events,
             KVSnapshot: self._on_kv_events,
@@ -263,7 +264,7 @@ class Router:
     def _on_stats(self, now: float, stats: WorkerStats) -> None:
         if stats.num_weight_changes:
             about = stats.worker, stats.epoch, stats.fingerprint, stats.weights
-            self._on_weights_changed(now, WeightsChanged(*about, stats.num_weight_changes))
+            self._on_weights(now, *about, stats.num_weight_changes)
         if self._dispatcher.on_stats(now, stats):
             self._requests.send(stats.worker, KVSnapshotRequest(self.node_id))
 
@@ -450,9 +451,10 @@ class Router:
         if worker is not None and change.role is Role.PREFILL:
             self._clear(now, worker)
 
-    def _on_weights_changed(self, now: float, changed: WeightsChanged) -> None:
-        """What it has goes on, or is given back; what comes is sent for the new ones."""
-        if self._dispatcher.on_weights(now, changed) is not None:
+    def _on_weights(self, now: float, *changed: Any) -> None:
+        """What it has goes on, or is given back; what comes is sent for the new ones. changed: as
+        of `Dispatcher.on_weights`."""
+        if self._dispatcher.on_weights(now, *changed) is not None:
             self._requests.room_changed = True
             self.sessions.on_worker_up(now)
 

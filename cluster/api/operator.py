@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from kvrelay.cluster.config import ModelEntry
     from kvrelay.cluster.status import ClusterStatus
     from kvrelay.engine.stats import Role
-    from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 
 
 class ControllerAway(Exception):
@@ -44,12 +43,13 @@ class Operations(Protocol):
         ...
 
     async def change_weights(
-        self, model: str, path: str | None, name: str, mode: UpdateMode
-    ) -> WeightVersion | None:
-        """To those in a folder, under a name, or (no folder) back. Raises ModelError."""
+        self, model: str, path: str | None, name: str, mode: str
+    ) -> Mapping[str, str]:
+        """To those in a folder, under a name, or (no folder) back. Returns what is known of them.
+        Raises ModelError."""
         ...
 
-    def pause(self, model: str, mode: PauseMode | None) -> None:
+    def pause(self, model: str, mode: str | None) -> None:
         """Generate nothing, or (None) go on."""
         ...
 

@@ -189,6 +189,12 @@ class UpdateModel:
     mode: UpdateMode
     back: bool = False
 
+    @property
+    def shown(self) -> dict[str, str]:
+        """What an operator is told of the version; nothing where that is the one before."""
+        known = {"name": self.version.name, "digest": self.version.digest.hex()}
+        return {} if self.back else known
+
 
 @dataclass(frozen=True, slots=True)
 class PauseModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import (
@@ -32,8 +33,7 @@ from kvrelay.cluster.control.messages import (
 from kvrelay.cluster.control.routers import RouterSet
 from kvrelay.cluster.control.watches import Drains, Suspects
 from kvrelay.engine.node import Effect, NodeId, Note, Send
-from kvrelay.engine.stats import Role, RouterDown, WorkerInfo
-from kvrelay.engine.weights import WeightsUpdated, WeightVersion
+from kvrelay.engine.stats import InfoChange, Role, RouterDown, WorkerInfo
 from kvrelay.router.messages import RoleChanged
 from kvrelay.worker.messages import Peer, WorkerStarted
 
@@ -111,9 +111,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.has_been_up = bool(config.running_routers)
         self._failures = 0  # that removed workers had in a row, since one came up
         self._removed: list[tuple[NodeId, str]] = []
-        # By model: what workers start with in place of its weights, and who hears that one did.
-        self.weights_for: Callable[[str], WeightVersion | None] = lambda _: None
-        self.on_begun: Callable[[DesiredWorker, WeightVersion | None], None] = lambda *_: None
+        # What one that starts has in place of its model's weights; None: nothing.
+        self.starts_with: Callable[[DesiredWorker], Any] = lambda _: None
 
     def desired(self, node: NodeId, role: Role, model: str = "") -> DesiredWorker:
         """A worker that is to be started as `role`."""
@@ -227,8 +226,6 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.further = tuple(further)
         host_of = {machine.machine_id: machine.host for machine in self.machines}
         worker.hosts = tuple(host_of[machine] for machine in machines)
-        weights = self.weights_for(worker.model)
-        self.on_begun(worker, weights)
         start = StartWorker(
             worker.node,
             worker.role,
@@ -237,7 +234,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             worker.num_ranks,
             worker.further,
             worker.model,
-            weights,
+            self.starts_with(worker),
         )
         return [start, bound]
 
@@ -312,12 +309,11 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         change = RoleChanged(worker.node, worker.epoch, role)
         return effects + self.routers.role_changed(change)
 
-    def reweighted(self, updated: WeightsUpdated) -> None:
-        """It computes with other weights than when it started."""
-        worker = self.current(updated.worker, updated.epoch, *SERVING)
+    def changed(self, node: NodeId, epoch: int, change: InfoChange) -> None:
+        """It says something else of itself than when it started."""
+        worker = self.current(node, epoch, *SERVING)
         if worker is not None and worker.info is not None:
-            name, fingerprint = updated.version.name, updated.fingerprint
-            worker.info = replace(worker.info, weights=name, fingerprint=fingerprint)
+            worker.info = change.changed(worker.info)
 
     def drain(self, now: float, worker: DesiredWorker, *, comes_back: bool = False) -> list[Effect]:
         """Let it go when nothing needs it; `comes_back`: to be started again."""

@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,9 @@ from kvrelay.cluster.config import Config, ConfigError, ModelEntry
 from kvrelay.cluster.control.audits import AuditService
 from kvrelay.cluster.control.lifecycle import ProcessState
 from kvrelay.cluster.control.messages import (
-    PauseModel,
     RouterStarted,
     ScalingReport,
     SetRole,
-    UpdateModel,
 )
 from kvrelay.cluster.control.process_messages import (
     LinkLost,
@@ -42,6 +40,7 @@ from kvrelay.cluster.control.process_messages import (
 )
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
+from kvrelay.cluster.control.weights import pause_order, update_order
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
 from kvrelay.cluster.processes.names import check_change, model_names
 from kvrelay.cluster.processes.orders import ChangeModels, ModelsUsed
@@ -69,7 +68,6 @@ from kvrelay.engine.host import NodeHost, in_thread, keep_running
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
 from kvrelay.engine.stderr import lines_dropped, num_open_files
-from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
@@ -419,27 +417,19 @@ class RouterProcess:
         return was
 
     async def change_weights(
-        self, model: str, path: str | None, name: str, mode: UpdateMode
-    ) -> WeightVersion | None:
-        """Begin to change those of `model`; no path: back to the ones before. Returns the version,
-        where it is known. Raises ModelError, ControllerAway."""
-        from kvrelay.engine.model.checkpoint.version import read_version
-
+        self, model: str, path: str | None, name: str, mode: str
+    ) -> Mapping[str, str]:
+        """As of `Operations`. Raises ModelError, ControllerAway."""
         self._ask_controller()
         own = self.served_models[model].path
-        base = await asyncio.to_thread(read_version, own)
-        wanted = None
-        if path is not None:
-            folder = Path(path).expanduser().absolute()
-            wanted = await asyncio.to_thread(read_version, folder, name, own)
-        order = UpdateModel(model, base, wanted or base, mode, back=wanted is None)
+        order = await asyncio.to_thread(update_order, model, own, path, name, mode)
         self.wire.send(CONTROLLER, order)
-        return wanted
+        return order.shown
 
-    def pause(self, model: str, mode: PauseMode | None) -> None:
+    def pause(self, model: str, mode: str | None) -> None:
         """Have the workers of `model` pause, or (None) go on. Raises ControllerAway."""
         self._ask_controller()
-        self.wire.send(CONTROLLER, PauseModel(model, mode))
+        self.wire.send(CONTROLLER, pause_order(model, mode))
 
     async def audit(self) -> dict[str, Any]:
         """See `cluster.control.audits`. Raises ControllerAway: it knows who is up."""

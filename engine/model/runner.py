@@ -19,7 +19,6 @@ import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.identity import files_of
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.batch import Batch, Guard, Limits
@@ -28,8 +27,7 @@ from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.checkpoint.resolve import drafter_path
-from kvrelay.engine.model.checkpoint.version import find_version, read_version
-from kvrelay.engine.model.config import ModelConfig, check_unchanged, versions_of, with_window
+from kvrelay.engine.model.config import ModelConfig, with_window
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
 from kvrelay.engine.model.cpu.ops import CpuOps
@@ -60,7 +58,6 @@ from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
-from kvrelay.engine.weights import ONLY_ON_CPUS, WeightVersion
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.gpu.steps import GpuSteps
@@ -86,7 +83,7 @@ class ModelRunner:
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
         keep_as: str = "",
-        version: WeightVersion | None = None,
+        read: Callable[[ModelRunner], Weights] | None = None,
     ) -> None:
         """engine: sized (`EngineSection.sized`), with `num_blocks`; 0: on a GPU, as many as
         `gpu_memory_utilization` of it leaves beside weights and a step.
@@ -94,7 +91,7 @@ class ModelRunner:
         member: this process as a rank of tensor parallelism; None: it is alone.
         keep_as: a name for the weights, for processes that are forked from this one
         (`kept_weights`); "": they are its own.
-        version: of the weights, in place of those in `model_dir`.
+        read: the weights, in place of those in `model_dir`.
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(model.device) if member is None else member.group.device
@@ -104,7 +101,7 @@ class ModelRunner:
             torch.set_num_threads(engine.threads)
         self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
         self._keep_as = keep_as
-        self._cache_dir = Path(model.cache_dir) if model.cache_dir else default_cache_dir()
+        self.cache_dir = Path(model.cache_dir) if model.cache_dir else default_cache_dir()
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
@@ -120,18 +117,13 @@ class ModelRunner:
         self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
         self._drafter: Drafter | None = None
-        self._next: Weights | None = None  # loaded, and not in use yet
         with torch.inference_mode():
             own = self._ops(threads)
             if self.kv_spec.num_state_groups:
                 own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
-            self._model_dir, self._all_ops = model_dir, ops
-            if version is not None:
-                weights = self._load_version(model_dir, version)
-            else:
-                weights = self._weights(model_dir, ops, progress)
-            self._install(weights)
+            self.model_dir, self.ops = model_dir, ops
+            self._install(read(self) if read else self._weights(model_dir, ops, progress))
             if member is not None:
                 member.group.wait_for_all()
             with self._first_launches():
@@ -160,7 +152,7 @@ class ModelRunner:
         return read_drafter(drafter_path(name), self.config)
 
     def _open_drafter(self, config: DraftConfig, weights: Weights, own: Ops) -> Drafter:
-        model = Served(self._model_dir, self.config, weights, own, self._limits)
+        model = Served(self.model_dir, self.config, weights, own, self._limits)
         kind, threads = TORCH_DTYPES[self.dtype], self._engine.threads or torch.get_num_threads()
 
         def ops_over(layers: ModelConfig, pool: torch.Tensor) -> Ops:
@@ -206,46 +198,25 @@ class ModelRunner:
 
     def _install(self, weights: Weights) -> None:
         """Steps compute with `weights` from now on."""
-        ops = self._all_ops
+        ops = self.ops
         self._decoder = Decoder(self._own, weights, ops)
         if self._draft_config is not None:
             self._drafter = self._open_drafter(self._draft_config, weights, ops)
             self._decoder.capture(self._drafter.captured)
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
         most, member = self._engine.adapter_bytes, self._member
-        load = AdapterLoader(self._model_dir, self.config, ops, weights, most, self.device)
+        load = AdapterLoader(self.model_dir, self.config, ops, weights, most, self.device)
         total, shard = (list, ALONE) if member is None else (member.total, member.group.shard)
         self.loads = Loads(load, most, total=total, shard=shard)
 
     def num_passed(self) -> int:
         """How many layers steps have passed until now; for any thread, while one runs."""
-        return self._decoder.num_passed + self._all_ops.num_passed
+        return self._decoder.num_passed + self.ops.num_passed
 
-    def load_version(self, version: WeightVersion) -> None:
-        """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
-        if self._steps is not None:
-            raise ModelError(ONLY_ON_CPUS)
-        with torch.inference_mode():
-            self._next = self._load_version(self._model_dir, version)
-
-    def _load_version(self, model_dir: Path, version: WeightVersion) -> Weights:
-        folder = find_version(version, model_dir, self._cache_dir)
-        before = versions_of(files_of(folder))
-        if read_version(folder).digest != version.digest:
-            raise ModelError(f"{folder} was changed while it was read: start again")
-        if isinstance(self._all_ops, CpuOps):
-            self._all_ops.begin_version()
-        weights = load_weights(folder, self.config, self._all_ops, lambda _: None)
-        check_unchanged(before, files_of(folder))
-        return weights
-
-    def use_loaded(self, block_ids: Sequence[int]) -> None:
-        """Compute with what was loaded last, while no step runs, once it has sampled a token that
-        is one; `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
+    def replace_weights(self, weights: Weights, block_ids: Sequence[int]) -> None:
+        """Compute with others, while no step runs, once they have sampled a token that is one;
+        `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
         before = self._decoder, self._decode, self.loads, self._drafter
-        weights = self._next
-        assert weights is not None
-        self._next = None
         share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
         try:
             self._install(weights)

@@ -23,7 +23,7 @@ from kvrelay.engine.weights import (
     WeightsUsed,
     WeightVersion,
 )
-from kvrelay.worker.weights import Phase
+from kvrelay.worker.weights import Phase, weight_updates
 from tests.worker.world import BLOCK_SIZE, World, reference
 
 NEW = WeightVersion("new", b"new digest", "/new")
@@ -63,7 +63,7 @@ class Updated(World):
 
     @property
     def phase(self) -> Phase:
-        return self.decode.weights.phase
+        return weight_updates(self.decode.plugs).phase
 
 
 def test_a_drain_finishes_what_it_has_before_and_lets_what_comes_wait() -> None:

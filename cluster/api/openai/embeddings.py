@@ -102,7 +102,7 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
         room_after(ctx, tokens, param)
         texts.append(ChoicePlan(place, place, tokens, spec, is_silent=True))
     about = tenant, spec.service_class
-    return Plan(tuple(texts), (), None, False, False, *about, weights=request.weight_version or "")
+    return Plan(tuple(texts), (), None, False, False, *about, weights=request.pinned_to)
 
 
 class PooledFormat(Format):

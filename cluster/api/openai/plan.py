@@ -504,7 +504,7 @@ def _plan(
         includes_stop=request.includes_stop,
         shows_special=not request.skip_special_tokens,
         tells_ids=request.return_token_ids,
-        weights=request.weight_version or "",
+        weights=request.pinned_to,
     )
 
 

@@ -312,6 +312,11 @@ class ModelRequest(BaseModel):
             raise ValueError("'truncate_prompt_tokens': expected 1 or more, or -1, got 0")
         return self
 
+    @property
+    def pinned_to(self) -> str:
+        """Whose weights it wants; "": anybody's."""
+        return self.weight_version or ""
+
 
 class GenerationRequest(ModelRequest):
     """What both endpoints share that generate."""

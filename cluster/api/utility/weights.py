@@ -70,14 +70,13 @@ class _WeightCalls:
         ctx = self._model(asked.model)
         mode = _one_of(UpdateMode, asked.mode, "mode")
         try:
-            version = await ctx.operations.change_weights(
+            found = await ctx.operations.change_weights(
                 ctx.name, asked.path, asked.name or "", mode
             )
         except ModelError as error:
             raise invalid(f"'path': {error}", "path") from None
         except ControllerAway:
             raise controller_away() from None
-        found = {} if version is None else {"name": version.name, "digest": version.digest.hex()}
         return JSONResponse({"model": ctx.model_name, "mode": str(mode), **found}, 202)
 
     async def pause(self, http: Request) -> Response:

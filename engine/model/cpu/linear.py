@@ -90,7 +90,7 @@ class CpuLinear:
         self._memory = HugePages()
         self._num_matrices = 0
 
-    def begin_version(self) -> None:
+    def use_new_chunks(self) -> None:
         """What is packed from now on gets chunks of its own: see `CpuOps`."""
         self._memory = HugePages()
 

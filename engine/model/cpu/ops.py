@@ -82,10 +82,10 @@ class CpuOps:
     def num_passed(self) -> int:
         return int(self._lib.kvr_num_passed())
 
-    def begin_version(self) -> None:
+    def use_new_chunks(self) -> None:
         """Weights that are packed from now on share no memory with those before, which is free
         once they are gone."""
-        self._linear.begin_version()
+        self._linear.use_new_chunks()
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         kind = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32

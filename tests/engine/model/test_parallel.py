@@ -152,7 +152,7 @@ def test_two_ranks_compute_adapters_as_one_process_does(family, checkpoint_of, t
     ]
     ranks = Ranks(path, 2, tmp_path / "meeting")
     compare_adapted(path, ranks, folders)
-    sizes = [each.adapters._entries for each in ranks.runners]
+    sizes = [each.loads._entries for each in ranks.runners]
     assert len({tuple(e.nbytes for e in entries.values()) for entries in sizes}) == 1
 
 

@@ -9,28 +9,26 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.api.context import ApiSettings
-from kvrelay.cluster.api.openai.generation import usage_of_weights
+from kvrelay.cluster.api.openai.weights import usage_of_weights
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
+from kvrelay.engine.weights import PauseMode, UpdateMode
 from tests.cluster.api.conftest import STATUS, Served, cluster_status, serve
 
 
 class Orders:
     def __init__(self) -> None:
         self.given: list[Any] = []
-        self.paused: PauseMode | None = None
+        self.paused: str | None = None
 
-    async def change(
-        self, model: str, path: str | None, name: str, mode: UpdateMode
-    ) -> WeightVersion | None:
+    async def change(self, model: str, path: str | None, name: str, mode: str) -> dict[str, str]:
         if path == "/none":
             raise ModelError("/none is no folder")
         self.given.append((path, name, mode))
-        return None if path is None else WeightVersion(name or "ab12", b"\xab\x12", path)
+        return {} if path is None else {"name": name or "ab12", "digest": "ab12"}
 
-    def pause(self, model: str, mode: PauseMode | None) -> None:
+    def pause(self, model: str, mode: str | None) -> None:
         self.paused = mode
 
     def status(self) -> ClusterStatus:
