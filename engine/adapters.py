@@ -11,16 +11,12 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, Any
 
-from kvrelay.engine.kv.scope import CacheScope
-from kvrelay.engine.needs import Loaded, Need, NeedError
-from kvrelay.engine.plug import Plug
-
-if TYPE_CHECKING:
-    from kvrelay.engine.step import StepDone
+from kvrelay.engine.needs import Need, NeedError
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_BYTES = 32
@@ -47,34 +43,8 @@ class AdapterError(NeedError):
     too. Who speaks to an operator puts the path before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter(Need):
-    """An adapter by what it holds, and the folder where that can be read."""
-
-    kind: ClassVar[str] = "adapter"
-    room: ClassVar[str] = "engine.adapter_bytes"
-    unserved: ClassVar[str] = (
-        "the model's workers compute no adapters: on GPUs, and by vLLM, they are not served"
-    )
-
-    def scoped(self, scope: CacheScope) -> CacheScope:
-        """What is computed with an adapter is shared with nothing that is not: a digest of all its
-        bytes is part of the salt. No region of it is public."""
-        salt = blake2b(scope.salt, digest_size=32, key=self.digest, person=b"kvrelay-adapter")
-        return CacheScope(scope.public_salt + salt.digest())
-
-
-class LoadedAdapters(Plug):
-    """What a worker says of the adapters in its memory."""
-
-    def __init__(self) -> None:
-        self._loaded = Loaded()
-
-    def after_step(self, done: StepDone) -> None:
-        self._loaded = done.loaded or self._loaded
-
-    def facts(self) -> dict[str, Any]:
-        return {"adapters": self._loaded.digests, "adapter_load_s": self._loaded.load_s}
+Adapter = partial(Need, kind="adapter")
+"""An adapter by its digest, and the folder where it can be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             num_host_blocks=self.num_host_blocks + self.num_packed_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
-            serves_adapters=self.loads,
+            loads=self.loads,
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
             weights=self.weights.name,

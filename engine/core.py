@@ -16,6 +16,7 @@ from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.kv.tier import LOWER_TIERS, Tier
 from kvrelay.engine.messages import Probe, Refused, TokenDeltas, WorkRequest
+from kvrelay.engine.needs import Loaded
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.plug import Plug
 from kvrelay.engine.progress import StepWatch
@@ -27,6 +28,7 @@ from kvrelay.engine.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from kvrelay.engine.scheduling.drafts import drafted
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import RECOMPUTED, WorkerStats
@@ -50,6 +52,7 @@ class EngineCore:
         self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
+        self.loaded = Loaded()
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
         self.compute_with(config.kv_root, config.weights.name)
@@ -201,8 +204,7 @@ class EngineCore:
         self.watch.end(self.now, done.error, is_health_check=is_check, device_lost=is_lost)
         if done.error is None and not is_check:
             self._count_step(step, done)
-        for plug in self.plugs:
-            plug.after_step(done)
+        self.loaded = done.loaded or self.loaded
         return self.scheduler.finish_step(done)
 
     def _count_step(self, step: Step, done: StepDone) -> None:
@@ -211,14 +213,7 @@ class EngineCore:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_scheduled", step.num_tokens * repeats)
-        drafts = {"draft": (0, 0), "drafter": (0, 0)}  # tokens and accepted ones: all, and its own
-        for share, each in zip(step.seqs, done.sampled, strict=True):
-            if each is None or not share.most_drafts:
-                continue
-            proposed = len(share.draft_tokens) or each.num_drafts
-            for source in ("draft", "drafter") if share.num_drafts else ("draft",):
-                before, accepted = drafts[source]
-                drafts[source] = before + proposed, accepted + len(each.more)
+        drafts = drafted(step, done)
         is_timed = done.elapsed_s > 0 and not done.waiting
         for source, (proposed, accepted) in drafts.items():
             if not proposed:
@@ -366,6 +361,8 @@ class EngineCore:
             num_low_decoding=len(low),
             low_decoding_tokens=sum(len(s.tokens) for s in low),
             num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
+            loaded=self.loaded.digests,
+            load_s=self.loaded.load_s,
             **{name: value for plug in self.plugs for name, value in plug.facts().items()},
         )
 

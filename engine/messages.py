@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, RequestSpec, TokenDelta
@@ -25,16 +24,7 @@ class WorkRequest(RequestSpec):
     num_held: int = 0  # tokens that need not be computed, as far as the router knows
     num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
     fingerprint: bytes = b""  # whose weights are meant; b"": those it began with
-    pins_weights: bool = False  # no others may go on with it
-
-    @staticmethod
-    def pinned_to(weights: str) -> dict[str, Any]:
-        """Fields of one that wants weights of this name; "": any."""
-        return {"pins_weights": bool(weights)}
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.pins_weights
+    is_pinned: bool = False  # no others may go on with it
 
 
 @dataclass(frozen=True, slots=True)

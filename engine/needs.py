@@ -6,7 +6,7 @@ of it than is here; what it is, its own module says (`engine.adapters`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from hashlib import blake2b
 
 from kvrelay.engine.kv.scope import CacheScope
 
@@ -19,14 +19,11 @@ class NeedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """By what it holds, and where that can be read. A kind of need says who shares the KV."""
-
-    kind: ClassVar[str] = ""  # what it is, in a word
-    room: ClassVar[str] = ""  # the setting that says how much of them a worker holds
-    unserved: ClassVar[str] = ""  # why nobody computes with it, where workers load none
+    """By what it holds, and where that can be read."""
 
     digest: bytes
-    source: str
+    source: str  # a folder
+    kind: str  # what it is, in a word: engine.KIND_bytes is how much a worker holds
 
     @property
     def key(self) -> int:
@@ -34,8 +31,20 @@ class Need:
         return key_of(self.digest)
 
     def scoped(self, scope: CacheScope) -> CacheScope:
-        """Who may share KV that is computed with it, out of those in `scope`."""
-        raise NotImplementedError
+        """What is computed with it is shared with nothing that is not: a digest of all its bytes is
+        part of the salt. No region of it is public."""
+        salt = blake2b(scope.salt, digest_size=32, key=self.digest, person=b"kvrelay-need")
+        return CacheScope(scope.public_salt + salt.digest())
+
+
+def key_of(digest: bytes) -> int:
+    """Returns the key of what has this digest."""
+    return int.from_bytes(digest[:KEY_BYTES]) or 1
+
+
+def unserved(kind: str) -> str:
+    """Why nobody computes with a kind of needs, where workers load none."""
+    return f"the model's workers compute no {kind}s: on GPUs, and by vLLM, they are not served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,3 @@ class Loaded:
 
     digests: tuple[bytes, ...] = ()
     load_s: float = 0.0
-
-
-def key_of(digest: bytes) -> int:
-    """Returns the key of what has this digest."""
-    return int.from_bytes(digest[:KEY_BYTES]) or 1

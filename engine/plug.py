@@ -1,5 +1,5 @@
 """What a capability has in a worker: an object with the hooks that it needs. The core and the node
-call the list (`worker.plugs`), and know none of them by name.
+call the list of a worker (`Worker.plugs`), and know none of them by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvrelay.engine.messages import WorkRequest
     from kvrelay.engine.node import Effect, NodeId
-    from kvrelay.engine.step import StepDone
 
 Handler = Callable[[float, Any], "list[Effect]"]
 
@@ -19,9 +18,6 @@ class Plug:
     """A capability, with hooks that do nothing where it has nothing to do. Owned by one worker."""
 
     handlers: Mapping[type, Handler] = {}  # of its messages, which nobody else knows
-
-    def after_step(self, done: StepDone) -> None:
-        """A step has ended."""
 
     def advance(self, now: float) -> list[Effect]:
         """A message has been handled, and the next step begun where there is one."""

@@ -11,7 +11,6 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.needs import Need
@@ -157,14 +156,9 @@ class RequestSpec:
     sampling: SamplingParams
     _: KW_ONLY
     scope: CacheScope = UNSALTED  # who may share its KV; what it needs has a part in it
-    adapter: Adapter | None = None  # the name that messages have for what it needs
+    need: Need | None = None  # what has to be loaded where it is computed
     retention: Retention | None = None  # for its KV; None: the workers' own
     priority: int = 0  # the lowest goes first; says of which class of service it is
-
-    @property
-    def need(self) -> Need | None:
-        """What has to be loaded where it is computed."""
-        return self.adapter
 
     @property
     def service_class(self) -> ServiceClass:
@@ -182,7 +176,7 @@ class RequestSpec:
 
 def needing(need: Need | None, scope: CacheScope) -> dict[str, Any]:
     """Fields of a `RequestSpec` that is computed with `need`, of someone who has `scope`."""
-    return {"scope": scope if need is None else need.scoped(scope), "adapter": need}
+    return {"scope": scope if need is None else need.scoped(scope), "need": need}
 
 
 SPEC_FIELDS = tuple(each.name for each in fields(RequestSpec))

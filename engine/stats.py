@@ -52,14 +52,10 @@ class WorkerInfo:
     # Windows of the groups of layers, where any has one (`engine.kv.window`); 0: all is read.
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
-    serves_adapters: bool = False  # it loads what requests need, beside the model
+    loads: bool = False  # it loads what requests need, beside the model
     hands_over: bool = True  # it computes prompts for others, and reads their KV
     weights: str = ""  # name of their version
     store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
-
-    @property
-    def loads(self) -> bool:
-        return self.serves_adapters
 
     @property
     def kind(self) -> bytes:
@@ -229,9 +225,9 @@ class WorkerStats:
     num_low_blocks: Annotated[int, _FOR_LOW] = 0  # that they use or want, and make room with
     num_low_decoding: Annotated[int, _FOR_LOW] = 0  # among num_decoding
     low_decoding_tokens: Annotated[int, _FOR_LOW] = 0  # among decoding_tokens
-    # Digests of those in memory, and how long it takes to load another.
-    adapters: Annotated[tuple[bytes, ...], Hidden("names stand at /v1/adapters")] = ()
-    adapter_load_s: Annotated[float, _FOR_ROUTERS] = 0.0
+    # Digests of what is in memory that requests need, and how long it takes to load another.
+    loaded: Annotated[tuple[bytes, ...], _FOR_ROUTERS] = ()
+    load_s: Annotated[float, _FOR_ROUTERS] = 0.0
     num_host_lacking: Annotated[
         int,
         Fact("host blocks that the machine has no memory for", "host_blocks_lacking"),
@@ -240,11 +236,6 @@ class WorkerStats:
     num_weight_changes: Annotated[int, Hidden("the version is shown")] = 0
     fingerprint: Annotated[bytes, Hidden("shown as the layout")] = b""
     weights: Annotated[str, Hidden("shown as the router takes it")] = ""
-
-    @property
-    def loaded(self) -> tuple[bytes, ...]:
-        """Digests of what it has in memory that requests need."""
-        return self.adapters
 
 
 def no_stats(worker: NodeId, epoch: int) -> WorkerStats:

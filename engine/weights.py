@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 
-from kvrelay.engine.node import Effect, NodeId, Send
-from kvrelay.engine.plug import Plug
+from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import InfoChange, WorkerInfo
 from kvrelay.engine.wire.codec import register
 
@@ -98,7 +97,7 @@ class WeightsChanged:
     epoch: int
     fingerprint: bytes
     name: str
-    number: int = 0  # 0: an earlier version does not count
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +134,6 @@ class UseWeights:
 class WeightsUsed:
     digest: bytes
     why: str = ""  # the old ones are in use
-
-
-class FixedWeights(Plug):
-    """Of a worker that keeps its weights, and says why."""
-
-    def __init__(self, info: WorkerInfo, why: str) -> None:
-        self._info, self._why = info, why
-        self.handlers = {UpdateWeights: self._on_update}
-
-    def _on_update(self, now: float, asked: UpdateWeights) -> list[Effect]:
-        about = self._info.worker, self._info.epoch, NO_VERSION, self._info.fingerprint
-        return [Send(asked.reply_to, WeightsUpdated(*about, asked.version.digest, self._why))]
 
 
 register(UpdateWeights, WeightsUpdated, WeightsChanged, PauseWorker, since=3)

@@ -16,6 +16,7 @@ from math import inf
 
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
+from kvrelay.engine.needs import unserved
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, TokenDelta
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
@@ -194,7 +195,7 @@ class Dispatcher:
         """The worker computes with those of this name from now on, by its change of this number;
         None: the router knew, or knows of a later change."""
         endpoint = self.endpoint(worker, epoch)
-        if endpoint is None or 0 < number < endpoint.num_weight_changes:
+        if endpoint is None or number < endpoint.num_weight_changes:
             return None
         endpoint.num_weight_changes = number
         if endpoint.info.fingerprint == fingerprint:
@@ -239,7 +240,7 @@ class Dispatcher:
         if isinstance(cut, Rejection):
             return cut
         if (need := record.submit.need) is not None and not self.loads:
-            return Rejection(Refusal.NEED, need.unserved)
+            return Rejection(Refusal.NEED, unserved(need.kind))
         pinned, known = record.submit.weights, sorted({i.weights for i in self._kinds.values()})
         if pinned and pinned not in known:
             return Rejection(

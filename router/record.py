@@ -15,7 +15,7 @@ from typing import Any
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention, Tier
-from kvrelay.engine.messages import Abort, WorkRequest
+from kvrelay.engine.messages import Abort
 from kvrelay.engine.node import NodeId, Send
 from kvrelay.engine.request import (
     NO_OUTPUTS,
@@ -355,7 +355,7 @@ def dispatch_messages(
         "num_held": record.num_held(attempt),
         "num_stored": attempt.num_stored,
         "fingerprint": attempt.fingerprint,
-        **WorkRequest.pinned_to(record.submit.weights),
+        "is_pinned": bool(record.submit.weights),
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST

@@ -21,6 +21,7 @@ from kvrelay.engine.kv.events import KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wake, Woken
+from kvrelay.engine.plug import Plug
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
 from kvrelay.engine.stats import (
@@ -61,8 +62,8 @@ from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.kvtransfer.tiers.manager import AS_HOST, Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 from kvrelay.worker.left_kv import LeftKV
-from kvrelay.worker.plugs import plugs
 from kvrelay.worker.stored_kv import StoredKV
+from kvrelay.worker.weights import WeightUpdates
 
 Handler = Callable[[float, Any], list[Effect]]
 """What a worker does about messages of one type: (now, message) -> effects."""
@@ -335,7 +336,9 @@ class Worker:
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.exchange = KVExchange(config, self.core)
-        self.core.plugs = self.plugs = plugs(self.core, self.exchange)
+        updates = WeightUpdates(self.core, self.exchange.connector.arrivals, self.exchange.end)
+        self.plugs: list[Plug] = [updates]
+        self.core.plugs = self.plugs
         self._roles = {role.needs_growth: role(self.core, self.exchange) for role in roles}
         self._handlers = self._make_handlers()
         self._records = records or {}

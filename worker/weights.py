@@ -60,6 +60,7 @@ class WeightUpdates(Plug):
         self.version, self.num_changes = core.config.weights, 0
         self.phase = Phase.IDLE
         self.update: UpdateWeights | None = None
+        self.why_fixed = ""  # it keeps its weights, and says so
         self.pause: PauseMode | None = None  # as an operator has ordered
         self._paused_at = inf
         self._since = 0.0  # when the phase began
@@ -117,8 +118,8 @@ class WeightUpdates(Plug):
                 return []
             why = f"{self.update.version.name} is being loaded: one update at a time"
             return [self._answer(update, why)]
-        if version.digest == self.version.digest:
-            return [self._answer(update)]
+        if version.digest == self.version.digest or self.why_fixed:
+            return [self._answer(update, self.why_fixed)]
         if update.mode is UpdateMode.KEEP and self._core.config.has_states:
             why = "recurrent layers leave no KV to keep: use recompute or drain"
             return [self._answer(update, why)]

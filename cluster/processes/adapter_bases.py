@@ -9,9 +9,10 @@ from pathlib import Path
 
 from kvrelay.cluster.api.adapters import AdapterBase, find_folder, model_of
 from kvrelay.cluster.config import Config, ConfigError
-from kvrelay.engine.adapters import Adapter, AdapterError
+from kvrelay.engine.adapters import AdapterError
 from kvrelay.engine.model.checkpoint.adapter_check import check_adapters
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.needs import unserved
 
 
 def base_digest(model_dir: Path) -> bytes:
@@ -32,7 +33,7 @@ def adapter_base(
         config.model.name,
         partial(base_digest, model_dir),
         why_not,
-        lambda: _not_at_all(config) or ("" if loads() else Adapter.unserved),
+        lambda: _not_at_all(config) or ("" if loads() else unserved("adapter")),
     )
 
 

@@ -37,7 +37,7 @@ def check_names(config: Config, served_names: Iterable[str]) -> None:
         return  # routers go on without it, and say so
     models = {each.name for each in config.models} or set(served_names)
     for name, each in kept.items():
-        if name in taken and each.source and (each.model in models or not each.model):
+        if name in taken and each.source and each.model in models:
             raise ConfigError(
                 f"{name!r} is {taken[name]}, and an adapter that is registered in {file}: remove it"
                 f" (DELETE /v1/adapters/{name}, or its line of the file), or rename the model"

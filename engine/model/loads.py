@@ -172,7 +172,7 @@ class Loads:
     def _fault(self, need: Need, entry: _Entry) -> str:
         if entry.is_loaded and entry.nbytes > self._max_bytes:
             return (
-                f"the {need.kind} takes {entry.nbytes:.0f} bytes, {need.room} allows"
+                f"the {need.kind} takes {entry.nbytes:.0f} bytes, engine.{need.kind}_bytes allows"
                 f" {self._max_bytes}"
             )
         if not entry.has_failed:

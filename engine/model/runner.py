@@ -26,7 +26,6 @@ from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
-from kvrelay.engine.model.checkpoint.resolve import drafter_path
 from kvrelay.engine.model.config import ModelConfig, with_window
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
@@ -149,7 +148,7 @@ class ModelRunner:
                 " on a CPU, for models whose layers the kernels run at once; without it there are"
                 " n-grams"
             )
-        return read_drafter(drafter_path(name), self.config)
+        return read_drafter(name, self.config)
 
     def _open_drafter(self, config: DraftConfig, weights: Weights, own: Ops) -> Drafter:
         model = Served(self.model_dir, self.config, weights, own, self._limits)

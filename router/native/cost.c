@@ -155,7 +155,7 @@ static double load_s(const cost_model *c, const worker *w, const work *asked) {
     for (int64_t i = 0; i < w->num_loaded; i++)
         if (w->loaded[i] == asked->need)
             return 0.0;
-    return asked->need ? RATE(c, w, adapter_load_s) : 0.0;
+    return asked->need ? RATE(c, w, load_s) : 0.0;
 }
 
 /* -- placements -------------------------------------------------------------------------------- */

@@ -110,7 +110,7 @@ enum { NUM_WEIGHTS = 4 }; /* of a fit, as in engine/cost.py */
 typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
-    double object_read_bytes_per_s, adapter_load_s;
+    double object_read_bytes_per_s, load_s;
     double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
     bool has_prompt_weights, has_decode_weights;
 } rates;

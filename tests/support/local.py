@@ -193,7 +193,7 @@ class LocalCluster:
         """The future's result is the whole answer, or what it failed with. fields: as of Submit."""
         request_id = request_id or f"local-{next(self._ids)}"
         future: Future[Completion] = Future()
-        fields |= needing(fields.get("adapter"), scope)
+        fields |= needing(fields.pop("adapter", None), scope)
         submit = Submit(request_id, sampling, CLIENT, tuple(tokens), timeout_s, **fields)
 
         def begin() -> None:

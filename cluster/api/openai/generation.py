@@ -19,9 +19,9 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import refused, shutting_down
 from kvrelay.cluster.api.limiter import caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
-from kvrelay.cluster.api.openai.weights import usage_of_weights
 from kvrelay.cluster.api.output.events import THINK
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
+from kvrelay.cluster.api.utility.weights import usage_of_weights
 from kvrelay.engine.request import FinishReason, Refusal, TokenLogprobs
 from kvrelay.router.messages import Failed, Output, Submit
 

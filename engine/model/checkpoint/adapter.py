@@ -23,7 +23,6 @@ from kvrelay.engine.adapters import (
     MAX_BYTES,
     MAX_CONFIG_BYTES,
     WEIGHTS_NAME,
-    Adapter,
     AdapterError,
     Scaling,
     read_config,
@@ -79,7 +78,6 @@ class AdapterLoader:
 
     def __call__(self, need: Need) -> RowTerms:
         """Raises AdapterError."""
-        assert isinstance(need, Adapter)
         if self.device.type != "cpu":
             raise AdapterError("adapters are computed on CPUs, not on a GPU")
         most = 2 * self.max_bytes + MAX_CONFIG_BYTES  # a file may be twice as wide
@@ -88,7 +86,7 @@ class AdapterLoader:
 
 
 def load_adapter(
-    adapter: Adapter,
+    adapter: Need,
     model_dir: Path,
     config: ModelConfig,
     ops: Ops,

@@ -18,13 +18,13 @@ from tests.router.script import CLIENT, Script, worker_stats
 
 DIGESTS = [bytes([n]) * 32 for n in range(1, 5)]
 ASKED = replace(work(100), need=key_of(DIGESTS[0]))
-HERE, AWAY = {"adapters": (DIGESTS[1], DIGESTS[0])}, {"adapters": (DIGESTS[2],)}
+HERE, AWAY = {"loaded": (DIGESTS[1], DIGESTS[0])}, {"loaded": (DIGESTS[2],)}
 LOAD_S = 0.8
 
 
 def test_the_worker_that_has_the_adapter_is_chosen_unless_waiting_takes_longer() -> None:
-    has = endpoint("decode-0", adapter_load_s=LOAD_S, **HERE)
-    lacks = endpoint("decode-1", adapter_load_s=LOAD_S, **AWAY)
+    has = endpoint("decode-0", load_s=LOAD_S, **HERE)
+    lacks = endpoint("decode-1", load_s=LOAD_S, **AWAY)
     for number in range(3):
         has.book(0.0, f"r{number}", 200, 0, 0.2)
     chooser = Chooser(has, lacks)
@@ -37,13 +37,13 @@ def test_the_worker_that_has_the_adapter_is_chosen_unless_waiting_takes_longer()
 
 def test_loading_takes_what_the_worker_has_measured_or_else_the_fleet() -> None:
     cost = CostModel()
-    for adapter_s, told in ((0.0, HERE), (LOAD_S, {**AWAY, "adapter_load_s": LOAD_S})):
+    for adapter_s, told in ((0.0, HERE), (LOAD_S, {**AWAY, "load_s": LOAD_S})):
         worker = endpoint("decode-0", **told)
         plain = local_cost(cost, 0.0, worker, work(100)).seconds
         seconds = local_cost(cost, 0.0, worker, ASKED).seconds
         assert seconds.load - plain.load == adapter_s
         assert seconds.total - plain.total == pytest.approx(adapter_s)
-    cost.on_stats(replace(STATS, adapter_load_s=2.0))
+    cost.on_stats(replace(STATS, load_s=2.0))
     assert local_cost(cost, 0.0, endpoint("decode-0"), ASKED).seconds.load == 2.0
 
 
@@ -52,8 +52,8 @@ def test_of_a_handoff_each_worker_needs_it() -> None:
     plain, both, one = (
         remote_cost(
             cost,
-            endpoint("decode-0", adapter_load_s=LOAD_S, **decode),
-            endpoint("prefill-0", adapter_load_s=2.0, **prefill),
+            endpoint("decode-0", load_s=LOAD_S, **decode),
+            endpoint("prefill-0", load_s=2.0, **prefill),
             ASKED,
         ).seconds
         for decode, prefill in ((HERE, HERE), (AWAY, AWAY), (HERE, AWAY))
@@ -64,13 +64,13 @@ def test_of_a_handoff_each_worker_needs_it() -> None:
 
 
 def test_what_was_sent_there_is_loaded_for_it() -> None:
-    worker = endpoint("decode-0", adapter_load_s=LOAD_S)
+    worker = endpoint("decode-0", load_s=LOAD_S)
     cost, number = CostModel(), key_of(DIGESTS[0])
     assert local_cost(cost, 0.0, worker, ASKED).seconds.load == LOAD_S
     worker.book(0.0, "r", 0, 0, need=number)
     assert local_cost(cost, 0.0, worker, ASKED).seconds.load == 0.0
     worker.release("r")
-    worker.on_stats(1.0, replace(STATS, worker="decode-0", adapter_load_s=LOAD_S))
+    worker.on_stats(1.0, replace(STATS, worker="decode-0", load_s=LOAD_S))
     assert local_cost(cost, 1.0, worker, ASKED).seconds.load == LOAD_S
 
 
@@ -78,8 +78,8 @@ def test_requests_of_an_adapter_stay_where_it_was_loaded() -> None:
     s = Script()
     for number in range(4):
         name = f"decode-{number}"
-        s.up(name, serves_adapters=True)
-        s.tell(worker_stats(name, adapter_load_s=LOAD_S))
+        s.up(name, loads=True)
+        s.tell(worker_stats(name, load_s=LOAD_S))
     chosen: dict[bytes, set[str]] = {}
     for number in range(12):
         digest = DIGESTS[number % 4]
