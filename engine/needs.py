@@ -25,11 +25,6 @@ class Need:
     source: str  # a folder
     kind: str  # what it is, in a word: engine.KIND_bytes is how much a worker holds
 
-    @property
-    def key(self) -> int:
-        """Its number where workers and requests are matched; never 0."""
-        return key_of(self.digest)
-
     def scoped(self, scope: CacheScope) -> CacheScope:
         """What is computed with it is shared with nothing that is not: a digest of all its bytes is
         part of the salt. No region of it is public."""
@@ -38,7 +33,7 @@ class Need:
 
 
 def key_of(digest: bytes) -> int:
-    """Returns the key of what has this digest."""
+    """The number by which workers and requests are matched; never 0."""
     return int.from_bytes(digest[:KEY_BYTES]) or 1
 
 

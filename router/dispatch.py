@@ -16,7 +16,7 @@ from math import inf
 
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
-from kvrelay.engine.needs import unserved
+from kvrelay.engine.needs import key_of, unserved
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, TokenDelta
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
@@ -460,7 +460,7 @@ class Dispatcher:
             alone=whole,
             resumes=record.num_output_tokens > 0,
             is_low=record.submit.is_low,
-            need=need.key if need else 0,
+            need=key_of(need.digest) if need else 0,
         )
 
     def held(self, now: float, record: RequestRecord) -> int | None:

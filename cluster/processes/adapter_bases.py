@@ -1,14 +1,18 @@
-"""What an adapter has to fit: a model's shapes, and its workers. Looked at before a server starts,
-and whenever one is added."""
+"""What an adapter has to fit: a model's shapes, its workers, and one space of names, with what
+operators have registered. Looked at before a server starts, and whenever something is added."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from kvrelay.cluster.api.adapters import AdapterBase, find_folder, model_of
-from kvrelay.cluster.config import Config, ConfigError
+import msgspec
+from msgspec.structs import replace
+
+from kvrelay.cluster.api.adapters import FILE, AdapterBase, find_folder, model_of, read_kept
+from kvrelay.cluster.config import Config, ConfigError, ModelEntry, check_tenants, names_of
+from kvrelay.cluster.config_checks import name_table
 from kvrelay.engine.adapters import AdapterError
 from kvrelay.engine.model.checkpoint.adapter_check import check_adapters
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -48,10 +52,49 @@ def _not_at_all(config: Config, *, on_gpu: bool = False) -> str:
     return "adapters are computed on CPUs, not on GPUs" if on_gpu else ""
 
 
-def check_adapters_of(
-    config: Config, models: Mapping[str, tuple[str, Path]], *, on_gpu: bool
+def model_names(config: Config, served_names: Iterable[str]) -> dict[str, str]:
+    """Who has each name that models have; served_names: without [[models]] there is one. Raises
+    ConfigError."""
+    if config.models:
+        return name_table(names_of((each.name, each.aliases) for each in config.models))
+    aliases = ((name, "an alias of the model") for name in config.model.served_name.split()[1:])
+    return name_table([*((name, "the model") for name in served_names), *aliases])
+
+
+def check_names(config: Config, served_names: Iterable[str]) -> None:
+    """Among models, their aliases, [[adapters]], and adapters that were registered for one of those
+    models. Raises ConfigError."""
+    file = config.sessions.state_path / FILE
+    taken = model_names(config, served_names)
+    own = {each.name: "an adapter in [[adapters]]" for each in config.adapters}
+    name_table([*taken.items(), *own.items()])
+    try:
+        kept = read_kept(file)
+    except (OSError, msgspec.DecodeError):
+        return  # routers go on without it, and say so
+    models = {each.name for each in config.models} or set(served_names)
+    for name, each in kept.items():
+        if name in taken and each.source and each.model in models:
+            raise ConfigError(
+                f"{name!r} is {taken[name]}, and an adapter that is registered in {file}: remove it"
+                f" (DELETE /v1/adapters/{name}, or its line of the file), or rename the model"
+            )
+
+
+def check_change(
+    config: Config, name: str, entry: ModelEntry | None, tenants: Collection[str]
 ) -> None:
-    """Whether [[adapters]] can be loaded; models: as of `check_settings`. Raises ConfigError."""
+    """Whether a model may be added, or (None) removed. Raises ConfigError."""
+    after = config.with_model(name, entry)
+    if entry is not None:
+        check_names(after, ())
+        check_tenants(replace(after, models=(entry,), adapters=()), tenants)
+
+
+def check_settings(config: Config, models: Mapping[str, tuple[str, Path]], *, on_gpu: bool) -> None:
+    """Names, and whether [[adapters]] can be loaded. models: by what [[models]] calls them, what
+    clients call each, and its folder. Takes seconds where there are some. Raises ConfigError."""
+    check_names(config, [name for name, _ in models.values()])
     configs = {models[name][0]: own for name, own in config.by_model().items()}
     folders = dict(models.values())
     checkpoints = {name: own.model.name for name, own in configs.items()}

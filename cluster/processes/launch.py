@@ -28,6 +28,7 @@ from kvrelay.cluster.prepare import (
     prepare_models,
     uses_gpus,
 )
+from kvrelay.cluster.processes.adapter_bases import check_settings
 from kvrelay.cluster.processes.certificates import (
     identity_of,
     keep_certificates,
@@ -39,7 +40,6 @@ from kvrelay.cluster.processes.handover import Handover, HandoverError
 from kvrelay.cluster.processes.handover import check as check_program
 from kvrelay.cluster.processes.here import num_cpus, own_host
 from kvrelay.cluster.processes.life import Life, SharedLife, open_life, shared_life
-from kvrelay.cluster.processes.names import check_settings
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_process import RouterProcessError, bind

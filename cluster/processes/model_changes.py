@@ -24,9 +24,9 @@ from kvrelay.cluster.prepare import (
     prepare_models,
     uses_gpus,
 )
+from kvrelay.cluster.processes.adapter_bases import check_names
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import changes_file, keep_change
-from kvrelay.cluster.processes.names import check_names
 from kvrelay.cluster.processes.orders import ChangeModels
 from kvrelay.cluster.processes.router_api import ServedModel
 from kvrelay.cluster.processes.router_process import UseModels

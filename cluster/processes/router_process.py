@@ -41,8 +41,8 @@ from kvrelay.cluster.control.process_messages import (
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
 from kvrelay.cluster.control.weights import pause_order, update_order
+from kvrelay.cluster.processes.adapter_bases import check_change, model_names
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
-from kvrelay.cluster.processes.names import check_change, model_names
 from kvrelay.cluster.processes.orders import ChangeModels, ModelsUsed
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import (

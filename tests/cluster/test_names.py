@@ -19,9 +19,9 @@ from kvrelay.cluster.config import (
     check_tenants,
 )
 from kvrelay.cluster.processes import model_changes
+from kvrelay.cluster.processes.adapter_bases import check_change, check_names, check_settings
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import keep_change, with_changes
-from kvrelay.cluster.processes.names import check_change, check_names, check_settings
 from kvrelay.cluster.processes.orders import ChangeModels
 from kvrelay.engine.model.checkpoint.adapter_check import why_not
 from tests.cluster.test_model_changes import Server, prepared
