@@ -17,7 +17,7 @@ Handler = Callable[[float, Any], "list[Effect]"]
 class Plug:
     """A capability, with hooks that do nothing where it has nothing to do. Owned by one worker."""
 
-    handlers: Mapping[type, Handler] = {}  # of its messages, which nobody else knows
+    handlers: Mapping[type, Handler] = {}  # for its messages, which nobody else knows
 
     def advance(self, now: float) -> list[Effect]:
         """A message has been handled, and the next step begun where there is one."""

@@ -32,7 +32,7 @@ class Decoder:
         self._ops = ops
         self._growth: torch.Tensor | None = None  # what this step's queries grow by, [N, 1]
         self._inputs: torch.Tensor | None = None  # [num_layers, N, layer_inputs]
-        self._terms: tuple[TermRows, ...] = ()  # of this step
+        self._terms: tuple[TermRows, ...] = ()  # in this step
         self._captures: tuple[int, ...] = ()  # layers
         # Their outputs for all rows of the last batch, each [N, hidden_size].
         self.captured: list[torch.Tensor] = []

@@ -49,7 +49,7 @@ class TensorTerm:
         return self.down.nbytes + self.up.nbytes
 
     def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """As `Term.add`."""
+        """Adds to `out` as `Term.add` says."""
         out += F.linear(F.linear(x, self.down), self.up)
 
 

@@ -47,7 +47,7 @@ class Versions:
     """Changes the weights of a runner in place. Called from one thread, which runs no steps."""
 
     def __init__(self, runner: ModelRunner | None) -> None:
-        """None: of several processes."""
+        """`runner`: None where several processes are the worker, which keeps its weights."""
         self._runner = runner
         self._next: Weights | None = None  # loaded, and not in use yet
 

@@ -73,11 +73,11 @@ class AdapterLoader:
     config: ModelConfig
     ops: Ops
     weights: Weights
-    max_bytes: int  # of all that a worker holds
+    max_bytes: int  # all that a worker holds
     device: torch.device
 
     def __call__(self, need: Need) -> RowTerms:
-        """Raises AdapterError."""
+        """Reads and prepares one. Raises AdapterError."""
         if self.device.type != "cpu":
             raise AdapterError("adapters are computed on CPUs, not on a GPU")
         most = 2 * self.max_bytes + MAX_CONFIG_BYTES  # a file may be twice as wide

@@ -38,7 +38,7 @@ class CpuTerm:
         return self.data.nbytes + self.spans.nbytes
 
     def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """As `Term.add`."""
+        """Adds to `out` as `Term.add` says."""
         assert x.stride(1) == out.stride(1) == 1
         self.kernels.kvr_add_term(
             ctypes.addressof(self.described),
