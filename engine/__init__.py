@@ -1,6 +1,7 @@
 """The engine: what a worker is made of, independent of its role.
 
-    request, service_class, adapters, shares   what a request is: one vocabulary
+    request, service_class, needs, shares      what a request is: one vocabulary
+    plug, adapters, weights                    capabilities, and the hooks that they have
     core, sequence, scheduling                 sequences, steps, and who is in the next one
     kv                                         blocks, their names, groups and windows; events
     cost, waiting, stats, messages             what workers publish, and what they are asked

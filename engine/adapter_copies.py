@@ -28,13 +28,14 @@ from kvrelay.engine.adapters import (
     read_file,
 )
 from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.needs import Need
 
 MAX_COPIES_BYTES = 16 << 30  # that a machine keeps, all adapters together
 CHUNK_BYTES = 4 << 20
 LEFT_S = 86_400.0  # a copy that nobody has finished by then, nobody will
 
 
-def read_registered(adapter: Adapter, most: int = MAX_BYTES) -> AdapterFiles:
+def read_registered(adapter: Need, most: int = MAX_BYTES) -> AdapterFiles:
     """The bytes that were registered: the copy of them that this machine has, or else those in the
     folder, of which it gets a copy. Raises AdapterError."""
     kept = copies_dir() / adapter.digest.hex()
@@ -53,7 +54,7 @@ def read_registered(adapter: Adapter, most: int = MAX_BYTES) -> AdapterFiles:
     return files
 
 
-def register(folder: Path) -> Adapter:
+def register(folder: Path) -> Need:
     """Names an adapter by its bytes, of which this machine keeps a copy: what runs with them ends
     with them, whatever becomes of the folder. Memory holds little of them. Raises AdapterError."""
     config = read_file(folder, CONFIG_NAME, MAX_CONFIG_BYTES)

@@ -11,9 +11,12 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
+
+from kvrelay.engine.needs import Need, NeedError
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_BYTES = 32
@@ -35,25 +38,13 @@ _HARMLESS = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class AdapterError(Exception):
+class AdapterError(NeedError):
     """An adapter cannot be used; one line that says why, and not where it lies: clients read it
     too. Who speaks to an operator puts the path before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter by what it holds, and where that can be read."""
-
-    digest: bytes
-    source: str  # a folder
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptersHeld:
-    """What a worker has in memory, and how long it takes to load one, on average; 0: not known."""
-
-    digests: tuple[bytes, ...] = ()
-    load_s: float = 0.0
+Adapter = partial(Need, kind="adapter")
+"""An adapter by its digest, and the folder where it can be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     num_object_blocks: int = 0  # that it remembers to be in the object store; 0: there is none
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
-    serves_adapters: bool = False
+    loads: bool = False  # what requests need, beside the model
     weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
@@ -200,6 +200,11 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
         chunk = max(1, min(per_step, room))
         return Windows.of(self.block_size, sizes, self.sinks, chunk)
 
+    @property
+    def kv_root(self) -> bytes:
+        """The fingerprint that its block hashes begin with."""
+        return self.weights.root_key(self.fingerprint, self.base_weights)
+
     def info(self) -> WorkerInfo:
         windows = self.kv_windows
         return WorkerInfo(
@@ -212,11 +217,11 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
-            fingerprint=self.weights.root_key(self.fingerprint, self.base_weights),
+            fingerprint=self.kv_root,
             num_host_blocks=self.num_host_blocks + self.num_packed_blocks,
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
-            serves_adapters=self.serves_adapters,
+            loads=self.loads,
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
             weights=self.weights.name,

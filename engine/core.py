@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvrelay.engine.adapters import AdaptersHeld
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import StepTiming
 from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
@@ -17,7 +16,9 @@ from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.kv.tier import LOWER_TIERS, Tier
 from kvrelay.engine.messages import Probe, Refused, TokenDeltas, WorkRequest
+from kvrelay.engine.needs import Loaded
 from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.plug import Plug
 from kvrelay.engine.progress import StepWatch
 from kvrelay.engine.request import (
     NO_OUTPUTS,
@@ -27,21 +28,12 @@ from kvrelay.engine.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from kvrelay.engine.scheduling.drafts import drafted
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import RECOMPUTED, WorkerStats
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.engine.weights import WeightVersion
 
-LEFT_OUT = {
-    Refusal.EXECUTION: "execution_fault",
-    Refusal.BLOCK_TABLE: "block_table_fault",
-    Refusal.SAMPLING: "sampling_fault",
-    Refusal.GRAMMAR: "grammar_fault",
-    Refusal.ADAPTER: "adapter_fault",
-    Refusal.INVALID_TOKENS: "request_fault",
-}
-"""Counters of sequences that were left out of a step, by why."""
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
 
 
@@ -53,24 +45,23 @@ class EngineCore:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
+        self.plugs: list[Plug] = []  # in the order in which they are called
         self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_windows)
         self.scheduler = Scheduler(config, self.kv)
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
-        self.adapters = AdaptersHeld()
+        self.loaded = Loaded()
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
-        self.num_weight_changes = 0
-        self.use_weights(config.weights)
+        self.compute_with(config.kv_root, config.weights.name)
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
 
-    def use_weights(self, version: WeightVersion) -> None:
-        """Steps compute with these from now on."""
-        self.weights, config = version, self.config
-        self.fingerprint = version.root_key(config.fingerprint, config.base_weights)
+    def compute_with(self, fingerprint: bytes, weights: str) -> None:
+        """Steps compute with weights of this name from now on, and name their KV by this root."""
+        self.fingerprint, self.weights = fingerprint, weights
 
     def is_for_others(self, work: WorkRequest) -> bool:
         """Whether its router takes this worker for one with other weights."""
@@ -85,7 +76,7 @@ class EngineCore:
             return None
         config = self.config
         if self.is_for_others(work):
-            detail = f"{config.node_id} computes with the weights {self.weights.name} now"
+            detail = f"{config.node_id} computes with the weights {self.weights} now"
             return self.refusal(*key, Refusal.UNKNOWN, detail)
         if len(work.tokens) >= config.max_model_len:
             return self.refusal(
@@ -131,8 +122,8 @@ class EngineCore:
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
             num_held=work.num_held,
-            weights=((0, self.weights.name),),
-            pins_weights=work.pins_weights,
+            weights=((0, self.weights),),
+            is_pinned=work.is_pinned,
         )
         # A router's hashes are trusted: they only decide what requests of this router share. Their
         # number is checked.
@@ -213,7 +204,7 @@ class EngineCore:
         self.watch.end(self.now, done.error, is_health_check=is_check, device_lost=is_lost)
         if done.error is None and not is_check:
             self._count_step(step, done)
-        self.adapters = done.adapters or self.adapters
+        self.loaded = done.loaded or self.loaded
         return self.scheduler.finish_step(done)
 
     def _count_step(self, step: Step, done: StepDone) -> None:
@@ -222,14 +213,7 @@ class EngineCore:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_scheduled", step.num_tokens * repeats)
-        drafts = {"draft": (0, 0), "drafter": (0, 0)}  # tokens and accepted ones: all, and its own
-        for share, each in zip(step.seqs, done.sampled, strict=True):
-            if each is None or not share.most_drafts:
-                continue
-            proposed = len(share.draft_tokens) or each.num_drafts
-            for source in ("draft", "drafter") if share.num_drafts else ("draft",):
-                before, accepted = drafts[source]
-                drafts[source] = before + proposed, accepted + len(each.more)
+        drafts = drafted(step, done)
         is_timed = done.elapsed_s > 0 and not done.waiting
         for source, (proposed, accepted) in drafts.items():
             if not proposed:
@@ -258,7 +242,7 @@ class EngineCore:
         effects: list[Effect] = []
         for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
-            note = Note("error", LEFT_OUT[reason], f"{seq.request_id}: {why}")
+            note = Note("error", reason.fault, f"{seq.request_id}: {why}")
             self.remove(seq)
             effects += [note, Send(seq.router, self.refusal(*seq.key, reason, why))]
         return effects
@@ -376,12 +360,10 @@ class EngineCore:
             num_low_blocks=pool.num_used_low + low_wanted,
             num_low_decoding=len(low),
             low_decoding_tokens=sum(len(s.tokens) for s in low),
-            adapters=self.adapters.digests,
-            adapter_load_s=self.adapters.load_s,
             num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
-            num_weight_changes=self.num_weight_changes,
-            fingerprint=self.fingerprint if self.num_weight_changes else b"",
-            weights=self.weights.name if self.num_weight_changes else "",
+            loaded=self.loaded.digests,
+            load_s=self.loaded.load_s,
+            **{name: value for plug in self.plugs for name, value in plug.facts().items()},
         )
 
     def count(self, name: str, amount: float = 1) -> None:

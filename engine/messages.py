@@ -24,7 +24,7 @@ class WorkRequest(RequestSpec):
     num_held: int = 0  # tokens that need not be computed, as far as the router knows
     num_stored: int = 0  # tokens whose KV the object store has, as far as the router knows
     fingerprint: bytes = b""  # whose weights are meant; b"": those it began with
-    pins_weights: bool = False  # no others may go on with it
+    is_pinned: bool = False  # no others may go on with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from enum import Enum, StrEnum
 from operator import attrgetter
 from typing import Annotated, Any, get_type_hints
 
-from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.needs import Need
 from kvrelay.engine.service_class import ServiceClass
 
 
@@ -44,10 +44,17 @@ class Refusal(StrEnum):
     WORKER_FAILED = "worker_failed"  # likewise
     UNENCODABLE = "unencodable"  # some value of it does not fit into a message
     GRAMMAR = "grammar_failed"  # the request's; it would fail anywhere
-    ADAPTER = "adapter_failed"  # the request's: its adapter cannot be loaded
+    NEED = "adapter_failed"  # the request's: what it needs cannot be loaded
     INVALID_TOKENS = "invalid_tokens"  # the request's: the model has no such token ids
     WEIGHTS = "weight_version_not_found"  # no worker has those that it is pinned to
     UNSUPPORTED = "unsupported_parameter"  # the request's: what computes the model has none such
+
+    @property
+    def fault(self) -> str:
+        """What a worker counts and notes where a sequence is left out of a step for this."""
+        return (
+            "request_fault" if self is Refusal.INVALID_TOKENS else self.replace("failed", "fault")
+        )
 
 
 class Pooling(StrEnum):
@@ -183,8 +190,8 @@ class RequestSpec:
     request_id: str
     sampling: SamplingParams
     _: KW_ONLY
-    scope: CacheScope = UNSALTED  # who may share its KV; the adapter's digest is in it
-    adapter: Adapter | None = None  # with which it is computed
+    scope: CacheScope = UNSALTED  # who may share its KV; what it needs has a part in it
+    need: Need | None = None  # what has to be loaded where it is computed
     retention: Retention | None = None  # for its KV; None: the workers' own
     priority: int = 0  # the lowest goes first; says of which class of service it is
 
@@ -200,6 +207,11 @@ class RequestSpec:
     def carried(self) -> dict[str, Any]:
         """Its fields by name, for a message that carries it."""
         return {name: getattr(self, name) for name in SPEC_FIELDS}
+
+
+def needing(need: Need | None, scope: CacheScope) -> dict[str, Any]:
+    """Fields of a `RequestSpec` that is computed with `need`, of someone who has `scope`."""
+    return {"scope": scope if need is None else need.scoped(scope), "need": need}
 
 
 SPEC_FIELDS = tuple(each.name for each in fields(RequestSpec))

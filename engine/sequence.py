@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrelay.engine.adapters import Adapter
 from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.needs import Need
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import (
     FinishReason,
@@ -89,7 +89,7 @@ class Sequence:
     pooled: bytes = b""
     # (position, name of the weights that computed the tokens from there on), in order
     weights: tuple[tuple[int, str], ...] = ()
-    pins_weights: bool = False  # it goes on with no other ones
+    is_pinned: bool = False  # it goes on with no other ones
     # Some of its KV is of earlier weights: nobody else gets any of it. Once it has lost that, it
     # has this chain.
     next_chain: BlockChain | None = None
@@ -97,13 +97,13 @@ class Sequence:
     # What every step reads of the request.
     request_id: str = field(init=False)
     sampling: SamplingParams = field(init=False)
-    adapter: Adapter | None = field(init=False)
+    need: Need | None = field(init=False)
     service_class: ServiceClass = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
         self.request_id, self.sampling = spec.request_id, spec.sampling
-        self.adapter, self.service_class = spec.adapter, spec.service_class
+        self.need, self.service_class = spec.need, spec.service_class
 
     @property
     def is_low(self) -> bool:

@@ -52,7 +52,7 @@ class WorkerInfo:
     # Windows of the groups of layers, where any has one (`engine.kv.window`); 0: all is read.
     group_windows: tuple[int, ...] = ()
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
-    serves_adapters: bool = False
+    loads: bool = False  # it loads what requests need, beside the model
     hands_over: bool = True  # it computes prompts for others, and reads their KV
     weights: str = ""  # name of their version
     store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
@@ -100,6 +100,16 @@ class WorkerInfo:
         windows = min(self.windowed_groups * rows, self.window_blocks)
         needed = self.row_blocks * rows + windows
         return min(needed, self.max_seq_blocks) if self.max_seq_blocks else needed
+
+
+class InfoChange:
+    """A message of a worker that changes what it has said of itself."""
+
+    __slots__ = ()
+
+    def changed(self, info: WorkerInfo) -> WorkerInfo:
+        """Returns what holds from now on in place of `info`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +233,9 @@ class WorkerStats:
     num_low_blocks: Annotated[int, _FOR_LOW] = 0  # that they use or want, and make room with
     num_low_decoding: Annotated[int, _FOR_LOW] = 0  # among num_decoding
     low_decoding_tokens: Annotated[int, _FOR_LOW] = 0  # among decoding_tokens
-    # Digests of those in memory, and how long it takes to load another.
-    adapters: Annotated[tuple[bytes, ...], Hidden("names stand at /v1/adapters")] = ()
-    adapter_load_s: Annotated[float, _FOR_ROUTERS] = 0.0
+    # Digests of what is in memory that requests need, and how long it takes to load another.
+    loaded: Annotated[tuple[bytes, ...], _FOR_ROUTERS] = ()
+    load_s: Annotated[float, _FOR_ROUTERS] = 0.0
     num_host_lacking: Annotated[
         int,
         Fact("host blocks that the machine has no memory for", "host_blocks_lacking"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.engine.adapters import Adapter, AdaptersHeld
+from kvrelay.engine.needs import Loaded, Need
 from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
 HEALTH_CHECK = "health check"  # in place of a request id
@@ -43,7 +43,7 @@ class ScheduledSeq:
     # Index of the same sequence in the step before, if that one still runs: the token that it
     # samples there is the input here, in place of the one in `tokens`. None: `tokens` are known.
     follows: int | None = None
-    adapter: Adapter | None = None
+    need: Need | None = None  # loaded before its first step
     num_drafts: int = 0  # draft tokens that the executor's own drafter may propose, in their place
 
     @property
@@ -170,11 +170,11 @@ class StepDone:
     unsampled: dict[int, str] = field(default_factory=dict)  # no token could be drawn for it
     ungrammatical: dict[int, str] = field(default_factory=dict)  # failed by its own grammar
     invalid: dict[int, str] = field(default_factory=dict)  # failed by token ids of its own
-    # Index of sequences that are to come again, for their grammars still compile, or their adapters
-    # are still loaded.
+    # Index of sequences that are to come again, for their grammars still compile, or what they need
+    # is still loaded.
     waiting: frozenset[int] = frozenset()
-    unadapted: dict[int, str] = field(default_factory=dict)  # whose adapter cannot be loaded
-    adapters: AdaptersHeld | None = None  # None: as before
+    unloaded: dict[int, str] = field(default_factory=dict)  # what they need cannot be loaded
+    loaded: Loaded | None = None  # None: as before
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)
@@ -188,8 +188,8 @@ class StepDone:
             return Refusal.SAMPLING, self.unsampled[index]
         if index in self.invalid:
             return Refusal.INVALID_TOKENS, self.invalid[index]
-        if index in self.unadapted:
-            return Refusal.ADAPTER, self.unadapted[index]
+        if index in self.unloaded:
+            return Refusal.NEED, self.unloaded[index]
         why = self.ungrammatical.get(index)
         return None if why is None else (Refusal.GRAMMAR, why)
 

@@ -11,11 +11,12 @@ old ones go on, and the answer says why.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import InfoChange, WorkerInfo
 from kvrelay.engine.wire.codec import register
 
 NAME_DIGITS = 12  # begin the digest, and name a version that was given no name
@@ -70,7 +71,7 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsUpdated:
+class WeightsUpdated(InfoChange):
     """`version`: the one that is used now, whether it was asked for or, with `why`, is the old
     one; `wanted`: the digest that was asked for."""
 
@@ -83,6 +84,9 @@ class WeightsUpdated:
     load_s: float = 0.0
     pause_s: float = 0.0  # in which no step ran
 
+    def changed(self, info: WorkerInfo) -> WorkerInfo:
+        return replace(info, weights=self.version.name, fingerprint=self.fingerprint)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightsChanged:
@@ -93,7 +97,7 @@ class WeightsChanged:
     epoch: int
     fingerprint: bytes
     name: str
-    number: int = 0  # 0: an earlier version does not count
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,15 @@ from math import inf
 
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
+from kvrelay.engine.needs import key_of, unserved
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, TokenDelta
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
-from kvrelay.engine.weights import WeightsChanged
 from kvrelay.router.averages import Average
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.placement.cost import CostModel
-from kvrelay.router.placement.endpoint import Endpoint, Ends, adapter_number, model_number
+from kvrelay.router.placement.endpoint import Endpoint, Ends, model_number
 from kvrelay.router.placement.policy import (
     GROUP,
     POOL,
@@ -191,18 +191,20 @@ class Dispatcher:
         self._on_fleet_changed()
         return endpoint
 
-    def on_weights(self, now: float, changed: WeightsChanged) -> Endpoint | None:
-        """The worker computes with other ones from now on; None: the router knew, or knows of a
-        later change."""
-        endpoint = self.endpoint(changed.worker, changed.epoch)
-        if endpoint is None or 0 < changed.number < endpoint.num_weight_changes:
+    def on_weights(
+        self, now: float, worker: NodeId, epoch: int, fingerprint: bytes, name: str, number: int
+    ) -> Endpoint | None:
+        """The worker computes with those of this name from now on, by its change of this number;
+        None: the router knew, or knows of a later change."""
+        endpoint = self.endpoint(worker, epoch)
+        if endpoint is None or number < endpoint.num_weight_changes:
             return None
-        endpoint.num_weight_changes = changed.number
-        if endpoint.info.fingerprint == changed.fingerprint:
+        endpoint.num_weight_changes = number
+        if endpoint.info.fingerprint == fingerprint:
             return None
         fleet = self._fleets[POOL[endpoint.info.role]]
         fleet.remove(endpoint)
-        endpoint.set_weights(changed.fingerprint, changed.name)
+        endpoint.set_weights(fingerprint, name)
         fleet.add(now, endpoint)
         self._on_fleet_changed()
         return endpoint
@@ -239,8 +241,8 @@ class Dispatcher:
         cut = clamp_max_tokens(record.num_prompt_tokens, record.sampling.max_tokens, self._shapes)
         if isinstance(cut, Rejection):
             return cut
-        if record.submit.adapter is not None and (why := self.refuses_adapters()):
-            return Rejection(Refusal.ADAPTER, why)
+        if (need := record.submit.need) is not None and not self.loads:
+            return Rejection(Refusal.NEED, unserved(need.kind))
         pinned, known = record.submit.weights, sorted({i.weights for i in self._kinds.values()})
         if pinned and pinned not in known:
             return Rejection(
@@ -436,7 +438,7 @@ class Dispatcher:
     def _work(self, record: RequestRecord) -> Work:
         left = record.sampling.max_tokens - record.num_output_tokens
         # A prompt that gives outputs is computed whole, in one place.
-        whole, adapter = record.sampling.reads_prompt, record.submit.adapter
+        whole, need = record.sampling.reads_prompt, record.submit.need
         prompts = [
             HashedPrompt(
                 model_number(f),
@@ -457,7 +459,7 @@ class Dispatcher:
             alone=whole,
             resumes=record.num_output_tokens > 0,
             is_low=record.submit.is_low,
-            adapter=adapter_number(adapter.digest) if adapter else 0,
+            need=key_of(need.digest) if need else 0,
         )
 
     def held(self, now: float, record: RequestRecord) -> int | None:
@@ -498,7 +500,7 @@ class Dispatcher:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:
             computed, prefill_s = 0, 0.0
-        booked = record.request_id, computed, num_blocks, prefill_s, work.adapter
+        booked = record.request_id, computed, num_blocks, prefill_s, work.need
         endpoint.book(now, *booked, is_low=work.is_low)
         fleet, until = self._fleets[POOL[info.role]], now + self.index.expected_s
         self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)
@@ -523,11 +525,10 @@ class Dispatcher:
         self._now = max(self._now, now)
         self._fleets[POOL[endpoint.info.role]].update(now, endpoint)
 
-    def refuses_adapters(self) -> str:
-        """Why, "" where all workers that are up compute them."""
-        if all(info.serves_adapters for info in self._shapes):
-            return ""
-        return "the model's workers compute no adapters: on GPUs, and by vLLM, they are not served"
+    @property
+    def loads(self) -> bool:
+        """Whether all workers that are up load what requests need."""
+        return all(info.loads for info in self._shapes)
 
     def _retire(self, endpoint: Endpoint) -> None:
         endpoint.alive = False
@@ -539,7 +540,7 @@ class Dispatcher:
         """Workers have come or gone."""
         infos = [e.info for fleet in self._fleets.values() for e in fleet]
         self._kinds = {(i.fingerprint, i.block_size): i for i in infos}
-        kept = ((i.max_model_len, i.num_blocks, i.block_size, i.serves_adapters) for i in infos)
+        kept = ((i.max_model_len, i.num_blocks, i.block_size, i.loads) for i in infos)
         shapes = dict(zip(kept, infos, strict=True))
         self._shapes = list(shapes.values())
 

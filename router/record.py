@@ -355,7 +355,7 @@ def dispatch_messages(
         "num_held": record.num_held(attempt),
         "num_stored": attempt.num_stored,
         "fingerprint": attempt.fingerprint,
-        "pins_weights": bool(record.submit.weights),
+        "is_pinned": bool(record.submit.weights),
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import astuple
 from math import inf
 from typing import Any
 
@@ -119,7 +120,7 @@ class Router:
             Refused: self._on_refused,
             Preempted: self._on_preempted,
             RoleChanged: self._on_role_changed,
-            WeightsChanged: self._on_weights_changed,
+            WeightsChanged: lambda now, changed: self._on_weights(now, *astuple(changed)),
             WorkerDraining: self._on_draining,
             KVEvents: self._on_kv_events,
             KVSnapshot: self._on_kv_events,
@@ -190,9 +191,10 @@ class Router:
         """Why `call` would be refused, by a cheap check, under overload; None: submit it."""
         return self._requests.refuse(now, call)
 
-    def refuses_adapters(self) -> str:
-        """Why no request with an adapter is served, by the workers that are up; "": they are."""
-        return self._dispatcher.refuses_adapters()
+    @property
+    def loads(self) -> bool:
+        """Whether the workers that are up load what requests need."""
+        return self._dispatcher.loads
 
     def explain(self, request_id: str) -> tuple[RoutingDecision, ...]:
         """The decisions about `request_id` that are still kept, oldest first."""
@@ -262,7 +264,7 @@ class Router:
     def _on_stats(self, now: float, stats: WorkerStats) -> None:
         if stats.num_weight_changes:
             about = stats.worker, stats.epoch, stats.fingerprint, stats.weights
-            self._on_weights_changed(now, WeightsChanged(*about, stats.num_weight_changes))
+            self._on_weights(now, *about, stats.num_weight_changes)
         if self._dispatcher.on_stats(now, stats):
             self._requests.send(stats.worker, KVSnapshotRequest(self.node_id))
 
@@ -336,7 +338,7 @@ class Router:
             case (
                 Refusal.DEADLINE
                 | Refusal.GRAMMAR
-                | Refusal.ADAPTER
+                | Refusal.NEED
                 | Refusal.INVALID_TOKENS
                 | Refusal.UNSUPPORTED
                 | Refusal.UNENCODABLE
@@ -449,9 +451,10 @@ class Router:
         if worker is not None and change.role is Role.PREFILL:
             self._clear(now, worker)
 
-    def _on_weights_changed(self, now: float, changed: WeightsChanged) -> None:
-        """What it has goes on, or is given back; what comes is sent for the new ones."""
-        if self._dispatcher.on_weights(now, changed) is not None:
+    def _on_weights(self, now: float, *changed: Any) -> None:
+        """What it has goes on, or is given back; what comes is sent for the new ones. changed: as
+        of `Dispatcher.on_weights`."""
+        if self._dispatcher.on_weights(now, *changed) is not None:
             self._requests.room_changed = True
             self.sessions.on_worker_up(now)
 

@@ -140,6 +140,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     at_low_priority(lambda: import_module("kvrelay.engine.model.runner"))
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.step_executor import StepExecutor
+    from kvrelay.engine.model.versions import Versions
     from kvrelay.kvtransfer.agent import AgentError
 
     model, engine, on_gpu = spec.model, spec.engine.sized(gpu=spec.on_gpu), spec.on_gpu
@@ -178,8 +179,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         close=ranks.close if ranks else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,
-        load_version=None if parallel else runner.load_version,
-        use_loaded=None if parallel else runner.use_loaded,
+        change_weights=Versions(None if parallel else runner).change,
         num_passed=runner.num_passed,
     )
 
@@ -227,10 +227,12 @@ def open_runner(
     have the interface of ModelRunner. `companion`: of each rank but 0. Raises ModelError."""
     if spec.engine.tensor_parallel_size == 1:
         from kvrelay.engine.model.runner import ModelRunner
+        from kvrelay.engine.model.versions import read_weights
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        of_version = partial(ModelRunner, version=spec.weights)
-        return at_low_priority(lambda: of_version(path, spec.model, spec.engine)), None
+        read = partial(read_weights, spec.weights) if spec.weights else None
+        make = partial(ModelRunner, path, spec.model, spec.engine, read=read)
+        return at_low_priority(make), None
     if spec.weights is not None:
         raise ModelError(f"{spec.weights.name}: {ONLY_ON_CPUS}")
     from kvrelay.engine.model.parallel.runner import ParallelRunner

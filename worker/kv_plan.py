@@ -13,7 +13,6 @@ from kvrelay.engine.kv.spec import DTYPE_BYTES, SCALE_BYTES, KVSpec
 from kvrelay.engine.kv.window import Window, Windows
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.checkpoint.resolve import drafter_path
 from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.device_memory import CUDA_BYTES, DeviceMemory, step_bytes
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
@@ -117,7 +116,7 @@ def plan_kv(
         layers = spec.num_layers * spec.num_groups
         spec = replace(spec, num_layers=layers, windows=(0,), heads=())
     if engine.drafter:
-        drafter = read_drafter(drafter_path(engine.drafter), model)
+        drafter = read_drafter(engine.drafter, model)
         spec = drafter.added_to(spec)
     ranks = engine.tensor_parallel_size
     copies = max(1, ranks // model.num_kv_heads)

@@ -21,6 +21,7 @@ from kvrelay.engine.kv.events import KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wake, Woken
+from kvrelay.engine.plug import Plug
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
 from kvrelay.engine.stats import (
@@ -335,7 +336,9 @@ class Worker:
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.exchange = KVExchange(config, self.core)
-        self.weights = WeightUpdates(self.core, self.exchange.connector.arrivals, self.exchange.end)
+        updates = WeightUpdates(self.core, self.exchange.connector.arrivals, self.exchange.end)
+        self.plugs: list[Plug] = [updates]
+        self.core.plugs = self.plugs
         self._roles = {role.needs_growth: role(self.core, self.exchange) for role in roles}
         self._handlers = self._make_handlers()
         self._records = records or {}
@@ -353,7 +356,8 @@ class Worker:
         effects = self._handlers.get(type(message), _on_unexpected)(now, message)
         effects += self._use_arrived(now)
         effects += self._schedule(now)
-        effects += self.weights.advance(now)
+        for plug in self.plugs:
+            effects += plug.advance(now)
         effects += self.exchange.advance(now)
         effects += self.core.flush()
         why = "" if self._has_ended else self._why_not_go_on()
@@ -377,7 +381,7 @@ class Worker:
         core, publisher = self.core, self.core.publisher
         return {
             **self.exchange.handlers,
-            **self.weights.handlers,
+            **{kind: do for plug in self.plugs for kind, do in plug.handlers.items()},
             **{role.request: partial(self._begin, role) for role in self._roles.values()},
             StepDone: lambda now, message: self._on_step_done(message),
             StepProgress: lambda now, message: self._on_step_progress(message),
@@ -395,7 +399,7 @@ class Worker:
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
         accepted = self.core.accept(now, request, role_needs_growth=role.needs_growth)
         if isinstance(accepted, Refused):
-            about = [self.weights.announce(request.router)] * self.core.is_for_others(request)
+            about = [each for plug in self.plugs for each in plug.on_refused(request)]
             return [*about, Send(request.router, accepted)]
         if accepted is None:
             return []
@@ -413,7 +417,8 @@ class Worker:
         return self._end([seq for seq in mine if seq.attempt <= abort.attempt])
 
     def _on_router_up(self, router: NodeId) -> list[Effect]:
-        return [*self.weights.on_router_up(router), *self.core.publisher.subscribe(router)]
+        told = [each for plug in self.plugs for each in plug.on_router_up(router)]
+        return [*told, *self.core.publisher.subscribe(router)]
 
     def _on_router_down(self, router: NodeId) -> list[Effect]:
         """Its clients are gone with it."""

@@ -20,8 +20,7 @@ import psutil
 
 from kvrelay.engine.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
 from kvrelay.engine.node import Node, NodeId
-from kvrelay.engine.stats import WorkerInfo
-from kvrelay.engine.weights import WeightsUpdated
+from kvrelay.engine.stats import InfoChange, WorkerInfo
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.codec import PROTOCOL
 from kvrelay.engine.wire.context import OnPeerLost, TlsError, TlsIdentity, WireLimits
@@ -183,11 +182,9 @@ class WorkerProcess:
 
     def _send(self, to: NodeId, message: Any) -> str | None:
         assert self._wire is not None
-        if isinstance(message, WeightsUpdated) and self._started is not None:
-            # The next controller hears of these.
-            name, fingerprint = message.version.name, message.fingerprint
-            info = replace(self._started.info, weights=name, fingerprint=fingerprint)
-            self._started = replace(self._started, info=info)
+        if isinstance(message, InfoChange) and self._started is not None:
+            # The next controller hears of it.
+            self._started = replace(self._started, info=message.changed(self._started.info))
         return self._wire.send(to, message)
 
     def _on_failure(self, _node: NodeId, error: BaseException) -> None:

@@ -281,7 +281,7 @@ def worker_config(
         num_object_blocks=spec.tiers.object_blocks if spec.tiers.object_bucket else 0,
         object_after_s=spec.tiers.object_after_s,
         cores="" if spec.on_gpu else spec.machine,
-        serves_adapters=not spec.on_gpu,
+        loads=not spec.on_gpu,
         left_reads_s=spec.left_reads_s,
         reads_left_kv=spec.num_peers > 0 and bool(spec.tiers.host_gib),
     )

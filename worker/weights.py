@@ -6,14 +6,16 @@ are given back to their routers (`Refused`, unknown here), which try them elsewh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from enum import StrEnum
 from math import inf
 from typing import Any
 
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.messages import WorkRequest
 from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.plug import Handler, Plug
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.weights import (
@@ -37,7 +39,12 @@ class Phase(StrEnum):
     PROBING = "probing"  # no step runs
 
 
-class WeightUpdates:
+def weight_updates(plugs: Iterable[Plug]) -> WeightUpdates:
+    """Returns those among the plugs of a worker."""
+    return next(each for each in plugs if isinstance(each, WeightUpdates))
+
+
+class WeightUpdates(Plug):
     """Owned by a worker node. Invariant: `update` is None iff IDLE; while PROBING no step is under
     way, and `_row` are the blocks of the probe; a live sequence computes with the weights that its
     router sent it for, or has changed with them."""
@@ -50,14 +57,16 @@ class WeightUpdates:
     ) -> None:
         """`arrivals`: attempts whose KV comes from elsewhere; `forget` ends a sequence."""
         self._core, self._arrivals, self._forget = core, arrivals, forget
+        self.version, self.num_changes = core.config.weights, 0
         self.phase = Phase.IDLE
         self.update: UpdateWeights | None = None
+        self.why_fixed = ""  # it keeps its weights, and says so
         self.pause: PauseMode | None = None  # as an operator has ordered
         self._paused_at = inf
         self._since = 0.0  # when the phase began
         self._load_s = 0.0
         self._row: list[int] = []
-        self.handlers: dict[type, Any] = {
+        self.handlers: dict[type, Handler] = {
             UpdateWeights: self._on_update,
             WeightsLoaded: self._on_loaded,
             WeightsUsed: self._on_used,
@@ -86,12 +95,21 @@ class WeightUpdates:
 
     def on_router_up(self, router: NodeId) -> list[Effect]:
         """It knows the worker as it began."""
-        return [self.announce(router)] if self._core.num_weight_changes else []
+        return [self.announce(router)] if self.num_changes else []
+
+    def on_refused(self, work: WorkRequest) -> list[Effect]:
+        """It may be for the weights before."""
+        return [self.announce(work.router)] * self._core.is_for_others(work)
+
+    def facts(self) -> dict[str, Any]:
+        core, number = self._core, self.num_changes
+        changed = {"fingerprint": core.fingerprint, "weights": core.weights} if number else {}
+        return {"num_weight_changes": number, **changed}
 
     def announce(self, router: NodeId) -> Send:
         core, config = self._core, self._core.config
-        about = config.node_id, config.epoch, core.fingerprint, core.weights.name
-        return Send(router, WeightsChanged(*about, core.num_weight_changes))
+        about = config.node_id, config.epoch, core.fingerprint, core.weights
+        return Send(router, WeightsChanged(*about, self.num_changes))
 
     def _on_update(self, now: float, update: UpdateWeights) -> list[Effect]:
         version = update.version
@@ -100,8 +118,8 @@ class WeightUpdates:
                 return []
             why = f"{self.update.version.name} is being loaded: one update at a time"
             return [self._answer(update, why)]
-        if version.digest == self._core.weights.digest:
-            return [self._answer(update)]
+        if version.digest == self.version.digest or self.why_fixed:
+            return [self._answer(update, self.why_fixed)]
         if update.mode is UpdateMode.KEEP and self._core.config.has_states:
             why = "recurrent layers leave no KV to keep: use recompute or drain"
             return [self._answer(update, why)]
@@ -125,8 +143,10 @@ class WeightUpdates:
         self._row = []
         if used.why:
             return self._end(now, used.why)
-        core.use_weights(update.version)
-        core.num_weight_changes += 1
+        self.version, config = update.version, core.config
+        root = self.version.root_key(config.fingerprint, config.base_weights)
+        core.compute_with(root, self.version.name)
+        self.num_changes += 1
         effects: list[Effect] = [self.announce(router) for router in core.publisher.routers]
         for seq in list(core.seqs.values()):
             effects += self._change(seq, update.mode)
@@ -140,10 +160,10 @@ class WeightUpdates:
             return []  # computed, for one that decodes with the old ones
         begun = seq.num_computed > 0 or seq.num_outputs > 0
         moves = seq.key in self._arrivals or not seq.reserve_growth
-        if moves or seq.pins_weights or (begun and seq.sampling.reads_prompt):
+        if moves or seq.is_pinned or (begun and seq.sampling.reads_prompt):
             refused = core.refusal(*seq.key, Refusal.UNKNOWN, "the weights have changed")
             return [*self._forget(seq), Send(seq.router, refused)]
-        seq.weights = (*seq.weights, (len(seq.tokens), core.weights.name))
+        seq.weights = (*seq.weights, (len(seq.tokens), core.weights))
         chain = seq.chain.under(core.fingerprint)
         if seq.state is SeqState.RUNNING and mode is UpdateMode.KEEP:
             seq.next_chain = chain
@@ -174,7 +194,7 @@ class WeightUpdates:
         answer = WeightsUpdated(
             config.node_id,
             config.epoch,
-            core.weights,
+            self.version,
             core.fingerprint,
             update.version.digest,
             why,

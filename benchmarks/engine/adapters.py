@@ -38,7 +38,7 @@ def run(runner: ModelRunner, step: Step) -> StepDone:
     """Until no sequence waits for its adapter any more."""
     while (done := runner.execute(step)).waiting:
         pass
-    assert not done.unadapted, done.unadapted
+    assert not done.unloaded, done.unloaded
     return done
 
 
@@ -48,7 +48,7 @@ def share_of(
     blocks = [*range(number * BLOCKS, (number + 1) * BLOCKS)]
     fed = context[start:]
     return ScheduledSeq(
-        f"r{number}", fed, start, blocks, True, sampling, context, len(context), adapter=adapter
+        f"r{number}", fed, start, blocks, True, sampling, context, len(context), need=adapter
     )
 
 

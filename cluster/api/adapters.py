@@ -32,6 +32,7 @@ from kvrelay.engine.adapters import (
     read_config,
 )
 from kvrelay.engine.files import read_json, write_json
+from kvrelay.engine.needs import Need
 
 FILE = "adapters.json"
 MAX_ADAPTERS = 10_000
@@ -44,12 +45,12 @@ class Registered(msgspec.Struct, frozen=True, omit_defaults=True):
 
     source: str = ""
     digest: bytes = b""
-    model: str = ""  # that it was made for; "": an earlier version did not say: the first one
+    model: str = ""  # that it was made for
     base: bytes = b""  # that model's digest when it was registered
     tenants: tuple[str, ...] = ()  # who may use it; empty: whoever may use the model
 
     @property
-    def adapter(self) -> Adapter:
+    def adapter(self) -> Need:
         return Adapter(self.digest, self.source)
 
 
@@ -126,16 +127,11 @@ class Adapters:
     had when it was last looked at."""
 
     def __init__(
-        self,
-        fixed: Mapping[str, Registered] | None = None,
-        file: Path | None = None,
-        bases: Mapping[str, bytes] | None = None,
+        self, fixed: Mapping[str, Registered] | None = None, file: Path | None = None
     ) -> None:
-        """fixed: of the settings; file: None: what is registered is forgotten at the end. bases:
-        digests of models, by their names; the first one has adapters that name no model."""
+        """fixed: of the settings; file: None: what is registered is forgotten at the end."""
         self._fixed, self._file = dict(fixed or {}), file
-        self._bases = dict(bases or {})
-        self._first = next(iter(self._bases), "")
+        self._bases: dict[str, bytes] = {}  # digests of models, by their names
         self._kept: dict[str, Registered] = {}
         self._stamp: tuple[int, ...] | None = None
 
@@ -159,11 +155,9 @@ class Adapters:
                 own.source, own.digest, model, models[model].digest(), entry.tenants
             )
         adapters = Adapters(fixed, file)
-        adapters._first = next(iter(models))
-        for name in {each.model or adapters._first for each in adapters.every().values()}:
+        for name in {each.model for each in adapters.every().values()}:
             if name in models:
                 adapters.know_base(name, models[name].digest())
-        adapters._fill_in()
         return adapters
 
     def know_base(self, model: str, digest: bytes) -> None:
@@ -181,25 +175,23 @@ class Adapters:
         return {
             name: each
             for name, each in self.every().items()
-            if self._model_of(each) == model and self._fits(each)
+            if each.model == model and self._fits(each)
         }
 
     def find(self, name: str) -> Registered | None:
         """The adapter of this name, with its model; None: there is none for what is served."""
         self._look()
         found = self._kept.get(name) or self._fixed.get(name)
-        if found is None or not found.source or not self._fits(found):
-            return None
-        return found if found.model else msgspec.structs.replace(found, model=self._first)
+        return found if found is not None and found.source and self._fits(found) else None
 
     def add(self, name: str, new: Registered) -> None:
         """In place of one of the same name and model. Raises OSError, and ApiError (400) where the
         name is another model's adapter's."""
         with self._changing():
             before = self.every().get(name)
-            if before is not None and self._model_of(before) != new.model:
+            if before is not None and before.model != new.model:
                 raise invalid(
-                    f"'name': {name!r} is an adapter of {self._model_of(before)!r} already: take"
+                    f"'name': {name!r} is an adapter of {before.model!r} already: take"
                     " another name, or remove that one first",
                     "name",
                 )
@@ -217,24 +209,8 @@ class Adapters:
                 self._kept[name] = Registered()
         return was_there
 
-    def _model_of(self, entry: Registered) -> str:
-        return entry.model or self._first
-
     def _fits(self, entry: Registered) -> bool:
-        return not entry.base or self._bases.get(self._model_of(entry), entry.base) == entry.base
-
-    def _fill_in(self) -> None:
-        """An earlier version has kept no models: they are those of the first one, whichever is the
-        first at the next start."""
-        first, base = self._first, self._bases.get(self._first, b"")
-        if any(each.source and not each.model for each in self._kept.values()):
-            with self._changing():
-                self._kept = {
-                    name: msgspec.structs.replace(each, model=first, base=base)
-                    if each.source and not each.model
-                    else each
-                    for name, each in self._kept.items()
-                }
+        return not entry.base or self._bases.get(entry.model, entry.base) == entry.base
 
     def _look(self) -> None:
         """Reads the file again if it has changed. One that is damaged counts for nothing new."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.openai.logprobs import TokenNames
     from kvrelay.cluster.api.operator import Operations
     from kvrelay.cluster.api.output.dialect import Dialect
-    from kvrelay.engine.adapters import Adapter
+    from kvrelay.engine.needs import Need
 
     AnyBatchStore = BatchStore | SharedBatchStore
 
@@ -199,9 +199,11 @@ class ApiContext:
         """Those of all models, the first one's first."""
         return tuple({each.model_name: each for each in self.models.values()}.values())
 
-    def names_for(self, tenant: Tenant) -> dict[str, ApiContext]:
-        """What `tenant` may call models, and what each name stands for; adapters aside."""
-        return {name: each for name, each in self.models.items() if each.is_for(tenant)}
+    def names_for(self, tenant: Tenant) -> dict[str, tuple[ApiContext, Registered | None]]:
+        """What `tenant` may call models, and what each name stands for: a model, or what has been
+        registered for it."""
+        own = {name: (each, None) for name, each in self.models.items() if each.is_for(tenant)}
+        return {**own, **self.adapters_for(tenant)}
 
     def is_for(self, tenant: Tenant, adapter: Registered | None = None) -> bool:
         """Whether `tenant` may use this model, or an adapter of it."""
@@ -235,12 +237,12 @@ class ApiContext:
         if found is not None and not found.is_for(tenant, adapter):
             found = None
         if found is None:
-            known = [*self.names_for(tenant), *self.adapters_for(tenant)]
-            raise unknown_model(name or "", known)
+            raise unknown_model(name or "", self.names_for(tenant))
         return found
 
-    def adapter_of(self, name: str | None) -> Adapter | None:
-        """The adapter of this model that a call names; None: it names the model itself. Raises
+    def need_of(self, name: str | None) -> Need | None:
+        """What this model has to be computed with, where a call names that; None: it names the
+        model itself. Raises
         ApiError (404)."""
         if not name or self.models.get(name) is self:
             return None

@@ -35,7 +35,7 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.WORKER_FAILED: (503, "service_unavailable_error"),
     Refusal.UNENCODABLE: (400, "invalid_request_error"),
     Refusal.GRAMMAR: (400, "invalid_request_error"),
-    Refusal.ADAPTER: (400, "invalid_request_error"),
+    Refusal.NEED: (400, "invalid_request_error"),
     Refusal.INVALID_TOKENS: (400, "invalid_request_error"),
     Refusal.WEIGHTS: (409, "conflict_error"),
     Refusal.UNSUPPORTED: (400, "invalid_request_error"),
@@ -45,7 +45,7 @@ WATCHED = {
     # The client is told to change its request, and an operator should know of it all the same.
     **{
         refusal.value: _STATUS[refusal][0]
-        for refusal in (Refusal.ADAPTER, Refusal.GRAMMAR, Refusal.NEVER_FITS)
+        for refusal in (Refusal.NEED, Refusal.GRAMMAR, Refusal.NEVER_FITS)
     },
     **{refusal.value: 429 for refusal in (Refusal.QUEUE_FULL, Refusal.OVERLOADED)},
 }

@@ -18,7 +18,6 @@ from kvrelay.cluster.control.messages import (
     Checkpoint,
     Machine,
     MachinesChanged,
-    ModelWeights,
     Record,
     RequestMachines,
     RestartWorker,
@@ -31,14 +30,13 @@ from kvrelay.cluster.control.process_messages import LinkLost
 from kvrelay.cluster.control.routers import DesiredRouter, RouterSet
 from kvrelay.cluster.control.watches import DRAIN_TAG, SUSPECT_TAG
 from kvrelay.cluster.control.weights import TAG as WEIGHTS_TAG
-from kvrelay.cluster.control.weights import Rollout
+from kvrelay.cluster.control.weights import Rollouts
 from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
-from kvrelay.cluster.orders import PauseModel, SetRole, UpdateModel
+from kvrelay.cluster.orders import SetRole
 from kvrelay.cluster.scaling.decisions import Decision
 from kvrelay.cluster.scaling.sharing import shares
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown
-from kvrelay.engine.weights import WeightsUpdated
 from kvrelay.router.messages import DrainReport, WorkerSuspected
 from kvrelay.worker.messages import CONTROLLER, PeersUpdated, StartFailed, WorkerStarted
 
@@ -64,19 +62,8 @@ class Controller:
         for model, own in config.models.items():
             if own.scaling is not None:
                 self.scaling[model] = Autoscaling(own.scaling, wall, model)
-        known = {each.model: each for each in config.kept.weights}
-        self.rollouts = {
-            model: Rollout(
-                node_id,
-                known.get(model, ModelWeights(model)),
-                own.start_timeout_s + own.restart_drain_s,
-            )
-            for model, own in config.models.items()
-        }
-        self.worker_set.weights_for = lambda model: self.rollouts[model].for_start()
-        self.worker_set.on_begun = lambda worker, weights: self.rollouts[worker.model].begun(
-            worker.incarnation, weights
-        )
+        self.rollouts = Rollouts(node_id, config, self.worker_set, self.router_set)
+        self.worker_set.starts_with = self.rollouts.begin
         self._num_machines: int | None = None  # that this controller has asked for
         self._recorded = config.kept
 
@@ -180,10 +167,10 @@ class Controller:
                 return self._restart(now, worker, message.why) if worker and is_up else []
             case SetRole(node, role):
                 return workers.set_role(self.workers[node], role) if node in self.workers else []
-            case WeightsUpdated() | UpdateModel() | PauseModel():
-                return self._on_weights(now, message)
             case Woken(tag):
                 return self._woken(now, tag)
+            case _ if handle := self.rollouts.handlers.get(type(message)):
+                return handle(now, message)
             case _:
                 return [Note("warning", "unexpected_message", type(message).__name__)]
 
@@ -197,22 +184,6 @@ class Controller:
         effects += [effect for worker in idle for effect in workers.start(worker)]
         # Before it is known who provides machines, nothing can be pending.
         return effects + [each for s in self.scaling.values() for each in s.start()]
-
-    def _on_weights(
-        self, now: float, message: WeightsUpdated | UpdateModel | PauseModel
-    ) -> list[Effect]:
-        if isinstance(message, WeightsUpdated):
-            self.worker_set.reweighted(message)
-            worker = self.workers.get(message.worker)
-            return self.rollouts[worker.model].answered(now, message) if worker else []
-        rollout = self.rollouts.get(message.model)
-        if rollout is None:
-            return []
-        if isinstance(message, PauseModel):
-            rollout.pause(message)
-            return []
-        peers = [w.peer for w in self._workers_of(message.model) if w.peer is not None]
-        return rollout.order(message, [*peers, *self.router_set.peers])
 
     def all_up(self) -> bool:
         """With an autoscaler, some are, and no other is about to be: it may want more than there

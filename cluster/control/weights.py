@@ -7,12 +7,15 @@ on. Where one fails, it has kept its old weights, and those that had changed go 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import Incarnation, ProcessState
 from kvrelay.cluster.control.messages import ModelWeights
-from kvrelay.cluster.control.workers import DesiredWorker
+from kvrelay.cluster.control.routers import RouterSet
+from kvrelay.cluster.control.workers import DesiredWorker, WorkerSet
 from kvrelay.cluster.orders import PauseModel, UpdateModel
 from kvrelay.cluster.status import RefusedUpdate, WeightsStatus
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
@@ -210,3 +213,45 @@ class Rollout:
         self.kept = replace(self.kept, target=None, why=why)
         wake = Wake(ASK_S, f"{TAG} {self.kept.model}")
         return [Note("error", "weights_stopped", why), wake]
+
+
+class Rollouts(dict[str, Rollout]):
+    """Those of all models, by name. Owned by the controller, whose workers and routers it sees."""
+
+    def __init__(
+        self, controller: NodeId, config: ControllerConfig, workers: WorkerSet, routers: RouterSet
+    ) -> None:
+        kept = {each.model: each for each in config.kept.weights}
+        for model, own in config.models.items():
+            timeout_s = own.start_timeout_s + own.restart_drain_s
+            self[model] = Rollout(controller, kept.get(model, ModelWeights(model)), timeout_s)
+        self._workers, self._routers = workers, routers
+        self.handlers: dict[type, Callable[[float, Any], list[Effect]]] = {
+            WeightsUpdated: self._on_updated,
+            UpdateModel: self._on_order,
+            PauseModel: self._on_pause,
+        }
+
+    def begin(self, worker: DesiredWorker) -> WeightVersion | None:
+        """Returns what it is started with, in place of its model's weights."""
+        rollout = self[worker.model]
+        weights = rollout.for_start()
+        rollout.begun(worker.incarnation, weights)
+        return weights
+
+    def _on_updated(self, now: float, updated: WeightsUpdated) -> list[Effect]:
+        self._workers.changed(updated.worker, updated.epoch, updated)
+        worker = self._workers.by_name.get(updated.worker)
+        return self[worker.model].answered(now, updated) if worker else []
+
+    def _on_order(self, now: float, order: UpdateModel) -> list[Effect]:
+        if order.model not in self:
+            return []
+        own = (w for w in self._workers.by_name.values() if w.model == order.model)
+        peers = [worker.peer for worker in own if worker.peer is not None]
+        return self[order.model].order(order, [*peers, *self._routers.peers])
+
+    def _on_pause(self, now: float, order: PauseModel) -> list[Effect]:
+        if order.model in self:
+            self[order.model].pause(order)
+        return []

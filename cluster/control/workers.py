@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import (
@@ -34,8 +35,7 @@ from kvrelay.cluster.control.routers import RouterSet
 from kvrelay.cluster.control.watches import Drains, Suspects
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.node import Effect, NodeId, Note
-from kvrelay.engine.stats import Role, WorkerInfo
-from kvrelay.engine.weights import WeightsUpdated, WeightVersion
+from kvrelay.engine.stats import InfoChange, Role, WorkerInfo
 from kvrelay.router.messages import RoleChanged
 from kvrelay.worker.messages import Peer, WorkerStarted
 
@@ -126,9 +126,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         # Where workers come and go: names with lower numbers may have been used.
         scaled = [own for own in config.models.values() if own.scaling is not None]
         self.num_named = max([config.kept.num_named, *(len(own.first) for own in scaled)])
-        # By model: what workers start with in place of its weights, and who hears that one did.
-        self.weights_for: Callable[[str], WeightVersion | None] = lambda _: None
-        self.on_begun: Callable[[DesiredWorker, WeightVersion | None], None] = lambda *_: None
+        # What one that starts has in place of its model's weights; None: nothing.
+        self.starts_with: Callable[[DesiredWorker], Any] = lambda _: None
 
     def desired(self, node: NodeId, role: Role, model: str = "") -> DesiredWorker:
         """A worker that is to be started as `role`."""
@@ -247,8 +246,6 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.further = tuple(further)
         host_of = {machine.machine_id: machine.host for machine in self.machines}
         worker.hosts = tuple(host_of[machine] for machine in machines)
-        weights = self.weights_for(worker.model)
-        self.on_begun(worker, weights)
         start = StartWorker(
             worker.node,
             worker.role,
@@ -257,7 +254,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             worker.num_ranks,
             worker.further,
             worker.model,
-            weights,
+            self.starts_with(worker),
         )
         return [start, self.wake(self._start_s(worker), worker)]
 
@@ -328,12 +325,11 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         change = RoleChanged(worker.node, worker.epoch, role)
         return effects + self.routers.role_changed(change)
 
-    def reweighted(self, updated: WeightsUpdated) -> None:
-        """It computes with other weights than when it started."""
-        worker = self.current(updated.worker, updated.epoch, *SERVING)
+    def changed(self, node: NodeId, epoch: int, change: InfoChange) -> None:
+        """It says something else of itself than when it started."""
+        worker = self.current(node, epoch, *SERVING)
         if worker is not None and worker.info is not None:
-            name, fingerprint = updated.version.name, updated.fingerprint
-            worker.info = replace(worker.info, weights=name, fingerprint=fingerprint)
+            worker.info = change.changed(worker.info)
 
     def let_go(self, now: float, worker: DesiredWorker) -> list[Effect]:
         """It is not needed: when it has nothing left to do, or at once if it is not up."""

@@ -9,24 +9,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvrelay.cluster.api.adapters import (
-    FILE,
-    AdapterBase,
-    find_folder,
-    model_of,
-    read_kept,
-)
-from kvrelay.cluster.config import (
-    Config,
-    ConfigError,
-    ModelEntry,
-    check_tenants,
-    names_of,
-)
+from kvrelay.cluster.api.adapters import FILE, AdapterBase, find_folder, model_of, read_kept
+from kvrelay.cluster.config import Config, ConfigError, ModelEntry, check_tenants, names_of
 from kvrelay.cluster.config_checks import name_table
 from kvrelay.engine.adapters import AdapterError
 from kvrelay.engine.model.checkpoint.adapter_check import check_adapters
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.needs import unserved
 
 
 def base_digest(model_dir: Path) -> bytes:
@@ -36,9 +25,9 @@ def base_digest(model_dir: Path) -> bytes:
 
 
 def adapter_base(
-    config: Config, model_dir: Path, refuses: Callable[[], str] = lambda: ""
+    config: Config, model_dir: Path, loads: Callable[[], bool] = lambda: True
 ) -> AdapterBase:
-    """config: of the model alone. refuses: what its workers say, once they are up."""
+    """config: of the model alone. loads: whether its workers load adapters, once they are up."""
 
     def why_not(folder: Path) -> str:
         return _why_not(config, model_dir, [folder])[0]
@@ -47,7 +36,7 @@ def adapter_base(
         config.model.name,
         partial(base_digest, model_dir),
         why_not,
-        lambda: _not_at_all(config) or refuses(),
+        lambda: _not_at_all(config) or ("" if loads() else unserved("adapter")),
     )
 
 
@@ -84,7 +73,7 @@ def check_names(config: Config, served_names: Iterable[str]) -> None:
         return  # routers go on without it, and say so
     models = {each.name for each in config.models} or set(served_names)
     for name, each in kept.items():
-        if name in taken and each.source and (each.model in models or not each.model):
+        if name in taken and each.source and each.model in models:
             raise ConfigError(
                 f"{name!r} is {taken[name]}, and an adapter that is registered in {file}: remove it"
                 f" (DELETE /v1/adapters/{name}, or its line of the file), or rename the model"
@@ -104,8 +93,7 @@ def check_change(
 def check_settings(config: Config, models: Mapping[str, tuple[str, Path]], *, on_gpu: bool) -> None:
     """Names, and whether [[adapters]] can be loaded. models: by what [[models]] calls them, what
     clients call each, and its folder. Takes seconds where there are some. Raises ConfigError."""
-    served = [name for name, _ in models.values()]
-    check_names(config, served)
+    check_names(config, [name for name, _ in models.values()])
     configs = {models[name][0]: own for name, own in config.by_model().items()}
     folders = dict(models.values())
     checkpoints = {name: own.model.name for name, own in configs.items()}

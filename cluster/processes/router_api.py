@@ -192,7 +192,7 @@ async def _of_model(
         "settings": _settings(config),
         "public_prompts": prompts,
         "adapter_base": adapter_base(
-            config, served.served_models[model].path, router.refuses_adapters
+            config, served.served_models[model].path, lambda: router.loads
         ),
     }
 

@@ -121,7 +121,7 @@ def _built(
         plan = with_tiers(replace(plan, weights_bytes=0), spec)
     longest = min(model.max_model_len, num_blocks * cache.block_size)
     config = worker_config(spec, plan, longest, digest)
-    config = structs.replace(config, serves_adapters=False, num_packed_blocks=0)
+    config = structs.replace(config, loads=False, num_packed_blocks=0)
     if copied is None:
         node = VllmWorker(config, roles, copies=False)
         return BuiltWorker(node, replace(config.info(), hands_over=False), vllm.start)

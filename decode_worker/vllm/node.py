@@ -45,10 +45,10 @@ from kvrelay.engine.request import (
 )
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import WorkerStats
-from kvrelay.engine.weights import NO_VERSION, UpdateWeights, WeightsUpdated
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.node import RoleHandler, Worker
+from kvrelay.worker.weights import weight_updates
 
 NO_COPIES = "KV of this model stays in vLLM's memory"
 FIXED_WEIGHTS = "workers that run vllm keep their weights: restart the server with the new ones"
@@ -86,6 +86,7 @@ class VllmWorker(Worker):
         super().__init__(config, roles, records)
         self.core.scheduler.may_preempt = False
         self._copies = copies
+        weight_updates(self.plugs).why_fixed = FIXED_WEIGHTS
         self._held = HeldBlocks(config.fingerprint, config.block_size)
         if not copies:
             self.core.publisher = KVPublisher(config, self._held)
@@ -99,7 +100,6 @@ class VllmWorker(Worker):
             Stopped: lambda now, stopped: self._settle(stopped.key),
             NotBegun: lambda now, said: self._on_not_begun(said),
             EngineLost: lambda now, lost: self._on_lost(lost.why),
-            UpdateWeights: lambda now, asked: [self._keep_weights(asked)],
         }
         if not copies:
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
@@ -297,10 +297,6 @@ class VllmWorker(Worker):
         self._has_ended = True
         note = Note("error", "worker_gives_up", why)
         return [*self.core.give_up(why), note, Exit(why, hangs=False)]
-
-    def _keep_weights(self, asked: UpdateWeights) -> Send:
-        about = self.node_id, self.config.epoch, NO_VERSION, self.config.fingerprint
-        return Send(asked.reply_to, WeightsUpdated(*about, asked.version.digest, FIXED_WEIGHTS))
 
     def _keep_kv(self, asked: KVConnect) -> Send:
         """Nobody can read it. Who asks compares what both say of it, for a line in its log."""

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvrelay.engine.adapters import Adapter
 
 APPROXIMATE = b"approximate KV\0\0"  # a salt that begins so; others are digests, or in tests short
 
@@ -29,14 +24,6 @@ class CacheScope:
     @property
     def public_salt(self) -> bytes:
         return APPROXIMATE if self.is_approximate else b""
-
-    def with_adapter(self, adapter: Adapter | None) -> CacheScope:
-        """What is computed with an adapter is shared with nothing that is not: a digest of all its
-        bytes is part of the salt. No region of it is public."""
-        if adapter is None:
-            return self
-        salt = blake2b(self.salt, digest_size=32, key=adapter.digest, person=b"kvrelay-adapter")
-        return CacheScope(self.public_salt + salt.digest())
 
 
 UNSALTED = CacheScope()

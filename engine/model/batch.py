@@ -12,49 +12,16 @@ in every step: a block that is written must be in one table only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, groupby
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 
 from kvrelay.engine.model.states import NO_STATE, StateSpans
+from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, TermRows, term_rows
 from kvrelay.engine.step import ScheduledSeq, Step
-
-
-@dataclass(slots=True)
-class LoadedAdapter:
-    """What an adapter adds to the products with a model's matrices: pairs of a matrix, as a set of
-    operations has prepared it, and what that set made of the adapter's (`Ops.low_rank`)."""
-
-    pairs: tuple[tuple[Any, Any], ...]
-    by_matrix: dict[int, Any] = field(init=False)  # by the matrix' id
-    described: Any = None  # as kernels want it, made when it is first used
-
-    def __post_init__(self) -> None:
-        self.by_matrix = {id(matrix): low_rank for matrix, low_rank in self.pairs}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(low_rank.nbytes for _, low_rank in self.pairs)
-
-
-class AdaptedRows(NamedTuple):
-    """Rows [first, first + num_rows) of a batch have this adapter."""
-
-    first: int
-    num_rows: int
-    adapter: LoadedAdapter
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.first + self.num_rows)
-
-
-NO_ADAPTERS: Mapping[bytes, LoadedAdapter] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +80,7 @@ class Batch:
     more_slots: torch.Tensor | None = None
     more_tables: torch.Tensor | None = None
     states: tuple[StateSpans, ...] = ()  # for each group of recurrent layers
-    adapted: tuple[AdaptedRows, ...] = ()  # the last rows, in order; the first have no adapter
+    terms: tuple[TermRows, ...] = ()  # the last rows, in order; the first have none
 
     def slots_of(self, group: int) -> torch.Tensor:
         if group == 0:
@@ -133,11 +100,11 @@ class Batch:
         limits: Limits,
         device: torch.device,
         checked: Sequence[np.ndarray] | None = None,
-        adapters: Mapping[bytes, LoadedAdapter] = NO_ADAPTERS,
+        loaded: Mapping[bytes, RowTerms] = NOTHING_LOADED,
     ) -> Batch:
         """`checked`: the sequences' block tables as `Guard.check` gives them; without, they and the
-        tokens are checked here. `adapters`: of the sequences, which are ordered by them
-        (`by_adapter`). Raises ValueError if a sequence is not within `limits`."""
+        tokens are checked here. `loaded`: what the sequences need, which are ordered by that
+        (`by_need`). Raises ValueError if a sequence is not within `limits`."""
         seqs, size = step.seqs, limits.block_size
         if checked is None:
             checked = [checked_blocks(seq, limits) for seq in seqs]
@@ -176,7 +143,7 @@ class Batch:
             more_slots=torch.from_numpy(slots[1:]).to(device) if groups > 1 else None,
             more_tables=torch.from_numpy(tables[1:]).to(device) if groups > 1 else None,
             states=_states_of(seqs, tables[groups - limits.num_state_groups :], size),
-            adapted=adapted_rows(seqs, counts.tolist(), adapters),
+            terms=term_rows(seqs, counts.tolist(), loaded),
         )
 
     def sampled(self) -> Batch:
@@ -200,40 +167,15 @@ class Batch:
             spans=tuple((row, 1, length) for row, length in enumerate(context.tolist())),
             more_slots=more_slots,
             more_tables=more_tables,
-            adapted=self._adapted_samples(),
+            terms=tuple(self._terms_of_samples()),
         )
 
-    def _adapted_samples(self) -> tuple[AdaptedRows, ...]:
-        found = []
-        for first, count, adapter in self.adapted:
+    def _terms_of_samples(self) -> Iterator[TermRows]:
+        for first, count, terms in self.terms:
             ends = torch.tensor([first, first + count])
             start, end = torch.searchsorted(self.sample_rows, ends).tolist()
             if start < end:
-                found.append(AdaptedRows(start, end - start, adapter))
-        return tuple(found)
-
-
-def by_adapter(seqs: Sequence[ScheduledSeq], indices: Iterable[int]) -> list[int]:
-    """`indices` of `seqs`, those with an adapter behind the others, grouped."""
-    return sorted(indices, key=lambda index: digest_of(seqs[index]))
-
-
-def digest_of(seq: ScheduledSeq) -> bytes:
-    return b"" if seq.adapter is None else seq.adapter.digest
-
-
-def adapted_rows(
-    seqs: Sequence[ScheduledSeq], counts: Sequence[int], adapters: Mapping[bytes, LoadedAdapter]
-) -> tuple[AdaptedRows, ...]:
-    """counts: rows of each sequence, which are ordered by adapter."""
-    found: list[AdaptedRows] = []
-    first = 0
-    for digest, group in groupby(zip(seqs, counts, strict=True), lambda pair: digest_of(pair[0])):
-        count = sum(each for _, each in group)
-        if digest:
-            found.append(AdaptedRows(first, count, adapters[digest]))
-        first += count
-    return tuple(found)
+                yield TermRows(start, end - start, terms)
 
 
 def _states_of(

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.engine.model.batch import AdaptedRows, Batch
+from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import SHORT_CONVOLUTION
+from kvrelay.engine.model.terms import TermRows, add_terms, added_to_gated
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsNorms,
@@ -31,7 +32,7 @@ class Decoder:
         self._ops = ops
         self._growth: torch.Tensor | None = None  # what this step's queries grow by, [N, 1]
         self._inputs: torch.Tensor | None = None  # [num_layers, N, layer_inputs]
-        self._adapted: tuple[AdaptedRows, ...] = ()  # rows of this step with adapters
+        self._terms: tuple[TermRows, ...] = ()  # in this step
         self._captures: tuple[int, ...] = ()  # layers
         # Their outputs for all rows of the last batch, each [N, hidden_size].
         self.captured: list[torch.Tensor] = []
@@ -61,7 +62,7 @@ class Decoder:
         """As `hidden_states`, of rows [N, hidden_size] in place of tokens; they are overwritten."""
         ops, weights = self._ops, self._weights
         ops.begin(batch)
-        self._adapted, self._growth = batch.adapted, self._growth_of(batch)
+        self._terms, self._growth = batch.terms, self._growth_of(batch)
         if self._captures:
             hidden = self._pass_all(hidden, batch)
             return ops.rms_norm(hidden.index_select(0, batch.sample_rows), weights.norm)
@@ -108,7 +109,7 @@ class Decoder:
                     self._inputs = self._inputs.index_select(1, rows)
                 batch = batch.sampled()
                 self._ops.begin(batch)
-                self._adapted = batch.adapted
+                self._terms = batch.terms
         return hidden if is_whole else hidden.index_select(0, rows)
 
     def _attend(
@@ -269,26 +270,14 @@ class Decoder:
     ) -> None:
         if norm is None:
             self._ops.add_linear(hidden, x, matrix)
-            self._add_adapters(hidden, x, matrix)
+            add_terms(self._terms, hidden, x, matrix)
         else:
             hidden += self._ops.rms_norm(self._linear(x, matrix), norm)
 
     def _linear(self, x: torch.Tensor, matrix: object) -> torch.Tensor:
         out = self._ops.linear(x, matrix)
-        self._add_adapters(out, x, matrix)
+        add_terms(self._terms, out, x, matrix)
         return out
 
     def _gated(self, x: torch.Tensor, matrix: object) -> torch.Tensor:
-        widths = (each.adapter.by_matrix.get(id(matrix)) for each in self._adapted)
-        width = next((low_rank.width for low_rank in widths if low_rank is not None), 0)
-        if not width:
-            return self._ops.gated(x, matrix)
-        added = x.new_zeros(len(x), width)
-        self._add_adapters(added, x, matrix)
-        return self._ops.gated(x, matrix, added)
-
-    def _add_adapters(self, out: torch.Tensor, x: torch.Tensor, matrix: object) -> None:
-        for each in self._adapted:
-            low_rank = each.adapter.by_matrix.get(id(matrix))
-            if low_rank is not None:
-                self._ops.add_low_rank(out[each.rows], x[each.rows], low_rank)
+        return self._ops.gated(x, matrix, added_to_gated(self._terms, x, matrix))

@@ -142,7 +142,7 @@ def asked(
 ) -> ScheduledSeq:
     """`seq` with other tokens, for a pass of the drafter."""
     own = replace(seq, tokens=[*tokens], start=start, sample=sample)
-    own.draft_tokens, own.num_drafts, own.outputs_from, own.adapter = [], 0, None, None
+    own.draft_tokens, own.num_drafts, own.outputs_from, own.need = [], 0, None, None
     return own
 
 

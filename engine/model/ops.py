@@ -9,7 +9,6 @@ long contexts; `begin` sets the batch of the following calls.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.recurrence import DeltaRows, convolve, delta_inputs, delta_rule
 from kvrelay.engine.model.state_layout import KIMI_DELTA_ATTENTION, MAMBA2
 from kvrelay.engine.model.states import StatePool, StateSpans
+from kvrelay.engine.model.terms import TensorTerm, Term
 from kvrelay.engine.model.weights import ExpertsWeights, RecurrentWeights
 
 TORCH_DTYPES = {
@@ -106,20 +106,22 @@ class Ops(Protocol):
         self, x: torch.Tensor, matrix: Any, added: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[n, in] -> [n, width]: activation(x @ gate) * (x @ up), with the model's activation; one
-        that has no gate is activation(x @ up). added: to the products, before the activation, as
-        `add_low_rank` has left it."""
+        that has no gate is activation(x @ up). added: to the products, before the activation, by
+        terms that were prepared as gated."""
         ...
 
-    def low_rank(
-        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
-    ) -> Any:
-        """Prepare what an adapter adds to the product with a matrix [out, in]: down [rank, in] and
-        up [out, rank]; is_gated: to one for `gated`; memory: the adapter's, on a CPU. It has a
-        size, and a `width`: columns of what it is added to. May be called while others compute."""
-        ...
-
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: Any) -> None:
-        """out [n, out] += (x [n, in] @ down) @ up; out of a gated matrix becomes `added`."""
+    def term(
+        self,
+        matrix: Any,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        memory: HugePages,
+        *,
+        is_gated: bool,
+    ) -> Term:
+        """Prepare what some rows add to the product with `matrix` [out, in]: down [rank, in] and up
+        [out, rank]; is_gated: to one for `gated`; memory: whose it is, on a CPU. May be called
+        while others compute."""
         ...
 
     def activated(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -230,22 +232,6 @@ class Ops(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What an adapter adds, as plain tensors."""
-
-    down: torch.Tensor  # [rank, in]
-    up: torch.Tensor  # [out, rank]
-
-    @property
-    def width(self) -> int:
-        return len(self.up)
-
-    @property
-    def nbytes(self) -> int:
-        return self.down.nbytes + self.up.nbytes
-
-
 class TensorOps:
     """What sets have in common that keep weights as plain tensors of one device."""
 
@@ -274,13 +260,16 @@ class TensorOps:
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)
 
-    def low_rank(
-        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
-    ) -> LowRank:
-        return LowRank(self.table(down), self.table(up))
-
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
-        out += F.linear(F.linear(x, low_rank.down), low_rank.up)
+    def term(
+        self,
+        matrix: Any,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        memory: HugePages,
+        *,
+        is_gated: bool,
+    ) -> TensorTerm:
+        return TensorTerm(self.table(down), self.table(up))
 
     def qkv(self, weight: torch.Tensor, bias: torch.Tensor | None, layer: int) -> Any:
         return self.matrix(weight, bias, "qkv")

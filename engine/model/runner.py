@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,21 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvrelay.engine.adapters import MAX_CONFIG_BYTES, Adapter, AdapterError
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.identity import files_of
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
-from kvrelay.engine.model.adapters import Adapters
-from kvrelay.engine.model.batch import Batch, Guard, Limits, LoadedAdapter, by_adapter
-from kvrelay.engine.model.checkpoint.adapter import load_adapter
+from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
-from kvrelay.engine.model.checkpoint.resolve import drafter_path
-from kvrelay.engine.model.checkpoint.version import find_version, read_version
-from kvrelay.engine.model.config import ModelConfig, check_unchanged, versions_of, with_window
+from kvrelay.engine.model.config import ModelConfig, with_window
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
 from kvrelay.engine.model.cpu.ops import CpuOps
@@ -44,6 +38,7 @@ from kvrelay.engine.model.draft_config import DraftConfig
 from kvrelay.engine.model.drafter import Drafter, Served, computed, open_drafter
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.kept_weights import WeightsIdentity, keep, kept
+from kvrelay.engine.model.loads import ALONE, Loads
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
@@ -57,11 +52,11 @@ from kvrelay.engine.model.sampling.sampler import (
     sample,
 )
 from kvrelay.engine.model.states import StatePool
+from kvrelay.engine.model.terms import RowTerms, by_need
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
-from kvrelay.engine.weights import ONLY_ON_CPUS, WeightVersion
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.gpu.steps import GpuSteps
@@ -87,7 +82,7 @@ class ModelRunner:
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
         keep_as: str = "",
-        version: WeightVersion | None = None,
+        read: Callable[[ModelRunner], Weights] | None = None,
     ) -> None:
         """engine: sized (`EngineSection.sized`), with `num_blocks`; 0: on a GPU, as many as
         `gpu_memory_utilization` of it leaves beside weights and a step.
@@ -95,7 +90,7 @@ class ModelRunner:
         member: this process as a rank of tensor parallelism; None: it is alone.
         keep_as: a name for the weights, for processes that are forked from this one
         (`kept_weights`); "": they are its own.
-        version: of the weights, in place of those in `model_dir`.
+        read: the weights, in place of those in `model_dir`.
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(model.device) if member is None else member.group.device
@@ -105,7 +100,7 @@ class ModelRunner:
             torch.set_num_threads(engine.threads)
         self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
         self._keep_as = keep_as
-        self._cache_dir = Path(model.cache_dir) if model.cache_dir else default_cache_dir()
+        self.cache_dir = Path(model.cache_dir) if model.cache_dir else default_cache_dir()
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
@@ -121,18 +116,13 @@ class ModelRunner:
         self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
         self._drafter: Drafter | None = None
-        self._next: Weights | None = None  # loaded, and not in use yet
         with torch.inference_mode():
             own = self._ops(threads)
             if self.kv_spec.num_state_groups:
                 own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
-            self._model_dir, self._all_ops = model_dir, ops
-            if version is not None:
-                weights = self._load_version(model_dir, version)
-            else:
-                weights = self._weights(model_dir, ops, progress)
-            self._install(weights)
+            self.model_dir, self.ops = model_dir, ops
+            self._install(read(self) if read else self._weights(model_dir, ops, progress))
             if member is not None:
                 member.group.wait_for_all()
             with self._first_launches():
@@ -158,10 +148,10 @@ class ModelRunner:
                 " on a CPU, for models whose layers the kernels run at once; without it there are"
                 " n-grams"
             )
-        return read_drafter(drafter_path(name), self.config)
+        return read_drafter(name, self.config)
 
     def _open_drafter(self, config: DraftConfig, weights: Weights, own: Ops) -> Drafter:
-        model = Served(self._model_dir, self.config, weights, own, self._limits)
+        model = Served(self.model_dir, self.config, weights, own, self._limits)
         kind, threads = TORCH_DTYPES[self.dtype], self._engine.threads or torch.get_num_threads()
 
         def ops_over(layers: ModelConfig, pool: torch.Tensor) -> Ops:
@@ -207,67 +197,33 @@ class ModelRunner:
 
     def _install(self, weights: Weights) -> None:
         """Steps compute with `weights` from now on."""
-        ops = self._all_ops
+        ops = self.ops
         self._decoder = Decoder(self._own, weights, ops)
         if self._draft_config is not None:
             self._drafter = self._open_drafter(self._draft_config, weights, ops)
             self._decoder.capture(self._drafter.captured)
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
-        load = partial(self._load_adapter, self._model_dir, ops, weights)
         most, member = self._engine.adapter_bytes, self._member
-        self.adapters = (
-            Adapters(load, most)
-            if member is None
-            else Adapters(load, most, total=member.total, shard=member.group.shard)
-        )
+        load = AdapterLoader(self.model_dir, self.config, ops, weights, most, self.device)
+        total, shard = (list, ALONE) if member is None else (member.total, member.group.shard)
+        self.loads = Loads(load, most, total=total, shard=shard)
 
     def num_passed(self) -> int:
         """How many layers steps have passed until now; for any thread, while one runs."""
-        return self._decoder.num_passed + self._all_ops.num_passed
+        return self._decoder.num_passed + self.ops.num_passed
 
-    def load_version(self, version: WeightVersion) -> None:
-        """Load other weights for `use_loaded`, beside steps. Raises ModelError."""
-        if self._steps is not None:
-            raise ModelError(ONLY_ON_CPUS)
-        with torch.inference_mode():
-            self._next = self._load_version(self._model_dir, version)
-
-    def _load_version(self, model_dir: Path, version: WeightVersion) -> Weights:
-        folder = find_version(version, model_dir, self._cache_dir)
-        before = versions_of(files_of(folder))
-        if read_version(folder).digest != version.digest:
-            raise ModelError(f"{folder} was changed while it was read: start again")
-        if isinstance(self._all_ops, CpuOps):
-            self._all_ops.begin_version()
-        weights = load_weights(folder, self.config, self._all_ops, lambda _: None)
-        check_unchanged(before, files_of(folder))
-        return weights
-
-    def use_loaded(self, block_ids: Sequence[int]) -> None:
-        """Compute with what was loaded last, while no step runs, once it has sampled a token that
-        is one; `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
-        before = self._decoder, self._decode, self.adapters, self._drafter
-        weights = self._next
-        assert weights is not None
-        self._next = None
+    def replace_weights(self, weights: Weights, block_ids: Sequence[int]) -> None:
+        """Compute with others, while no step runs, once they have sampled a token that is one;
+        `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
+        before = self._decoder, self._decode, self.loads, self._drafter
         share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
         try:
             self._install(weights)
             if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
                 raise ModelError(f"the new weights do not answer: {fault[1]}")
         except Exception:
-            self._decoder, self._decode, self.adapters, self._drafter = before
+            self._decoder, self._decode, self.loads, self._drafter = before
             raise
-
-    def _load_adapter(
-        self, model_dir: Path, ops: Ops, weights: Weights, adapter: Adapter
-    ) -> LoadedAdapter:
-        """Runs beside steps. Raises AdapterError."""
-        if self.device.type != "cpu":
-            raise AdapterError("adapters are computed on CPUs, not on a GPU")
-        most = 2 * self._engine.adapter_bytes + MAX_CONFIG_BYTES  # a file may be twice as wide
-        with torch.inference_mode():
-            return load_adapter(adapter, model_dir, self.config, ops, weights, most)
 
     def _weights(self, path: Path, ops: Ops, progress: Callable[[str], None]) -> Weights:
         """Those that the process it was forked from has kept, or loaded."""
@@ -309,8 +265,8 @@ class ModelRunner:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is left out, and its
         error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
-        in `ungrammatical`, one without its adapter in `waiting` or `unadapted`, and one for which
-        no token can be drawn in `unsampled`."""
+        in `ungrammatical`, one without what it needs in `waiting` or `unloaded`, and one for
+        which no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
@@ -320,22 +276,22 @@ class ModelRunner:
             waiting, masks_of = self.grammars.not_ready(step.seqs), self.grammars.masks
             ungrammatical = self.grammars.follow(step.seqs, waiting)
         unchecked = failed | invalid
-        away, unadapted = self.adapters.choose(step.seqs)
+        away, unloaded = self.loads.choose(step.seqs)
         waiting |= away
-        left_out = {*unchecked, *ungrammatical, *waiting, *unadapted}
+        left_out = {*unchecked, *ungrammatical, *waiting, *unloaded}
         if len(left_out) > len(unchecked) and self._member is not None:  # other ranks know none
             seqs = [*step.seqs]
             for index in (*ungrammatical, *waiting):
                 seqs[index] = replace(seqs[index], sampling=GREEDY)
-            step, left_out = replace(step, seqs=seqs), {*unchecked, *unadapted, *away}
-        kept = by_adapter(step.seqs, (i for i in range(num_seqs) if i not in left_out))
+            step, left_out = replace(step, seqs=seqs), {*unchecked, *unloaded, *away}
+        kept = by_need(step.seqs, (i for i in range(num_seqs) if i not in left_out))
         if kept != [*range(num_seqs)]:
             checked = (index for index in range(num_seqs) if index not in unchecked)
             by_index = dict(zip(checked, tables, strict=True))
             tables = [by_index[index] for index in kept]
             repeats = step.repeats if len(kept) == num_seqs else 1
             step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
-        adapters = self.adapters.loaded(step.seqs)
+        loaded = self.loads.loaded(step.seqs)
         step, num_drafts, draft_s = self._with_drafts(step, tables)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
@@ -343,7 +299,7 @@ class ModelRunner:
             if step.seqs and self._steps is not None:
                 sampled, outputs = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
-                sampled, outputs = self._run(step, tables, masks_of, adapters)
+                sampled, outputs = self._run(step, tables, masks_of, loaded)
                 if self.device.type == "cuda":  # blocks are complete when this returns
                     torch.cuda.current_stream(self.device).synchronize()
         if masks_of is not None:
@@ -359,7 +315,7 @@ class ModelRunner:
             for index, each in results.items()
             if each is not None and each.token == NO_TOKEN
         }
-        for index in (*unsampled, *ungrammatical, *waiting, *unadapted):
+        for index in (*unsampled, *ungrammatical, *waiting, *unloaded):
             results[index] = None
         return StepDone(
             step.step_id,
@@ -372,8 +328,8 @@ class ModelRunner:
             prompts={kept[index]: each for index, each in outputs.items()},
             invalid=invalid,
             waiting=frozenset(waiting),
-            unadapted=unadapted,
-            adapters=self.adapters.held(asked),
+            unloaded=unloaded,
+            loaded=self.loads.held(asked),
         )
 
     def hidden_states(self, step: Step) -> torch.Tensor:
@@ -388,17 +344,17 @@ class ModelRunner:
         step: Step,
         tables: list[np.ndarray],
         masks_of: Masks | None,
-        adapters: Mapping[bytes, LoadedAdapter],
+        loaded: Mapping[bytes, RowTerms],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Runs the step anywhere but on a GPU."""
         if self._decode is not None:
-            drawn = self._decode.execute(step, tables, masks_of, adapters)
+            drawn = self._decode.execute(step, tables, masks_of, loaded)
             if drawn is not None:
                 if self._drafter is not None:
                     outputs = self._decode.outputs(step.seqs, drawn)
                     self._keep_drafter(step, tables, [*drawn], outputs)
                 return [*drawn], {}
-        batch = Batch.from_step(step, self._limits, self.device, tables, adapters)
+        batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
 
         def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None

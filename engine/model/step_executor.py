@@ -10,16 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvrelay.engine.step import Launch, Sampled, Step, StepDone
-from kvrelay.engine.weights import (
-    ONLY_ON_CPUS,
-    LoadWeights,
-    UseWeights,
-    WeightsLoaded,
-    WeightsUsed,
-    WeightVersion,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +41,7 @@ class StepExecutor:
         close: Callable[[], None] | None = None,
         prepare_grammar: Callable[[str], object] = lambda _: None,
         is_device_lost: Callable[[], bool] = lambda: False,
-        load_version: Callable[[WeightVersion], None] | None = None,
-        use_loaded: Callable[[Sequence[int]], None] | None = None,
+        change_weights: Callable[[Any], Any] = lambda request: None,
         num_passed: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,9 +50,8 @@ class StepExecutor:
         together with what the worker's other processes found. `close` ends the
         processes that `run_step` has, if any. `prepare_grammar` begins to compile one; it may be
         called from any thread. `is_device_lost`: asked after a step that failed; it waits for all
-        that was launched. `load_version`, `use_loaded`: as those of a runner that changes its
-        weights in place. `num_passed`: layers that steps have passed until now; from any
-        thread."""
+        that was launched. `change_weights`: as `Versions.change`. `num_passed`: layers that steps
+        have passed until now; from any thread."""
         self._run_step = run_step
         self._checksum_blocks = checksum_blocks
         self._launch_step = launch_step
@@ -70,7 +61,7 @@ class StepExecutor:
         self._close = close
         self.prepare_grammar = prepare_grammar
         self._is_device_lost = is_device_lost
-        self._load_version, self._use_loaded = load_version, use_loaded
+        self.change_weights = change_weights
         self.num_passed = num_passed
         self._clock = clock
 
@@ -131,23 +122,6 @@ class StepExecutor:
         except Exception as error:
             return self._failed(step, error)
         return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
-
-    def change_weights(self, request: LoadWeights | UseWeights) -> WeightsLoaded | WeightsUsed:
-        """Not from the model's thread: to load takes long, and to use them no step may run."""
-        began, why = self._clock(), ""
-        try:
-            if self._load_version is None or self._use_loaded is None:
-                why = ONLY_ON_CPUS
-            elif isinstance(request, UseWeights):
-                self._use_loaded(request.block_ids)
-            else:
-                self._load_version(request.version)
-        except Exception as error:  # whatever is wrong with the files, the old ones are there
-            logger.warning("weights are not changed", exc_info=error)
-            why = " ".join(str(error).splitlines()[:1]) or type(error).__name__
-        if isinstance(request, UseWeights):
-            return WeightsUsed(request.digest, why)
-        return WeightsLoaded(request.version.digest, why, self._clock() - began)
 
     def _of_all_ranks(self, step: Step, own: list[int]) -> list[int]:
         return self._add_ranks(step, own) if self._add_ranks is not None and own else own

@@ -16,10 +16,9 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import LATELY_S, LOW_CLASS_STEP_S, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import Refusal, SamplingParams
+from kvrelay.engine.scheduling.drafts import Draft, Drafts
 from kvrelay.engine.scheduling.isolation import Isolation
 from kvrelay.engine.scheduling.selection import (
-    Draft,
-    Drafter,
     LowClassRoom,
     TooLarge,
     choose_prompts,
@@ -92,12 +91,8 @@ class Scheduler:
         self.may_preempt = True  # False: those that run cannot be taken their blocks from
         self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
-        pool_tokens = config.num_blocks * config.block_size
-        self._drafter = Drafter(
-            *(config.num_speculative_tokens, config.max_num_seqs, pool_tokens),
-            has_drafter=bool(config.drafter),
-        )
-        self._draft_token_s = 0.0  # for `Drafter.plan`
+        self._drafting = Drafts.of(config)
+        self._draft_token_s = 0.0  # for `Drafts.plan`
 
     def add(self, seq: Sequence) -> None:
         seq.state = SeqState.WAITING
@@ -222,7 +217,7 @@ class Scheduler:
         decodes, by how long a prompt has waited. `cost` is the measured cost of prompts; beside
         decodes, what they add to `decode_s`, the time of a step of decodes alone. token_s: of a
         prompt, all in all; 0: not measured yet. row_weights and draft_token_s: as of
-        `Drafter.plan`; `computes_apart`, `low_class_room`: as of `StepTiming`."""
+        `Drafts.plan`; `computes_apart`, `low_class_room`: as of `StepTiming`."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         under_way = self._isolation.is_under_way
@@ -427,7 +422,7 @@ class Scheduler:
                         seq.tokens.extend(sampled.more)
                         seq.num_computed += len(sampled.more)
                     new = sampled.token, *sampled.more
-                    self._drafter.on_verified(seq, new, sampled.num_drafts)
+                    self._drafting.on_verified(seq, new, sampled.num_drafts)
                     if share.most_drafts:
                         computed = len(share.draft_tokens) or sampled.num_drafts
                         before, accepted = seq.drafts, len(sampled.more)
@@ -457,7 +452,7 @@ class Scheduler:
         elif seq.state is SeqState.HELD:
             self.held.remove(seq)
         seq.state = SeqState.DEAD
-        self._drafter.forget(seq)
+        self._drafting.forget(seq)
         self.release_if_settled(seq)
 
     def release_if_settled(self, seq: Sequence) -> None:
@@ -486,13 +481,13 @@ class Scheduler:
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
     ) -> list[Draft] | None:
-        """Plans as `Drafter.plan` does. None if it is not worth it, or may not be."""
-        if not self._drafter.is_worth_it(decodes, row_weights):
+        """Plans as `Drafts.plan` does. None if it is not worth it, or may not be."""
+        if not self._drafting.is_worth_it(decodes, row_weights):
             return None
         rooms = draft_rooms(decodes, self.config)
         if not rooms:
             return None
-        return self._drafter.plan(decodes, rooms, row_weights, self._draft_token_s)
+        return self._drafting.plan(decodes, rooms, row_weights, self._draft_token_s)
 
     def _make_room_for_growth(self) -> None:
         """A block for the newest token of every running sequence; preempts others for it."""
@@ -596,5 +591,5 @@ class Scheduler:
             outputs_from=seq.outputs_from,
             pooled=seq.pooled,
             follows=follows,
-            adapter=seq.adapter,
+            need=seq.need,
         )

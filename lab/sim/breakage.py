@@ -52,7 +52,6 @@ from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.stats import Progress
 from kvrelay.engine.step import StepDone
 from kvrelay.engine.waiting import Passes
-from kvrelay.engine.weights import WeightVersion
 from kvrelay.kvtransfer.agent import CopyDone, TransferId
 from kvrelay.kvtransfer.messages import KVRelease
 from kvrelay.kvtransfer.peer.arrival import Arrival
@@ -70,6 +69,7 @@ from kvrelay.router.router import Router
 from kvrelay.worker.left_kv import LeftKV
 from kvrelay.worker.messages import CONTROLLER
 from kvrelay.worker.node import Worker
+from kvrelay.worker.weights import weight_updates
 
 
 class Break(StrEnum):
@@ -216,13 +216,13 @@ def break_worker(worker: Worker, broken: Break) -> None:
         exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
     if broken is Break.VERSIONS:
 
-        def use_weights(version: WeightVersion) -> None:
-            core.weights = version
+        def compute_with(fingerprint: bytes, weights: str) -> None:
+            core.weights = weights
 
-        core.use_weights = use_weights  # type: ignore[method-assign]
+        core.compute_with = compute_with  # type: ignore[method-assign]
     if broken is Break.PAIRS:
         worker.core.is_for_others = lambda work: False  # type: ignore[method-assign]
-        worker.weights.announce = lambda to: Note("info", "unsaid", to)  # type: ignore
+        weight_updates(worker.plugs).announce = lambda to: Note("info", "unsaid", to)  # type: ignore
         stats = worker.core.stats
         worker.core.stats = lambda *about: replace(stats(*about), num_weight_changes=0)  # type: ignore
     if broken is Break.WATCH:

@@ -172,9 +172,7 @@ class SimControl:
             after_s = max(0.0, until_s - runtime.now) + 0.01 * runtime.rng.random()
             assert isinstance(life.node, Worker)
             core = life.node.core
-            info = replace(
-                core.config.info(), fingerprint=core.fingerprint, weights=core.weights.name
-            )
+            info = replace(core.config.info(), fingerprint=core.fingerprint, weights=core.weights)
             started = WorkerStarted(info, "sim", 2, protocol=PROTOCOL)
             runtime.post("", CONTROLLER, started, after_s)
 
@@ -208,7 +206,7 @@ class SimControl:
         life = runtime.life(worker)
         assert isinstance(node, Worker)
         assert life is not None
-        life.executor.pool.mark = mark_of(node.core.weights)
+        life.executor.pool.mark = mark_of(node.config.weights)
         started = WorkerStarted(node.config.info(), "sim", 2, protocol=PROTOCOL)
         runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())
 

@@ -26,6 +26,7 @@ from kvrelay.engine.weights import (
 from kvrelay.lab.sim.runtime import SimNode, SimRuntime
 from kvrelay.router.router import Router
 from kvrelay.worker.node import Worker
+from kvrelay.worker.weights import weight_updates
 
 UPDATED = 0.3
 """How many of the runs have updates."""
@@ -121,7 +122,7 @@ def check_versions(
         life = runtime.life(worker)
         assert life is not None
         assert isinstance(life.node, Worker)
-        has = life.node.core.weights
+        has = weight_updates(life.node.plugs).version
         if wanted.digest and has.digest != wanted.digest:
             runtime.violate("update", f"{worker} has {has.name}, and {wanted.name} is current")
         for router in routers:

@@ -29,7 +29,7 @@ FIRST_RATES = {
     "host_read_bytes_per_s": 2e9,
     "disk_read_bytes_per_s": 5e8,
     "object_read_bytes_per_s": 1e8,
-    "adapter_load_s": 0.3,
+    "load_s": 0.3,
 }
 CONSTANTS = {
     "handoff_s": 0.01,  # messages and connection of one handoff, whatever its size
@@ -64,10 +64,10 @@ class Term:
     seconds: Callable[[CostModel, Endpoint, Work], float] | None = None
 
 
-def adapter_s(cost: CostModel, endpoint: Endpoint, work: Work) -> float:
-    if not work.adapter or work.adapter in endpoint.adapters:
+def need_s(cost: CostModel, endpoint: Endpoint, work: Work) -> float:
+    if not work.need or work.need in endpoint.loaded:
         return 0.0
-    return cost.rate(endpoint, "adapter_load_s")
+    return cost.rate(endpoint, "load_s")
 
 
 class Seconds(NamedTuple):
@@ -88,11 +88,11 @@ class Seconds(NamedTuple):
     stall: Annotated[float, Term("computing it, for each sequence that decodes there")] = 0.0
     # On a prefill worker, also what its prompts wait for this one's steps.
     crowd: Annotated[float, Term("longer steps, for each sequence that decodes there")] = 0.0
-    adapter: Annotated[
-        float, Term("loading its adapter, to compute the prompt", READING, AT_COMPUTING, adapter_s)
+    need: Annotated[
+        float, Term("loading what it needs, as an adapter", READING, AT_COMPUTING, need_s)
     ] = 0.0
-    adapter_again: Annotated[
-        float, Term("loading it where the prompt is handed over to", LATER, AT_READING, adapter_s)
+    need_again: Annotated[
+        float, Term("loading it where the prompt is handed over to", LATER, AT_READING, need_s)
     ] = 0.0
 
     @property

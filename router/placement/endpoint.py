@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from kvrelay.engine.backoff import Backoff
+from kvrelay.engine.needs import key_of
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
@@ -41,10 +42,6 @@ ROLE_BITS = {
 def model_number(fingerprint: bytes) -> int:
     """A number that is equal for equal fingerprints."""
     return int.from_bytes(blake2b(fingerprint, digest_size=8).digest())
-
-
-def adapter_number(digest: bytes) -> int:
-    return int.from_bytes(digest[:8])
 
 
 def native(struct: str, facts: WorkerInfo | WorkerStats) -> Any:
@@ -73,7 +70,7 @@ class Booking:
     counted: bool = False  # True: the last statistics know of it
     decoding: bool = False
     is_low: bool = False  # its class of service is a low one
-    adapter: int = 0  # its number, which the worker loads for it; 0: none
+    need: int = 0  # the key of what the worker loads for it; 0: nothing
 
 
 class PromptQueue:
@@ -159,7 +156,7 @@ class Endpoint:
         self.address = address_of(self.struct)
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
-        self.adapters: set[int] = set()  # in memory, as it says, or loaded for what was sent there
+        self.loaded: set[int] = set()  # keys, as it says, or of what was sent there
         self.failures = 0  # in a row
         self._failed_at = float("-inf")
         self.silent_s = 0.0  # since its last statistics, or since it came up
@@ -209,7 +206,7 @@ class Endpoint:
         prefill_tokens: int,
         num_blocks: int,
         prefill_s: float = 0.0,
-        adapter: int = 0,
+        need: int = 0,
         *,
         is_low: bool = False,
     ) -> None:
@@ -217,9 +214,9 @@ class Endpoint:
         low class of service: others do not wait for its prompt."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         token_s = prefill_s / max(1, prefill_tokens) / self.prompt_slowdown
-        booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, adapter=adapter)
+        booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, need=need)
         self.bookings[request_id] = booking
-        self.adapters.add(adapter)
+        self.loaded.add(need)
         struct = self.struct
         struct.num_booked += 1
         struct.low_booked += is_low
@@ -281,8 +278,8 @@ class Endpoint:
         self.struct.has_stats = True
         self.struct.stats = native("worker_stats", stats)
         self.struct.last_seen_at = now
-        self.adapters = {each.adapter for each in self.bookings.values()}
-        self.adapters.update(map(adapter_number, stats.adapters))
+        self.loaded = {each.need for each in self.bookings.values()}
+        self.loaded.update(map(key_of, stats.loaded))
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:

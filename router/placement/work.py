@@ -45,4 +45,4 @@ class Work(NamedTuple):
     patient: bool = False  # it is sent out now, and waits for memory at a worker
     resumes: bool = False  # its client has tokens
     is_low: bool = False  # it is of a low class of service
-    adapter: int = 0  # number of that with which it is computed
+    need: int = 0  # the key of what has to be loaded for it; 0: nothing

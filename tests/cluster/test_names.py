@@ -102,7 +102,8 @@ def test_without_names_of_their_own_too(tmp_path: Path) -> None:
     check_names(config, ["served"])
     with pytest.raises(ConfigError, match="'fixed' is the model, and an adapter in"):
         check_names(config, ["fixed"])
-    (tmp_path / FILE).write_text(json.dumps({"served": {"source": "/x", "digest": "ZA=="}}))
+    registered = {"source": "/x", "digest": "ZA==", "model": "served"}
+    (tmp_path / FILE).write_text(json.dumps({"served": registered}))
     with pytest.raises(ConfigError, match="'served' is the model, and an adapter that is reg"):
         check_names(config, ["served"])
 

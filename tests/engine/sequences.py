@@ -15,7 +15,7 @@ def sequence(tokens: list[int], *, block_size: int = 4, **changes: Any) -> Seque
     """changes: of the sequence, or of its request."""
     asked = {
         name: changes.pop(name)
-        for name in ("request_id", "sampling", "adapter", "priority")
+        for name in ("request_id", "sampling", "need", "priority")
         if name in changes
     }
     fields: dict[str, Any] = {

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.scheduling.selection import (
+from kvrelay.engine.scheduling.drafts import (
     MAX_ROW_COST,
     MAX_SLOWDOWN,
     NGRAM_SIZE,
     Draft,
-    Drafter,
+    Drafts,
     NgramProposer,
 )
 from kvrelay.engine.sequence import Sequence
@@ -120,8 +120,8 @@ def test_the_acceptance_rate_counts_drafts_up_to_the_first_rejected_one() -> Non
     assert proposer.acceptance_rate == rate
 
 
-def drafter(max_drafts: int = 7, max_rows: int = 64) -> Drafter:
-    return Drafter(max_drafts, max_rows, POOL)
+def drafter(max_drafts: int = 7, max_rows: int = 64) -> Drafts:
+    return Drafts(max_drafts, max_rows, POOL)
 
 
 def looping(length: int = 40) -> Sequence:
@@ -138,7 +138,7 @@ def counts(found: list[Draft] | None) -> list[int]:
     return [draft.num_asked or len(draft.tokens) for draft in found or []]
 
 
-def trained(made: Drafter, seq: Sequence, *, accepted: bool, times: int = 30) -> None:
+def trained(made: Drafts, seq: Sequence, *, accepted: bool, times: int = 30) -> None:
     for _ in range(times):
         draft = made.plan([seq], [7], weights(0.001))
         made.on_verified(seq, draft[0].tokens if draft and accepted else [99])
@@ -217,15 +217,15 @@ def test_drafts_are_tried_before_costs_were_measured() -> None:
     assert counts(found)[0] > 0
 
 
-def asking(max_drafts: int = 7) -> Drafter:
-    return Drafter(max_drafts, 64, POOL, has_drafter=True)
+def asking(max_drafts: int = 7) -> Drafts:
+    return Drafts(max_drafts, 64, POOL, has_drafter=True)
 
 
 def without_repetition() -> Sequence:
     return sequence(list(range(40)), num_prompt_tokens=1)
 
 
-def asked(made: Drafter, seq: Sequence, accepted: int, times: int, draft_s: float = 0.05) -> None:
+def asked(made: Drafts, seq: Sequence, accepted: int, times: int, draft_s: float = 0.05) -> None:
     """So many times the drafter is asked, and that many of its tokens are right."""
     for _ in range(times):
         found = made.plan([seq], [7], weights(0.01), draft_s)

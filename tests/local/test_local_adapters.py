@@ -236,7 +236,7 @@ def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(worl
                 assert is_right
                 continue
             assert answer.failed is not None
-            assert answer.failed.reason is Refusal.ADAPTER
+            assert answer.failed.reason is Refusal.NEED
             assert "have changed since it was registered" in answer.failed.detail
         assert_clean(cluster)
 
@@ -261,7 +261,7 @@ def test_ten_thousand_adapters_and_salts_share_no_hash() -> None:
     for number in range(10_000):
         adapter = Adapter(draw.randbytes(32) if number % 2 else bytes([number % 251]) * 32, "")
         scope = CacheScope(draw.choice((b"", draw.randbytes(16))), draw.choice((0, 16)))
-        own = (*hash_blocks(b"model", scope.with_adapter(adapter), tokens, 16),)
+        own = (*hash_blocks(b"model", adapter.scoped(scope), tokens, 16),)
         names |= {(scope.salt, adapter.digest, own)}
         assert own != (*hash_blocks(b"model", scope, tokens, 16),)
     by_hash = {own: (salt, digest) for salt, digest, own in names}

@@ -88,8 +88,8 @@ def test_drafters_change_no_token(
         make_head(tmp_path, kind)
     monkeypatch.setattr("kvrelay.router.router.PAUSE", Backoff(0.0, 0.0))
     # However long a row takes here, and however seldom they are right, drafts are worth it.
-    monkeypatch.setattr("kvrelay.engine.scheduling.selection.MIN_GAIN", 0.0)
-    monkeypatch.setattr("kvrelay.engine.scheduling.selection.MAX_SLOWDOWN", 100.0)
+    monkeypatch.setattr("kvrelay.engine.scheduling.drafts.MIN_GAIN", 0.0)
+    monkeypatch.setattr("kvrelay.engine.scheduling.drafts.MAX_SLOWDOWN", 100.0)
     with cluster_of(model, way, model if kind == "model" else tmp_path) as cluster:
         answers = answers_of(cluster, way)
         assert [answer.failed for answer in answers] == [None] * len(expected)

@@ -176,8 +176,8 @@ def test_drafts_change_no_token(
         preempt_now_and_then(monkeypatch)
     monkeypatch.setattr("kvrelay.router.router.PAUSE", Backoff(0.0, 0.0))
     # However long a row takes here, drafts are worth it.
-    monkeypatch.setattr("kvrelay.engine.scheduling.selection.MIN_GAIN", 0.0)
-    monkeypatch.setattr("kvrelay.engine.scheduling.selection.MAX_SLOWDOWN", 100.0)
+    monkeypatch.setattr("kvrelay.engine.scheduling.drafts.MIN_GAIN", 0.0)
+    monkeypatch.setattr("kvrelay.engine.scheduling.drafts.MAX_SLOWDOWN", 100.0)
     compare(model, way, seed, expected)
 
 

@@ -44,7 +44,7 @@ class Todo:
     output_tokens: float
     held: Mapping[NodeId, Held]
     sources: tuple[Endpoint, ...] = ()
-    adapter: int = 0
+    need: int = 0
 
 
 def work(
@@ -104,7 +104,7 @@ class Chooser:
         models = {worker.model: worker.info.block_size for worker in self.workers}
         prompts = [HashedPrompt(model, size, 1, names) for model, size in models.items()]
         counts = todo.num_tokens, todo.num_tokens, todo.output_tokens, todo.output_tokens
-        return Work(*counts, prompts, adapter=todo.adapter)
+        return Work(*counts, prompts, need=todo.need)
 
     def hold(self, worker: Endpoint, names: bytearray, held: Held) -> None:
         """What it has not said is expected in its device memory."""

@@ -24,5 +24,3 @@ def test_a_change_that_was_lost_is_in_the_next_statistics_and_an_earlier_one_is_
     s.tell(WeightsChanged("decode-0", 1, b"tiny", "", 3))  # back to its own
     s.tell(second)
     assert weights(s) == (b"tiny", "")
-    s.tell(WeightsChanged("decode-0", 1, b"old", "old"))  # an earlier version does not count
-    assert weights(s) == (b"old", "old")

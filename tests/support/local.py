@@ -30,6 +30,7 @@ from kvrelay.engine.request import (
     PromptOutputs,
     SamplingParams,
     TokenLogprobs,
+    needing,
 )
 from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.kvtransfer.store.arena import remove_arenas
@@ -192,10 +193,8 @@ class LocalCluster:
         """The future's result is the whole answer, or what it failed with. fields: as of Submit."""
         request_id = request_id or f"local-{next(self._ids)}"
         future: Future[Completion] = Future()
-        scope = scope.with_adapter(fields.get("adapter"))
-        submit = Submit(
-            request_id, sampling, CLIENT, tuple(tokens), timeout_s, scope=scope, **fields
-        )
+        fields |= needing(fields.pop("adapter", None), scope)
+        submit = Submit(request_id, sampling, CLIENT, tuple(tokens), timeout_s, **fields)
 
         def begin() -> None:
             completion = Completion(request_id, submitted_at=time.monotonic())

@@ -23,7 +23,7 @@ from kvrelay.engine.weights import (
     WeightsUsed,
     WeightVersion,
 )
-from kvrelay.worker.weights import Phase
+from kvrelay.worker.weights import Phase, weight_updates
 from tests.worker.world import BLOCK_SIZE, World, reference
 
 NEW = WeightVersion("new", b"new digest", "/new")
@@ -63,7 +63,7 @@ class Updated(World):
 
     @property
     def phase(self) -> Phase:
-        return self.decode.weights.phase
+        return weight_updates(self.decode.plugs).phase
 
 
 def test_a_drain_finishes_what_it_has_before_and_lets_what_comes_wait() -> None:
@@ -156,7 +156,7 @@ def test_one_that_has_kv_of_both_is_an_ordinary_one_once_it_has_lost_it() -> Non
 def test_requests_that_wait_for_kv_of_others_or_are_pinned_are_given_back() -> None:
     world = Updated()
     world.hold_reads = True
-    world.begin("pinned", pins_weights=True)
+    world.begin("pinned", is_pinned=True)
     world.submit("remote", [7] * 40, 4, remote=True)
     while world.step() and world.decode.core.seqs.keys() >= {("pinned", 0)}:
         if ("remote", 0) in world.decode.exchange.connector.arrivals and world.reads:

@@ -33,7 +33,7 @@ from kvrelay.cluster.api.openai.schema import Flag, ModelRequest, or_default, pr
 from kvrelay.cluster.api.parameters import EMBEDDING, RERANK, SCORE
 from kvrelay.cluster.api.tenants import Tenant
 from kvrelay.engine.kv.scope import CacheScope
-from kvrelay.engine.request import Pooling, RequestSpec, SamplingParams
+from kvrelay.engine.request import Pooling, RequestSpec, SamplingParams, needing
 
 MAX_INPUTS = 2048  # OpenAI's
 
@@ -84,12 +84,11 @@ class EmbeddingRequest(PooledRequest):
 
 async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenant) -> Plan:
     """One silent choice for each text. Raises `ApiError`."""
-    adapter = ctx.adapter_of(request.model)
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
-    scope = CacheScope(salt_of(request, tenant)).with_adapter(adapter)
+    of = needing(ctx.need_of(request.model), CacheScope(salt_of(request, tenant)))
     priority, special = priority_of(request, tenant), request.add_special_tokens
-    spec = RequestSpec("", sampling, scope=scope, adapter=adapter, priority=priority)
+    spec = RequestSpec("", sampling, priority=priority, **of)
     texts: list[ChoicePlan] = []
     keep = keep_of(ctx, request, 1)
     for place, text in enumerate(request.prompts):
@@ -103,7 +102,7 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
         room_after(ctx, tokens, param)
         texts.append(ChoicePlan(place, place, tokens, spec, is_silent=True))
     about = tenant, spec.service_class
-    return Plan(tuple(texts), (), None, False, False, *about, weights=request.weight_version or "")
+    return Plan(tuple(texts), (), None, False, False, *about, weights=request.pinned_to)
 
 
 class PooledFormat(Format):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvrelay.cluster.api.limiter import caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
 from kvrelay.cluster.api.output.events import THINK
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
+from kvrelay.cluster.api.utility.weights import usage_of_weights
 from kvrelay.engine.request import FinishReason, Refusal, TokenLogprobs
 from kvrelay.router.messages import Failed, Output, Submit
 
@@ -32,20 +33,6 @@ _MAX_TOKENS_A_TURN = 256
 _LOGPROBS_OF_A_TOKEN = 4  # that take as long as to detokenise it
 # The router keeps the deadline; this is for a router that does not answer any more.
 _DEADLINE_GRACE_S = 2.0
-
-
-def usage_of_weights(by_choice: Mapping[int, tuple[tuple[int, str], ...]]) -> dict[str, Any]:
-    """Which version answered; and where it has changed on the way, from which token on."""
-    changes = [
-        {"choice": choice, "index": at, "weight_version": name}
-        for choice, ranges in by_choice.items()
-        for at, name in ranges
-    ]
-    if not changes:
-        return {}
-    names = {change["weight_version"] for change in changes}
-    found: dict[str, Any] = {"weight_version": changes[-1]["weight_version"]}
-    return found if len(names) == 1 else found | {"weight_versions": changes}
 
 
 def draft_tokens(accepted: int, rejected: int) -> dict[str, int]:

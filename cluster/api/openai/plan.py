@@ -56,6 +56,7 @@ from kvrelay.engine.request import (
     Refusal,
     RequestSpec,
     SamplingParams,
+    needing,
 )
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.admission.admission import IncomingCall
@@ -463,7 +464,6 @@ def _about(ctx: ApiContext, request: GenerationRequest, tenant: Tenant) -> dict[
     what follows from others. Raises `ApiError`."""
     same = type(request).model_fields.keys() & set(SPEC_FIELDS)
     return {name: getattr(request, name) for name in same} | {
-        "adapter": ctx.adapter_of(request.model),
         "priority": priority_of(request, tenant),
         "retention": _retention(ctx, request),
     }
@@ -480,9 +480,10 @@ def _plan(
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
     salt, about = salt_of(request, tenant), _about(ctx, request, tenant)
+    need = ctx.need_of(request.model)
     for prompt in prompts:
         scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
-        about["scope"] = scope.with_adapter(about["adapter"])
+        about |= needing(need, scope)
         for i in range(request.n):
             sampling = replace(prompt.sampling, seed=choice_seed(seed, i))
             if reading is not None and i:  # a chat tells those of its prompt once
@@ -501,7 +502,7 @@ def _plan(
         includes_stop=request.includes_stop,
         shows_special=not request.skip_special_tokens,
         tells_ids=request.return_token_ids,
-        weights=request.weight_version or "",
+        weights=request.pinned_to,
     )
 
 

@@ -313,6 +313,11 @@ class ModelRequest(BaseModel):
             raise ValueError("'truncate_prompt_tokens': expected 1 or more, or -1, got 0")
         return self
 
+    @property
+    def pinned_to(self) -> str:
+        """Whose weights it wants; "": anybody's."""
+        return self.weight_version or ""
+
 
 if TYPE_CHECKING:
     Sampled = BaseModel

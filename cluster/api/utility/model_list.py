@@ -52,11 +52,12 @@ class _ModelList:
         folder: that is for operators."""
         ctx, tenant = self._ctx, caller(self._ctx, http)
         sees_paths = is_operator(ctx, http)
-        for name, each in ctx.names_for(tenant).items():
-            yield self._card(name, each, each.model_name)
-        for name, (each, adapter) in ctx.adapters_for(tenant).items():
-            root = adapter.source if sees_paths else name
-            yield self._card(name, each, root, each.model_name)
+        for name, (each, registered) in ctx.names_for(tenant).items():
+            if registered is None:
+                yield self._card(name, each, each.model_name)
+            else:
+                root = registered.source if sees_paths else name
+                yield self._card(name, each, root, each.model_name)
 
     def _card(self, name: str, model: ApiContext, root: str, parent: str | None = None) -> Card:
         return {

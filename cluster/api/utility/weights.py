@@ -1,8 +1,9 @@
 """The calls about weights that change while the server serves: `/v1/weights`, and vLLM's `/pause`,
-`/resume` and `/is_paused`. All are for operators only."""
+`/resume` and `/is_paused`, all for operators only; and what an answer says of its weights."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +37,20 @@ class WeightsRequest(BaseModel):
         if self.back == (self.path is not None):
             raise ValueError("expected 'path', a folder of weights, or 'back': true")
         return self
+
+
+def usage_of_weights(by_choice: Mapping[int, tuple[tuple[int, str], ...]]) -> dict[str, Any]:
+    """Which version answered; and where it has changed on the way, from which token on."""
+    changes = [
+        {"choice": choice, "index": at, "weight_version": name}
+        for choice, ranges in by_choice.items()
+        for at, name in ranges
+    ]
+    if not changes:
+        return {}
+    names = {change["weight_version"] for change in changes}
+    found: dict[str, Any] = {"weight_version": changes[-1]["weight_version"]}
+    return found if len(names) == 1 else found | {"weight_versions": changes}
 
 
 def weight_routes(ctx: ApiContext) -> list[ApiRoute]:

@@ -21,20 +21,21 @@ from kvrelay.engine.adapter_copies import read_registered
 from kvrelay.engine.adapters import (
     CONFIG_NAME,
     MAX_BYTES,
+    MAX_CONFIG_BYTES,
     WEIGHTS_NAME,
-    Adapter,
     AdapterError,
     Scaling,
     read_config,
 )
-from kvrelay.engine.model.batch import LoadedAdapter
 from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
 from kvrelay.engine.model.checkpoint.names import ROOTS, renamed
 from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.terms import RowTerms, Term
 from kvrelay.engine.model.weights import Weights
+from kvrelay.engine.needs import Need
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<root>(?:\w+\.)*?)layers\.(?P<layer>\d+)\."
@@ -64,14 +65,34 @@ class _Rows:
     is_gated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterLoader:
+    """Loads adapters for one model with these weights, beside steps."""
+
+    model_dir: Path
+    config: ModelConfig
+    ops: Ops
+    weights: Weights
+    max_bytes: int  # all that a worker holds
+    device: torch.device
+
+    def __call__(self, need: Need) -> RowTerms:
+        """Reads and prepares one. Raises AdapterError."""
+        if self.device.type != "cpu":
+            raise AdapterError("adapters are computed on CPUs, not on a GPU")
+        most = 2 * self.max_bytes + MAX_CONFIG_BYTES  # a file may be twice as wide
+        with torch.inference_mode():
+            return load_adapter(need, self.model_dir, self.config, self.ops, self.weights, most)
+
+
 def load_adapter(
-    adapter: Adapter,
+    adapter: Need,
     model_dir: Path,
     config: ModelConfig,
     ops: Ops,
     weights: Weights,
     most: int = MAX_BYTES,
-) -> LoadedAdapter:
+) -> RowTerms:
     """For the model that was loaded from `model_dir` with `ops`; of at most `most` bytes on disk.
     Raises AdapterError."""
     files = read_registered(adapter, most)
@@ -87,10 +108,10 @@ def load_adapter(
     memory = HugePages()
     for index, mine, found in _layers(modules, model_dir, config, recorder):
         for matrix, rows in _pairs(weights.layers[index], found):
-            low_rank = _low_rank(matrix, rows, mine, ops, memory)
-            if low_rank is not None:
-                pairs.append((matrix, low_rank))
-    return LoadedAdapter(tuple(pairs))
+            term = _term(matrix, rows, mine, ops, memory)
+            if term is not None:
+                pairs.append((matrix, term))
+    return RowTerms(tuple(pairs))
 
 
 def check_adapter(folder: Path, model_dir: Path, config: ModelConfig) -> int:
@@ -251,7 +272,9 @@ def _pairs(base: Any, found: Any) -> Iterator[tuple[Any, _Rows]]:
             yield from _pairs(getattr(base, each.name), getattr(found, each.name))
 
 
-def _low_rank(matrix: Any, rows: _Rows, modules: list[_Module], ops: Ops, memory: HugePages) -> Any:
+def _term(
+    matrix: Any, rows: _Rows, modules: list[_Module], ops: Ops, memory: HugePages
+) -> Term | None:
     """Has the ranks that change this matrix; None: there are none."""
     used = rows.up.any(0)
     parts = [m for m in modules if used[m.first : m.first + len(m.down)].any()]
@@ -259,8 +282,4 @@ def _low_rank(matrix: Any, rows: _Rows, modules: list[_Module], ops: Ops, memory
         return None
     down = torch.cat([m.down for m in parts])
     up = torch.cat([rows.up[:, m.first : m.first + len(m.down)] for m in parts], dim=1)
-    up = up.contiguous()
-    if getattr(matrix, "is_sum", False):
-        rank_ops: Any = ops
-        return rank_ops.summed_low_rank(down, up, memory)
-    return ops.low_rank(down, up, memory, is_gated=rows.is_gated)
+    return ops.term(matrix, down, up.contiguous(), memory, is_gated=rows.is_gated)

@@ -19,6 +19,7 @@ from typing import Any
 from kvrelay.engine.cache_dir import file_digest
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.fields import count, number, read_json
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig, Rope
 from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MODEL, MTP, OWN, DraftConfig
 from kvrelay.engine.model.errors import ModelError
@@ -32,12 +33,15 @@ MARKS = {  # a tensor that only this kind has
 }
 
 
-def read_drafter(path: Path, model: ModelConfig) -> DraftConfig:
-    """The drafter in the folder `path`, or MTP. Raises ModelError where it is none, or none for
-    `model`."""
-    if path == Path(MTP) and not path.is_dir():
+def read_drafter(name: str, model: ModelConfig) -> DraftConfig:
+    """The drafter `name`: a folder, a model by the name that serves it, or MTP, which is in the
+    model's own checkpoint. Raises ModelError where it is none, or none for `model`."""
+    path = Path(name).expanduser()
+    if name == MTP and not path.is_dir():
         _check_model(path, model)
         return _mtp(path, model)
+    if not path.is_dir():
+        path = resolve_model(name, progress=lambda _: None)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError(

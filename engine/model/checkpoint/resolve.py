@@ -17,7 +17,6 @@ from kvrelay.engine.cache_dir import default_cache_dir, file_digest, publish_dir
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.mistral import PARAMS_FILE
 from kvrelay.engine.model.config import check_unchanged, versions_of
-from kvrelay.engine.model.draft_config import MTP
 from kvrelay.engine.model.errors import ModelError
 
 CONVERTER_VERSION = 3  # raised when the same file would be converted differently
@@ -92,15 +91,6 @@ def resolve_model(
     raise ModelError(
         f"no model {name}: it is not a directory, a .gguf file, {', '.join(PACKAGED)} or a hub id"
     )
-
-
-def drafter_path(name: str) -> Path:
-    """Where the drafter `name` is: a folder, or a model by the name that serves it; MTP, which is
-    in the model's own checkpoint, as it is. Raises ModelError."""
-    path = Path(name).expanduser()
-    if path.is_dir() or name == MTP:
-        return path
-    return resolve_model(name, progress=lambda _: None)
 
 
 def resolve_config(

@@ -9,23 +9,20 @@ called for every step from then on.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from kvrelay.engine.model.cpu.huge_pages import HugePages
-from kvrelay.engine.model.cpu.kernels import constants, structure
+from kvrelay.engine.model.cpu.kernels import constants
 from kvrelay.engine.model.quantize import bits_of, quantize
 
 FLOAT32: int = constants.FLOAT32
 BF16: int = constants.BF16
 INT8: int = constants.INT8
 INT4: int = constants.INT4
-_LowRank = structure("LowRank")
 BITS = {INT8: 8, INT4: 4}
 BF16_PAIRS: int = constants.BF16_PAIRS
 FP16: int = constants.FP16
@@ -60,24 +57,6 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """As the kernels' struct says."""
-
-    data: torch.Tensor
-    spans: torch.Tensor
-    described: Any
-
-    @property
-    def width(self) -> int:
-        width: int = self.described.rows
-        return width
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.spans.nbytes
-
-
-@dataclass(frozen=True, slots=True)
 class Heads:
     """A matrix for each head, packed one after the other."""
 
@@ -103,15 +82,15 @@ class CpuLinear:
     ) -> None:
         """low_precision: as of `CpuOps`; activation: of gated matrices."""
         self._lib, self._threads = library, num_threads
-        self._bf16 = dtype == torch.bfloat16
+        self.bf16 = dtype == torch.bfloat16
         self._quantization = quantization
         self._low_precision, self._activation = low_precision, activation
-        self._has_gate = activation != ACTIVATIONS["squared_relu"]
+        self.has_gate = activation != ACTIVATIONS["squared_relu"]
         self._buffer = buffer
         self._memory = HugePages()
         self._num_matrices = 0
 
-    def begin_version(self) -> None:
+    def use_new_chunks(self) -> None:
         """What is packed from now on gets chunks of its own: see `CpuOps`."""
         self._memory = HugePages()
 
@@ -121,13 +100,13 @@ class CpuLinear:
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
         kind = self._kind(weight, role)
-        return self._packed(weight, None, role, kind, gated=self._has_gate)
+        return self._packed(weight, None, role, kind, gated=self.has_gate)
 
     def gated(
         self, x: torch.Tensor, matrix: Matrix, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """added: [n, rows of the `up` of a gated `LowRank`]."""
-        if not self._has_gate:
+        """added: [n, rows of the `up` of a gated `CpuTerm`]."""
+        if not self.has_gate:
             out = self.linear(x, matrix)
             if added is not None:
                 out += added
@@ -154,49 +133,6 @@ class CpuLinear:
         self._pack_into(packed, weight, kind, gated, self._threads)
         self._num_matrices += 1
         return Matrix(role, rows, depth, packed, kind, bias, self._num_matrices - 1)
-
-    def low_rank(
-        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
-    ) -> LowRank:
-        """May be called from any thread, while others compute."""
-        if is_gated and self._has_gate:
-            up = self._in_panels(up)
-        vector, per_word = self._lib.kvr_vector_width(), 2 if self._bf16 else 1
-        kind = torch.bfloat16 if self._bf16 else torch.float32
-        shape = {"ranks": -(-len(down) // vector) * vector, "depth": down.shape[1], "rows": len(up)}
-        down = _padded(down, vector, per_word)
-        up = F.pad(up, (0, shape["ranks"] - up.shape[1], 0, -len(up) % vector))
-        spans = _spans(up.unflatten(0, (-1, vector)).any(1), per_word)
-        sizes = spans[:, 1] * vector * per_word
-        first = down.numel() + sizes.cumsum(0) - sizes
-        packed = torch.empty(down.numel() + int(sizes.sum()), dtype=kind)
-        packed[: down.numel()] = _words(down, vector, per_word).flatten()
-        for start, count in spans.unique(dim=0).tolist():
-            if not count:  # rows of a projection that the adapter does not change
-                continue
-            chosen = (spans == torch.tensor([start, count])).all(1)
-            ranks = up.unflatten(0, (-1, vector))[chosen][:, :, start * per_word :]
-            ranks = ranks[:, :, : count * per_word].flatten(0, 1)
-            at = first[chosen].unsqueeze(1) + torch.arange(count * per_word * vector)
-            packed[at] = _words(ranks, vector, per_word).flatten(1).to(kind)
-        data = memory.take(packed.nbytes)
-        data.copy_(packed.view(torch.int8))
-        addresses = data.data_ptr(), spans.data_ptr()
-        return LowRank(data, spans, _LowRank(*addresses, **shape, pairs=per_word - 1))
-
-    def _in_panels(self, weight: torch.Tensor) -> torch.Tensor:
-        """Rows of [gate; up] in the order of a packed gated matrix."""
-        width = self._lib.kvr_vector_width()
-        halves = torch.stack(weight.chunk(2))  # [2, rows, rank]
-        halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % width))
-        return halves.unflatten(1, (-1, width)).transpose(0, 1).flatten(0, 2)
-
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
-        assert x.stride(1) == out.stride(1) == 1
-        self._lib.kvr_low_rank(
-            ctypes.addressof(low_rank.described),
-            *(x.data_ptr(), len(x), x.stride(0), out.data_ptr(), out.stride(0), self._threads),
-        )
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         out = self._buffer(matrix.role, len(x), matrix.rows)
@@ -228,7 +164,7 @@ class CpuLinear:
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         count, _, width = downs.shape
         kind = self._kind(downs, "experts")
-        gated = self._stack(gate_ups, kind, gated=self._has_gate)
+        gated = self._stack(gate_ups, kind, gated=self.has_gate)
         return Experts(count, width, gated, self._stack(downs, kind), kind)
 
     def _kind(self, weight: torch.Tensor, role: str) -> int:
@@ -236,7 +172,7 @@ class CpuLinear:
             return INT8 if bits == 8 else INT4
         if self._low_precision:
             return self._low_precision
-        return BF16 if self._bf16 else _exact_kind(weight)
+        return BF16 if self.bf16 else _exact_kind(weight)
 
     def _pack_into(
         self, packed: torch.Tensor, weight: torch.Tensor, kind: int, gated: bool, threads: int
@@ -300,24 +236,6 @@ def fastest_kind(library: Any) -> int:
     """Returns which products with rounded factors are fastest on this CPU; 0: none beats
     float32."""
     return next((kind for kind in LOW_PRECISION if library.kvr_multiplies(kind)), 0)
-
-
-def _padded(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """To whole vectors of rows and words of columns."""
-    return F.pad(weight, (0, -weight.shape[1] % columns, 0, -len(weight) % rows))
-
-
-def _words(weight: torch.Tensor, vector: int, per_word: int) -> torch.Tensor:
-    """[blocks, depth in words, vector, per_word] of a weight [blocks * vector, depth]."""
-    return weight.view(-1, vector, weight.shape[1] // per_word, per_word).transpose(1, 2)
-
-
-def _spans(used: torch.Tensor, per_word: int) -> torch.Tensor:
-    """used [blocks, ranks]: which are not zero -> [blocks, 2]: first word of them, and how many."""
-    counted = torch.arange(1, used.shape[1] + 1) * used
-    end = (counted.amax(1) + per_word - 1) // per_word
-    first = used.int().argmax(1) // per_word
-    return torch.stack((first, (end - first).where(end > 0, 0)), 1).contiguous()
 
 
 def _exact_kind(weight: torch.Tensor) -> int:

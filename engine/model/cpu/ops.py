@@ -24,13 +24,13 @@ from kvrelay.engine.model.cpu.linear import (
     CpuLinear,
     Experts,
     Heads,
-    LowRank,
     Matrix,
     fastest_kind,
     owned,
 )
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, gate_is_silu, norm_step
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
+from kvrelay.engine.model.cpu.terms import CpuTerm, pack_term
 from kvrelay.engine.model.ops import split_queries_and_keys
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import MAMBA2
@@ -82,10 +82,10 @@ class CpuOps:
     def num_passed(self) -> int:
         return int(self._lib.kvr_num_passed())
 
-    def begin_version(self) -> None:
+    def use_new_chunks(self) -> None:
         """Weights that are packed from now on share no memory with those before, which is free
         once they are gone."""
-        self._linear.begin_version()
+        self._linear.use_new_chunks()
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
         kind = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
@@ -178,13 +178,19 @@ class CpuOps:
     ) -> torch.Tensor:
         return self._linear.gated(x, matrix, added)
 
-    def low_rank(
-        self, down: torch.Tensor, up: torch.Tensor, memory: HugePages, *, is_gated: bool
-    ) -> LowRank:
-        return self._linear.low_rank(down, up, memory, is_gated=is_gated)
-
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: LowRank) -> None:
-        self._linear.add_low_rank(out, x, low_rank)
+    def term(
+        self,
+        matrix: Any,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        memory: HugePages,
+        *,
+        is_gated: bool,
+    ) -> CpuTerm:
+        """May be called from any thread, while others compute."""
+        in_panels, bf16 = is_gated and self._linear.has_gate, self._linear.bf16
+        of = self._lib, self._threads, down, up, memory
+        return pack_term(*of, bf16=bf16, in_panels=in_panels)
 
     def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         assert logits.is_contiguous()

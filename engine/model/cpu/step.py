@@ -16,20 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrelay.engine.model.batch import (
-    NO_ADAPTERS,
-    AdaptedRows,
-    Batch,
-    Limits,
-    LoadedAdapter,
-    adapted_rows,
-)
+from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import constants, structure
 from kvrelay.engine.model.cpu.linear import ACTIVATIONS
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, address, described_matrix
+from kvrelay.engine.model.cpu.terms import put_terms
 from kvrelay.engine.model.sampling.sampler import DRAW, Masks, draw_of, is_plain
+from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, term_rows
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
@@ -68,7 +63,6 @@ class CpuDraw:
 
 _Experts, _Latent = structure("Experts"), structure("Latent")
 _Layer, _Step = structure("Layer"), structure("Step")
-_LowRank, _AdaptedRows = structure("LowRank"), structure("AdaptedRows")
 ROW_BLOCK_STEP: int = constants.ROW_BLOCK_STEP
 
 
@@ -104,7 +98,7 @@ class CpuStep:
             self._widths = widths(self._layers, self._config, self._recurrent)
         assert hidden.is_contiguous()
         step, rows, count = self._step, len(hidden), len(layers)
-        self._adapted = put_adapters(step, batch.adapted)
+        self._terms = put_terms(step, batch.terms)
         step.hidden, step.rows = hidden.data_ptr(), rows
         buffers = {
             name: self._buffer("step_" + name, rows + step.threads * ROW_BLOCK_STEP, width)
@@ -155,7 +149,7 @@ class CpuStep:
         self._attention.begin(batch)
         self._lib.kvr_attention(layer.attention, queries.data_ptr(), step.attended, layer.pool)
         step.hidden, step.rows = hidden.data_ptr(), len(hidden)
-        self._adapted = put_adapters(step, batch.adapted)
+        self._terms = put_terms(step, batch.terms)
         self._lib.kvr_after_attention(ctypes.addressof(layer), ctypes.addressof(step))
         return hidden
 
@@ -163,26 +157,6 @@ class CpuStep:
 def mark_captured(layers: ctypes.Array[Any], captures: Sequence[int]) -> None:
     for at, index in enumerate(captures):
         layers[index].captured = 1 + at
-
-
-def put_adapters(step: Any, adapted: Sequence[AdaptedRows]) -> Any:
-    """Into the kernels' step; returns what has to live as long as it is used."""
-    rows = (_AdaptedRows * len(adapted))()
-    for to, (first, count, adapter) in zip(rows, adapted, strict=True):
-        if adapter.described is None:
-            adapter.described = _described_adapter(adapter)
-        of = adapter.described
-        to.of, to.count, to.first, to.rows = ctypes.addressof(of), len(of), first, count
-    step.adapted, step.num_adapted = ctypes.addressof(rows) if adapted else None, len(adapted)
-    return rows
-
-
-def _described_adapter(adapter: LoadedAdapter) -> ctypes.Array[Any]:
-    count = 1 + max((matrix.number for matrix, _ in adapter.pairs), default=0)
-    described = (_LowRank * count)()
-    for matrix, low_rank in adapter.pairs:
-        described[matrix.number] = low_rank.described
-    return described
 
 
 def step_of(config: ModelConfig, library: Any, num_threads: int) -> Any:
@@ -351,7 +325,7 @@ class CpuDecode:
         step: Step,
         tables: Sequence[np.ndarray],
         masks_of: Masks | None = None,
-        adapters: Mapping[bytes, LoadedAdapter] = NO_ADAPTERS,
+        loaded: Mapping[bytes, RowTerms] = NOTHING_LOADED,
     ) -> list[Sampled] | None:
         """Up to `step.repeats` passes; none follows one that drew a stop token. `tables`: of the
         sequences, as `Guard.check` gives them. `masks_of`: as `Grammars.masks`, for one pass.
@@ -362,7 +336,7 @@ class CpuDecode:
             return None
         count = self._place(seqs, tables)
         lengths = [len(seq.input_tokens) for seq in seqs]
-        self._adapted = put_adapters(request.step, adapted_rows(seqs, lengths, adapters))
+        self._terms = put_terms(request.step, term_rows(seqs, lengths, loaded))
         at = self._rows["draws"]["mask"][:count]
         at[:] = 0
         if masks_of is not None:

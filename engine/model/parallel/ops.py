@@ -24,6 +24,7 @@ from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.parallel.link import MakeCompanion
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.state_layout import MAMBA2
+from kvrelay.engine.model.terms import Term
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """A rank that the others wait for this long counts as dead. The death of a process is noticed at
@@ -210,14 +211,25 @@ class _Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class _SummedLowRank:
-    """An adapter's, of a matrix whose results ranks add up."""
+class _SummedTerm:
+    """A term of a matrix whose results ranks add up."""
 
-    inner: Any
+    inner: Term
+    group: Group
 
     @property
     def nbytes(self) -> int:
-        return int(self.inner.nbytes)
+        return self.inner.nbytes
+
+    @property
+    def width(self) -> int:
+        return self.inner.width
+
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        own = torch.zeros_like(out)
+        self.inner.add(own, x)
+        self.group.sum(own)
+        out += own
 
 
 class ParallelOps:
@@ -255,23 +267,19 @@ class ParallelOps:
         return _Matrix(inner.matrix(weight, bias, role))
 
     def recording(self, recorder: Any) -> ParallelOps:
-        """Operations that give `recorder` the rank's rows of what an adapter has for a matrix; all
-        of them where the matrix is cut by columns, as `down` is then (`summed_low_rank`)."""
+        """Operations that give `recorder` the rank's rows of what is to become terms; all of them
+        where the matrix is cut by columns, as `down` is then (`term`)."""
         return _Recording(recorder, self._group, self._model)
 
-    def summed_low_rank(self, down: torch.Tensor, up: torch.Tensor, memory: Any) -> Any:
-        """As `low_rank`, for a matrix that is cut by columns."""
-        own = down[:, self._shard.part(down.shape[1])].contiguous()
-        return _SummedLowRank(self._inner.low_rank(own, up, memory, is_gated=False))
-
-    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, low_rank: Any) -> None:
-        if not isinstance(low_rank, _SummedLowRank):
-            self._inner.add_low_rank(out, x, low_rank)
-            return
-        own = torch.zeros_like(out)
-        self._inner.add_low_rank(own, x, low_rank.inner)
-        self._group.sum(own)
-        out += own
+    def term(
+        self, matrix: Any, down: torch.Tensor, up: torch.Tensor, memory: Any, *, is_gated: bool
+    ) -> Term:
+        """As `Ops.term`; of a matrix that is cut by columns, so is `down`."""
+        is_sum = getattr(matrix, "is_sum", False)
+        if is_sum:
+            down = down[:, self._shard.part(down.shape[1])].contiguous()
+        own = self._inner.term(matrix, down, up, memory, is_gated=is_gated)
+        return _SummedTerm(own, self._group) if is_sum else own
 
     def _rows(self, whole: torch.Tensor, role: str) -> torch.Tensor:
         """Takes the rank's rows from each of the projections that are stacked in `whole`."""

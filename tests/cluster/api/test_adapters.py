@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,7 @@ def ask(server: Served, model: str, path: str = "/v1/completions", **more: Any) 
         given = {"messages": [{"role": "user", "content": "Hello"}]}
     answer = server.post({"model": model, "max_tokens": 4, **given, **more}, path)
     assert answer.status_code == 200, answer.text
-    return server.router.submits[-1].adapter, answer.json()
+    return server.router.submits[-1].need, answer.json()
 
 
 def register(server: Served, name: str, folder: Path) -> None:
@@ -82,7 +80,7 @@ def test_a_registered_adapter_is_a_models_name(server: Served, folder: Path) -> 
         assert answer["model"] == MODEL
     responded = server.post({"model": "tuned", "input": "Hi", "store": False}, "/v1/responses")
     assert responded.json()["model"] == "tuned"
-    assert server.router.submits[-1].adapter == read_named(folder)
+    assert server.router.submits[-1].need == read_named(folder)
     cards = {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
     assert cards["tuned"]["parent"] == MODEL
     assert cards["tuned"]["root"] == str(folder)
@@ -205,7 +203,7 @@ def test_an_adapter_is_of_the_model_that_it_was_made_for(
         given = {"prompt": "Hi", "max_tokens": 2} if "comp" in path else {"input": "Hi"}
         before = len(server.router.submits)
         assert server.post({"model": "a/b", **given}, path).status_code == 200
-        assert both.other.submits[-1].adapter == read_named(folder)
+        assert both.other.submits[-1].need == read_named(folder)
         assert len(server.router.submits) == before
     assert server.http.get("/v1/models/a/b").json()["parent"] == OTHER
     both.served.ctx.offer([MODEL])
@@ -235,18 +233,6 @@ def test_another_base_of_the_same_name_does_not_have_its_adapters(
         assert "tuned" in after.every(), "operators see it"
     adapters.know_base("chat", b"three")  # the name is another model's now
     assert adapters.find("tuned") is adapters.find("fixed") is None
-
-
-def test_adapters_of_an_earlier_version_are_the_first_models_from_then_on(
-    tmp_path: Path, folder: Path
-) -> None:
-    file, bases = tmp_path / FILE, {"chat": AdapterBase("c", lambda: b"one"), "b": AdapterBase()}
-    found = read_named(folder)
-    digest = b64encode(found.digest).decode()
-    file.write_text(json.dumps({"old": {"source": str(folder), "digest": digest}}))
-    assert Adapters.open([], file, bases).find("old") is not None
-    assert json.loads(file.read_text())["old"]["model"] == "chat"
-    assert Adapters.open([], file, {"b": AdapterBase()}).of_model("b") == {}
 
 
 def test_what_workers_cannot_load_is_not_registered(

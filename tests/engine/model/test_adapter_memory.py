@@ -6,9 +6,9 @@ import pytest
 
 from kvrelay.engine import adapter_copies
 from kvrelay.engine.adapters import Adapter, AdapterError, read_adapter
-from kvrelay.engine.model import adapters as module
-from kvrelay.engine.model.adapters import Adapters
-from kvrelay.engine.model.batch import LoadedAdapter
+from kvrelay.engine.model import loads as module
+from kvrelay.engine.model.loads import Loads
+from kvrelay.engine.model.terms import RowTerms
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.engine.step import Step
 from tests.engine.model.runners import model_runner
@@ -31,13 +31,13 @@ class World:
         self.now, self.gate = 0.0, threading.Semaphore(0)
         self.broken: set[bytes] = set()
         most = num_fitting * SIZE
-        self.adapters = Adapters(self.load, most, clock=lambda: self.now)
+        self.adapters = Loads(self.load, most, clock=lambda: self.now)
 
     def load(self, adapter):
         assert self.gate.acquire(timeout=60)
         if adapter.digest in self.broken:
             raise AdapterError(f"{adapter.source} is broken")
-        return LoadedAdapter(((object(), Big()),))
+        return RowTerms(((object(), Big()),))
 
     def step(self, names, loads=0):
         """Names of those that run in this step, after so many were loaded."""
@@ -57,7 +57,7 @@ class World:
         return "".join(names[i] for i in here), sorted(failed.values())
 
     def seqs(self, names):
-        return [scheduled([1], 0, [0], adapter=self.named(name)) for name in names]
+        return [scheduled([1], 0, [0], need=self.named(name)) for name in names]
 
     @staticmethod
     def named(name):
@@ -130,7 +130,7 @@ def run(runner, adapters, count, **step_fields):
             feed, start = ([context[-1]], len(context) - 1) if out else (context, 0)
             sampling = SamplingParams(temperature=0.0, max_tokens=count)
             blocks = [*range(4 * i, 4 * i + 4)]
-            fields = {"context": context, "sampling": sampling, "adapter": adapter}
+            fields = {"context": context, "sampling": sampling, "need": adapter}
             drafts = {"draft_tokens": [7, 8]} if step_fields.get("drafts") and out else {}
             named = {"request_id": f"r{i}", "num_prompt_tokens": len(prompt)}
             seqs.append(scheduled(feed, start, blocks, **fields, **drafts, **named))
@@ -138,7 +138,7 @@ def run(runner, adapters, count, **step_fields):
         while done.waiting:
             done = runner.execute(Step(number, seqs))
         assert not done.failed
-        assert not done.unadapted
+        assert not done.unloaded
         for out, sampled in zip(outputs, done.sampled, strict=True):
             out.extend((sampled.token, *sampled.more))
     return [out[:count] for out in outputs]
@@ -171,7 +171,7 @@ def test_a_changed_adapter_is_that_requests_own_failure(tmp_path, llama, monkeyp
     adapter = digest_of(folder)
     write_adapter(folder, llama, seed=1)
     seqs = [
-        scheduled(PROMPTS[0], 0, [0, 1], adapter=adapter, request_id="a"),
+        scheduled(PROMPTS[0], 0, [0, 1], need=adapter, request_id="a"),
         scheduled(PROMPTS[1], 0, [2, 3], request_id="b"),
     ]
     runner = model_runner(llama, num_blocks=8, dtype="float32", threads=2)
@@ -180,6 +180,6 @@ def test_a_changed_adapter_is_that_requests_own_failure(tmp_path, llama, monkeyp
         done = runner.execute(Step(0, seqs))
     assert done.sampled[1] is not None
     reason, why = done.fault(0)
-    assert reason is Refusal.ADAPTER
+    assert reason is Refusal.NEED
     changed = "its files have changed since it was registered; register it again"
     assert why == f"the adapter cannot be loaded: {changed}", "and not where it lay"

@@ -209,13 +209,13 @@ def test_every_byte_of_a_drafter_is_in_the_checksum(llama8, tmp_path):
 def test_what_is_no_drafter_of_the_model_is_refused_with_what_is_wrong(llama8, tmp_path):
     config = read_config(llama8)
     with pytest.raises(ModelError, match="needed"):
-        read_drafter(tmp_path, config)
+        read_drafter(str(tmp_path), config)
     make_head(tmp_path / "narrow", "own", hidden_size=95)
     with pytest.raises(ModelError, match="95 numbers, the model's have 96"):
-        read_drafter(tmp_path / "narrow", config)
+        read_drafter(str(tmp_path / "narrow"), config)
     make_head(tmp_path / "d2t", "eagle3", draft_vocab_size=63)
     with pytest.raises(ModelError, match="draft_vocab_size is 63"):
-        read_drafter(tmp_path / "d2t", config)
+        read_drafter(str(tmp_path / "d2t"), config)
     make_head(tmp_path / "far", "eagle3", tensors={"d2t": torch.full((64,), 1000)})
     with pytest.raises(ModelError, match="vocabulary of 131"):
         Drafting(llama8, tmp_path / "far")

@@ -144,7 +144,7 @@ def test_a_prefix_hit_goes_on_from_the_blocks(path: Path) -> None:
 def test_models_without_such_a_layer_are_named(path: Path, tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     with pytest.raises(ModelError, match="states no num_nextn_predict_layers"):
-        read_drafter(Path("mtp"), read_config(tmp_path))
+        read_drafter("mtp", read_config(tmp_path))
     tensors = load_file(path / "model.safetensors")
     kept = {name: each for name, each in tensors.items() if "eh_proj" not in name}
     save_file(kept, tmp_path / "model.safetensors")

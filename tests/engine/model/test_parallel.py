@@ -122,13 +122,13 @@ def compare_adapted(path: Path, ranks: Ranks, folders: list[Path]) -> None:
 
     def run(execute: Callable, start: int, end: int) -> torch.Tensor:
         seqs = [
-            scheduled(LONG[start:end], start, table, sampling=EVERY_LOGPROB, adapter=adapter)
+            scheduled(LONG[start:end], start, table, sampling=EVERY_LOGPROB, need=adapter)
             for table, adapter in zip(tables, adapters, strict=True)
         ]
         rows: list[torch.Tensor | None] = [None] * len(seqs)
         while any(row is None for row in rows):  # an adapter that is not there yet comes again
             done = execute(Step(0, seqs))
-            assert not done.unadapted
+            assert not done.unloaded
             for index, sampled in enumerate(done.sampled):
                 if sampled is not None and rows[index] is None:
                     row = rows[index] = torch.empty(VOCAB)
@@ -152,7 +152,7 @@ def test_two_ranks_compute_adapters_as_one_process_does(family, checkpoint_of, t
     ]
     ranks = Ranks(path, 2, tmp_path / "meeting")
     compare_adapted(path, ranks, folders)
-    sizes = [each.adapters._entries for each in ranks.runners]
+    sizes = [each.loads._entries for each in ranks.runners]
     assert len({tuple(e.nbytes for e in entries.values()) for entries in sizes}) == 1
 
 
@@ -165,11 +165,11 @@ def test_an_adapter_that_one_rank_cannot_load_is_refused_by_all(checkpoint_of, t
     def broken(*_: object) -> None:
         raise AdapterError("no such folder here")
 
-    ranks.runners[1].adapters._load_one = broken
-    seqs = [scheduled(SHORT, 0, [1], adapter=adapter), scheduled(SHORT, 0, [2])]
-    while not (done := ranks.execute(Step(0, seqs))).unadapted:
+    ranks.runners[1].loads._load_one = broken
+    seqs = [scheduled(SHORT, 0, [1], need=adapter), scheduled(SHORT, 0, [2])]
+    while not (done := ranks.execute(Step(0, seqs))).unloaded:
         assert 0 in done.waiting
-    assert "another rank of this worker" in done.unadapted[0]
+    assert "another rank of this worker" in done.unloaded[0]
     assert done.sampled[1] is not None
 
 

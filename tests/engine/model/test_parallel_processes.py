@@ -57,11 +57,11 @@ def test_the_life_of_a_worker_with_two_ranks(tmp_path):
 
     folder = write_adapter(tmp_path / "adapter", tmp_path)
     adapter = Adapter(read_adapter(folder).digest, str(folder))
-    adapted = [scheduled(PROMPT, 0, BLOCKS, adapter=adapter), scheduled(PROMPT[:9], 0, [9])]
+    adapted = [scheduled(PROMPT, 0, BLOCKS, need=adapter), scheduled(PROMPT[:9], 0, [9])]
     done, expected = (settled(each, Step(2, adapted)) for each in (runner, alone))
     assert done.sampled == expected.sampled
     assert done.sampled[0] is not None
-    assert done.adapters.digests == (adapter.digest,)
+    assert done.loaded.digests == (adapter.digest,)
 
     asked = SamplingParams(temperature=0.0, prompt_logprobs=2, pooling=Pooling.MEAN)
     reads = scheduled(PROMPT, 0, BLOCKS, sampling=asked, outputs_from=0)

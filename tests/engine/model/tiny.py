@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvrelay.engine.adapters import Adapter, read_adapter
 from kvrelay.engine.cache_dir import default_cache_dir
-from kvrelay.engine.model.batch import Batch, Limits, LoadedAdapter
+from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.checkpoint.adapter import load_adapter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
@@ -24,6 +24,7 @@ from kvrelay.engine.model.cpu.linear import AMX, BF16_PAIRS, FP16, INT16
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.states import NO_STATE, StatePool, StateSpans
+from kvrelay.engine.model.terms import RowTerms
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
@@ -490,7 +491,7 @@ class Driver:
         self._load = partial(
             load_adapter, model_dir=path, config=self.config, ops=made, weights=weights
         )
-        self._adapters: dict[bytes, LoadedAdapter] = {}
+        self._adapters: dict[bytes, RowTerms] = {}
         self.adapter_of: dict[str, Adapter] = {}  # by sequence
         order = torch.Generator().manual_seed(3)
         self._free = torch.randperm(NUM_BLOCKS, generator=order).tolist()
@@ -527,7 +528,7 @@ class Driver:
             self._start[name] = start + len(tokens)
             adapter = self.adapter_of.get(name)
             shown = name not in mute
-            seqs.append(scheduled(tokens, start, blocks, sample=shown, adapter=adapter))
+            seqs.append(scheduled(tokens, start, blocks, sample=shown, need=adapter))
         limits = Limits(
             NUM_BLOCKS,
             BLOCK_SIZE,
@@ -538,7 +539,7 @@ class Driver:
             group_windows=self._windows,
         )
         cpu = torch.device("cpu")
-        batch = Batch.from_step(Step(0, seqs), limits, cpu, adapters=self._adapters)
+        batch = Batch.from_step(Step(0, seqs), limits, cpu, loaded=self._adapters)
         batch = replace(batch, states=(states,) if states else ())
         with torch.inference_mode():
             return self._decoder.forward(batch).clone()

@@ -22,7 +22,7 @@ from kvrelay.lab.sim.scenario import Scenario, draw_scenario
 from kvrelay.lab.sim.updates import BASE, VERSIONS, Update
 from kvrelay.worker.messages import CONTROLLER
 from kvrelay.worker.node import Worker
-from kvrelay.worker.weights import Phase, WeightUpdates
+from kvrelay.worker.weights import Phase, WeightUpdates, weight_updates
 
 WORKERS = {f"{role}-{n}": role for role in (Role.PREFILL, Role.DECODE) for n in range(2)}
 LATE = FaultPlan(until_s=5.0, delay=0.2, delay_s=0.5, step_slow=0.1)
@@ -65,7 +65,7 @@ def updated(
     def kill(runtime: SimRuntime, life: SimNode) -> None:
         check(runtime, life)
         node = life.node
-        if not isinstance(node, Worker) or node.weights.phase is not phase:
+        if not isinstance(node, Worker) or weight_updates(node.plugs).phase is not phase:
             return
         if left == [node.node_id]:
             runtime.call_at(runtime.now, lambda: cluster.control.crash(left.pop(), 0.2, 0.1))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.api.context import ApiSettings
-from kvrelay.cluster.api.openai.generation import usage_of_weights
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.utility.weights import usage_of_weights
 from kvrelay.cluster.orders import OrderRefused, PauseModel, UpdateModel
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion

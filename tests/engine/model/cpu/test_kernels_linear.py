@@ -12,6 +12,7 @@ from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.huge_pages import HugePages
 from kvrelay.engine.model.cpu.linear import ACTIVATIONS, CpuLinear
+from kvrelay.engine.model.cpu.terms import pack_term
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.quantize import GROUP, dequantize, quantize, round_inputs, scheme
 from kvrelay.engine.model.weights import ExpertsWeights
@@ -325,27 +326,29 @@ def test_an_unknown_quantization_is_refused(llama):
 def test_an_adapters_part_equals_torch_and_stores_no_zeros(dtype, parts):
     """parts: outputs and ranks of each matrix of a stack."""
     torch.manual_seed(1)
-    ops, depth = make_linear(dtype=dtype), 77
+    library, depth = kernels.load(default_cache_dir()), 77
     ups = [torch.randn(shape).to(dtype).float() for shape in parts]
     up = torch.block_diag(*ups)
     down = torch.randn(up.shape[1], depth).to(dtype).float()
-    low_rank = ops.low_rank(down, up, HugePages(), is_gated=False)
+    term = pack_term(
+        library, 2, down, up, HugePages(), bf16=dtype == torch.bfloat16, in_panels=False
+    )
     x = torch.randn(40, depth + 5)[:, :depth].to(dtype).float()  # rows are apart
     low = (x.double() @ down.double().t()).to(dtype)
     base = torch.randn(40, len(up))
     expected = base + low.double() @ up.double().t()
     alone = [base[row : row + 1].clone() for row in range(40)]
     for row, out in enumerate(alone):
-        ops.add_low_rank(out, x[row : row + 1], low_rank)
+        term.add(out, x[row : row + 1])
     atol = 1e-4 if dtype == torch.float32 else 0.5
     torch.testing.assert_close(torch.cat(alone).double(), expected, rtol=0, atol=atol)
     for rows in (2, 3, 5, 6, 7, 13, 40):
         out = torch.full((rows, len(up) + 3), 9.0)
         out[:, : len(up)] = base[:rows]
-        ops.add_low_rank(out[:, : len(up)], x[:rows], low_rank)
+        term.add(out[:, : len(up)], x[:rows])
         assert torch.equal(out[:, : len(up)], torch.cat(alone[:rows])), "depends on other rows"
         assert bool((out[:, len(up) :] == 9.0).all())
     if len(up) == 128:  # each part has whole vectors
-        stored = low_rank.spans[:, 1].sum() * (2 if dtype == torch.bfloat16 else 1)
-        vector = len(up) // len(low_rank.spans)
+        stored = term.spans[:, 1].sum() * (2 if dtype == torch.bfloat16 else 1)
+        vector = len(up) // len(term.spans)
         assert stored * vector == sum(each.numel() for each in ups)

@@ -54,7 +54,7 @@ typedef struct {
     int32_t captured; /* 1 + where its output is among what is captured; 0: it is not */
 } Layer;
 
-/* What an adapter adds to a matrix' results: up @ (down @ x). Weights are words: floats, or pairs of
+/* What is added to a matrix' results: up @ (down @ x). Weights are words: floats, or pairs of
  * bfloat16. First those of down, [ranks / VL, depth, VL], VL floats being a vector; then of each VL rows of
  * up (of a gated matrix: in the order of its panels) their ranks `spans`, [words, VL]. */
 typedef struct {
@@ -62,16 +62,16 @@ typedef struct {
     const int64_t *spans; /* [ceil(rows / VL), 2]: first word of a row's ranks, and how many */
     int64_t ranks, depth, rows; /* ranks: a multiple of VL; 0: nothing is added */
     int32_t pairs;
-} LowRank;
+} Term;
 
 /* y [n, rows] += what is added for x [n, depth], float32 with rows `ldy` and `ldx` apart. */
-void kvr_low_rank(const LowRank *of, const float *x, int64_t n, int64_t ldx, float *y, int64_t ldy, int threads);
+void kvr_add_term(const Term *of, const float *x, int64_t n, int64_t ldx, float *y, int64_t ldy, int threads);
 
-/* Rows of a step that have an adapter, which changes the first `count` of a model's matrices. */
+/* Rows of a step that have the same terms, of some of the first `count` of a model's matrices. */
 typedef struct {
-    const LowRank *of; /* by the matrix' number */
+    const Term *of; /* by the matrix' number */
     int64_t count, first, rows;
-} AdaptedRows;
+} TermRows;
 
 /* Buffers of `rows` rows each; `norm`, `gated` and `added` have up to ROW_BLOCK_STEP more for each
  * thread. `projected`: of a recurrent layer, its projection of all rows, then their decays. */
@@ -79,8 +79,8 @@ typedef struct {
     float *hidden, *norm, *qkv, *attended, *gated, *added, *projected, *recurred;
     int64_t rows, width; /* width: of hidden, norm and added */
     int64_t kept;        /* from one layer's `projected` to the next one's; 0: they have one place */
-    const AdaptedRows *adapted; /* [num_adapted], the step's last rows, in order */
-    int64_t num_adapted, at;    /* at: which of the whole step's rows is the first of these */
+    const TermRows *terms; /* [num_terms], the step's last rows, in order */
+    int64_t num_terms, at;    /* at: which of the whole step's rows is the first of these */
     float *captured; /* [captured layers, rows, width]: their outputs; NULL: none is wanted */
     float eps;
     int32_t activation, threads;

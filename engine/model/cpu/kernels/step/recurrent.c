@@ -42,7 +42,7 @@ void kvr_pass_states(const Recurrent *r, const Step *s) {
 static void multiply_columns(const Step *s, const float *x, int64_t stride, const Matrix *m, float *y) {
     Gemm t = gemm_of(s, x, m, y);
     t.ldx = stride;
-    kvr_run_adapted(s, &t);
+    kvr_run_with_terms(s, &t);
 }
 
 void kvr_recur(const Layer *layer, const Step *s) {

@@ -16,7 +16,7 @@ static void multiply_normed(const Step *s, Gemm t, const float *norm) {
         kvr_rms_norm(t.x, s->width, norm, s->norm, s->rows, s->width, s->eps, s->threads);
         t.x = s->norm;
     }
-    kvr_run_adapted(s, &t);
+    kvr_run_with_terms(s, &t);
 }
 
 /* hidden += the product, normed in between where the layer says so. */
@@ -25,7 +25,7 @@ static void add(const Step *s, Gemm t, const float *norm) {
     int64_t width = s->width;
     if (norm) {
         t.y = s->added;
-        kvr_run_adapted(s, &t);
+        kvr_run_with_terms(s, &t);
         kvr_rms_norm(t.y, width, norm, t.y, s->rows, width, s->eps, s->threads);
         for (int64_t i = 0; i < s->rows * width; i++) hidden[i] += t.y[i];
         return;
@@ -33,7 +33,7 @@ static void add(const Step *s, Gemm t, const float *norm) {
     for (int64_t r = 0; t.bias && r < s->rows; r++)
         for (int64_t i = 0; i < width; i++) hidden[r * width + i] += t.bias[i];
     t.y = hidden, t.bias = NULL, t.keep = 1;
-    kvr_run_adapted(s, &t);
+    kvr_run_with_terms(s, &t);
 }
 
 typedef struct {
@@ -73,7 +73,7 @@ static void before_latent(const Layer *layer, const Step *s) {
     Gemm made = gemm_of(s, l->q_norm ? compressed : s->hidden, &l->queries, queries);
     if (l->q_norm) {
         made.ldx = width;
-        kvr_run_adapted(s, &made);
+        kvr_run_with_terms(s, &made);
     } else {
         multiply_normed(s, made, layer->input_norm);
     }
@@ -115,12 +115,12 @@ static void add_mlp(const Layer *l, const Step *s, const float *x) {
             memset(gate_up.converted_y + r * width + k, 0, sizeof(int16_t) * behind);
     }
     if (x)
-        kvr_run_adapted(s, &gate_up);
+        kvr_run_with_terms(s, &gate_up);
     else
         multiply_normed(s, gate_up, l->mlp_norm);
     if (l->mlp_gate.packed) {
         Gemm gate = gemm_of(s, x, &l->mlp_gate, s->added);
-        kvr_run_adapted(s, &gate);
+        kvr_run_with_terms(s, &gate);
         kvr_gate(s->gated, s->added, 1, 1, NULL, 0, s->rows, 1, down.k, s->eps, 0, 0, s->threads);
     }
     add(s, down, l->mlp_out_norm);

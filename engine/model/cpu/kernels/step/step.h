@@ -11,8 +11,8 @@ INLINE Gemm gemm_of(const Step *s, const float *x, const Matrix *m, float *y) {
     return t;
 }
 
-/* The product, and what the adapters of its rows add to it (adapters.c). */
-void kvr_run_adapted(const Step *step, Gemm *product);
+/* The product, and what the terms of its rows add to it (terms.c). */
+void kvr_run_with_terms(const Step *step, Gemm *product);
 
 /* The hidden rows through a recurrent layer, to `recurred`. */
 void kvr_recur(const Layer *layer, const Step *step);

@@ -1,8 +1,8 @@
-"""Adapters in a worker's memory: loaded beside the steps when they are first used, and dropped when
-others need their place, the one that was not used for the longest first.
+"""What requests need, in a worker's memory: loaded beside the steps when it is first used, and
+dropped when others need the place, what was not used for the longest first.
 
-A step runs with the adapters that are there; a sequence whose adapter is not there yet comes again
-in the next step. Where those in use leave no room, adapters take turns.
+A step runs with what is there; a sequence whose need is not there yet comes again in the next step.
+Where those in use leave no room, they take turns.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
 
-from kvrelay.engine.adapters import Adapter, AdapterError, AdaptersHeld
-from kvrelay.engine.model.batch import LoadedAdapter
 from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.model.terms import RowTerms
+from kvrelay.engine.needs import Loaded, Need, NeedError
 from kvrelay.engine.step import ScheduledSeq
 
 IDLE_WAIT_S = 0.05  # for one that is loaded, where a step has nothing else to do
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Entry:
-    future: Future[LoadedAdapter]
+    future: Future[RowTerms]
     since: float
     nbytes: float  # before it is loaded: expected
     used: int = 0  # the last step that had it
@@ -49,24 +49,24 @@ class _Entry:
         return True, False, self.future.result().nbytes
 
 
-class Adapters:
+class Loads:
     """Those of one runner. Called from the thread that runs steps; they are loaded in another.
 
     Invariant: after `choose`, what is loaded takes at most `max_bytes`."""
 
     def __init__(
         self,
-        load: Callable[[Adapter], LoadedAdapter],
+        load: Callable[[Need], RowTerms],
         max_bytes: int,
         clock: Callable[[], float] = perf_counter,
         total: Callable[[list[float]], list[float]] = list,
         shard: Shard = ALONE,
     ) -> None:
-        """load: may raise AdapterError; it runs beside steps. total: adds up over the ranks, which
+        """load: may raise NeedError; it runs beside steps. total: adds up over the ranks, which
         call `choose` with the same sequences."""
         self._load_one, self._max_bytes, self._clock = load, max_bytes, clock
         self._total, self._shard = total, shard
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._thread = ThreadPoolExecutor(1, "loads")
         self._entries: dict[bytes, _Entry] = {}
         self._waits: dict[bytes, float] = {}  # since when, of those that find no room
         self._failed: dict[bytes, tuple[float, str]] = {}  # until when, and why
@@ -74,27 +74,27 @@ class Adapters:
         self.num_loads = 0
         self._load_s = 0.0
 
-    def held(self, seqs: Sequence[ScheduledSeq]) -> AdaptersHeld | None:
-        """What is reported to routers after a step of `seqs`; None: none of them has an adapter."""
-        if all(seq.adapter is None for seq in seqs):
+    def held(self, seqs: Sequence[ScheduledSeq]) -> Loaded | None:
+        """What is reported to routers after a step of `seqs`; None: none of them needs anything."""
+        if all(seq.need is None for seq in seqs):
             return None
         loaded = [(-e.used, digest) for digest, e in self._entries.items() if e.is_loaded]
-        return AdaptersHeld(tuple(d for _, d in sorted(loaded)[:MAX_PUBLISHED]), self._load_s)
+        return Loaded(tuple(d for _, d in sorted(loaded)[:MAX_PUBLISHED]), self._load_s)
 
-    def _load(self, adapter: Adapter) -> LoadedAdapter:
+    def _load(self, need: Need) -> RowTerms:
         began = self._clock()
-        loaded = self._load_one(adapter)
+        loaded = self._load_one(need)
         took_s = self._clock() - began
         self._load_s += (SMOOTHING if self._load_s else 1.0) * (took_s - self._load_s)
         return loaded
 
     def choose(self, seqs: Sequence[ScheduledSeq]) -> tuple[set[int], dict[int, str]]:
-        """Index of those of `seqs` whose adapter is not there yet; and of those whose adapter
-        cannot be loaded, with the reason."""
-        wanted: dict[Adapter, list[int]] = {}
+        """Index of those of `seqs` whose need is not there yet; and of those whose need cannot be
+        loaded, with the reason."""
+        wanted: dict[Need, list[int]] = {}
         for index, seq in enumerate(seqs):
-            if seq.adapter is not None:
-                wanted.setdefault(seq.adapter, []).append(index)
+            if seq.need is not None:
+                wanted.setdefault(seq.need, []).append(index)
         if not wanted:
             return set(), {}
         self._step += 1
@@ -107,51 +107,51 @@ class Adapters:
             away = self._away(wanted, failed)
         return away, failed
 
-    def loaded(self, seqs: Sequence[ScheduledSeq]) -> dict[bytes, LoadedAdapter]:
+    def loaded(self, seqs: Sequence[ScheduledSeq]) -> dict[bytes, RowTerms]:
         """Those of `seqs`, which `choose` has left in the step."""
-        digests = {seq.adapter.digest for seq in seqs if seq.adapter is not None}
+        digests = {seq.need.digest for seq in seqs if seq.need is not None}
         return {digest: self._entries[digest].future.result() for digest in digests}
 
-    def _look_after(self, wanted: dict[Adapter, list[int]]) -> dict[int, str]:
+    def _look_after(self, wanted: dict[Need, list[int]]) -> dict[int, str]:
         """Has those loaded that are not there, as far as there is room, and drops what exceeds it.
         Returns which sequences cannot go on, and why."""
         failed: dict[int, str] = {}
         now = self._look()
-        for adapter in wanted:
-            if adapter.digest in self._entries:
-                self._entries[adapter.digest].used = self._step
-        for adapter in sorted(wanted, key=lambda each: self._waits.get(each.digest, now)):
-            why = self._begin(adapter, now)
+        for need in wanted:
+            if need.digest in self._entries:
+                self._entries[need.digest].used = self._step
+        for need in sorted(wanted, key=lambda each: self._waits.get(each.digest, now)):
+            why = self._begin(need, now)
             if why:
-                failed |= dict.fromkeys(wanted[adapter], why)
+                failed |= dict.fromkeys(wanted[need], why)
         while self._excess(0) > 0:
             self._drop_one(resident_since=now)
         return failed
 
-    def _away(self, wanted: dict[Adapter, list[int]], failed: dict[int, str]) -> set[int]:
+    def _away(self, wanted: dict[Need, list[int]], failed: dict[int, str]) -> set[int]:
         here = {digest for digest, entry in self._entries.items() if entry.is_loaded}
         away = {i for a, at in wanted.items() if a.digest not in here for i in at}
         return away - failed.keys()
 
-    def _begin(self, adapter: Adapter, now: float) -> str:
+    def _begin(self, need: Need, now: float) -> str:
         """Has it loaded, unless it is there or there is no room; returns why it cannot be."""
-        until, why = self._failed.get(adapter.digest, (0.0, ""))
+        until, why = self._failed.get(need.digest, (0.0, ""))
         if now < until:
             return why
-        entry = self._entries.get(adapter.digest)
+        entry = self._entries.get(need.digest)
         if entry is None:
             expected = max((each.nbytes for each in self._entries.values()), default=0.0)
-            if self._has_room(adapter.digest, expected, now):
+            if self._has_room(need.digest, expected, now):
                 self.num_loads += 1
-                future = self._thread.submit(self._load, adapter)
-                self._entries[adapter.digest] = _Entry(future, now, expected, self._step)
+                future = self._thread.submit(self._load, need)
+                self._entries[need.digest] = _Entry(future, now, expected, self._step)
             return ""
-        why = self._fault(adapter, entry)
+        why = self._fault(need, entry)
         if why:
-            del self._entries[adapter.digest]
+            del self._entries[need.digest]
             while len(self._failed) >= MAX_FAILED:
                 del self._failed[next(iter(self._failed))]
-            self._failed[adapter.digest] = (now + RETRY_S, why)
+            self._failed[need.digest] = (now + RETRY_S, why)
         return why
 
     def _look(self) -> float:
@@ -169,22 +169,22 @@ class Adapters:
                 entry.nbytes = num_bytes / size
         return now
 
-    def _fault(self, adapter: Adapter, entry: _Entry) -> str:
+    def _fault(self, need: Need, entry: _Entry) -> str:
         if entry.is_loaded and entry.nbytes > self._max_bytes:
             return (
-                f"the adapter takes {entry.nbytes:.0f} bytes, engine.adapter_bytes allows"
+                f"the {need.kind} takes {entry.nbytes:.0f} bytes, engine.{need.kind}_bytes allows"
                 f" {self._max_bytes}"
             )
         if not entry.has_failed:
             return ""
         error = entry.future.exception() if entry.future.done() else None
         if error is None:
-            return "the adapter cannot be loaded by another rank of this worker"
-        if isinstance(error, AdapterError):
-            logger.warning("adapter %s cannot be loaded: %s", adapter.source, error)
-            return f"the adapter cannot be loaded: {error}"
-        logger.error("adapter %s cannot be loaded", adapter.source, exc_info=error)
-        return "the adapter cannot be loaded; the worker's log says why"
+            return f"the {need.kind} cannot be loaded by another rank of this worker"
+        if isinstance(error, NeedError):
+            logger.warning("%s %s cannot be loaded: %s", need.kind, need.source, error)
+            return f"the {need.kind} cannot be loaded: {error}"
+        logger.error("%s %s cannot be loaded", need.kind, need.source, exc_info=error)
+        return f"the {need.kind} cannot be loaded; the worker's log says why"
 
     def _excess(self, more: float) -> float:
         return sum(entry.nbytes for entry in self._entries.values()) + more - self._max_bytes

@@ -1,4 +1,4 @@
-/* Rows of a step that have an adapter: beside the product of all rows with a matrix, each adapter's rows are
+/* Rows of a step that have terms, an adapter's: beside the product of all rows with a matrix, they are
  * multiplied with two matrices of few rows and columns. Other rows see nothing of it.
  *
  * Weights are read from memory in most steps, so none is stored that is known to be zero: of a stacked matrix
@@ -8,7 +8,7 @@
 #include "../thread_pool.h"
 #include "step.h"
 
-#define ROWS 32 /* of an adapter, that one thread takes at once */
+#define ROWS 32 /* with the same terms, that one thread takes at once */
 #define CHAINS 4 /* sums of one result: as many as keep a core busy with one row */
 #define AHEAD (2 << 10) /* bytes: how far ahead weights are fetched */
 
@@ -53,9 +53,9 @@ static void multiply(int64_t rows, int pairs, const word *x, int64_t ldx, const 
     }
 }
 
-/* Rows of an adapter. x and what it was converted to are as of a Gemm; y [rows, ldy]. */
+/* Rows with the same term. x and what it was converted to are as of a Gemm; y [rows, ldy]. */
 typedef struct {
-    const LowRank *of;
+    const Term *of;
     const float *x, *norm;
     float eps;
     const int16_t *converted_x; /* to bfloat16, or NULL */
@@ -85,7 +85,7 @@ static int64_t words_of(const Rows *t, const word **x, float *made) {
 
 /* Up to ROWS rows. */
 static void add_rows(const Rows *t) {
-    const LowRank *of = t->of;
+    const Term *of = t->of;
     int64_t ranks = of->ranks, depth = of->pairs ? even(of->depth) / 2 : of->depth;
     float *made = kvr_scratch(SCRATCH_LOW_RANK, sizeof(float) * t->n * (ranks + of->depth + 1));
     float *low = made + t->n * (of->depth + 1);
@@ -123,7 +123,7 @@ static void rows_task(void *arg, int64_t task) {
     add_rows(&t);
 }
 
-void kvr_low_rank(const LowRank *of, const float *x, int64_t n, int64_t ldx, float *y, int64_t ldy, int threads) {
+void kvr_add_term(const Term *of, const float *x, int64_t n, int64_t ldx, float *y, int64_t ldy, int threads) {
     Rows t = {of, x, .y = y, .n = n, .ldx = ldx, .ldy = ldy, .keep = 1};
     kvr_parallel(threads, (n + ROWS - 1) / ROWS, rows_task, &t);
 }
@@ -134,22 +134,22 @@ typedef struct {
     float *y; /* [.., ldy], from row `from` on */
     int64_t from, ldy;
     int keep;
-} Adapted;
+} Adding;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int has_bf16(const Gemm *p) { return p->kind == BF16_PAIRS || p->kind == AMX; }
 
-/* A thread takes some rows of one adapter. */
+/* A thread takes some rows with the same terms. */
 static void add_some(void *arg, int64_t task) {
-    const Adapted *t = arg;
+    const Adding *t = arg;
     const Gemm *p = t->product;
     const Step *s = t->step;
-    const AdaptedRows *a = s->adapted;
+    const TermRows *a = s->terms;
     for (int64_t tasks; task >= (tasks = (a->rows + ROWS - 1) / ROWS); a++) task -= tasks;
     int64_t begin = a->first - s->at + task * ROWS, end = least(least(begin + ROWS, a->first - s->at + a->rows), p->n);
     if (begin < 0) begin = 0;
     if (begin >= end) return;
-    const LowRank *of = a->of + p->number;
+    const Term *of = a->of + p->number;
     Rows rows = {of, p->x + begin * p->ldx, p->norm, p->eps, .n = end - begin, .ldx = p->ldx, .keep = t->keep};
     rows.y = t->y + (begin - t->from) * t->ldy, rows.ldy = t->ldy;
     if (has_bf16(p) && p->converted_x) {
@@ -162,18 +162,18 @@ static void add_some(void *arg, int64_t task) {
         memset(rows.y, 0, sizeof(float) * rows.n * t->ldy);
 }
 
-/* What adapters add to the product, to y or instead of it. */
-static void add_low_rank(const Step *s, const Gemm *product, int64_t from, float *y, int64_t ldy, int keep) {
-    Adapted t = {s, product, y, from, ldy, keep};
+/* What terms add to the product, to y or instead of it. */
+static void add_terms(const Step *s, const Gemm *product, int64_t from, float *y, int64_t ldy, int keep) {
+    Adding t = {s, product, y, from, ldy, keep};
     int64_t tasks = 0;
-    for (const AdaptedRows *a = s->adapted; a < s->adapted + s->num_adapted; a++)
+    for (const TermRows *a = s->terms; a < s->terms + s->num_terms; a++)
         tasks += (a->rows + ROWS - 1) / ROWS;
     kvr_parallel(s->threads, tasks, add_some, &t);
 }
 
-void kvr_run_adapted(const Step *s, Gemm *t) {
-    int64_t from = s->num_adapted && s->adapted->first > s->at ? s->adapted->first - s->at : 0;
-    if (!s->num_adapted || from >= t->n) {
+void kvr_run_with_terms(const Step *s, Gemm *t) {
+    int64_t from = s->num_terms && s->terms->first > s->at ? s->terms->first - s->at : 0;
+    if (!s->num_terms || from >= t->n) {
         gemm_run(t, s->threads);
         return;
     }
@@ -181,9 +181,9 @@ void kvr_run_adapted(const Step *s, Gemm *t) {
         int64_t width = num_panels(t) * NR;
         float *added = kvr_scratch(SCRATCH_ADDED, sizeof(float) * (t->n - from) * width);
         if (has_bf16(t) && !t->converted_x) convert_inputs(t, 1, s->threads);
-        add_low_rank(s, t, from, added, width, 0);
+        add_terms(s, t, from, added, width, 0);
         t->added = added, t->added_from = from;
     }
     gemm_run(t, s->threads);
-    if (!t->activation) add_low_rank(s, t, 0, t->y, t->ldy, 1);
+    if (!t->activation) add_terms(s, t, 0, t->y, t->ldy, 1);
 }
