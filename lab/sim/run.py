@@ -102,7 +102,7 @@ class SimControl:
         runtime.perform_other = self.perform
         runtime.add(CONTROLLER, lambda epoch, records: self.node)
         for router in routers:
-            self._say_up(Peer(router, "sim", 1, 1, PROTOCOL), 0.0)
+            self._say_up(Peer(router, "sim", 1, 1, PROTOCOL))
         runtime.post("", CONTROLLER, MachinesChanged(MACHINES))
 
     def perform(self, life: SimNode, effect: Effect) -> None:
@@ -135,7 +135,7 @@ class SimControl:
             case AdoptWorker(worker, epoch):
                 self._adopt(worker, epoch)
             case AdoptRouter(peer):
-                self._say_up(peer, 0.01 * runtime.rng.random())
+                self._say_up(peer)
             case _:
                 raise AssertionError(f"unknown effect {effect!r}")
 
@@ -176,9 +176,9 @@ class SimControl:
             started = WorkerStarted(info, "sim", 2, protocol=PROTOCOL)
             runtime.post("", CONTROLLER, started, after_s)
 
-    def _say_up(self, router: Peer, after_s: float) -> None:
+    def _say_up(self, router: Peer) -> None:
         until_s = self._runtime.faults.paused_until(self._runtime.now, router.node, router.epoch)
-        after_s += max(0.0, until_s - self._runtime.now)
+        after_s = max(0.0, until_s - self._runtime.now)
         self._runtime.post("", CONTROLLER, RouterStarted(router, 8000), after_s)
 
     def fall_sick(self, sickness: Sickness) -> None:
@@ -213,7 +213,9 @@ class SimControl:
     def _introduce(self, done: PeersUpdated) -> None:
         """Reliable, as a call is; one of a process that is dead never comes back."""
         runtime = self._runtime
-        life, after_s = runtime.life(done.to), 0.005 * runtime.rng.random()
+        # Of routers, which join before all else, not drawn.
+        drawn_s = 0.005 * runtime.rng.random() if done.about in self._configs else 0.0
+        life, after_s = runtime.life(done.to), drawn_s
         if life is not None:
             until_s = runtime.faults.paused_until(runtime.now, life.node_id, life.epoch)
             after_s += max(0.0, until_s - runtime.now)
