@@ -5,10 +5,12 @@ of it than is here; what it is, its own module says (`engine.adapters`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-from kvrelay.engine.kv.scope import CacheScope
+if TYPE_CHECKING:
+    from kvrelay.engine.kv.scope import CacheScope
 
 KEY_BYTES = 8
 
@@ -29,7 +31,7 @@ class Need:
         """What is computed with it is shared with nothing that is not: a digest of all its bytes is
         part of the salt. No region of it is public."""
         salt = blake2b(scope.salt, digest_size=32, key=self.digest, person=b"kvrelay-need")
-        return CacheScope(scope.public_salt + salt.digest())
+        return replace(scope, salt=scope.public_salt + salt.digest(), num_public_tokens=0)
 
 
 def key_of(digest: bytes) -> int:

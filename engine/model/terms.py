@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.step import ScheduledSeq
+if TYPE_CHECKING:
+    from kvrelay.engine.step import ScheduledSeq
 
 
 class Term(Protocol):
