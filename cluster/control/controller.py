@@ -98,7 +98,10 @@ class Controller:
         num_named, routers = self.worker_set.num_named, self.router_set
         weights = tuple(each.kept for each in self.rollouts.values() if each.is_shown)
         asked = self._num_machines or 0
-        kept = Checkpoint(workers, routers.epochs, num_named, routers.joined, weights, asked)
+        joined = routers.joined
+        own = tuple(joined.pop(name) for name in self.config.routers if name in joined)
+        others = tuple(joined.values())
+        kept = Checkpoint(workers, routers.epochs, num_named, others, weights, asked, own)
         if kept == self._recorded:
             return effects
         self._recorded = kept

@@ -104,7 +104,8 @@ class ModelWeights:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What outlives a controller. `routers`: the last epoch of each; `num_named`: where workers
-    come and go, numbers below it may have been names; `joined`: routers that are up."""
+    come and go, numbers below it may have been names; `joined`, `own`: routers that are up,
+    of other servers and of the controller's, which versions before have started themselves."""
 
     workers: tuple[WorkerCheckpoint, ...] = ()
     routers: dict[NodeId, int] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Checkpoint:
     joined: tuple[RouterStarted, ...] = ()
     weights: tuple[ModelWeights, ...] = ()
     num_machines: int = 0  # that were asked for
+    own: tuple[RouterStarted, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,9 @@ class RouterSet(ProcessSet[DesiredRouter]):
         return {router.node: router.epoch for router in self.by_name.values() if router.epoch}
 
     @property
-    def joined(self) -> tuple[RouterStarted, ...]:
+    def joined(self) -> dict[NodeId, RouterStarted]:
         """For the next controller."""
-        return tuple(r.said for r in self.by_name.values() if r.said is not None)
+        return {name: r.said for name, r in self.by_name.items() if r.said is not None}
 
     def all_up(self) -> bool:
         return all(router.is_serving for router in self.by_name.values())
@@ -105,7 +105,7 @@ class RouterSet(ProcessSet[DesiredRouter]):
     def resume(self, workers: Mapping[NodeId, Peer]) -> list[Effect]:
         """Call those that the last controller knew, which may have announced `workers` to them."""
         effects: list[Effect] = []
-        for joined in self.config.kept.joined:
+        for joined in (*self.config.kept.joined, *self.config.kept.own):
             router = self._add(joined)
             self.pairs |= {(router.node, w): Pair(router.node, w, in_use=True) for w in workers}
             effects.append(AdoptRouter(joined.peer))

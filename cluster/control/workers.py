@@ -120,7 +120,7 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         self.drains = Drains(controller)
         self.backoff = Backoff(config.backoff_s, config.max_backoff_s)
         # Any worker, ever; routers that outlived an earlier controller have had some.
-        self.has_been_up = bool(config.kept.joined)
+        self.has_been_up = bool(config.kept.joined or config.kept.own)
         self._gave_up = False
         self._failures = 0  # that removed workers had in a row, since one came up
         # Where workers come and go: names with lower numbers may have been used.

@@ -181,8 +181,8 @@ class ControlProcess:
         )
         by_model = spec.config.by_model()
         self._weights = KeptWeights(spec.config.sessions.state_path, models.paths)
-        joined = {each.peer.node: each for each in (*kept.joined, *spec.running_routers)}
-        kept = replace(self._weights.add_to(kept), joined=tuple(joined.values()))
+        own = {each.peer.node: each for each in (*kept.own, *spec.running_routers)}
+        kept = replace(self._weights.add_to(kept), own=tuple(own.values()))
         config = ControllerConfig(
             {
                 name: replace(
@@ -297,7 +297,7 @@ class ControlProcess:
         kill_workers(self.spec.cluster)
         if self._leads is not None and self._checkpoint is not None:
             ended = tuple(replace(each, peer=None) for each in self._checkpoint.workers)
-            self._leads.keep(replace(self._checkpoint, workers=ended, joined=()))
+            self._leads.keep(replace(self._checkpoint, workers=ended, joined=(), own=()))
 
     def _hands_over(self) -> bool:
         """Whether workers go on, for another server or since it may not end them."""

@@ -213,7 +213,7 @@ class SimControl:
     def _introduce(self, done: PeersUpdated) -> None:
         """Reliable, as a call is; one of a process that is dead never comes back."""
         runtime = self._runtime
-        # Of routers, which join before all else, not drawn.
+        # Routers join before all else: that is not drawn.
         drawn_s = 0.005 * runtime.rng.random() if done.about in self._configs else 0.0
         life, after_s = runtime.life(done.to), drawn_s
         if life is not None:

@@ -7,9 +7,8 @@ import asyncio
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 
 from benchmarks.serving.served import Served, toml_text
 from kvrelay.cluster.cli.own_key import OwnKey
-from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 from tests.chaos.clients import Clients, Stream, requests_of
 from tests.e2e.serving import KVRELAY, MODEL, slack, status, wait_for, wait_until
 from tests.operations.served import free_port
@@ -26,14 +24,10 @@ from tests.support.versions import Versions
 
 pytestmark = pytest.mark.e2e
 
-# The last version whose supervisor does not replace itself; its routers close connections that a
-# client may be sending on.
-SUPERVISOR_STAYS = "f1c0d6c"
-FIRST = "e01f5b6"  # the first whose does, and whose routers end connections so that none fails
+FIRST = "e01f5b6"  # whose supervisor replaces itself, and whose routers let no connection fail
 NUM_STREAMS = 16
 MOST_SILENT_S = 3.0
 OWN_LOAD = 3.0  # for each processor, by all of this: others' comes on top, and is waited for
-RESETS = ("ReadError", "RemoteProtocolError")
 TOOL = {
     "type": "function",
     "function": {
@@ -104,7 +98,6 @@ class Load:
         self.clients: Any = None
         self.calls: list[Any] = []
         self.failures: list[str] = []
-        self.reset: list[Stream] = []  # which the first version may do
         self.slack = 1.0
         self._stop = threading.Event()
 
@@ -155,15 +148,10 @@ class Load:
         )
         self.slack = max(self.slack, slack() / OWN_LOAD)
 
-    def allow_resets(self) -> None:
-        """So far, and one for each client: the router has ended."""
-        self.reset = [stream for stream in self.ended() if stream.error in RESETS]
-        assert len(self.reset) <= NUM_STREAMS
-
     def check(self) -> None:
         streams = self.ended()
         silence_s = max(stream.silence_s for stream in streams)
-        failed = [stream for stream in streams if stream.error and stream not in self.reset]
+        failed = [stream for stream in streams if stream.error]
         assert [stream.error for stream in failed] == []
         assert not any(map(self.clients.is_altered, streams))
         assert self.failures == []
@@ -182,54 +170,11 @@ class Load:
         return float(min(shares))
 
 
-def restart_below(url: str, state_dir: Path) -> None:
-    """Where the supervisor stays, and says nothing of it: until all that it starts is anew. Nor
-    does it say where it listens, so the operators' key of what it starts has to be given."""
-
-    def asked(method: str, path: str) -> httpx.Response:
-        answer = httpx.request(method, f"{url}{path}", timeout=20)
-        if answer.status_code == 401:
-            key = (state_dir / OPERATIONS_KEY_FILE).read_text().strip()
-            headers = {"authorization": f"Bearer {key}"}
-            answer = httpx.request(method, f"{url}{path}", timeout=20, headers=headers)
-        return answer.raise_for_status()
-
-    def epochs() -> dict[str, int]:
-        state = asked("GET", "/status").json()
-        processes = {each["worker"]: each for each in state["workers"]}
-        processes |= {each["router"]: each for each in state["routers"]}
-        up = {n: each["epoch"] for n, each in processes.items() if each["state"] == "up"}
-        # The controller, once it has read all of its version: it reads what joins Ray last.
-        is_whole = state["controller"].get("has_ray") is not False
-        return up | {"controller": state["controller"].get("epoch", 0) if is_whole else 0}
-
-    before = epochs()
-    asked("POST", "/restart")
-    now: dict[str, int] = {}
-
-    def is_anew() -> bool:
-        nonlocal now
-        try:
-            now = epochs()
-        except (httpx.HTTPError, AssertionError):
-            return False
-        return now.keys() == before.keys() and all(now[n] > before[n] for n in now)
-
-    try:
-        wait_until(is_anew, 300)  # Ray's start is in it twice
-    except AssertionError:
-        raise AssertionError(f"not all were started anew: {before} before, {now} now") from None
-
-
 def versions_are_served(
     served: Served,
     versions: Versions,
     path: list[str],
-    restart: Callable[[str], None] = restart,
-    *,
-    resets: bool = False,
 ) -> None:
-    """`resets`: routers of the first version close connections that their clients keep."""
     load = Load(served.url)
     try:
         with load.running():
@@ -237,8 +182,6 @@ def versions_are_served(
                 versions.use(version)
                 restart(served.url)
                 load.show()
-                if resets and version == path[0]:
-                    load.allow_resets()
     finally:
         print("".join(served.lines))
     share = load.cached_share()
@@ -259,17 +202,6 @@ def test_from_the_first_version_that_can_to_this_one_and_back(
         assert status(served.url)["restart"]["number"] == 2
         assert served.process.pid == pid
         assert served.process.poll() is None
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2400)
-def test_from_a_version_whose_supervisor_stays_what_it_starts_is_this_one(
-    versions: Versions, tmp_path: Path
-) -> None:
-    versions.use(SUPERVISOR_STAYS)
-    with Served(settings_of(tmp_path), env=versions.env) as served:
-        below = partial(restart_below, state_dir=tmp_path / "state")
-        versions_are_served(served, versions, ["", SUPERVISOR_STAYS], below, resets=True)
 
 
 @pytest.mark.timeout(480)

@@ -77,8 +77,8 @@ class Lives:
     def begin(self, running: tuple[RouterStarted, ...], config: ControllerConfig = CONFIG) -> None:
         self.sent.clear()
         self.done.clear()
-        joined = {each.peer.node: each for each in (*self.kept.joined, *running)}
-        kept = replace(self.kept, joined=tuple(joined.values()))
+        own = {each.peer.node: each for each in (*self.kept.own, *running)}
+        kept = replace(self.kept, own=tuple(own.values()))
         self.controller = Controller(changed(config, kept=kept))
         self.perform(self.controller.start(self.now))
         for router in running:
