@@ -233,9 +233,8 @@ def test_without_credentials_it_is_served_without_the_tier(
     model_dir: Path,
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    find_no_credentials(monkeypatch, tmp_path)
+    find_no_credentials(monkeypatch)
     with cluster_with(server, model_dir) as cluster:
         (built,) = cluster.workers.values()
         (notice,) = [each for each in built.notices if "object tier" in each]

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -152,11 +151,12 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
 
-def find_no_credentials(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def find_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this machine and of the tests before are not found."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(home))
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/none")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setattr(bucket, "_session", cache(bucket._session.__wrapped__))
 

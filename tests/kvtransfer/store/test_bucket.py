@@ -79,9 +79,9 @@ def test_a_server_that_is_gone_is_an_error(server: S3StandIn, bucket: Bucket) ->
 
 
 def test_credentials_come_from_the_environment_or_a_file(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_no_credentials(monkeypatch, tmp_path)
+    find_no_credentials(monkeypatch)
     expected = Credentials(ACCESS_KEY, SECRET_KEY)
     assert bucket.credentials() == expected
     assert SECRET_KEY not in repr(expected)
@@ -122,9 +122,9 @@ class Role(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("hours", [1, 0])
 def test_a_role_of_a_pod_is_used_and_renewed_before_its_keys_expire(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+    monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
-    find_no_credentials(monkeypatch, tmp_path)
+    find_no_credentials(monkeypatch)
     monkeypatch.setattr(Role, "num_asked", 0)
     monkeypatch.setattr(Role, "lasts", timedelta(hours=hours, seconds=30))
     with HTTPServer(("127.0.0.1", 0), Role) as server:
