@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.structure import ROOT
 
 START = """
@@ -27,6 +29,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_every_benchmark_starts() -> None:
     files = sorted((ROOT / "benchmarks").rglob("*.py"))
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]

@@ -35,6 +35,7 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 def test_nothing_else_imports_an_extra() -> None:
     parts = ("redis", "redis_client", "index_keys", "session_keys", "lease")
     own = ["cluster.api.batches.shared", *(f"cluster.state.{part}" for part in parts)]
@@ -56,6 +57,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_replay(tmp_path: Path) 
     assert not (tmp_path / "plot.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "said"),
     [

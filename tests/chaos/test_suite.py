@@ -94,6 +94,7 @@ def test_a_write_to_a_hung_disk_waits_until_it_hangs_no_more(tmp_path: Path) -> 
         assert written.is_set()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_head_starts_again_while_raylets_of_other_hosts_have_its_address() -> None:
     """Their processes are seen here, unlike those of other machines."""

@@ -144,6 +144,7 @@ def test_a_tenant_that_there_is_not_is_an_error() -> None:
         )
 
 
+@pytest.mark.slow
 def test_adapters_of_the_settings_are_checked_before_the_start(
     tmp_path: Path, llama: Path, checkpoint_of: Any
 ) -> None:

@@ -83,6 +83,7 @@ def run(root: Path, command: str) -> None:
 SLOW = ("model-family", "kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "guide",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.isolation import KINDS, run
 
 REASONS = {
@@ -14,6 +16,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow
 def test_good_streams_go_on_and_bad_requests_are_refused_with_their_reason(
     smollm2_dir: Path,
 ) -> None:

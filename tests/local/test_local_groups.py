@@ -60,6 +60,7 @@ def ask(cluster: LocalCluster) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.slow
 def test_two_pools_answer_as_one_and_damage_on_the_way_is_noticed(
     model: Path, expected: list[list[int]]
 ) -> None:
@@ -84,6 +85,7 @@ def test_two_pools_answer_as_one_and_damage_on_the_way_is_noticed(
     assert each * (len(PROMPTS) - 1) < sum(moved) <= each * len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_kv_comes_back_from_host_memory_and_from_disk_after_a_restart(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -111,6 +113,7 @@ def test_kv_comes_back_from_host_memory_and_from_disk_after_a_restart(
         assert_clean(cluster)
 
 
+@pytest.mark.slow
 def test_ranks_hand_over_to_one_worker(model: Path, expected: list[list[int]]) -> None:
     config = read_config(model)
     if config.recurrent is not None and config.latent is None:

@@ -53,6 +53,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_with_the_kv_of_one_and_the_worker_ends_with_its_ranks(
     model_dir: Path,
 ) -> None:
@@ -85,6 +86,7 @@ def test_two_ranks_go_on_with_the_kv_of_one_and_the_worker_ends_with_its_ranks(
     assert not followers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "src_size", "dst_size"),
     [
@@ -114,6 +116,7 @@ def test_workers_of_any_sizes_hand_over(
         cluster.check()
 
 
+@pytest.mark.slow
 def test_a_configuration_gives_each_role_its_size_up_to_the_kv_that_is_handed_over(
     model_dir: Path,
 ) -> None:
@@ -150,6 +153,7 @@ def test_a_configuration_gives_each_role_its_size_up_to_the_kv_that_is_handed_ov
         assert (totals.handoffs, sum(totals.retries.values())) == (3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loses", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_kv_of_two_ranks_comes_back_from_host_memory_and_from_disk(
     model_dir: Path, tmp_path: Path, loses: bool

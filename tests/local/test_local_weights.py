@@ -58,6 +58,7 @@ def ended(cluster: LocalCluster, futures: list[Future[Completion]]) -> list[Comp
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_sixteen_streams_go_on_while_the_weights_change(

@@ -139,6 +139,7 @@ def assert_clean(cluster: LocalCluster) -> None:
     assert not cluster.status().totals.retries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill", [1, 0])
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_the_same_however_often_their_requests_move(

@@ -56,6 +56,7 @@ def assert_same(answer: Completion, known: Completion, prompt: list[int]) -> Non
     np.testing.assert_allclose(*vectors, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_the_same_in_each_cluster_and_with_a_warm_cache(

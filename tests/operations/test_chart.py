@@ -109,6 +109,7 @@ def settings(values: dict[str, Any]) -> dict[str, Any]:
     return tomllib.loads(settings_text(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_documents_are_valid(case: str, version: str) -> None:

@@ -20,6 +20,7 @@ def test_lines_that_go_on_are_one_step() -> None:
         parse("RUN one \\\n")
 
 
+@pytest.mark.slow
 def test_what_is_copied_is_in_the_context() -> None:
     known = [*container.context_files()]
     assert Path("pyproject.toml") in known

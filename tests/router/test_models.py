@@ -346,6 +346,7 @@ def first_tokens(rate_of_large: float) -> list[float]:
     return [waited[f"s{number}"] for number in range(50)]
 
 
+@pytest.mark.slow
 def test_an_overload_of_one_moves_no_first_token_of_the_other() -> None:
     alone = first_tokens(rate_of_large=0.1)
     assert max(alone) == pytest.approx(0.1)

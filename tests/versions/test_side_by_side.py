@@ -109,6 +109,7 @@ def test_a_prompt_is_handed_over_within_a_layout_only(
     assert_same(answers, at_rest)
 
 
+@pytest.mark.slow
 def test_nothing_breaks_under_faults_with_what_the_last_release_sends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

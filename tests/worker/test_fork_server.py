@@ -212,6 +212,7 @@ def test_weights_that_are_not_there_are_the_workers_trouble(server: Server, tmp_
         seen_by(channel)
 
 
+@pytest.mark.slow
 def test_one_listens_and_ends_when_nobody_is_connected(server: Server) -> None:
     second = Server()
     assert (server.said, second.said) == ("listens", "another listens")

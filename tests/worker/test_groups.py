@@ -183,6 +183,7 @@ class Faults:
         return frozenset(index for index in asked if self._rng.random() < 0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(56))
 def test_groups_share_a_pool_and_answer_right_whatever_comes(seed: int) -> None:
     rng = Random(seed)

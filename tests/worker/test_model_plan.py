@@ -43,6 +43,7 @@ def on_gpus(model: ModelConfig, num_gpus: int = 1, *contexts: int, **settings: A
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"kv_cache_gib": 0.25, "kv_dtype": "float8_e4m3"}, {"num_blocks": 600, "window": 128}],

@@ -57,6 +57,7 @@ def rank_host(spec: RankHostSpec) -> Iterator[tuple[int, Any, BlockingChannel]]:
             kill_workers(spec.cluster)
 
 
+@pytest.mark.slow
 def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
     """One start for all, because it takes seconds."""
     make_checkpoint("qwen2", tmp_path)

@@ -277,6 +277,7 @@ def test_large_calls_do_not_hold_up_the_loop(tokenizer: Tokenizer) -> None:
             assert longest < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limiter", ["live", "commands"])
 def test_a_tenant_that_takes_all_places_does_not_refuse_another(
     tokenizer: Tokenizer, limiter: str

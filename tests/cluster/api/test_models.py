@@ -103,6 +103,7 @@ def test_a_chat_is_of_the_model_that_it_names(both: Two) -> None:
     assert prompt == "<user>What is the capital of France?", "its own template"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [

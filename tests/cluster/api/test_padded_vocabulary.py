@@ -87,6 +87,7 @@ def complete(served: Served, **fields: Any) -> dict[str, Any]:
     return dict(choice)
 
 
+@pytest.mark.slow
 def test_all_apis_answer_with_tools_and_schemas(served: Served) -> None:
     assert len(answers_of(served.http, served.url)) == 11
 

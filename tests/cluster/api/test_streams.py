@@ -248,6 +248,7 @@ def test_a_stream_shows_life_before_its_first_token_and_between_others(
     assert "Paris" in after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "body"), APIS)
 def test_a_late_refusal_is_an_event(lively: Served, path: str, body: dict[str, Any]) -> None:
     limits = lively.ctx.settings

@@ -134,6 +134,7 @@ OPERATIONS = {"completions": "text_completion"}  # others are chats
 PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_", "messages": "msg_"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS, ids=[*PREFIXES])
 def test_every_api_is_traced_whole_streamed_with_tools_and_schemas(
     tokenizer: Tokenizer, collector: Collector, api: Api

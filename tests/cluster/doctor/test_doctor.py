@@ -72,6 +72,7 @@ def rdma(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_this_machine_is_well(tmp_path: Path) -> None:
     config = tmp_path / "kvrelay.toml"
     config.write_text(f"[sessions]\nstate_dir = '{tmp_path}/state'\n")
@@ -82,6 +83,7 @@ def test_this_machine_is_well(tmp_path: Path) -> None:
     assert "GB/s (memory: " in found["KV between processes"]["found"]
 
 
+@pytest.mark.slow
 def test_forced_tcp_few_descriptors_and_a_full_disk_are_found_here(tmp_path: Path) -> None:
     config = tmp_path / "kvrelay.toml"
     config.write_text(f"[tiers]\ndisk_gib = 900000\nhost_gib = 1\ndisk_path = '{tmp_path}/kv'\n")
@@ -95,6 +97,7 @@ def test_forced_tcp_few_descriptors_and_a_full_disk_are_found_here(tmp_path: Pat
     assert "tiers.disk_gib" in found["disk tier"]["fix"]
 
 
+@pytest.mark.slow
 def test_wrong_settings_and_an_absent_server_are_said_in_a_line(tmp_path: Path) -> None:
     config = tmp_path / "kvrelay.toml"
     config.write_text("[tiers]\ndisk_gob = 1\n")

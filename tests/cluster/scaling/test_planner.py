@@ -96,6 +96,7 @@ def test_what_was_needed_during_the_hold_stays() -> None:
     assert first.wanted >= 4
 
 
+@pytest.mark.slow
 def test_the_direction_changes_at_most_so_often() -> None:
     paper = Paper(
         config(hold_s=5.0, memory_s=10.0, max_workers=5, max_reversals_per_hour=4)

@@ -189,6 +189,7 @@ for number in range(1_000_000):
 """
 
 
+@pytest.mark.slow
 def test_what_was_committed_is_there_after_a_kill(path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -18,6 +18,7 @@ def logits(driver):
     return torch.cat([driver.feed(("x", LONG[:39])), driver.feed(("x", LONG[39:]))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_every_subset_of_the_linear_layers_is_computed(tmp_path, llama, part):
     drivers = [Driver(llama, kind) for kind in ("cpu", "torch")]

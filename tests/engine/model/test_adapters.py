@@ -47,6 +47,7 @@ def make(path, family):
     return model, adapters, merged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"), [*((f, "cpu") for f in FAMILIES), *((f, "torch") for f in BY_TORCH)]
 )

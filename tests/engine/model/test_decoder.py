@@ -30,6 +30,7 @@ def driver(request, family):
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_whole_prompt_gives_the_reference_logits(driver, family):
     _, long, _ = family
     assert long.std() > 1.0, "logits this flat would prove nothing"

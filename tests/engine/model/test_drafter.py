@@ -92,6 +92,7 @@ def expected(llama8) -> list[list[int]]:
     return spoken(Drafting(llama8), talks(GREEDY, DRAWN, HOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_equal_those_of_the_definition(kind, llama8, reference, tmp_path):
     tensors = make_head(tmp_path, kind)

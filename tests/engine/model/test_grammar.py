@@ -112,6 +112,7 @@ def generate(
     return output.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_an_output_matches_its_schema_however_it_is_computed(
     runner: ModelRunner, prompt: list[int], smollm2_dir: Path, sampling: SamplingParams
@@ -130,6 +131,7 @@ def test_an_output_matches_its_schema_however_it_is_computed(
     assert drafted.num_passes < 0.7 * len(tokens)
 
 
+@pytest.mark.slow
 def test_another_worker_goes_on_in_mid_output(
     runner: ModelRunner, prompt: list[int], model_dir: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_an_output_that_is_complete_ends_although_more_tokens_were_asked_for(
     assert len(output.output) < 30
 
 
+@pytest.mark.slow
 def test_bans_and_biases_count_among_the_tokens_that_a_grammar_allows(
     runner: ModelRunner, prompt: list[int], smollm2_dir: Path
 ) -> None:
@@ -202,6 +205,7 @@ def test_a_grammar_that_cannot_be_kept_ends_its_own_request_alone(
     assert list(run(runner, strays.share(drafts=False)).ungrammatical) == [0]
 
 
+@pytest.mark.slow
 def test_masks_are_the_same_on_the_device_and_in_the_kernels(
     runner: ModelRunner, prompt: list[int], model_dir: Path
 ) -> None:
@@ -319,6 +323,7 @@ def test_a_vocabulary_is_read_once_ahead_of_the_first_grammar(
     assert read == [smollm2_dir]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [[], [5, 6, 7]])
 def test_reasoning_ends_when_its_budget_is_used_up(
     runner: ModelRunner, prompt: list[int], drafts: list[int]
@@ -436,6 +441,7 @@ def test_a_grammar_that_does_not_compile_in_time_ends_its_output(
     assert (done.waiting, done.ungrammatical) == (frozenset(), {0: "not compiled within 0 s"})
 
 
+@pytest.mark.slow
 def test_grammars_are_kept_by_their_bytes(
     smollm2_dir: Path, runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +462,7 @@ def test_grammars_are_kept_by_their_bytes(
     assert list(grammars._outputs) == ["kept-2", "kept-3"]  # they hold their grammars
 
 
+@pytest.mark.slow
 def test_memory_of_a_grammar_is_estimated_by_how_long_it_takes(
     smollm2_dir: Path, runner: ModelRunner
 ) -> None:
@@ -469,6 +476,7 @@ def test_memory_of_a_grammar_is_estimated_by_how_long_it_takes(
 AMBIGUOUS = llguidance.LLMatcher.grammar_from_lark('start: s\ns: s s | s s s | "a" | ""')
 
 
+@pytest.mark.slow
 def test_a_grammar_whose_masks_take_too_long_ends_its_own_output(
     runner: ModelRunner, prompt: list[int], smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

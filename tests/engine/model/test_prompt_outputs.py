@@ -90,6 +90,7 @@ def computed(
     return PromptOutputs(tuple(logprobs), pooled), done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("size", [16, 100, 1000])
 def test_log_probabilities_are_those_of_transformers(

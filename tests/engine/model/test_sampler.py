@@ -130,6 +130,7 @@ def test_the_draw_depends_on_seed_and_position_only():
     assert len(drawn) > 80, "positions and seeds draw different tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn_by", ["kernel"], indirect=True)
 @pytest.mark.parametrize(
     ("params", "kept"), [({}, 40), ({"temperature": 0.6}, 40), ({"top_k": 9}, 9)], ids=str
@@ -274,6 +275,7 @@ def test_logprobs_are_of_the_raw_logits():
     assert pick_all([logits], [[0]], **GREEDY)[0].logprobs is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn_by", ["torch"], indirect=True)
 @pytest.mark.parametrize(
     "params",

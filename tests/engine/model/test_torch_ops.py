@@ -65,6 +65,7 @@ def batch_of(start: int, count: int) -> Batch:
     return Batch(at, at, at, *lengths, blocks, none, ((0, count, end),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [0, 20])
 @pytest.mark.parametrize("family", ["llama", "deepseek2"])
 def test_chunks_and_decode_see_the_same_window_and_sinks(checkpoint_of, family, sinks):
@@ -93,6 +94,7 @@ def test_blocks_that_a_window_has_left_are_not_read(llama):
     torch.testing.assert_close(given_back.feed(*parts), kept.feed(*parts), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek2"])
 def test_an_fp8_pool_computes_with_rounded_keys_and_values_however_it_was_filled(
     checkpoint_of, family, monkeypatch

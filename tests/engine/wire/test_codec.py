@@ -64,6 +64,7 @@ def declared() -> Iterator[type]:
 MESSAGE_TYPES = [each for each in declared() if each.__name__ not in NESTED | INSIDE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda t: t.__name__)
 def test_every_message_survives_a_round_trip(message_type: type) -> None:
     @settings(max_examples=25, deadline=None)

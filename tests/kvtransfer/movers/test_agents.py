@@ -161,6 +161,7 @@ class TestNixlBetweenProcesses:
         yield agent, pool.numpy()
         agent.close()
 
+    @pytest.mark.slow
     def test_a_killed_peer_fails_the_read_and_its_successor_is_read(
         self, reader: tuple[NixlAgent, np.ndarray]
     ) -> None:
@@ -228,6 +229,7 @@ def test_a_read_from_a_stopped_peer_settles_only_when_its_bytes_have_come(
     agent.close()
 
 
+@pytest.mark.slow
 def test_close_stops_a_read_that_never_settles(tcp_reader: tuple[NixlAgent, np.ndarray]) -> None:
     agent, pool = tcp_reader
     blocks = list(range(SIZES[0]))

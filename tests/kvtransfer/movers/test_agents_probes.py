@@ -51,6 +51,7 @@ def is_well(answer: Answer) -> PeerConnected:
     return answer
 
 
+@pytest.mark.slow
 def test_a_peer_in_another_process_is_timed_and_nothing_of_the_pool_is_written() -> None:
     with agent_maker() as make, peer_process(NUM_BLOCKS, SIZE, seed=1) as (_, metadata):
         agent, pool = make("me", NUM_BLOCKS, SIZE)

@@ -16,6 +16,7 @@ WHOLE = head_weights(None)
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_bytes", [256, 264, 320, 1024, 1032, 1040, 2048, 2064, 8128, 9232, 40_960]
 )
@@ -27,6 +28,7 @@ def test_blocks_of_any_size(num_bytes: int) -> None:
     assert Checksums(blocks.to(DEVICE), WHOLE).of([4, 0, 5, 4]) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_pools_of_every_type(kind: torch.dtype) -> None:
     """The last as FP8, whose scales are behind the numbers."""

@@ -303,6 +303,7 @@ world.agent.close()
 ATTEMPTS = 11  # by NIXL, before it gives up by itself
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_the_store_does_not_answer(tmp_path: Path) -> None:
     with s3_standin() as server:
         server.freeze()

@@ -56,6 +56,7 @@ class Ranked:
         return add_checksums([checksum_blocks(p, blocks, s) for p, s, is_c in each if is_c])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 @pytest.mark.parametrize("num_heads", [1, 2, 4])
 @pytest.mark.parametrize("dst_size", SIZES)

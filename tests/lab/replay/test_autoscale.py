@@ -54,6 +54,7 @@ def ramp(num_requests: int = 500) -> Trace:
     return Trace("ramp", tuple(requests), block_tokens=64)
 
 
+@pytest.mark.slow
 def test_every_request_of_a_changing_fleet_ends_whole() -> None:
     run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
     found = replay_scaled("auto", ramp(), run, START_S, SCALING)
@@ -65,6 +66,7 @@ def test_every_request_of_a_changing_fleet_ends_whole() -> None:
     assert found.gpu_hours == pytest.approx(_integral(found.history), rel=0.01)
 
 
+@pytest.mark.slow
 def test_work_that_waits_for_idle_workers_asks_for_none() -> None:
     """All of it is done by the workers that there are; what somebody waits for asks for more."""
     run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
@@ -104,6 +106,7 @@ def test_the_log_of_a_replay_reproduces_its_decisions() -> None:
     assert all(made == again for made, again in pairs)
 
 
+@pytest.mark.slow
 def test_equal_arguments_give_equal_results() -> None:
     run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
     first, second = (replay_scaled("a", ramp(150), run, START_S, SCALING) for _ in range(2))
@@ -111,6 +114,7 @@ def test_equal_arguments_give_equal_results() -> None:
     assert [s.e2e_s for s in first.result.samples] == [s.e2e_s for s in second.result.samples]
 
 
+@pytest.mark.slow
 def test_an_oracle_orders_before_the_load_comes() -> None:
     trace = ramp()
     run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)

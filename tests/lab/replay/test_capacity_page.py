@@ -18,6 +18,7 @@ ROWS = re.findall(r"^\| `(--prefill \d --decode \d)` \| (.*?) % \| (.*?) \| (.*?
 IN_CI = "--prefill 0 --decode 2"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("workers", "good", "ttft", "itl"),

@@ -66,6 +66,7 @@ def hold(found: Figures, known: Figures) -> None:
         assert value <= TOLERANCE * limit, f"{name}: {value:.1f} ms, was {limit:g}"
 
 
+@pytest.mark.slow
 def test_the_first_minutes_are_served_as_soon_as_they_were(trace: Trace) -> None:
     part = replace(trace, requests=trace.requests[:1000])
     hold(figures(part, 2.5), PART)

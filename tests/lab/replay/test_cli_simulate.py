@@ -135,6 +135,7 @@ def test_synthetic_traffic_is_made_as_asked(fake: FakeReplay) -> None:
     assert (trace.name, len(trace.requests), trace.block_tokens) == ("synthetic:chat", 50, 64)
 
 
+@pytest.mark.slow
 def test_json_has_the_settings_and_a_picture_is_drawn(
     fake: FakeReplay, trace_path: Path, tmp_path: Path
 ) -> None:

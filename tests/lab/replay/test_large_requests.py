@@ -57,6 +57,7 @@ def run(num_large: int) -> tuple[list[Sample], list[float]]:
     return large, [s.ttft_s if s.ttft_s is not None else TIMEOUT_S for s in short]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_large", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_short_requests_of_others_go_out_beside_large_ones(num_large: int) -> None:
     _, alone = run(0)

@@ -195,6 +195,7 @@ def test_a_recording_is_a_trace_with_what_the_client_saw(tmp_path: Path) -> None
     assert all(len(r.block_ids) == -(-r.input_length // 16) for r in trace.requests)
 
 
+@pytest.mark.slow
 def test_slowdowns_are_found_again_from_what_clients_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster whose prompts and streams slow each other, by known factors."""
     slowed = {"prefill_slowdown": 3.0, "prefill_alone_slowdown": 1.1, "decode_slowdown": 1.7}

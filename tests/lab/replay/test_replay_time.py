@@ -87,6 +87,7 @@ def test_arrivals_come_as_many_times_as_fast_as_is_asked() -> None:
 # -- runs of decode steps that are one event ------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["prefix", "round_robin"])
 @pytest.mark.parametrize("num_prefill", [0, 2])
 def test_decode_steps_in_a_row_are_what_they_would_be_one_by_one(

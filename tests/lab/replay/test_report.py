@@ -152,6 +152,7 @@ def picture_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
 
 
+@pytest.mark.slow
 def test_few_and_many_workers_of_several_results_become_one_picture(tmp_path: Path) -> None:
     path = tmp_path / "two.png"
     save_plot([busy_result(policy, num_prefill=70, num_decode=2) for policy in "ab"], path)

@@ -56,6 +56,7 @@ def scenario() -> Scenario:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_link_is_avoided_while_it_is_broken_and_used_when_it_is_mended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

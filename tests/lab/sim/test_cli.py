@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from click.testing import CliRunner
 
 from kvrelay.lab.cli.fuzz import fuzz
@@ -15,12 +16,14 @@ def test_one_seed_is_summarised_with_its_hash() -> None:
     assert "nothing found" in result.output
 
 
+@pytest.mark.slow
 def test_a_range_of_seeds_is_added_up() -> None:
     result = CliRunner().invoke(fuzz, ["--seeds", "4..6"])
     assert result.exit_code == 0, result.output
     assert "3 of 3 seeds" in result.output
 
 
+@pytest.mark.slow
 def test_what_is_found_is_shown_with_the_command_that_repeats_it() -> None:
     result = CliRunner().invoke(fuzz, ["--seeds", "5..6", "--break", "drain"])
     assert result.exit_code == 1

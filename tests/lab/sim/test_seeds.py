@@ -118,6 +118,7 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
     program = (
         "from kvrelay.lab.sim.run import run_seed\n"
@@ -136,6 +137,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         assert run.stdout.split() == here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "kinds"),
     [

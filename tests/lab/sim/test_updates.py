@@ -94,6 +94,7 @@ EACH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dies", "phase"), EACH)
 def test_whoever_dies_in_an_update_all_have_one_version_and_no_request_two(
     monkeypatch: pytest.MonkeyPatch, dies: NodeId, phase: Phase

@@ -7,6 +7,7 @@ import pytest
 from tests.router.admission.overload import Overload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_meanwhile", [4, 20, 60])
 @pytest.mark.parametrize("outage_s", [60.0, 240.0])
 def test_after_an_outage_nothing_is_refused_that_was_served_before(

@@ -43,6 +43,7 @@ def test_what_would_wait_too_long_is_refused_in_the_message_that_brings_it() -> 
     s.drain()
 
 
+@pytest.mark.slow
 def test_by_default_a_burst_waits_and_only_a_full_queue_refuses() -> None:
     """As long as the clients' own timeouts allow: 600 s here."""
     s = Overload(slots=8, max_queue=700)
@@ -149,6 +150,7 @@ def test_who_comes_back_when_told_is_admitted_though_others_keep_coming() -> Non
     assert s.served() == len(s.clients)  # one after the other, all of them
 
 
+@pytest.mark.slow
 def test_promises_are_kept_and_capacity_too_when_only_few_come_back() -> None:
     s = Overload(max_queue_wait_s=5.0)
     s.returns = lambda client: len(s.clients) % 10 == 0
@@ -204,6 +206,7 @@ def test_promises_are_kept_though_workers_become_slower_and_faster() -> None:
     assert after_all <= 0.02 * refused
 
 
+@pytest.mark.slow
 def test_what_began_together_does_not_end_together() -> None:
     s = Overload(slots=64, tokens_per_s=40.0, max_queue_wait_s=8.0)
     s.offer(20.0, 0.0, 90.0, timeout_s=20.0)

@@ -8,6 +8,7 @@ from tests.router.admission.overload import Overload
 from tests.router.script import Script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("warm", "idle_s", "prompt_len"),
     [((), 0.0, 3000), ((10,), 0.0, 3000), ((10,), 30.0, 300), ((10, 500), 3.0, 3000)],

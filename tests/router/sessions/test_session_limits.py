@@ -62,6 +62,7 @@ def test_many_idle_sessions_are_parked_a_few_at_a_time() -> None:
     assert script.num_wakes <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("park_after_s", [0.0, 30.0])
 def test_what_comes_and_goes_leaves_neither_wake_ups_nor_entries_behind(
     park_after_s: float,

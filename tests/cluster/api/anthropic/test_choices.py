@@ -17,6 +17,7 @@ TOOLS = [WEATHER, CLOCK]
 TIME = call_text("clock", "{}")
 
 
+@pytest.mark.slow
 def test_any_is_a_call_of_any_tool(thinking: Served) -> None:
     says(thinking, CALL)
     ask(thinking, tools=TOOLS, tool_choice={"type": "any"})

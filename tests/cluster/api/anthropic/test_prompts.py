@@ -201,6 +201,7 @@ def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.M
     assert efforts == ["low", "high"]
 
 
+@pytest.mark.slow
 def test_counting_counts_the_tokens_of_the_prompt(thinking: Served, served: Served) -> None:
     bodies: list[dict[str, Any]] = [
         {},

@@ -213,6 +213,7 @@ keep(BatchStore(Path(sys.argv[1])), "red", b"a prompt")
 """
 
 
+@pytest.mark.slow
 def test_a_file_without_a_record_is_swept(tmp_path: Path) -> None:
     """Whoever was killed between its name and its record has left it."""
     store = BatchStore(tmp_path)

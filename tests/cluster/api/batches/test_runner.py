@@ -137,6 +137,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.slow
 def test_each_row_has_one_answer_whoever_is_killed(tmp_path: Path) -> None:
     """Killed twice in the middle, with rows under way: the files are as without it."""
     undisturbed, store = BatchStore(tmp_path / "a"), BatchStore(tmp_path / "b")

@@ -107,6 +107,7 @@ def test_a_row_that_is_to_be_sent_again_has_no_place(play: Any) -> None:
     play(script, backend)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_worker_holds_nothing_up_and_its_batch_begins_when_it_is_due(
     play: Any,
 ) -> None:
@@ -155,6 +156,7 @@ def test_rows_that_wait_in_the_lowest_class_are_sent_anew_when_their_batch_is_du
     play(script, backend, settings=ApiSettings(request_timeout_s=20))
 
 
+@pytest.mark.slow
 def test_a_small_batch_ends_beside_one_of_a_day_and_each_is_checked_at_once(play: Any) -> None:
     """A tenant has 30 batches; 20 tenants have one each beside them."""
     names = [f"t{i}" for i in range(20)]
@@ -379,6 +381,7 @@ def test_large_rows_are_in_memory_by_their_bytes(play: Any) -> None:
     play(script, backend, tenants=RED_AND_BLUE, settings=settings)
 
 
+@pytest.mark.slow
 def test_rows_leave_places_to_chats_and_to_tenants_that_come_later(play: Any) -> None:
     """Rows have 20 of the 40 places of the API at most, and one tenant half of these."""
     red = tenant("red", share=TenantShare(max_concurrent=8))

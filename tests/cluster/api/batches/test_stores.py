@@ -326,6 +326,7 @@ def test_batches_have_a_quarter_of_what_redis_may_have(running: Server) -> None:
         redis.config_set("maxmemory", 0)
 
 
+@pytest.mark.slow
 def test_a_redis_that_others_need_survives_uploads(running: Server, tmp_path: Path) -> None:
     """It has 64 MB, of which Ray's GCS takes some, and who leads is renewed all the while."""
     redis = connect(running.url, 5.0)
@@ -374,6 +375,7 @@ def test_answers_leave_some_of_the_disk_to_what_ends_a_batch(
     store.close()
 
 
+@pytest.mark.slow
 def test_a_batch_is_cancelled_and_ends_where_redis_takes_nothing_more(shared: Open) -> None:
     """Its answers are written once their room in Redis is free; without any, its end says so."""
 

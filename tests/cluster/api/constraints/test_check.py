@@ -81,6 +81,7 @@ def test_a_grammar_is_compiled_once(checking: Checking) -> None:
     assert checking.num_compiled == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [("MAX_KNOWN", 2), ("MAX_KNOWN_BYTES", 25)])
 def test_the_grammars_that_were_used_last_are_remembered(
     checking: Checking, monkeypatch: pytest.MonkeyPatch, name: str, value: int
@@ -128,6 +129,7 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "value", "told"), WRONG)
 def test_what_does_not_compile_is_refused_in_one_line(
     checking: Checking, kind: str, value: Any, told: str
@@ -204,6 +206,7 @@ def test_who_waits_too_long_is_sent_away_and_not_told_to_be_wrong(
     checking.run(test)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_started_again(checking: Checking) -> None:
     async def test(constraints: Constraints) -> None:
         await constraints.check(choice("a"))
@@ -214,6 +217,7 @@ def test_a_process_that_ends_is_started_again(checking: Checking) -> None:
     checking.run(test)
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_api(smollm2_dir: Path) -> None:
     constraints = Constraints(smollm2_dir, ())
     constraints.warm_up()
@@ -251,6 +255,7 @@ def test_what_is_asked_for_is_bounded_before_it_is_copied(checking: Checking) ->
     assert checking.num_compiled == 0
 
 
+@pytest.mark.slow
 def test_grammars_of_calls_reach_the_process(checking: Checking) -> None:
     tools = [Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}}}, strict=True)]
     make = partial(call_grammar, Hermes(), tools, {}.get, required=True, parallel=False)

@@ -196,6 +196,7 @@ def wander(matching: Matching, grammar: str, random: Random, hints: list[str]) -
     return matching.vocabulary.decode_str(tokens) if matcher.is_accepting() else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", [True, False], ids=["required", "offered"])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("pythonic", "gemma4")])
 def test_whatever_may_be_written_is_read_as_calls_that_match(

@@ -71,6 +71,7 @@ def test_only_what_the_output_leaves_out_is_special_to_a_grammar(model: Model) -
             assert written == model.tokenizer.token_bytes(token)
 
 
+@pytest.mark.slow
 def test_text_may_spell_any_token(model: Model) -> None:
     for entry in model.plain.get_added_tokens_decoder().values():
         text = f"a{entry.content.replace('▁', ' ')}b"

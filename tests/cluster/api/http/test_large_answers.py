@@ -67,6 +67,7 @@ def long(tokenizer: Tokenizer) -> Iterator[tuple[Served, Heartbeat]]:
     gc.set_threshold(*thresholds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*ASKED, "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_turn_of_the_loop_has_much_of_the_work(

@@ -75,6 +75,7 @@ def test_own_names_and_addresses_are_let_in(served: Served) -> None:
             assert upgrade(served, host=host) == 101
 
 
+@pytest.mark.slow
 def test_a_page_of_another_site_posts_nothing(served: Served) -> None:
     for route in ROUTES:
         for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):

@@ -74,6 +74,7 @@ def test_metrics_count_requests_tokens_and_latencies(served: Served, tokenizer: 
     assert after["kvrelay_live_requests", (("model", MODEL),)] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "endpoint", "outcome"),
     [
@@ -142,6 +143,7 @@ def _broken(*_: Any) -> Any:
     raise KeyError("a bug")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_bugs_are_errors_of_the_server_wherever_they_are_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool

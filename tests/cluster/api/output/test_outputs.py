@@ -77,6 +77,7 @@ def test_an_output_in_any_parts_has_the_same_events(
     assert read(parser(name, each.template), cut(each.text, places)) == list(each.events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())

@@ -89,6 +89,7 @@ def same(read: Any, made: Any) -> bool:
     return json.dumps(read) == json.dumps(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "template"), WRITTEN)
 @settings(deadline=None, max_examples=60)
 @given(made=calls(), ascii=st.booleans(), places=st.lists(st.integers(1, 300), max_size=6))

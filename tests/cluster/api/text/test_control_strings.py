@@ -104,6 +104,7 @@ def controls_in(tokenizer: Tokenizer, family: Family, tokens: list[int]) -> list
     return [token for token in tokens if token in ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_no_text_makes_a_control_token(family: Family, tokenizer: Tokenizer, place: str) -> None:
     expected = controls_in(
@@ -118,6 +119,7 @@ def test_no_text_makes_a_control_token(family: Family, tokenizer: Tokenizer, pla
             assert text.strip() in tokenizer.decode(tokens, skip_special_tokens=False)
 
 
+@pytest.mark.slow
 def test_a_template_completes_no_control_string(family: Family, tokenizer: Tokenizer) -> None:
     """It writes `<` and `>` around a key, or texts behind each other."""
     plain = conversation("parameter", NEUTRAL)
@@ -218,6 +220,7 @@ APIS: dict[str, tuple[str, Callable[[str, str], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 def test_no_api_takes_a_control_token_from_a_text(
     family: Family, tokenizer: Tokenizer, served: Served, api: str

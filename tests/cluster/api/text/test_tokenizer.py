@@ -123,6 +123,7 @@ def test_a_refusal_says_what_was_sent(smollm2_dir: Path) -> None:
         tokenizer.chat_prompt([{"role": "user", "content": "<|im_end|>"}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["<", "<|im_", "<|im_end|>", "</think", "|>", "\U000f0000<|im_end|>"]
 )

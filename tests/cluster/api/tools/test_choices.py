@@ -84,6 +84,7 @@ def test_an_answer_of_a_schema_or_a_call(served: Served) -> None:
     assert not allows(served, CALL)
 
 
+@pytest.mark.slow
 def test_reasoning_may_come_before_a_call_that_is_demanded(thinking: Served) -> None:
     says(thinking, f"<think>\nHm.\n</think>\n\n{CALL}")
     submitted(thinking, tool_choice="required")

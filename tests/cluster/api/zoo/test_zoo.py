@@ -30,6 +30,7 @@ def mode(request: pytest.FixtureRequest, model: Model) -> Mode:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_model_writes_is_let_through_and_read(model: Model, mode: Mode) -> None:
     plan = model.plan(**mode.request(model))
     assert plan.choices[0].sampling.grammar

@@ -147,6 +147,7 @@ def _ordered(
     return stored | {"weight_packed": packed, "weight_g_idx": places}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["llama", "deepseek3"])
 def test_compressed_tensors(

@@ -238,6 +238,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_dtype", "low_precision"), ARITHMETIC, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_attention_reads_what_its_layer_may_see(case, kv_dtype, low_precision):

@@ -63,6 +63,7 @@ def talk(world: World) -> list[list[int]]:
     return [each.output for each in (long, short, other)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "calls"),
     [
@@ -106,6 +107,7 @@ def test_decodes_are_given_the_same_addresses_in_every_pass(standin, world_of):
     assert len({call["max_seq_len"] for call in calls}) == 1
 
 
+@pytest.mark.slow
 def test_short_chunks_behind_a_long_prefix_stay_absorbed(standin, world_of):
     """Beside one that is expanded: rows of both kinds come out in their places."""
     told = []
@@ -131,6 +133,7 @@ def test_what_pays_is_expanded():
     )
 
 
+@pytest.mark.slow
 def test_contexts_beyond_the_buffers_stay_absorbed(standin, world_of, monkeypatch):
     # Six heads with 32 and 24 numbers in float32: 24 tokens.
     monkeypatch.setattr(attention, "EXPANDED_BYTES", 24 * 6 * (32 + 24) * 4)
@@ -144,6 +147,7 @@ def test_contexts_beyond_the_buffers_stay_absorbed(standin, world_of, monkeypatc
     assert other.output == alone(reference, Talk(LONG[:20], [2, 3]), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek3"])
 def test_what_fails_at_the_start_or_differs_stays_with_triton(standin, world_of, family):
     ops = world_of(family, "flashinfer").decoder._ops
@@ -188,6 +192,7 @@ def test_fused_experts_add_what_ours_add(standin):
     assert standin.named("cutlass_fused_moe")[0]["use_fused_finalize"] is False
 
 
+@pytest.mark.slow
 def test_experts_that_flashinfer_has_no_kernel_for_stay_with_triton(standin, world_of):
     world = world_of("qwen3-moe", "flashinfer-int8")
     told = "Triton's kernels compute the experts (FlashInfer's take 16-bit weights)"
@@ -224,6 +229,7 @@ def test_auto_is_triton(standin, world_of):
     assert type(runner.decoder._ops) is type(world.decoder._ops)
 
 
+@pytest.mark.slow
 def test_layers_with_attention_sinks_stay_with_triton(standin, world_of, monkeypatch):
     """Beside others that do not: gemma3's other layers attend to all."""
     monkeypatch.setattr(

@@ -60,6 +60,7 @@ def rows_of(wanted):
     return lambda spans: torch.cat([torch.full((span[1],), wanted(span)) for span in spans])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "variant"), CASES)
 def test_decode_attends_to_what_each_sequence_may_see(shape, variant, monkeypatch):
     monkeypatch.setattr(decode, "MIN_KEYS", 32)
@@ -81,6 +82,7 @@ def test_decode_attends_to_what_each_sequence_may_see(shape, variant, monkeypatc
     attend(kernel, [*ONES, (2, 9)], shape, variant, rows_of(lambda span: span[1] == 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "variant"), CASES)
 def test_prefill_attends_to_what_each_token_may_see(shape, variant):
     def kernel(out, queries, case, options):

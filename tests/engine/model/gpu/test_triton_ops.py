@@ -129,6 +129,7 @@ SEEDS = (1, -(2**63) + 5, 2**64 + 12)
 TEMPERATURES = (0.0, 0.7, 1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_few", [sampling.MAX_FEW, 4])
 def test_draws_are_the_hosts(max_few, monkeypatch):
     """Every filter alone and with others; rows of one launch do not disturb one another. Also where

@@ -59,6 +59,7 @@ def ranks(path):
         runner.close()
 
 
+@pytest.mark.slow
 def test_passes_behind_one_another_take_the_tokens_that_rank_0_drew(ranks, follow):
     """The followers never learn a sampled token from the host. A block is filled on the way."""
     a, b, _ = ranks.begin()

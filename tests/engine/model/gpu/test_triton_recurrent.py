@@ -106,6 +106,7 @@ CASES = [(*kind, torch.float32) for kind in KINDS]
 CASES += [(GATED_DELTA_NET, 1, torch.float16), (SHORT_CONVOLUTION, 2, torch.float16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "groups", "dtype"), CASES)
 def test_kernels_equal_torch(kind, groups, dtype):
     case, batch = Case(kind, groups, dtype), batch_of()

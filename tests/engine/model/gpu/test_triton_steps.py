@@ -52,6 +52,7 @@ def test_chunks_and_mixed_steps_give_the_tokens_of_torch(triton, expected):
     assert written == [2, 3, 4, 9]
 
 
+@pytest.mark.slow
 def test_drafts_give_the_tokens_of_torch(triton, expected):
     """And are left out where a pass has no rows for them: it has four."""
     several = [Talk(LONG, [9, 4]), Talk(SHORT, [2], DRAWN), Talk(SHORT, [3])]
@@ -112,6 +113,7 @@ def test_blocks_that_moved_are_looked_up_anew(triton, expected):
     assert alone(triton, again, 4) == expected["greedy"][:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind", "kv_dtype"),
     [
