@@ -12,7 +12,7 @@ import pytest
 from tests.structure import ROOT
 
 BUDGETS: dict[str, int] = tomllib.loads((ROOT / "tests/budgets.toml").read_text())["lines"]
-SLACK = 0.02  # of its budget, that a room may lack
+SLACK = 0.02  # part of its budget, that a room may lack
 _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _NOT_CODE |= {tokenize.ENDMARKER, tokenize.ENCODING}
 _BEFORE_DOCSTRING = {tokenize.ENCODING, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

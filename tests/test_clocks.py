@@ -40,7 +40,6 @@ TIME_OF_DAY = {
     "cluster/state/session_keys": KEPT,
     "cluster/state/session_store": KEPT,
     "engine/logs": "stamps of lines, and the age of files by their own stamps",
-    "kvtransfer/store/bucket": "requests are signed with it",
     "kvtransfer/store/arena": KEPT,
     "kvtransfer/store/disk": KEPT,
     "worker/core_dumps": "the age of files, by their own stamps",

@@ -103,9 +103,9 @@ def control() -> Any:
     made._workers, made._lacks_ray = None, False
     made._are_up = asyncio.Event()
     made._listening = order().listening
-    made._model = made._loop.create_future()
+    made._models = made._loop.create_future()
     found = SimpleNamespace(path=Path("m"), checkpoint=b"", commit="")
-    made._model.set_result(SimpleNamespace(by_name={"": found}))
+    made._models.set_result(SimpleNamespace(by_name={"": found}))
     made.controller = SimpleNamespace(machines=(MACHINE,), workers={})
     return made
 

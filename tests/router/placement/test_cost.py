@@ -68,7 +68,7 @@ def test_a_placement_is_the_sum_of_its_parts() -> None:
 def test_every_term_counts_in_the_total_and_some_in_the_first_token() -> None:
     terms = Seconds(*(2.0**n for n in range(len(TERMS))))
     assert terms.total == 2.0 ** len(TERMS) - 1
-    read = terms.load + terms.fetch + terms.adapter
+    read = terms.load + terms.fetch + terms.need
     assert terms.sum_of(READING) == read
     assert terms.ttft == terms.queue + terms.prefill + read
 
@@ -97,13 +97,13 @@ def test_a_function_counts_where_a_worker_does_what_its_term_says(
     def seconds_of(_: CostModel, worker: Endpoint, asked: Work) -> float:
         return asked.num_tokens + (1.0 if worker.worker == "decode-0" else 2.0)
 
-    number = Seconds._fields.index("adapter")
+    number = Seconds._fields.index("need")
     monkeypatch.setattr(costs, "FUNCTIONS", [(number, seconds_of)])
     cost, todo = CostModel(), work(1000)
     cost.struct.terms_at[number] = at
     decode, prefill = endpoint("decode-0"), endpoint("prefill-0")
-    assert local_cost(cost, 0.0, decode, todo).seconds.adapter == alone_s
-    assert remote_cost(cost, decode, prefill, todo).seconds.adapter == handed_over_s
+    assert local_cost(cost, 0.0, decode, todo).seconds.need == alone_s
+    assert remote_cost(cost, decode, prefill, todo).seconds.need == handed_over_s
 
 
 def test_a_transfer_slower_than_the_prefill_is_what_is_waited_for() -> None:
