@@ -137,7 +137,7 @@ class FindStored:
     are there without a gap, unless the storage cannot be asked."""
 
     names: tuple[bytes, ...]
-    tier: Tier = Tier.ORPHANED
+    tier: Tier = Tier.LEFT
 
 
 @dataclass(frozen=True, slots=True)

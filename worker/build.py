@@ -80,7 +80,7 @@ class Ranks:
         return structs.replace(
             without_missing(config, self.records),
             host_outlives=Tier.HOST in self.records,
-            reads_left_kv=config.reads_left_kv and Tier.ORPHANED in self.records,
+            reads_left_kv=config.reads_left_kv and Tier.LEFT in self.records,
         )
 
     def notices(self) -> list[str]:

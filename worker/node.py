@@ -55,11 +55,11 @@ from kvrelay.kvtransfer.messages import (
     KVRelease,
 )
 from kvrelay.kvtransfer.peer.arrival import Mode, Settled, choose_loads
-from kvrelay.kvtransfer.peer.connector import Connector, Orphans
+from kvrelay.kvtransfer.peer.connector import Connector, UnsettledReads
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
-from kvrelay.kvtransfer.tiers.manager import AS_HOST, Tiers
+from kvrelay.kvtransfer.tiers.manager import HOST_TIERS, Tiers
 from kvrelay.kvtransfer.tiers.registry import TIERS
 from kvrelay.worker.left_kv import LeftKV
 from kvrelay.worker.stored_kv import StoredKV
@@ -71,15 +71,15 @@ Handler = Callable[[float, Any], list[Effect]]
 
 class KVExchange:
     """Owned by a worker node, over its core. Invariant: every `CopyDone` goes to who
-    asked for the copy: the connector, which may have left it to `orphans`, or the tiers."""
+    asked for the copy: the connector, which may have left it to `unsettled`, or the tiers."""
 
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
         self.tiers = Tiers(config, core.kv)
         self.left_kv = LeftKV(core, self.tiers)
         self.stored_kv = StoredKV(core, self.tiers)
-        self.orphans = Orphans(core.kv.pool, self.tiers)
-        self.connector = Connector(config, core.kv, self.tiers, self.orphans)
+        self.unsettled = UnsettledReads(core.kv.pool, self.tiers)
+        self.connector = Connector(config, core.kv, self.tiers, self.unsettled)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
         core.publisher.lower = self.tiers
         self.handlers: dict[type, Handler] = {
@@ -111,7 +111,7 @@ class KVExchange:
         def load_s(tier: Tier) -> float:
             # To compute a stream's context again would hold up the others, which a copy does not;
             # and where a worker has just died, neither rate is what was measured before.
-            return 0.0 if seq.is_stream and tier in AS_HOST else rates.load_s(tier)
+            return 0.0 if seq.is_stream and tier in HOST_TIERS else rates.load_s(tier)
 
         sources = choose_loads(seq, core.kv, self.tiers, load_s, compute_s)
         return self.connector.plan(seq, sources)
@@ -126,7 +126,7 @@ class KVExchange:
         for why, times in self.connector.failures.items():
             core.counters[f"handoff_failed_{why}"] = times
         core.counters.update(self.connector.rates.counters)
-        core.counters["kv_reads_left_behind"] = self.orphans.num_taken
+        core.counters["kv_reads_left_behind"] = self.unsettled.num_taken
         core.counters.update(self.producer.counters)
         core.counters.update(self.tiers.counters)
         return effects
@@ -228,7 +228,7 @@ class KVExchange:
         effects = self.tiers.on_copy_done(now, done)
         if effects is not None:
             return effects
-        return [] if self.orphans.on_copy_done(done) else self.connector.on_copy_done(now, done)
+        return [] if self.unsettled.on_copy_done(done) else self.connector.on_copy_done(now, done)
 
     def _on_store_found(self, now: float, message: StoreFound) -> list[Effect]:
         effects = self.tiers.on_store_found(now, message)
@@ -258,8 +258,8 @@ class KVExchange:
             "device.in_use": pool.num_blocks - pool.num_free,
             "device.evictable": pool.num_evictable,
             "device.blank": pool.num_free - pool.num_evictable,
-            "device.left_to_reads": self.orphans.num_blocks,
-            "transfers": self.connector.num_reads + self.orphans.num_reads + self.tiers.num_moves,
+            "device.left_to_reads": self.unsettled.num_blocks,
+            "transfers": self.connector.num_reads + self.unsettled.num_reads + self.tiers.num_moves,
             "leases": len(self.producer.leases),
         }
         for tier, spec in TIERS.items():
@@ -272,7 +272,7 @@ class KVExchange:
         """What an idle worker must not have; empty if all is well."""
         return [
             *self.connector.check_idle(),
-            *self.orphans.check_idle(),
+            *self.unsettled.check_idle(),
             *self.producer.check_idle(),
             *self.tiers.check_idle(),
         ]
@@ -369,7 +369,7 @@ class Worker:
 
     def _why_not_go_on(self) -> str:
         """Why another process would serve better than this one; "": it would not."""
-        num_left, num_blocks = self.exchange.orphans.num_blocks, self.config.num_blocks
+        num_left, num_blocks = self.exchange.unsettled.num_blocks, self.config.num_blocks
         if self._lacks_blocks_s > self.config.left_reads_s:
             return f"{num_left} of {num_blocks} KV blocks are left to reads that do not settle"
         return self.core.watch.why
@@ -525,7 +525,7 @@ class Worker:
         """Time counts as it passes here: that of a process that was stopped itself does not."""
         passed_s = min(now - self._ticked_at, 2 * self.config.stats_interval_s)
         self._ticked_at = now
-        is_much = self.exchange.orphans.num_blocks > MAX_LEFT_SHARE * self.config.num_blocks
+        is_much = self.exchange.unsettled.num_blocks > MAX_LEFT_SHARE * self.config.num_blocks
         self._lacks_blocks_s = self._lacks_blocks_s + passed_s if is_much else 0.0
 
     def _is_stuck(self, seq: Sequence) -> bool:

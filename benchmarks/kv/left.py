@@ -40,7 +40,7 @@ from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, FindStored, StoreFound, StoreIndex
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
-from kvrelay.kvtransfer.movers.orphaned import LIST_S, OrphanedMover
+from kvrelay.kvtransfer.movers.left import LIST_S, LeftMover
 from kvrelay.kvtransfer.store.arena import HostArena
 from kvrelay.kvtransfer.transfer_loop import TransferLoop
 from kvrelay.worker.node import Worker
@@ -137,7 +137,7 @@ class Survivor:
         self.node = Worker(config, ROLES)
         self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         pool = np.zeros((num_blocks, BYTES), np.uint8)
-        agent = OrphanedMover("decode-1", place, None, {Tier.DEVICE: pool})
+        agent = LeftMover("decode-1", place, None, {Tier.DEVICE: pool})
         copies = TransferExecutor("decode-1", 1, agent, {Tier.DEVICE: pool})
         self.loop = TransferLoop(copies, self.messages.put, store=agent)
         self.longest_s = self.own_s = 0.0
@@ -155,7 +155,7 @@ class Survivor:
         (seq,) = self.node.core.seqs.values()
         tiers = self.node.exchange.tiers
         num_tokens = len(tiers.find(seq.block_hashes)) * BLOCK_SIZE
-        self.run(until=lambda: tiers.num_blocks(Tier.ORPHANED) >= num_left, timeout_s=30.0)
+        self.run(until=lambda: tiers.num_blocks(Tier.LEFT) >= num_left, timeout_s=30.0)
         all_s = time.perf_counter() - killed_at
         return Found(prefix_s, num_tokens, all_s, self.longest_s, self.own_s)
 
@@ -179,7 +179,7 @@ class Survivor:
         for effect in effects:
             if isinstance(effect, FindStored):
                 self.loop.submit(effect)
-            elif isinstance(effect, CopyBlocks) and effect.src_tier is Tier.ORPHANED:
+            elif isinstance(effect, CopyBlocks) and effect.src_tier is Tier.LEFT:
                 self.loop.submit(replace(effect, timeout_s=60.0))
 
 

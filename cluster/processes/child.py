@@ -63,7 +63,7 @@ class Parent:
 
     def _beat(self) -> None:
         if not self._channel.is_open:
-            os._exit(1)  # an orphan: the supervisor has died
+            os._exit(1)  # the supervisor has died
         self.send(Beat())
         asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
@@ -108,7 +108,7 @@ async def run_router(parent: Parent) -> int:
         why = f"{type(failure).__name__}: {first_line(failure)}"
         parent.send(RouterLost(spec.router, spec.epoch, why))
         return 1
-    if not stop.done():  # an orphan: the supervisor has died
+    if not stop.done():  # the supervisor has died
         return 1
     asked = stop.result()
     if asked.refuse:

@@ -14,7 +14,7 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
-    ORPHANED = "orphaned"  # host memory of workers of this machine that have died
+    LEFT = "orphaned"  # host memory of workers of this machine that have died
     PACKED = "packed"  # host memory for approximate KV, in four bits a number
     DISK = "disk"
     OBJECT = "object"  # shared by all workers with the same hashes

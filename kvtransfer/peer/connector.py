@@ -9,7 +9,7 @@ Life of an arrival: expected (the request has come) -> started (destination bloc
 blocks that are certain to be good; the worker computes the rest. The same for all sources. A read
 has a deadline.
 
-Life of an orphaned read: given up, and not settled in time (the worker that it reads from may be
+Life of an unsettled read: given up, and not settled in time (the worker that it reads from may be
 stopped) -> the sequence goes on with other blocks, and the read keeps its own -> settled: they are
 free. One that never settles keeps them as long as the process lives; nothing that a peer says ends
 that, since bytes on their way may arrive after it.
@@ -152,19 +152,19 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Orphan:
+class _Unsettled:
     blocks: Seq[int]  # its destination
     sources: Seq[Source]  # in a lower tier; pinned
 
 
-class Orphans:
+class UnsettledReads:
     """Owned by a worker's exchange. Invariant: each block that such a read may write to has a
     reference from here, so that it is neither allocated nor sealed."""
 
     def __init__(self, pool: BlockPool, tiers: Tiers) -> None:
         self._pool = pool
         self._tiers = tiers
-        self._reads: dict[TransferId, _Orphan] = {}
+        self._reads: dict[TransferId, _Unsettled] = {}
         self.num_taken = 0  # since the start
 
     @property
@@ -174,41 +174,41 @@ class Orphans:
     @property
     def num_blocks(self) -> int:
         """Blocks of the device that are kept for them."""
-        return sum(len(orphan.blocks) for orphan in self._reads.values())
+        return sum(len(read.blocks) for read in self._reads.values())
 
     def take(self, transfer_id: TransferId, blocks: Seq[int], sources: Seq[Source]) -> None:
         """A read whose sequence still has its blocks, and may free them from now on. `sources` are
         pinned, and stay so."""
         self._pool.hold(blocks)
-        self._reads[transfer_id] = _Orphan(blocks, sources)
+        self._reads[transfer_id] = _Unsettled(blocks, sources)
         self.num_taken += 1
 
     def on_copy_done(self, done: CopyDone) -> bool:
         """Whether it was one of these."""
-        orphan = self._reads.pop(done.transfer_id, None)
-        if orphan is None:
+        read = self._reads.pop(done.transfer_id, None)
+        if read is None:
             return False
-        self._pool.release(orphan.blocks)
-        self._tiers.unpin(orphan.sources)
+        self._pool.release(read.blocks)
+        self._tiers.unpin(read.sources)
         return True
 
     def check_idle(self) -> list[str]:
-        return [f"an orphaned read holds {len(o.blocks)} blocks" for o in self._reads.values()]
+        return [f"an unsettled read holds {len(o.blocks)} blocks" for o in self._reads.values()]
 
 
 class Connector:
     """Owns the arrivals of one worker.
 
     Invariant: an arrival is here until no transfer can write to its destination, or those that may
-    are left to `orphans`; the sources that it loads from are pinned as long."""
+    are left to `unsettled`; the sources that it loads from are pinned as long."""
 
     def __init__(
-        self, config: WorkerConfig, kv: KVCacheManager, tiers: Tiers, orphans: Orphans
+        self, config: WorkerConfig, kv: KVCacheManager, tiers: Tiers, unsettled: UnsettledReads
     ) -> None:
         self.config = config
         self._kv = kv
         self.tiers = tiers
-        self.orphans = orphans
+        self.unsettled = unsettled
         self.rates = ReadRates(config, tiers)
         self.peers = Peers(config)
         self.arrivals: dict[Key, Arrival] = {}
@@ -515,7 +515,7 @@ class Connector:
         for transfer_id, read in left.items():
             del self._by_transfer[transfer_id]
             blocks, sources = arrival.ends_of(read)
-            self.orphans.take(transfer_id, blocks, sources)
+            self.unsettled.take(transfer_id, blocks, sources)
             kept.update(sources)
         self.tiers.unpin(source for source in arrival.own_sources if source not in kept)
         arrival.reads, arrival.seq.num_reads = {}, 0

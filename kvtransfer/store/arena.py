@@ -424,7 +424,7 @@ def _check_room(folder: Path, missing_bytes: int, promised_bytes: int) -> None:
         )
 
 
-class OrphanedArena:
+class LeftArena:
     """The blocks of a worker that has died, to be read. Others may read them, too."""
 
     def __init__(self, folder: Path, lock: FolderLock, clock: Clock = time.time) -> None:

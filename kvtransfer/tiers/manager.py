@@ -31,7 +31,7 @@ from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
 from kvrelay.kvtransfer.tiers.moves import TierMoves
 from kvrelay.kvtransfer.tiers.registry import TIERS
 
-AS_HOST = (Tier.HOST, Tier.ORPHANED, Tier.PACKED)  # what routers know as host memory of this worker
+HOST_TIERS = (Tier.HOST, Tier.LEFT, Tier.PACKED)  # what routers know as host memory of this worker
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0
 ORDER_WINDOW = 64  # blocks of one order that are in progress at a time
@@ -235,20 +235,20 @@ class Tiers:
         """Net changes since the last call, of blocks that can be read."""
         changes = [pool.take_changes() for pool in self._pools.values()]
         found = {change.tier: change for change in changes if change is not None}
-        if any(tier in self._pools for tier in AS_HOST[1:]):
+        if any(tier in self._pools for tier in HOST_TIERS[1:]):
             found = self._as_host(found)
         return tuple(found.values())
 
     def _as_host(self, changes: dict[Tier, TierHashes]) -> dict[Tier, TierHashes]:
         """Blocks of workers that have died, and those in four bits, are announced as if they were
         in this one's host memory: they cost as much. What is in several is announced once."""
-        parts = [changes.pop(tier) for tier in AS_HOST if tier in changes]
+        parts = [changes.pop(tier) for tier in HOST_TIERS if tier in changes]
         came = {(part.tier, each) for part in parts for each in part.stored}
         went = {(part.tier, each) for part in parts for each in part.removed}
 
         def was_announced(name: bytes) -> bool:
-            now = ((t, name) for t in AS_HOST if t in self._pools and self._pools[t].get(name))
-            return any((t, name) in went for t in AS_HOST) or any(e not in came for e in now)
+            now = ((t, name) for t in HOST_TIERS if t in self._pools and self._pools[t].get(name))
+            return any((t, name) in went for t in HOST_TIERS) or any(e not in came for e in now)
 
         stored = tuple({name for _, name in came if not was_announced(name)})
         removed = tuple({name for _, name in went if not self.holds(Tier.HOST, name)})
@@ -260,13 +260,13 @@ class Tiers:
         """All blocks that can be read."""
         held: dict[Tier, dict[bytes, None]] = {}
         for tier, pool in self._pools.items():
-            announced = Tier.HOST if tier in AS_HOST else tier
+            announced = Tier.HOST if tier in HOST_TIERS else tier
             held.setdefault(announced, {}).update(dict.fromkeys(pool.block_hashes()))
         return tuple(TierHashes(tier, tuple(names)) for tier, names in held.items())
 
     def holds(self, tier: Tier, block_hash: bytes) -> bool:
         """Whether it can be read from there."""
-        tiers = AS_HOST if tier is Tier.HOST else (tier,)
+        tiers = HOST_TIERS if tier is Tier.HOST else (tier,)
         return any(t in self._pools and self._pools[t].get(block_hash) is not None for t in tiers)
 
     def written_bytes_per_s(self, tier: Tier) -> float:

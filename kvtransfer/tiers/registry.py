@@ -50,7 +50,7 @@ MOVERS = "kvrelay.kvtransfer.movers"
 TIERS: dict[Tier, TierSpec] = {
     Tier.HOST: TierSpec("num_host_blocks", 2e9),
     # Its blocks are copied by the CPU, out of memory that nobody has registered.
-    Tier.ORPHANED: TierSpec("", 2e9, f"{MOVERS}.orphaned", can_be_written=False),
+    Tier.LEFT: TierSpec("", 2e9, f"{MOVERS}.left", can_be_written=False),
     Tier.PACKED: TierSpec("num_packed_blocks", 2e9, f"{MOVERS}.packed", for_approximate=True),
     Tier.DISK: TierSpec(
         "num_disk_blocks",

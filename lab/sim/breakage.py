@@ -7,7 +7,7 @@ them.
 - `leave`: the attempt that another has taken over from is not ended.
 - `rescue`: requests that wait for memory are not moved to where there is some.
 - `role`: the router does not listen to what a worker is to be preferred for.
-- `orphans`: the blocks of reads that do not settle are freed when they are left behind.
+- `unsettled`: the blocks of reads that do not settle are freed when they are left behind.
 - `wait`: reads that do not settle are waited for.
 - `watch`: workers that hang, or fail in every step, go on.
 - `suspect`: the controller listens to no complaints of workers that are silent.
@@ -55,7 +55,7 @@ from kvrelay.engine.waiting import Passes
 from kvrelay.kvtransfer.agent import CopyDone, TransferId
 from kvrelay.kvtransfer.messages import KVRelease
 from kvrelay.kvtransfer.peer.arrival import Arrival
-from kvrelay.kvtransfer.peer.connector import Connector, Orphans
+from kvrelay.kvtransfer.peer.connector import Connector, UnsettledReads
 from kvrelay.kvtransfer.peer.handoff import ConsumerEvent
 from kvrelay.kvtransfer.ranks import RankAnswers
 from kvrelay.kvtransfer.tiers.blocks import Source
@@ -79,7 +79,7 @@ class Break(StrEnum):
     LEAVE = "leave"
     RESCUE = "rescue"
     ROLE = "role"
-    ORPHANS = "orphans"
+    UNSETTLED = "unsettled"
     WAIT = "wait"
     WATCH = "watch"
     SUSPECT = "suspect"
@@ -178,7 +178,7 @@ class _EndlessPasses(Passes):
         return False
 
 
-class HastyOrphans(Orphans):
+class HastyReads(UnsettledReads):
     """Keeps nothing for reads that may still write."""
 
     def take(
@@ -209,9 +209,9 @@ _CONNECTORS: dict[Break, type[Connector]] = {
 def break_worker(worker: Worker, broken: Break) -> None:
     """Replace one method of its connector, before it has received anything."""
     core, exchange, kv = worker.core, worker.exchange, worker.core.kv
-    if broken is Break.ORPHANS:
-        exchange.orphans = HastyOrphans(kv.pool, exchange.tiers)
-        exchange.connector.orphans = exchange.orphans
+    if broken is Break.UNSETTLED:
+        exchange.unsettled = HastyReads(kv.pool, exchange.tiers)
+        exchange.connector.unsettled = exchange.unsettled
     if broken is Break.LEFT:
         exchange.left_kv = EndlessLeftKV(worker.core, exchange.tiers)
     if broken is Break.VERSIONS:
@@ -274,7 +274,7 @@ def break_worker(worker: Worker, broken: Break) -> None:
     if broken is Break.HELD:
         worker.core.scheduler._held_before = lambda seq: []  # type: ignore[method-assign]
     if broken in _CONNECTORS:
-        owned = worker.config, kv, exchange.tiers, exchange.orphans
+        owned = worker.config, kv, exchange.tiers, exchange.unsettled
         exchange.connector = _CONNECTORS[broken](*owned)
 
 

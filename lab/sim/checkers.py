@@ -136,7 +136,7 @@ class Starvation:
         lives = [runtime.life(name) for name in self._workers]
         nodes = [each.node for each in lives if each is not None]
         workers = [node for node in nodes if isinstance(node, Worker)]
-        self._reads_left = any(worker.exchange.orphans.num_blocks for worker in workers)
+        self._reads_left = any(worker.exchange.unsettled.num_blocks for worker in workers)
         starving = {
             (worker.node_id, *seq.key): seq
             for worker in workers

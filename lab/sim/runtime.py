@@ -88,7 +88,7 @@ class SimStore:
         return found
 
 
-ORPHANED_S = 0.02  # so long after a worker has died, others read what it had in host memory
+LEFT_S = 0.02  # so long after a worker has died, others read what it had in host memory
 _MAX_EVENTS = 400_000
 """A run that makes more than this is taken for a livelock."""
 
@@ -113,7 +113,7 @@ class PoolShape:
     host_outlives: bool = False  # its host memory
 
     @property
-    def reads_orphaned(self) -> bool:
+    def reads_left(self) -> bool:
         """Whether it looks for host memory of others, which have to be of its form."""
         return self.num_blocks > 0
 
@@ -134,7 +134,7 @@ class SimNode:
     agent: SimAgent
     clock_s: float  # what its clock shows at virtual time 0: no two processes agree
     alive: bool = True
-    orphaned: dict[NodeId, StoreGone] = field(default_factory=dict)  # whose host memory it reads
+    left: dict[NodeId, StoreGone] = field(default_factory=dict)  # whose host memory it reads
     found: RankAnswers | None = None  # joins what its ranks find
 
 
@@ -217,31 +217,31 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         place = self._places[node_id]
         place.life = None
         if Tier.HOST in place.stores:
-            self.call_at(self.now + ORPHANED_S, lambda: self._find_orphaned(node_id))
+            self.call_at(self.now + LEFT_S, lambda: self._find_left(node_id))
         return life.epoch
 
-    def _find_orphaned(self, owner: NodeId) -> None:
+    def _find_left(self, owner: NodeId) -> None:
         """Workers of the machine, which is one, see that nobody has this host memory any more."""
         place = self._places[owner]
-        if place.life is None and place.shape.reads_orphaned:
+        if place.life is None and place.shape.reads_left:
             for other in self._places.values():
                 life, num_ranks = other.life, other.shape.num_ranks
-                if life is None or not other.shape.reads_orphaned:
+                if life is None or not other.shape.reads_left:
                     continue
-                if num_ranks == place.shape.num_ranks and owner not in life.orphaned:
+                if num_ranks == place.shape.num_ranks and owner not in life.left:
                     self._attach(life, owner, place.stores[Tier.HOST])
 
     def _attach(self, life: SimNode, owner: NodeId, store: SimStore) -> None:
-        blocks, records = life.executor.pools[Tier.ORPHANED].blocks, store.records(self.now)
+        blocks, records = life.executor.pools[Tier.LEFT].blocks, store.records(self.now)
         first, num_slots = len(blocks), len(store.pool.blocks)
         blocks += store.pool.blocks
-        gone = life.orphaned[owner] = StoreGone(Tier.ORPHANED, first, num_slots)
+        gone = life.left[owner] = StoreGone(Tier.LEFT, first, num_slots)
         moved = tuple(replace(record, slot=first + record.slot) for record in records)
-        found = StoreFound(Tier.ORPHANED, first, num_slots, moved, owner)
+        found = StoreFound(Tier.LEFT, first, num_slots, moved, owner)
         self.faults.injected["host KV left"] += 1
 
         def find(rank: int) -> None:
-            if life.orphaned.get(owner) is gone:
+            if life.left.get(owner) is gone:
                 assert life.found is not None
                 # It was killed when not all of its ranks had listed the last block.
                 num_known = max(0, len(moved) - (self.seed + rank) % 2)
@@ -253,8 +253,8 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
     def _detach(self, owner: NodeId) -> None:
         """It is back: nobody else reads its host memory."""
         for other in self._places.values():
-            if other.life is not None and (gone := other.life.orphaned.pop(owner, None)):
-                blocks = other.life.executor.pools[Tier.ORPHANED].blocks
+            if other.life is not None and (gone := other.life.left.pop(owner, None)):
+                blocks = other.life.executor.pools[Tier.LEFT].blocks
                 for slot in range(gone.first_slot, gone.first_slot + gone.num_slots):
                     left = blocks[slot]
                     blocks[slot] = [~v for v in left] if other.shape.with_checksums else [*left]
@@ -272,7 +272,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         pools = {
             Tier.DEVICE: shape.pool(shape.num_blocks, self.attention),
             Tier.HOST: shape.pool(shape.num_host_blocks),
-            Tier.ORPHANED: shape.pool(0),
+            Tier.LEFT: shape.pool(0),
             **{tier: store.pool for tier, store in place.stores.items()},
         }
         self._detach(node_id)
@@ -300,7 +300,7 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
         self._guard(life, lambda: life.node.start(clock_s + self.now))
         for owner, other in self._places.items():
             if Tier.HOST in other.stores and other.life is None:
-                self._find_orphaned(owner)
+                self._find_left(owner)
         return life.node
 
     def violate(self, kind: str, text: str) -> None:

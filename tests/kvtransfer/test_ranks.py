@@ -108,13 +108,13 @@ def test_a_store_that_fails_in_one_rank_has_failed() -> None:
 
 def found(*slots: int, checksum: int = 0) -> StoreFound:
     records = tuple(DiskRecord(slot, bytes([slot] * 16), checksum + slot, 60.0) for slot in slots)
-    return StoreFound(Tier.ORPHANED, 8, 4, records, "decode-0")
+    return StoreFound(Tier.LEFT, 8, 4, records, "decode-0")
 
 
 def test_what_was_left_is_found_once_all_ranks_have_it() -> None:
     world = World()
     world.answers.add(0, found(8, 9, 10))
-    assert world.sent == [AttachStore(Tier.ORPHANED, "decode-0", 8, 4)]
+    assert world.sent == [AttachStore(Tier.LEFT, "decode-0", 8, 4)]
     world.answers.add(1, found(9, 8))
     world.answers.add(2, found(10, 9))
     assert world.told == [found(9)]
@@ -127,7 +127,7 @@ def test_what_was_left_is_found_once_all_ranks_have_it() -> None:
 
 def test_what_has_gone_in_one_rank_is_found_by_none() -> None:
     world = World()
-    gone = StoreGone(Tier.ORPHANED, 8, 4)
+    gone = StoreGone(Tier.LEFT, 8, 4)
     world.answers.add(1, found(8))  # before rank 0 has asked for it: of an earlier time
     world.answers.add(0, found(8))
     world.answers.add(1, gone)

@@ -41,7 +41,7 @@ from kvrelay.engine.stats import Role
 from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.messages import KVConnect
 from kvrelay.kvtransfer.movers.disk_tier import open_store
-from kvrelay.kvtransfer.movers.orphaned import OrphanedMover
+from kvrelay.kvtransfer.movers.left import LeftMover
 from kvrelay.kvtransfer.peer.connector import Peers
 from kvrelay.kvtransfer.store.arena import open_arena
 from kvrelay.kvtransfer.store.bucket import bucket_of, key_prefix
@@ -168,7 +168,7 @@ class Machine:
             now = [0.0]
             pools = {Tier.DEVICE: np.zeros((8, config.bytes_per_block), np.uint8)}
             place = self.arenas / config.fingerprint.hex()
-            agent = OrphanedMover("decode-0", place, place / "decode-0", pools, lambda: now[0])
+            agent = LeftMover("decode-0", place, place / "decode-0", pools, lambda: now[0])
             changes = agent.check(True)
             agent.close()
             return sum(len(change.records) for change in changes if hasattr(change, "records"))

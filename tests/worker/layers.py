@@ -108,7 +108,7 @@ class Layered(World):
         moves = [m for m in exchange.tiers._moves.live.values() if Tier.DEVICE in m.way]
         others = sum(len(move.blocks) for move in moves)
         others += sum(len(export.blocks) for export in exchange.producer.exports)
-        others += exchange.orphans.num_blocks
+        others += exchange.unsettled.num_blocks
         core.kv.check_integrity(others)
         for seq in core.seqs.values():
             held = sum(block >= 0 for block in seq.block_ids)

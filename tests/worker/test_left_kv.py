@@ -49,13 +49,13 @@ class Machine(World):
     def leave(self, tokens: list[int], *, first: int = 0, has_more: bool = False) -> None:
         """Blocks of `tokens` from `first` on were left by a worker that has died."""
         chain = BlockChain(b"tiny", UNSALTED, BLOCK_SIZE)
-        slots = self.lower["decode"][Tier.ORPHANED]
+        slots = self.lower["decode"][Tier.LEFT]
         found, at = [], len(slots)
         for index, name in enumerate(chain.extend(tokens)):
             slots.append(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             if index >= first:
                 found.append(DiskRecord(at + index, name, checksum(slots[-1]), 60.0))
-        place = Tier.ORPHANED, at, len(slots) - at
+        place = Tier.LEFT, at, len(slots) - at
         self.queue.append(("decode", StoreFound(*place, tuple(found), has_more=has_more)))
 
     def take_over(self, name: str = "a", count: int = 20, **options: Any) -> None:
@@ -109,7 +109,7 @@ def test_it_loads_what_was_left_however_slow_the_last_load_was() -> None:
     machine = Machine()
     machine.submit("b", [60, 61, 62], 2, remote=False)
     machine.drain()  # so that it knows how fast it computes
-    machine.decode.exchange.connector.rates.add(Tier.ORPHANED, 32, 1e6)
+    machine.decode.exchange.connector.rates.add(Tier.LEFT, 32, 1e6)
     machine.take_over()
     machine.leave(TOKENS)
     machine.assert_right()

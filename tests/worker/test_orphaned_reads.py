@@ -7,7 +7,7 @@ import pytest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Abort, Probe
 from kvrelay.kvtransfer.agent import CopyDone
-from kvrelay.kvtransfer.peer.connector import Orphans
+from kvrelay.kvtransfer.peer.connector import UnsettledReads
 from kvrelay.worker.node import Worker
 from tests.worker.world import World, reference
 
@@ -24,8 +24,8 @@ def stuck(**limits: float) -> World:
     return world
 
 
-def left_behind(worker: Worker) -> Orphans:
-    return worker.exchange.orphans
+def left_behind(worker: Worker) -> UnsettledReads:
+    return worker.exchange.unsettled
 
 
 def pass_time(world: World, seconds: float) -> None:

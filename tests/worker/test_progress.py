@@ -213,7 +213,7 @@ def with_stalled_peer() -> Watched:
     for number in range(3):
         world.submit(f"a{number}", [50 + number] * 15, 4, remote=True)
     drive(world, 3.0)
-    assert world.decode.exchange.orphans.num_blocks > 8
+    assert world.decode.exchange.unsettled.num_blocks > 8
     return world
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from email.message import Message
+
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from kvrelay.cluster.api.errors import ApiError, invalid
 
-MAX_HEAD_BYTES = 16 * 1024  # a part's
 MAX_FIELD_BYTES = 16 * 1024
 MAX_PARTS = 64
 
 
 class FormReader:
-    """Fed with the body. Invariant: it holds less than a boundary, a head and a field, and `write`
-    gets each byte of the part that is a file once and in order."""
+    """Fed with the body. Invariant: it holds less than a field, and a head as long as the parser
+    lets them be; `write` gets each byte of the part that is a file once and in order."""
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
         """Raises ApiError (415) for a body that is no form."""
-        message = Message()
-        message["content-type"] = content_type
-        boundary = message.get_boundary()
-        if message.get_content_type() != "multipart/form-data" or not boundary:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not boundary:
             raise ApiError(
                 415,
                 f"content-type {content_type[:60]!r} is not supported: send multipart/form-data "
@@ -31,59 +31,58 @@ class FormReader:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None  # once its part has begun
         self.is_whole = False
-        self._delimiter = b"\r\n--" + boundary.encode("utf-8", "surrogateescape")
         self._write = write
-        self._rest = b"\r\n"  # what is before the first boundary may be nothing
         self._take: Callable[[bytes], None] = lambda _: None  # the bytes of this part
         self._num_parts = 0
-        self._in_head = False
+        self._header, self._value, self._about = b"", b"", b""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": self._on_header,
+                "on_header_value": self._on_value,
+                "on_header_end": self._on_header_end,
+                "on_headers_finished": self._on_head,
+                "on_part_data": lambda data, start, end: self._take(data[start:end]),
+                "on_end": self._end,
+            },
+        )
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes of the body. Raises ApiError (400)."""
-        rest = self._rest + data
-        while not self.is_whole:
-            if self._in_head:
-                head, end, after = rest.partition(b"\r\n\r\n")
-                if len(head) > MAX_HEAD_BYTES:
-                    raise invalid(f"A part of the form has a head over {MAX_HEAD_BYTES} bytes")
-                if not end:
-                    break
-                self._begin(head)
-                rest, self._in_head = after, False
-                continue
-            at = rest.find(self._delimiter)
-            after_at = at + len(self._delimiter)
-            if at < 0 or len(rest) < after_at + 2:
-                keep = len(rest) - len(self._delimiter) if at < 0 else at
-                if keep > 0:
-                    self._take(rest[:keep])
-                    rest = rest[keep:]
-                break
-            self._take(rest[:at])
-            self._take = lambda _: None
-            self.is_whole = rest[after_at : after_at + 2] == b"--"
-            rest, self._in_head = rest[after_at:], True
-        self._rest = b"" if self.is_whole else rest
+        try:
+            self._parser.write(data)
+        except MultipartParseError as error:
+            raise invalid(f"The form cannot be read: {error}") from None
 
-    def _begin(self, head: bytes) -> None:
-        """Begins the part that has `head`, and what is fed next is its content."""
+    def _begin(self) -> None:
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise invalid(f"The form has more than {MAX_PARTS} parts")
-        message = Message()
-        for line in head.decode("utf-8", "replace").split("\r\n"):
-            header, _, value = line.partition(":")
-            if header.strip().lower() == "content-disposition":
-                message["content-disposition"] = value.strip()
-        named = message.get_param("name", header="content-disposition")
-        name = named if isinstance(named, str) else ""
+        self._about, self._take = b"", lambda _: None
+
+    def _on_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.strip().lower() == b"content-disposition":
+            self._about = self._value
+        self._header, self._value = b"", b""
+
+    def _on_head(self) -> None:
+        """What is fed next is the content of the part."""
+        _, options = parse_options_header(self._about)
+        name = options.get(b"name", b"").decode("utf-8", "replace")
         if not name:
             raise invalid("A part of the form has no name in its content-disposition")
         if name == "file":
             if self.filename is not None:
                 raise invalid("'file': there are two, send one", param="file")
-            filename = message.get_filename()
-            self.filename = (filename or "upload").replace("\\", "/").rpartition("/")[2][:256]
+            filename = options.get(b"filename", b"").decode("utf-8", "replace") or "upload"
+            self.filename = filename.replace("\\", "/").rpartition("/")[2][:256]
             self._take = self._write
             return
         self.fields[name] = ""
@@ -94,3 +93,6 @@ class FormReader:
                 raise invalid(f"{name[:40]!r} has more than {MAX_FIELD_BYTES} bytes", param=name)
 
         self._take = take
+
+    def _end(self) -> None:
+        self.is_whole = True

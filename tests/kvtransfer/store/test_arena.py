@@ -25,7 +25,7 @@ from kvrelay.kvtransfer.agent import (
     StoreIndex,
 )
 from kvrelay.kvtransfer.checksum import checksum_blocks
-from kvrelay.kvtransfer.movers.orphaned import LIST_S, LOOK_S, MAX_FOUND, PACE_S, OrphanedMover
+from kvrelay.kvtransfer.movers.left import LIST_S, LOOK_S, MAX_FOUND, PACE_S, LeftMover
 from kvrelay.kvtransfer.store import StoreError, StoreInUse
 from kvrelay.kvtransfer.store.arena import (
     HEADER_BYTES,
@@ -40,7 +40,7 @@ from kvrelay.kvtransfer.store.arena import (
 from tests.kvtransfer.movers.agent_kit import begin
 
 SIZE, SLOTS = 8192, 64
-HOST, DEVICE, ORPHANED = Tier.HOST, Tier.DEVICE, Tier.ORPHANED
+HOST, DEVICE, LEFT = Tier.HOST, Tier.DEVICE, Tier.LEFT
 
 
 def name_of(number: int) -> bytes:
@@ -215,21 +215,21 @@ class Clock:
 
 
 @pytest.fixture
-def reader(folder: Path) -> Iterator[tuple[OrphanedMover, Clock, Any]]:
+def reader(folder: Path) -> Iterator[tuple[LeftMover, Clock, Any]]:
     clock, pool = Clock(), np.zeros((SLOTS, SIZE), np.uint8)
-    agent = OrphanedMover("me", folder.parent, None, {DEVICE: pool}, clock)
+    agent = LeftMover("me", folder.parent, None, {DEVICE: pool}, clock)
     yield agent, clock, pool
     agent.close()
 
 
-def look(agent: OrphanedMover, clock: Clock) -> list[StoreFound | StoreGone]:
+def look(agent: LeftMover, clock: Clock) -> list[StoreFound | StoreGone]:
     clock.now += LIST_S
     return agent.check(True)
 
 
 class TestSurvivors:
     def test_they_read_what_the_dead_one_had_and_leave_it_to_the_next(
-        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
+        self, folder: Path, reader: tuple[LeftMover, Clock, Any]
     ) -> None:
         agent, clock, pool = reader
         arena = open_arena(folder)
@@ -241,17 +241,17 @@ class TestSurvivors:
         assert isinstance(found, StoreFound)
         (record,) = found.records
         assert (found.num_slots, record.block_hash, record.slot) == (SLOTS, name_of(1), 5)
-        begin(agent, "me", [5], [9], ORPHANED, DEVICE)
+        begin(agent, "me", [5], [9], LEFT, DEVICE)
         assert (pool[9] == was).all()
 
         clock.now += 60.0  # all of it has expired
-        assert agent.check(True) == [StoreGone(ORPHANED, 0, SLOTS)]
+        assert agent.check(True) == [StoreGone(LEFT, 0, SLOTS)]
         assert not folder.exists()
         with pytest.raises(AgentError, match="is back"):
-            begin(agent, "me", [5], [9], ORPHANED, DEVICE)
+            begin(agent, "me", [5], [9], LEFT, DEVICE)
 
     def test_what_is_asked_for_comes_first_and_the_rest_slowly(
-        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
+        self, folder: Path, reader: tuple[LeftMover, Clock, Any]
     ) -> None:
         agent, clock, _ = reader
         num_slots = 4 * MAX_FOUND + 10
@@ -293,7 +293,7 @@ class TestSurvivors:
         assert [record.slot for record in part.records] == [0, 1, 2]
 
     def test_a_worker_that_is_alone_looks_seldom(
-        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
+        self, folder: Path, reader: tuple[LeftMover, Clock, Any]
     ) -> None:
         agent, clock, _ = reader
         look(agent, clock)
@@ -307,7 +307,7 @@ class TestSurvivors:
         assert agent.wait_s == LIST_S
 
     def test_one_that_waits_gets_it(
-        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
+        self, folder: Path, reader: tuple[LeftMover, Clock, Any]
     ) -> None:
         agent, clock, _ = reader
         arena = open_arena(folder)
@@ -319,7 +319,7 @@ class TestSurvivors:
             changes: list[StoreFound | StoreGone] = []
             while not opening.done():
                 changes += agent.check(True)  # by the same time: what is there must not expire
-        assert changes == [StoreGone(ORPHANED, 0, SLOTS)]
+        assert changes == [StoreGone(LEFT, 0, SLOTS)]
         again = opening.result()
         assert contents(again) == {name_of(1): 5}
         assert look(agent, clock) == []
@@ -328,7 +328,7 @@ class TestSurvivors:
         assert isinstance(found, StoreFound)
 
     def test_two_are_beside_each_other_and_gaps_are_used_again(
-        self, folder: Path, reader: tuple[OrphanedMover, Clock, Any]
+        self, folder: Path, reader: tuple[LeftMover, Clock, Any]
     ) -> None:
         agent, clock, pool = reader
         for number in range(3):
@@ -342,7 +342,7 @@ class TestSurvivors:
             assert isinstance(each, StoreFound)
             (record,) = each.records
             assert record.slot == each.first_slot + 2
-            begin(agent, "me", [record.slot], [0], ORPHANED, DEVICE)
+            begin(agent, "me", [record.slot], [0], LEFT, DEVICE)
             assert checksum_blocks(pool, [0]) == [record.checksum]
 
 
@@ -350,54 +350,54 @@ class TestRanks:
     """Rank 0 says to which slots a place is attached; the others attach their parts there."""
 
     @pytest.fixture
-    def follower(self, folder: Path) -> Iterator[OrphanedMover]:
+    def follower(self, folder: Path) -> Iterator[LeftMover]:
         pool = np.zeros((SLOTS, SIZE), np.uint8)
-        agent = OrphanedMover("me", folder.parent, None, {DEVICE: pool}, Clock(), follows=True)
+        agent = LeftMover("me", folder.parent, None, {DEVICE: pool}, Clock(), follows=True)
         yield agent
         agent.close()
 
-    def test_it_waits_until_its_part_is_free(self, folder: Path, follower: OrphanedMover) -> None:
+    def test_it_waits_until_its_part_is_free(self, folder: Path, follower: LeftMover) -> None:
         arena = open_arena(folder)
         write(arena, 5, 1)
-        follower.update(AttachStore(ORPHANED, folder.name, 100, SLOTS))
+        follower.update(AttachStore(LEFT, folder.name, 100, SLOTS))
         assert follower.check(True) == []  # that rank lives still
         arena.close()
         (found,) = follower.check(True)
         assert isinstance(found, StoreFound)
         assert (found.first_slot, found.place) == (100, folder.name)
         assert [record.slot for record in found.records] == [105]
-        begin(follower, "me", [105], [0], ORPHANED, DEVICE)
+        begin(follower, "me", [105], [0], LEFT, DEVICE)
 
-    def test_it_looks_for_nothing_itself(self, folder: Path, follower: OrphanedMover) -> None:
+    def test_it_looks_for_nothing_itself(self, folder: Path, follower: LeftMover) -> None:
         arena = open_arena(folder)
         write(arena, 5, 1)
         arena.close()
         assert look(follower, follower._clock) == []  # type: ignore[arg-type]
 
     def test_what_is_attached_to_the_same_slots_is_left(
-        self, folder: Path, follower: OrphanedMover
+        self, folder: Path, follower: LeftMover
     ) -> None:
         for name in ("a", "b"):
             arena = open_arena(folder.with_name(name))
             write(arena, 5, ord(name))
             arena.close()
         for name in ("a", "b"):
-            follower.update(AttachStore(ORPHANED, name, 0, SLOTS))
+            follower.update(AttachStore(LEFT, name, 0, SLOTS))
             (found,) = look(follower, follower._clock)  # type: ignore[arg-type]
             assert isinstance(found, StoreFound)
             assert [r.block_hash for r in found.records] == [name_of(ord(name))]
         open_arena(folder.with_name("a")).close()  # nobody reads it any more
 
-    def test_it_leaves_a_part_that_is_wanted(self, folder: Path, follower: OrphanedMover) -> None:
+    def test_it_leaves_a_part_that_is_wanted(self, folder: Path, follower: LeftMover) -> None:
         arena = open_arena(folder)
         write(arena, 5, 1)
         arena.close()
-        follower.update(AttachStore(ORPHANED, folder.name, 0, SLOTS))
+        follower.update(AttachStore(LEFT, folder.name, 0, SLOTS))
         follower.check(True)
         with ThreadPoolExecutor(1) as thread:
             opening = thread.submit(open_arena, folder, lock_timeout_s=10.0)
             changes: list[StoreFound | StoreGone] = []
             while not opening.done():
                 changes += follower.check(True)
-        assert changes == [StoreGone(ORPHANED, 0, SLOTS)]
+        assert changes == [StoreGone(LEFT, 0, SLOTS)]
         assert contents(opening.result()) == {name_of(1): 5}

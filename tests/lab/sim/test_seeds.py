@@ -154,7 +154,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         (Break.RESCUE, {"starved"}),
         (Break.ROLE, {"role differs"}),
         (
-            Break.ORPHANS,
+            Break.UNSETTLED,
             {"block in use while a transfer can write to it", "two transfers write to one block"},
         ),
         (Break.WAIT, {"silent"}),

@@ -36,7 +36,7 @@ from kvrelay.kvtransfer.agent import (
 from kvrelay.kvtransfer.movers.opening import Storage, TierSettings
 from kvrelay.kvtransfer.movers.pool import write_blocks
 from kvrelay.kvtransfer.store.arena import (
-    OrphanedArena,
+    LeftArena,
     arena_root,
     arenas,
     is_wanted,
@@ -59,7 +59,7 @@ MAX_ASKED = 64  # streams that wait for theirs
 class Attached:
     """An arena, whose slots are `[first, first + num_slots)` of the tier."""
 
-    arena: OrphanedArena
+    arena: LeftArena
     first: int
     num_slots: int
     until: float  # by the clock of the agent: what was announced of it has expired by then
@@ -76,7 +76,7 @@ class Attached:
         self.asked += (found[at : at + MAX_FOUND] for at in range(0, len(found), MAX_FOUND))
 
 
-class OrphanedMover(DoneAtOnce):
+class LeftMover(DoneAtOnce):
     """Reads from arenas of `folder` into a worker's own memory, and is the Store that finds them.
     Owned by a thread of the worker.
 
@@ -128,7 +128,7 @@ class OrphanedMover(DoneAtOnce):
             if has_expired:
                 remove_arena(each.arena.folder)
             if each.announced:
-                changes.append(StoreGone(Tier.ORPHANED, each.first, each.num_slots))
+                changes.append(StoreGone(Tier.LEFT, each.first, each.num_slots))
         self._list(now)
         for path, lock in list(self._watched.items()):
             if not lock.retry(fcntl.LOCK_SH):
@@ -179,7 +179,7 @@ class OrphanedMover(DoneAtOnce):
 
     def _attach(self, now: float, path: Path, lock: FolderLock, asked: AttachStore | None) -> None:
         try:
-            arena = OrphanedArena(path, lock)
+            arena = LeftArena(path, lock)
         except (OSError, ValueError, KeyError) as error:  # it is being made, or removed
             logger.info("%s: nothing to read in %s: %s", self._name, path, error)
             lock.release()
@@ -230,7 +230,7 @@ class OrphanedMover(DoneAtOnce):
         moved = tuple(
             DiskRecord(each.first + r.slot, r.block_hash, r.checksum, r.keep_s) for r in records
         )
-        place = Tier.ORPHANED, each.first, each.num_slots
+        place = Tier.LEFT, each.first, each.num_slots
         return StoreFound(*place, moved, each.arena.folder.name, was_asked_for=False)
 
     def _room_for(self, num_slots: int) -> int:
@@ -267,5 +267,5 @@ def open_tier(settings: TierSettings) -> Storage:
     config, own = settings.config, settings.arena
     place = arena_root() / settings.cluster / settings.part / config.fingerprint.hex()
     own_folder, follows = None if own is None else own.folder, settings.rank > 0
-    mover = OrphanedMover(config.node_id, place, own_folder, settings.memory, follows=follows)
+    mover = LeftMover(config.node_id, place, own_folder, settings.memory, follows=follows)
     return Storage(mover, mover)
