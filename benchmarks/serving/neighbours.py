@@ -52,7 +52,7 @@ NUM_ROWS = 4000
 NUM_PROMPTS, PROMPT_LEN = 200, 300  # at once, tokens of each
 KEYS = {
     "tenants": ("chat-key", "other-key"),
-    "one key": ("one-key", "one-key"),
+    "one key": ("one-key-for-all-of-them",) * 2,
     "no keys": ("", ""),
 }
 LONG = 3500  # tokens: one fits beside the chat, two do not (`NUM_BLOCKS`)
