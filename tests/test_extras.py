@@ -48,6 +48,7 @@ def test_nothing_else_imports_an_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_plot_without_matplotlib_is_refused_before_the_replay(tmp_path: Path) -> None:
     done = run(KVRELAY, "replay", "synthetic:chat", "--plot", str(tmp_path / "plot.png"))
     assert done.returncode == 2

@@ -159,6 +159,7 @@ async def test_the_next_leader_has_the_same_cluster_and_a_higher_epoch(make: Mak
     assert first._life.record.token == second._life.record.token
 
 
+@pytest.mark.slow
 async def test_one_that_was_replaced_ends_its_controller_and_follows(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,6 +135,7 @@ def test_every_changed_byte_in_host_memory_is_noticed(
         assert fill(cluster) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk_codec", ["lossless", pytest.param("none", marks=pytest.mark.long)])
 def test_every_changed_byte_on_disk_is_noticed(
     model: Path,

@@ -122,6 +122,7 @@ def test_a_request_keeps_its_adapter_when_it_moves(world: World) -> None:
         assert_clean(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unhurried")
 def test_the_death_of_a_worker_changes_no_token(world: World) -> None:
     adapters = [None, world.adapter(), world.adapter()]
@@ -241,6 +242,7 @@ def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(worl
         assert_clean(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unhurried")
 def test_what_runs_ends_with_the_bytes_that_were_registered(world: World) -> None:
     path = world.folder / "replaced"

@@ -63,6 +63,7 @@ def check(answers: dict[int, Completion], expected: dict[str, list[list[int]]]) 
         assert answer.tokens == expected[model_of(number)][number // 2 % len(PROMPTS)], number
 
 
+@pytest.mark.slow
 def test_of_a_thousand_mixed_requests_none_is_on_a_worker_of_the_other_model(
     cluster: LocalCluster, expected: dict[str, list[list[int]]]
 ) -> None:

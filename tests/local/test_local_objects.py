@@ -159,6 +159,7 @@ def spoil_names(server: S3StandIn) -> None:
     server.objects = dict(zip(keys, bodies[1:] + bodies[:1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [spoil_short, spoil_missing, spoil_bytes, spoil_names])
 def test_objects_that_are_not_right_are_computed(
     server: S3StandIn, model_dir: Path, expected: list[list[int]], spoil: Any

@@ -63,6 +63,7 @@ def test_the_next_worker_begins_with_it(
         assert next_.leftovers() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_bytes", [0, 16 * MIB])
 def test_others_of_the_machine_read_it_meanwhile(
     model_dir: Path, name: str, expected: list[list[int]], host_bytes: int

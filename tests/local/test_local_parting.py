@@ -107,6 +107,7 @@ def test_turns_forks_and_shared_beginnings_hit_with_two_prefill_workers(model: P
         assert_clean(cluster)
 
 
+@pytest.mark.slow
 def test_pools_four_times_too_small_or_too_large_serve_and_say_which_group_evicts(
     model: Path,
 ) -> None:

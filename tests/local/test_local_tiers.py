@@ -159,6 +159,7 @@ def test_kv_on_disk_outlives_the_process(
         assert_clean(cluster)
 
 
+@pytest.mark.slow
 def test_two_that_want_one_store_each_have_one(
     model_dir: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_driver_is_asked_and_waited_for(
     assert f"decode-0 hangs: the state of its GPU is in {core}" in told
 
 
+@pytest.mark.slow
 def test_a_dump_of_before_is_not_taken_for_this_one(dumps: CoreDumps, tmp_path: Path) -> None:
     """An operator may have asked for one: a driver gives both the same name."""
     driver = Driver(tmp_path)
@@ -170,6 +171,7 @@ def test_a_folder_has_to_be_said_whole() -> None:
         build_config({"engine": {"core_dumps": "dumps"}}, "x.toml")
 
 
+@pytest.mark.slow
 def test_a_worker_whose_step_hangs_says_where_before_it_ends(tmp_path: Path) -> None:
     """A process of its own, all of it real but the function that computes."""
     mine, its = socket.socketpair()

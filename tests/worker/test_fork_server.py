@@ -85,6 +85,7 @@ def seen_by(channel: BlockingChannel) -> Any:
     return eval(message.reason)  # what `forking` has written
 
 
+@pytest.mark.slow
 def test_a_forked_process_is_as_one_that_was_started(server: Server) -> None:
     name = name_of(CLUSTER, "decode-0", 3)
     own = {GPUS: "80,81", "RAY_JOB_ID": "1"}
@@ -109,6 +110,7 @@ def test_a_forked_process_is_as_one_that_was_started(server: Server) -> None:
     assert not gone
 
 
+@pytest.mark.slow
 def test_ranks_are_forked_with_their_worker(server: Server) -> None:
     """They are its children, with which they are killed, and end when it does."""
     with forked(name_of(CLUSTER, "decode-0", 1), ENV, 3) as (_, channel):

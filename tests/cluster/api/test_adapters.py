@@ -117,6 +117,7 @@ def test_vllms_routes_do_the_same(server: Served, folder: Path) -> None:
     assert error["message"] == "There is no adapter 'tuned'; registered: none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "told"),
     [

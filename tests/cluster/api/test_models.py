@@ -259,6 +259,7 @@ def test_the_context_is_the_models_own(both: Two) -> None:
     assert str(OTHER_LEN) in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_so_many_live_requests_of_one_leave_the_others_theirs(both: Two) -> None:
     router, statuses = both.served.router, list[int]()
     router.delay_s = 0.2

@@ -92,6 +92,7 @@ def test_all_apis_answer_with_tools_and_schemas(served: Served) -> None:
     assert len(answers_of(served.http, served.url)) == 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS[:2], ids=["chat", "completions"])
 def test_an_id_that_only_the_model_has_is_refused_by_name(
     served: Served, tokenizer: Tokenizer, api: Api

@@ -139,6 +139,7 @@ def test_a_slow_reader_stalls_no_one_else(served: Served, tokenizer: Tokenizer) 
     assert received.count(b"chat.completion.chunk") > 3
 
 
+@pytest.mark.slow
 def test_a_request_that_nobody_answers_ends_at_its_deadline(tokenizer: Tokenizer) -> None:
     with serve(tokenizer, ApiSettings(request_timeout_s=0.2)) as served:
         served.router.delay_s = 60
@@ -233,6 +234,7 @@ def timed(served: Served, path: str, body: dict[str, Any]) -> tuple[float, str, 
     return headers_s, text, longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "body"), APIS)
 def test_a_stream_shows_life_before_its_first_token_and_between_others(
     lively: Served, path: str, body: dict[str, Any]
@@ -266,6 +268,7 @@ def test_a_late_refusal_is_an_event(lively: Served, path: str, body: dict[str, A
         assert "event: response.created" in text
 
 
+@pytest.mark.slow
 def test_sdks_read_streams_with_signs_of_life(lively: Served) -> None:
     lively.router.delay_s, lively.router.per_output = 0.5, 5
     messages: Any = [{"role": "user", "content": "Hi"}]

@@ -193,6 +193,7 @@ def test_a_failed_call_is_an_error(tokenizer: Tokenizer, collector: Collector) -
     assert [span.status.code for span in roots] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_dead_collector_costs_spans_and_nothing_else(
     tokenizer: Tokenizer, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

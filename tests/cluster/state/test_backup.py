@@ -205,6 +205,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(
     assert (second.state / "salt.secret").read_text() == "s" * 64
 
 
+@pytest.mark.slow
 def test_a_state_that_a_server_uses_is_left_alone(
     first: Machine, second: Machine, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_the_second_follows_and_leads_once_the_first_has_gone(members: list[Memb
     assert second.last.leader.controller is None
 
 
+@pytest.mark.slow
 def test_a_silent_leader_is_replaced_and_hears_of_it(members: list[Member]) -> None:
     first, second = members
     with first.keeper._changed:  # its thread does not get on
@@ -70,6 +71,7 @@ def test_a_silent_leader_is_replaced_and_hears_of_it(members: list[Member]) -> N
     assert first.last.leader.holder == "b"
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_changes_no_leader_and_is_written_anew(
     members: list[Member], own_server: Server
 ) -> None:

@@ -30,6 +30,7 @@ print(os.get_inheritable(number))
 """
 
 
+@pytest.mark.slow
 def test_another_server_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
     lock = ServerLock.take(tmp_path / "state")
     holding = (tmp_path / "state" / LOCK).stat()

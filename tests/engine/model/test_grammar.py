@@ -145,6 +145,7 @@ def test_another_worker_goes_on_in_mid_output(
         assert generate(other, taken) == whole
 
 
+@pytest.mark.slow
 def test_one_of_a_batch_has_a_grammar_and_the_others_have_none(
     runner: ModelRunner, prompt: list[int]
 ) -> None:

@@ -173,6 +173,7 @@ def test_an_adapter_that_one_rank_cannot_load_is_refused_by_all(checkpoint_of, t
     assert done.sampled[1] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CHOSEN)
 def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path):
     path = checkpoint_of(family)

@@ -116,6 +116,7 @@ def test_log_probabilities_are_those_of_transformers(
     assert sampled.token == after[-1].argmax().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", [*Pooling])
 @pytest.mark.parametrize("size", [16, 100, 1000])
 def test_embeddings_are_those_of_transformers(

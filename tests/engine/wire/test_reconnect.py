@@ -47,6 +47,7 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_repeats_noth
     assert a.wire.counters["resent"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 async def test_a_cut_that_is_shorter_than_the_grace_period_is_not_seen_by_the_nodes(
     busy: bool, a: Peer, b: Peer, network: Network

@@ -189,6 +189,7 @@ def test_who_opens_many_connections_pushes_out_their_own() -> None:
     assert pending.all() == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_strangers", "for_s", "with_tls"),
     [

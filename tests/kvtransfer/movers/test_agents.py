@@ -202,6 +202,7 @@ def tcp_reader(monkeypatch: pytest.MonkeyPatch) -> tuple[NixlAgent, np.ndarray]:
     return NixlAgent("reader", pool), pool.numpy()
 
 
+@pytest.mark.slow
 def test_a_read_from_a_stopped_peer_settles_only_when_its_bytes_have_come(
     tcp_reader: tuple[NixlAgent, np.ndarray],
 ) -> None:

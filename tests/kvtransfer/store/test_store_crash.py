@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.kvtransfer.store.stores import open_store, serve
 
 ROUNDS = int(os.environ.get("KVRELAY_CRASHES", "12"))
@@ -78,6 +80,7 @@ def run_and_kill(folder: Path, output: Path, rng: random.Random, round_number: i
     return output.read_text()
 
 
+@pytest.mark.slow
 def test_a_store_survives_kill_9_at_any_moment(tmp_path: Path) -> None:
     rng = random.Random(9)
     expected = Expected()

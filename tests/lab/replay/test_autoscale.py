@@ -32,6 +32,7 @@ START_S = 10.0
 SCALING = ScalingConfig(start_s=START_S, max_workers=8, memory_s=60.0, hold_s=20.0, tick_s=1.0)
 
 
+@pytest.mark.slow
 def test_a_worker_costs_from_its_order_until_it_is_gone() -> None:
     run = ScaledReplay(ramp(), with_targets(config(num_blocks=400), SCALING), START_S)
     run.call_at(0.0, lambda: run.begin_with([Role.PREFILL, Role.DECODE]))

@@ -33,6 +33,7 @@ def test_each_request_ends_once_with_all_its_tokens(policy: str, num_prefill: in
     assert int(result.itl_counts.sum()) == gaps, "each token but the first follows another"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_blocks", [0, 300])
 def test_the_same_replay_gives_the_same_result(host_blocks: int) -> None:
     faults = (Fault("decode-1", 4.0, 3.0),)

@@ -161,6 +161,7 @@ def test_few_and_many_workers_of_several_results_become_one_picture(tmp_path: Pa
     assert 1_000 < height < 2_000
 
 
+@pytest.mark.slow
 def test_a_picture_of_nothing_is_a_picture(tmp_path: Path) -> None:
     save_plot([result([refused(0, "queue_full", 0.0, None)])], tmp_path / "none.png")
     assert picture_size(tmp_path / "none.png")

@@ -133,6 +133,7 @@ def say(cluster: Cluster, path: str = "/") -> str:
     return httpx.get(f"http://{cluster.address('web')}{path}", timeout=10).text
 
 
+@pytest.mark.slow
 def test_a_pod_from_its_start_to_its_end(cluster: Cluster) -> None:
     cluster.apply(documents())
     settle(cluster)
@@ -175,6 +176,7 @@ def test_a_rolling_update_refuses_nobody_and_a_budget_holds_a_drain(cluster: Clu
     assert first < min(ready) < second, "the second waits for the successor of the first"
 
 
+@pytest.mark.slow
 def test_a_probe_that_fails_ends_its_container(cluster: Cluster) -> None:
     wanted = documents()
     (main,) = wanted[0]["spec"]["template"]["spec"]["containers"]

@@ -104,6 +104,7 @@ def test_slow_uploads_of_one_address_keep_nobody_out_and_end(
     assert all(b"expected 16384 a second" in each for each in late)
 
 
+@pytest.mark.slow
 def test_an_address_without_an_upload_takes_the_place_of_the_slowest_of_who_has_most(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_rows_are_in_no_histogram_and_push_no_call_out_of_those_that_are_explain
     assert answer.json()["id"].removeprefix("chatcmpl-") in {each["id"] for each in kept}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "body"),
     [
@@ -271,6 +273,7 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(running: Served) -> None:
         client.batches.cancel(ended(client, begin(client, "{")).id)
 
 
+@pytest.mark.slow
 def test_a_row_that_finds_no_room_is_sent_again(running: Served) -> None:
     client = running.openai()
     running.router.refuse = Failed("", Refusal.QUEUE_FULL, "full", 0.1)

@@ -128,6 +128,7 @@ def test_a_late_head_is_told_why(short: Served) -> None:
         assert (status, code_of(body)) == (408, "request_timeout")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
 def test_a_body_has_a_timer_in_every_request_of_a_connection(
@@ -185,6 +186,7 @@ def test_a_new_connection_takes_the_place_of_one_that_asks_for_nothing(short: Se
             assert closed(idle[0])
 
 
+@pytest.mark.slow
 def test_one_address_does_not_have_all_connections_with_a_request(
     short: Served, tokenizer: Tokenizer
 ) -> None:
@@ -341,6 +343,7 @@ def test_a_request_that_came_while_a_stopping_server_was_busy_is_answered(
         assert b"connection: close" in received
 
 
+@pytest.mark.slow
 def test_a_stream_outlasts_all_timers(short: Served, tokenizer: Tokenizer) -> None:
     short.router.answer = lambda submit: tokenizer.encode("word " * 40)
     short.router.delay_s = 0.05

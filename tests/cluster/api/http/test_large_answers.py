@@ -85,6 +85,7 @@ def test_no_turn_of_the_loop_has_much_of_the_work(
     assert sum(turns[-4:-1]) < 0.15 * sum(turns), turns[-4:]
 
 
+@pytest.mark.slow
 def test_what_came_in_pieces_is_the_same_whole_and_streamed(
     long: tuple[Served, Heartbeat],
 ) -> None:

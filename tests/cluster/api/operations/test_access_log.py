@@ -99,6 +99,7 @@ def test_a_request_is_a_line_with_its_ids_its_tenant_and_its_tokens(
     assert "prompt" not in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "changes", "headers", "status", "outcome"),
     [

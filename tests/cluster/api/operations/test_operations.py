@@ -268,6 +268,7 @@ def test_tokens_are_sent_at_once() -> None:
             assert accepted.proto == socket.IPPROTO_TCP
 
 
+@pytest.mark.slow
 def test_stopping_waits_for_live_requests_but_not_for_ever(tokenizer: Tokenizer) -> None:
     answers: list[Any] = []
 

@@ -98,6 +98,7 @@ def test_what_is_said_beforehand_is_part_of_the_next(served: Served) -> None:
     assert "The word is slate." in prompt(served)
 
 
+@pytest.mark.slow
 def test_messages_wait_for_their_turn_and_no_more_than_a_few(served: Served) -> None:
     served.router.delay_s = 0.03
     with opened(served) as socket:
@@ -221,6 +222,7 @@ def test_one_that_asks_for_nothing_makes_room_for_another(tokenizer: Tokenizer) 
         assert last(sockets[1])["type"] == "response.completed"
 
 
+@pytest.mark.slow
 def test_one_address_does_not_have_all_connections_at_work(tokenizer: Tokenizer) -> None:
     """Two of three, WebSockets and others alike."""
     few = serve(tokenizer, ApiSettings(), connections=ConnectionLimits(max_connections=3))
@@ -244,6 +246,7 @@ def test_one_address_does_not_have_all_connections_at_work(tokenizer: Tokenizer)
             assert last(other)["type"] == "response.completed"
 
 
+@pytest.mark.slow
 def test_messages_share_the_memory_for_bodies(tokenizer: Tokenizer) -> None:
     """The budget is that of eight bodies. A sender over its share gets an error, or is disconnected
     in mid-message; another caller finds room."""
@@ -272,6 +275,7 @@ def test_messages_share_the_memory_for_bodies(tokenizer: Tokenizer) -> None:
         wait_until(lambda: served.ctx.remembered.num_taken == 0)
 
 
+@pytest.mark.slow
 def test_small_messages_that_wait_count_together(tokenizer: Tokenizer) -> None:
     size = SMALL_BODY_BYTES
     text = json.dumps({"type": "response.create", "model": MODEL, "input": "Hi", "store": False})

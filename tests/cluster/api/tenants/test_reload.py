@@ -123,6 +123,7 @@ def test_a_hangup_reads_them_at_once(following: Following) -> None:
     assert following.status("old-key") == 401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "[[tenant]]\n", "[[tenant", OLD + OLD, OLD + "max = 3\n"])
 def test_what_is_wrong_is_logged_and_changes_nothing(
     following: Following, text: str, caplog: pytest.LogCaptureFixture

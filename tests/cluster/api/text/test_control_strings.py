@@ -146,6 +146,7 @@ ORDINARY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ORDINARY)
 def test_an_ordinary_text_has_the_tokens_of_the_whole_prompt(
     family: Family, tokenizer: Tokenizer, text: str

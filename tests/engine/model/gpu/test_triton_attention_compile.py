@@ -21,6 +21,7 @@ def compile_cases(folder: Path, *args: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_decode_over_fp8_compiles_without_a_gpu(tmp_path):
     decode, merge = compile_cases(tmp_path, "decode fp8", "--sm", "90")
     assert "_decode" in decode

@@ -82,6 +82,7 @@ def test_passes_behind_one_another_take_the_tokens_that_rank_0_drew(ranks, follo
     assert again != ranks.own.checksums([TABLES[0][0]]), "all ranks' heads count"
 
 
+@pytest.mark.slow
 def test_steps_that_end_first_and_drafts(ranks, follow):
     """Draft tokens are verified by all ranks, or by none: what rank 0 alone knows decides it."""
     talk, tokens = ranks.begin()[0], follow[0]
