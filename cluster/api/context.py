@@ -242,8 +242,7 @@ class ApiContext:
 
     def need_of(self, name: str | None) -> Need | None:
         """What this model has to be computed with, where a call names that; None: it names the
-        model itself. Raises
-        ApiError (404)."""
+        model itself. Raises ApiError (404)."""
         if not name or self.models.get(name) is self:
             return None
         found = self.adapters.find(name)

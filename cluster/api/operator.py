@@ -33,8 +33,9 @@ class Operations(Protocol):
         ...
 
 
-async def give(operations: Operations, order: Order) -> dict[str, Any]:
-    """Has the order of an operator begin; returns what is known of it already. Raises ApiError."""
+async def give(operations: Operations, order: Order, param: str | None = None) -> dict[str, Any]:
+    """Has the order of an operator begin; returns what is known of it already. `param`: the field
+    that is wrong where the order is refused. Raises ApiError."""
     try:
         return await operations.order(order)
     except ControllerAway:
@@ -42,4 +43,4 @@ async def give(operations: Operations, order: Order) -> dict[str, Any]:
     except UnknownWorker as error:
         raise ApiError(404, str(error)) from None
     except OrderRefused as error:
-        raise invalid(str(error)) from None
+        raise invalid(f"{param!r}: {error}" if param else str(error), param) from None

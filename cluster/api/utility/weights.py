@@ -86,7 +86,7 @@ class _WeightCalls:
         mode = _one_of(UpdateMode, asked.mode, "mode")
         version = WeightVersion(asked.name or "", path=asked.path or "")
         order = UpdateModel(ctx.name, NO_VERSION, version, mode, asked.back)
-        known = await give(ctx.operations, order)
+        known = await give(ctx.operations, order, "path")
         named = {} if asked.back else known  # back to which ones, the controller knows
         return JSONResponse({"model": ctx.model_name, "mode": str(mode), **named}, 202)
 

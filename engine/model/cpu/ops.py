@@ -189,8 +189,7 @@ class CpuOps:
     ) -> CpuTerm:
         """May be called from any thread, while others compute."""
         in_panels, bf16 = is_gated and self._linear.has_gate, self._linear.bf16
-        of = self._lib, self._threads, down, up, memory
-        return pack_term(*of, bf16=bf16, in_panels=in_panels)
+        return pack_term(self._lib, self._threads, down, up, memory, bf16=bf16, in_panels=in_panels)
 
     def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         assert logits.is_contiguous()

@@ -27,7 +27,7 @@ class Orders:
             self.paused = order.mode
             return {}
         if order.version.path == "/none":
-            raise OrderRefused("'path': /none is no folder")
+            raise OrderRefused("/none is no folder")
         self.given.append((order.version, order.mode, order.back))
         return {"name": "v2", "digest": "ab12"}
 
@@ -64,7 +64,7 @@ def test_an_update_is_begun_and_its_version_named(both: tuple[Served, Orders]) -
     [
         ({}, 400, "expected 'path', a folder of weights, or 'back': true"),
         ({"path": "/v2", "back": True}, 400, "expected 'path'"),
-        ({"path": "/none"}, 400, "/none is no folder"),
+        ({"path": "/none"}, 400, "'path': /none is no folder"),
         ({"path": "/v2", "mode": "now"}, 400, "expected one of ['drain', 'recompute', 'keep']"),
         ({"path": "/v2", "name": "a b"}, 400, "'name'"),
         ({"path": "/v2", "model": "other"}, 404, "There is no model 'other'"),
@@ -77,6 +77,11 @@ def test_what_is_wrong_is_said(
     answer = both[0].post(body, "/v1/weights")
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
+
+
+def test_what_is_wrong_with_a_folder_is_of_that_field(both: tuple[Served, Orders]) -> None:
+    answer = both[0].post({"path": "/none"}, "/v1/weights")
+    assert answer.json()["error"]["param"] == "path"
 
 
 def test_a_pause_is_as_in_vllm(both: tuple[Served, Orders]) -> None:
