@@ -13,7 +13,7 @@ from kvrelay.cluster.cli.main import main as kvrelay
 from tests.structure import PACKAGES, ROOT
 
 MAX_COLUMNS = 100
-HIDDEN = {".venv", ".git", "node_modules", ".pytest_cache", "shared"}
+HIDDEN = {".venv", ".venv-vllm", ".git", "node_modules", ".pytest_cache", "shared"}
 DOCUMENTS = sorted(
     path
     for path in ROOT.rglob("*.md")
