@@ -76,12 +76,9 @@ def test_what_is_wrong_is_said(
 ) -> None:
     answer = both[0].post(body, "/v1/weights")
     assert answer.status_code == status
-    assert says in answer.json()["error"]["message"]
-
-
-def test_what_is_wrong_with_a_folder_is_of_that_field(both: tuple[Served, Orders]) -> None:
-    answer = both[0].post({"path": "/none"}, "/v1/weights")
-    assert answer.json()["error"]["param"] == "path"
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert error["param"] == "path" or not says.startswith("'path'")
 
 
 def test_a_pause_is_as_in_vllm(both: tuple[Served, Orders]) -> None:
