@@ -93,7 +93,7 @@ test-slow: setup
 test-all: test test-slow setup-all
 	$(BIN)/python -m pytest -m 'not gpu and not e2e and long and not soak' -n 2 --dist loadfile
 	KVRELAY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
-		$(BIN)/python -m pytest -m 'not gpu and e2e and long and not soak'
+		$(BIN)/python -m pytest -m 'not gpu and e2e and long and not soak' $(E2E)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -143,6 +143,12 @@ class ApiSection(Section, frozen=True):
     names: Annotated[str, matching(r"[^,/:]*", "names with spaces between them")] = ""
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
     cors_origins: Annotated[str, matching(r"[^,]*", "* or origins with spaces between them")] = ""
+    # in which agents name their conversation, a session: "auto" knows Claude Code, OpenCode and
+    # Codex; "": none; or names of headers, of which the first that is there counts
+    session_headers: Annotated[
+        str,
+        matching("[A-Za-z0-9-]*( [A-Za-z0-9-]+)*", "auto, or names of headers with spaces between"),
+    ] = "auto"
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
     # text; or hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm, kimi, minimax,
     # harmony, seed_oss, llama4_json, gemma4

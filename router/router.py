@@ -223,9 +223,10 @@ class Router:
         return left + self._dispatcher.check_idle() + self.sessions.check_idle()
 
     def _on_submit(self, now: float, submit: Submit) -> None:
-        self._requests.submit(now, submit)
-        if submit.session is not None and submit.request_id in self._requests.live:
-            self.sessions.on_turn(now, self._requests.live[submit.request_id].submit)
+        self._requests.submit(now, self.sessions.named(submit))
+        record = self._requests.live.get(submit.request_id)
+        if record is not None and record.submit.session is not None:
+            self.sessions.on_turn(now, record.submit)
 
     def _on_cancel(self, now: float, cancel: Cancel) -> None:
         record = self._requests.live.get(cancel.request_id)

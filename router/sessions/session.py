@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -30,6 +30,9 @@ from kvrelay.engine.stats import WorkerInfo
 from kvrelay.router.messages import SessionLimits, SessionState
 
 TOKEN_BYTES = array("I").itemsize
+PROBE = 32  # tokens that are compared at a place
+NUM_PROBES = 4
+TAIL = 16  # tokens at a prompt's end that say that an answer begins, at most
 Kind = tuple[bytes, int]  # fingerprint and block size: the same block hashes on all such workers
 
 
@@ -94,6 +97,8 @@ class Session:
     foreign: bool = False  # its last change was another router's
     live: set[str] = field(default_factory=set)  # requests that are turns of it
     due_at: float | None = None  # in its entry in the table's heap; None: it has none
+    opening: tuple[int, ...] = ()  # prompt of its first turn, until that has ended
+    num_opening: int = 0  # tokens of that; 0: another router has seen it, or an earlier one
     _hashes: dict[Kind, bytes] = field(default_factory=dict)
 
     @property
@@ -108,7 +113,7 @@ class Session:
 
     def set_tokens(self, tokens: bytes) -> None:
         """`tokens`: as array("I") writes them."""
-        self.tokens = tokens
+        self.tokens, self.opening = tokens, ()
         self._hashes.clear()
 
     def set_hashes(self, kind: Kind, block_hashes: list[bytes]) -> None:
@@ -150,6 +155,24 @@ class Session:
             else:
                 high = middle - 1
         return low
+
+    def is_continued_by(self, prompt: Sequence[int]) -> bool:
+        """Whether `prompt` begins as the first turn's did, up to the end of what was asked there,
+        so far as some places tell; where that is not known, as the first half of all. O(1)."""
+        end = self.num_opening - TAIL if self.num_opening else self.num_tokens // 2
+        if end <= 0:
+            return not self.tokens and tuple(prompt) == self.opening
+        if end > len(prompt):
+            return False
+        for number in range(1, NUM_PROBES + 1):
+            last = end * number // NUM_PROBES
+            first = max(0, last - PROBE)
+            known = array("I", self.opening[first:last]).tobytes()
+            if self.tokens:
+                known = self.tokens[first * TOKEN_BYTES : last * TOKEN_BYTES]
+            if known != array("I", prompt[first:last]).tobytes():
+                return False
+        return True
 
     def record(self, now: float) -> SessionRecord:
         return SessionRecord(

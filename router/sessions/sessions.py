@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from kvrelay.engine.kv.tier import Tier
@@ -43,6 +43,7 @@ from kvrelay.router.sessions.session import (
     restored,
 )
 
+MAX_BRANCHES = 32  # sessions by one name of an agent
 MAX_LISTED_BLOCKS = 16_384  # a page ends where it would have to look at more
 
 
@@ -296,6 +297,30 @@ class Sessions:
         """A line for each command that waits."""
         return self._pending.describe()
 
+    def named(self, submit: Submit) -> Submit:
+        """With the session that it is a turn of. An agent has one name for all its conversations,
+        its own and those of agents that it has begun: each is told by how it begins. The first
+        one has the name as it is, the next ones NAME~2 and so on; of the most that there may be the
+        one that was touched longest ago makes room."""
+        name = submit.session
+        if name is None or not submit.has_branches:
+            return submit
+        names = [name, *(f"{name}~{number}" for number in range(2, MAX_BRANCHES + 1))]
+        found = [(each, self.table.find(submit.tenant, each)) for each in names]
+        known = [session for _, session in found if session is not None]
+        same = [each for each in known if each.is_continued_by(submit.tokens)]
+        if same:
+            return replace(submit, session=max(same, key=lambda each: each.touched_at).name)
+        free = next((each for each, session in found if session is None), None)
+        if free is None:
+            idle = [session for session in known if not (session.live or session.pinned)]
+            if not idle:
+                return replace(submit, session=None)
+            oldest = min(idle, key=lambda each: each.touched_at)
+            free = oldest.name
+            self._forget(oldest)
+        return replace(submit, session=free)
+
     def on_turn(self, now: float, submit: Submit) -> None:
         """A turn is live. A repeat changes nothing."""
         assert submit.session is not None
@@ -304,6 +329,7 @@ class Sessions:
             retention = submit.retention or self._config.retention
             scope = submit.scope
             session = Session(submit.tenant, submit.session, scope, retention, now, now, now)
+            session.opening, session.num_opening = submit.tokens, len(submit.tokens)
             self.table.add(session)
         self.table.set_limits(submit.tenant, submit.share.sessions)
         session.live.add(submit.request_id)
@@ -411,6 +437,7 @@ class Sessions:
             return
         fork = restored(now, session.record(now))  # its blocks are as old as those of the first
         fork.name, fork.created_at, fork.touched_at = name, now, now
+        fork.num_opening = session.num_opening
         fork.parked, fork.pinned, fork.saved = session.parked, False, False
         self.table.touch(session)
         self.table.add(fork)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 import httpx
@@ -60,6 +61,7 @@ class Run:
     seconds: float
     cached: float  # share of the prompt tokens
     said: str
+    sessions: str  # how many turns each has, and what became of the first; "": there is none
 
 
 @contextmanager
@@ -125,16 +127,32 @@ def run_agent(agent: Agent, command: str, model: Path, *, kills: bool) -> Run:
                 said = f"it was not done within {AGENT_TIMEOUT_S:g} s"
             seconds = time.monotonic() - began
             totals = httpx.get(f"{url}/status", auth=OwnKey()).json()["totals"]
+            sessions = tried_sessions(url)
         after = FIRST_TEXT.replace(BEFORE, AFTER)
         files = [folder / FILE, folder / COPY]
         is_right = all(path.exists() and path.read_text() == after for path in files)
         cached = totals["cached_tokens"] / max(1, totals["prompt_tokens"])
         lost = sum(totals["retries"].values())
-        return Run(agent, kills, is_right, lost, seconds, cached, said)
+        return Run(agent, kills, is_right, lost, seconds, cached, said, sessions)
+
+
+def tried_sessions(url: str) -> str:
+    """Parks, resumes and forks the session that an agent has left."""
+    with httpx.Client(base_url=f"{url}/v1", auth=OwnKey(), timeout=60) as client:
+        found = client.get("/sessions").json()["data"]
+        if not found:
+            return ""
+        path = f"/sessions/{quote(found[0]['id'], safe='')}"
+        states = [client.post(f"{path}/{do}").json()["state"] for do in ("park", "resume")]
+        forked = client.post(f"{path}/fork", json={"id": "fork"}).json()["num_tokens"]
+        assert states == ["parked", "idle"], states
+        assert forked == found[0]["num_tokens"], (forked, found)
+        return ", ".join(f"{each['num_turns']} turns" for each in found)
 
 
 def table(runs: Sequence[Run]) -> Table:
-    made = Table("agent", "endpoint", "worker killed", "files", "attempts lost", "cached", "s")
+    names = "agent", "endpoint", "worker killed", "files", "attempts lost", "cached", "sessions"
+    made = Table(*names, "s")
     for run in runs:
         made.add_row(
             run.agent.name,
@@ -143,6 +161,7 @@ def table(runs: Sequence[Run]) -> Table:
             "as they should be" if run.is_right else "[red]wrong",
             str(run.lost),
             f"{run.cached:.0%}",
+            run.sessions or "-",
             f"{run.seconds:.1f}",
         )
     return made
@@ -170,6 +189,7 @@ def main(names: Sequence[str], folder: Path | None) -> None:
                     runs.append(run_agent(agent, commands[agent.name], model, kills=kills))
     console.print(table(runs))
     wrong = [run for run in runs if not run.is_right or (run.killed and not run.lost)]
+    wrong += [run for run in runs if run.agent.names_sessions and not run.sessions]
     for run in wrong:
         console.print(f"[red]{run.agent.name}[/red] said:\n{run.said[-2000:]}", markup=True)
     sys.exit(1 if wrong else 0)

@@ -290,6 +290,7 @@ class Generation:
                 tokens=plan.tokens,
                 timeout_s=max(0.0, self._deadline - now),
                 session=plan.session,
+                has_branches=self.plan.has_branches,
                 tenant=self.plan.tenant.name,
                 share=self.plan.tenant.share,
                 call=self.plan.call,

@@ -47,6 +47,7 @@ class Plan:
     includes_stop: bool = False  # a text that is stopped has what stopped it
     shows_special: bool = False  # special tokens are part of texts
     tells_ids: bool = False  # log-probabilities go with token ids: those of what ended it too
+    has_branches: bool = False  # the session is as `Submit.has_branches` says
     call: bytes = b""  # names the call; the same when it is repeated
     weights: str = ""  # version that it is pinned to
 

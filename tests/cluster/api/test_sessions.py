@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 
 from kvrelay.cluster.api.context import ApiSettings
@@ -106,6 +107,45 @@ def test_the_openai_client_can_name_it(served: Served) -> None:
     )
     (submit,) = served.router.submits
     assert (submit.session, submit.retention) == ("s", Retention(86_400.0, to_disk=True))
+
+
+TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
+CLAUDE = {"name": "ls", "input_schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("header", "path", "body"),
+    [
+        ("X-Claude-Code-Session-Id", "/v1/messages", {"max_tokens": 9, "tools": [CLAUDE]}),
+        ("x-session-affinity", "/v1/chat/completions", {"tools": [TOOL]}),
+        ("session-id", "/v1/chat/completions", {"tools": [TOOL]}),
+    ],
+)
+def test_agents_name_their_session_in_a_header(
+    served: Served, header: str, path: str, body: dict[str, Any]
+) -> None:
+    def asked(name: str, **more: Any) -> tuple[str | None, bool]:
+        with httpx.Client(base_url=served.url, timeout=30) as client:
+            answer = client.post(path, json=BODY | body | more, headers={header: name})
+        assert answer.status_code == 200, answer.text
+        submit = served.router.submits[-1]
+        return submit.session, submit.has_branches
+
+    assert asked("4c987ec8-b7e1") == ("4c987ec8-b7e1", True)
+    assert asked("a name\twith what is not in names") == (None, False)
+    assert asked("x" * 129) == (None, False)
+    assert asked("4c987ec8-b7e1", tools=[]) == (None, False)  # a title, a summary
+    if path != "/v1/messages":
+        assert asked("4c987ec8-b7e1", prompt_cache_key="own") == ("own", False)
+
+
+def test_without_names_of_headers_there_are_no_sessions_by_them(tokenizer: Tokenizer) -> None:
+    with serve(tokenizer, ApiSettings(session_headers="")) as served:
+        with httpx.Client(base_url=served.url, timeout=30) as client:
+            client.post(
+                "/v1/chat/completions", json=BODY | {"tools": [TOOL]}, headers={"session-id": "a"}
+            )
+        assert served.router.submits[-1].session is None
 
 
 def test_only_the_first_choice_is_the_sessions_turn(served: Served) -> None:
