@@ -84,9 +84,9 @@ BOUNDS: Mapping[tuple[str, str], Bounds] = {
     ("turn", "dense"): LINEAR,
     ("turn", "6 groups"): LINEAR,
     ("turn", "49 groups"): LINEAR,
-    ("decision", "no marks"): Bounds(4.0, 8.0),
-    ("decision", "marks at the end"): LINEAR,
-    ("decision", "marks half way"): LINEAR,
+    ("decision", "no marks"): Bounds(2.0, 2.0),
+    ("decision", "marks at the end"): Bounds(2.0, 2.0),
+    ("decision", "marks half way"): Bounds(5.0, 30.0),
 }
 
 

@@ -242,10 +242,11 @@ class Decisions:
         share = MARKS[kind]
         self.dispatcher = Dispatcher(RouterConfig())
         config = config_for("dense" if share is None else "6 groups", context, 64)
-        self.tokens = tuple(random.Random(1).randbytes(context + 1))
-        self._number = 0
-        names = bytes(self._record(config).packed_hashes(config.info()))
-        self.names, mark_group = names, config.info().mark_group
+        tokens = tuple(random.Random(1).randbytes(context + 1))
+        submit = Submit("r-1", SamplingParams(), "api", tokens, 60.0)
+        self.record = RequestRecord(submit, submit.sampling, 1, 0.0, 60.0, 0.0)
+        info = config.info()
+        names, mark_group = bytes(self.record.packed_hashes(info)), info.mark_group
         if share is not None:
             rows = unpack(names)
             names += group_hash(rows[int(share * len(rows)) - 1], mark_group)
@@ -264,20 +265,12 @@ class Decisions:
         self.dispatcher.index.restore(0.0, worker, 1, 0, {Tier.DEVICE: names})
         self.dispatcher.on_stats(0.0, stats)
 
-    def _record(self, config: WorkerConfig) -> RequestRecord:
-        self._number += 1
-        submit = Submit(f"r-{self._number}", SamplingParams(), "api", self.tokens, 60.0)
-        record = RequestRecord(submit, submit.sampling, self._number, 0.0, 60.0, 0.0)
-        self.config = config
-        return record
-
     def once(self) -> float:
-        record = self._record(self.config)
-        record._chain(self.config.info()).adopt(self.names)
-        record.packed_hashes(self.config.info())
+        record = self.record
         began = thread_time()
         attempt = self.dispatcher.place(0.0, record)
         seconds = thread_time() - began
         assert isinstance(attempt, Attempt)
         self.dispatcher.release(attempt, record.request_id)
+        record.current = None  # the same again: to make another request pushes all out of caches
         return seconds
