@@ -118,37 +118,43 @@ void kvr_index_lookup(prefix_index *x, double now, const uint8_t *block_hashes, 
         prefetch_tag(&x->all.blocks, tag_of(hash_at(block_hashes, i)));
 }
 
-/* The bits of NUM_RUNS runs that slot `number` is part of with this block. */
-static uint32_t runs_at(holders h, uint32_t number) {
-    uint64_t room[MAX_INLINE];
-    uint16_t room_indexes[MAX_INLINE];
-    const uint64_t *words;
-    const uint16_t *at;
-    uint32_t n = words_of(h, room, room_indexes, &words, &at);
-    for (uint32_t w = 0; w < n; w++)
-        if (at[w] == number / SLOTS_PER_WORD)
-            return answers(words[w]) >> (4 * (number % SLOTS_PER_WORD)) & 15;
-    return 0;
-}
-
+/* Each run ends at the last row, up to its end, whose mark is there with its facts. `open` are the
+ * runs whose mark is still looked for, those of a slot side by side, as `answers` has them. */
 void index_end_at_marks(prefix_index *x, const uint8_t *block_hashes, uint32_t group,
                         uint32_t num_slots, uint32_t *ends) {
-    uint32_t longest = 0;
-    for (uint32_t i = 0; i < num_slots * NUM_RUNS; i++)
-        longest = ends[i] > longest ? ends[i] : longest;
-    for (uint32_t row = longest; row > 0; row--) {
-        block_hash mark = hash_of_group(hash_at(block_hashes, row - 1), group);
-        holders h = find_holders(&x->all.blocks, mark);
-        for (uint32_t i = 0; i < num_slots; i++) {
-            uint32_t *own = ends + i * NUM_RUNS, bits = 16;
-            for (uint32_t run = 0; run < NUM_RUNS; run++) {
-                if (own[run] != row)
-                    continue;
-                bits = bits == 16 ? runs_at(h, i) : bits;
-                own[run] -= !(bits >> run & 1);
+    uint64_t *open = x->search.scratch[0].words, room[MAX_INLINE];
+    uint16_t room_indexes[MAX_INLINE];
+    uint32_t num_open = 0, num_runs = num_slots * NUM_RUNS, next_end = 0;
+    memset(open, 0, (num_slots / SLOTS_PER_WORD + 1) * sizeof *open);
+    for (uint32_t i = 0; i < num_runs; i++)
+        next_end = ends[i] > next_end ? ends[i] : next_end;
+    for (uint32_t row = next_end; row > 0; row = num_open ? row - 1 : next_end) {
+        if (row == next_end) {
+            next_end = 0;
+            for (uint32_t i = 0; i < num_runs; i++) {
+                open[i / 64] |= (uint64_t)(ends[i] == row) << i % 64;
+                num_open += ends[i] == row;
+                next_end = ends[i] < row && ends[i] > next_end ? ends[i] : next_end;
             }
         }
+        if (row > BATCH) {
+            block_hash soon = hash_at(block_hashes, row - 1 - BATCH);
+            prefetch_tag(&x->all.blocks, tag_of(hash_of_group(soon, group)));
+        }
+        const uint64_t *words;
+        const uint16_t *at;
+        block_hash mark = hash_of_group(hash_at(block_hashes, row - 1), group);
+        uint32_t n = words_of(find_holders(&x->all.blocks, mark), room, room_indexes, &words, &at);
+        for (uint32_t w = 0; w < n; w++) {
+            uint64_t found = answers(words[w]) & open[at[w]];
+            open[at[w]] &= ~found;
+            num_open -= __builtin_popcountll(found);
+            for (; found; found &= found - 1)
+                ends[at[w] * 64 + __builtin_ctzll(found)] = row;
+        }
     }
+    for (uint32_t i = 0; i < num_runs; i++)
+        ends[i] = open[i / 64] >> i % 64 & 1 ? 0 : ends[i];
 }
 
 uint32_t kvr_index_best(prefix_index *x, const uint32_t *ends, uint32_t num_slots, uint32_t group,

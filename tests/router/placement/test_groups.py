@@ -15,6 +15,10 @@ from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import Tier, TierHashes
 from kvrelay.engine.kv.window import Windows
 from kvrelay.router.dispatch import fits
+from kvrelay.router.index.prefix_index import IndexTable
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.policy import Chooser
+from kvrelay.router.placement.work import HashedPrompt, Work
 from tests.router.script import BLOCK, Script, worker_info
 
 WINDOWS = (0, 16, 16)
@@ -70,6 +74,40 @@ def test_what_a_request_will_leave_counts_at_its_end() -> None:
     tell(made, "decode-0", 0, marks=[])
     assert held_at(made, "decode-0") == (0, 0)
     assert held_at(made, "decode-0") == (len(PROMPT) - BLOCK, 0)  # the last block is computed
+
+
+ROWS = len(PROMPT) // BLOCK - 1  # the last block is computed
+ANSWERS = (9, 11, 15, 7)  # facts that a block has one of: in device memory, memory, any tier, said
+held_by_one = st.tuples(
+    st.dictionaries(st.sampled_from([1, 2, 4, 8]), st.integers(0, ROWS)),  # rows, by fact
+    st.dictionaries(st.integers(1, ROWS), st.integers(1, 15)),  # facts of marks, by row
+)
+
+
+@given(st.lists(held_by_one, min_size=1, max_size=5), st.sampled_from([0, 14, 40]))
+def test_each_run_ends_at_the_last_mark_that_it_has(
+    held: list[tuple[dict[int, int], dict[int, int]]], first_slot: int
+) -> None:
+    table = IndexTable(32, 1000)
+    for _ in range(first_slot):  # so that slots are in several words of a set
+        table.open(0)
+    names = hash_blocks(b"fingerprint", UNSALTED, PROMPT, BLOCK)
+    expected = [0] * 4 * first_slot
+    for rows, marks in held:
+        slot = table.open(0)
+        for fact, count in rows.items():
+            table.change(slot, b"".join(names[:count]), add=fact)
+        for row, facts in marks.items():
+            table.change(slot, group_hash(names[row - 1], 2), add=facts)
+        for answer in ANSWERS:
+            end = max((count for fact, count in rows.items() if fact & answer), default=0)
+            ends = (row for row, facts in marks.items() if row <= end and facts & answer)
+            expected.append(max(ends, default=0))
+    prompt = HashedPrompt(1, BLOCK, BLOCK, bytearray(b"".join(names)), mark_group=2)
+    chooser = Chooser(CostModel(), table)
+    chooser.ask(0.0, Work(len(PROMPT), len(PROMPT), 1.0, 1.0, [prompt]), trusting=False)
+    (asked,) = chooser._hashed
+    assert list(asked.ends[0 : 4 * asked.num_slots]) == expected
 
 
 @given(
