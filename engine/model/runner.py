@@ -137,7 +137,8 @@ class ModelRunner:
     @property
     def verifies_drafts(self) -> bool:
         """Whether draft tokens are looked at: not where each layer is a call of its own."""
-        return self._decode is not None or self._steps is not None
+        steps = self._steps
+        return self._decode is not None if steps is None else steps.verifies_drafts
 
     def _read_drafter(self, name: str, member: Member | None) -> DraftConfig | None:
         if not name:
