@@ -173,5 +173,3 @@ def test_a_model_gives_the_tokens_that_the_cpu_gives(family, tmp_path):
         share = talk.next(draft=[expected[len(talk.output)] + 1] if talk.output else [])
         talk.take(share, ours.execute(Step(0, [share])).sampled[0])
     assert talk.output == expected
-    assert theirs.verifies_drafts
-    assert not ours.verifies_drafts
