@@ -36,6 +36,7 @@ from kvrelay.engine.settings import (
 )
 from kvrelay.engine.settings import read_toml as read_toml
 from kvrelay.engine.stats import Role
+from kvrelay.engine.support import Capability, Trait, no_to, refusal_of
 from kvrelay.router.config import MAX_PRIORITY, RouterConfig
 from kvrelay.router.scaling_config import ScalingConfig
 
@@ -518,11 +519,13 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
 def check_added(entry: ModelEntry) -> None:
     """What runs as the server's user is named by who starts the server, and by no call to it.
     Raises ConfigError."""
-    for name in (each for each in ("python", "arguments") if entry.engine.get(each)):
-        raise ConfigError(
-            f"models.engine.{name} of {entry.name}: it says which code runs, so only the server's"
-            f" file and command line may: name {entry.name} in [[models]] there, and start anew"
-        )
+    no = no_to(Capability.MODEL_CHANGES, (Trait.VLLM,))
+    for name in ("python", "arguments"):
+        if no is not None and entry.engine.get(name):
+            raise ConfigError(
+                f"models.engine.{name} of {entry.name}: {no.text}: name {entry.name} in [[models]]"
+                " there, and start anew"
+            )
 
 
 def _check(config: Config) -> None:
@@ -546,16 +549,13 @@ def _not_with_vllm(config: Config) -> str:
     if not python:
         return "engine.runs = 'vllm' without engine.python: the bin/python that has vLLM"
     ranks = max(config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE))
-    if config.cluster.prefill and ranks > 1:
-        told = (
-            f"workers that run vllm with tensor_parallel_size = {ranks} compute their own prompts"
-        )
-        return f"prefill = {config.cluster.prefill}: {told}: set it to 0"
+    traits = {Trait.VLLM, *((Trait.RANKS,) if ranks > 1 else ())}
+    if config.cluster.prefill and (why := refusal_of(Capability.HAND_OVER, traits)):
+        return f"prefill = {config.cluster.prefill}: {why}: set it to 0"
     if why := not_of_vllm(config.engine, config.model):
         return why
-    if config.scaling.enabled:
-        return "scaling.enabled: the number of workers that run vllm is fixed: set it to false"
-    return ""
+    why = refusal_of(Capability.SCALING, traits) if config.scaling.enabled else ""
+    return f"scaling.enabled: {why}: set it to false" if why else ""
 
 
 def names_of(models: Iterable[tuple[str, Iterable[str]]]) -> Iterator[tuple[str, str]]:

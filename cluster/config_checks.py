@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.settings import ConfigError
+from kvrelay.engine.support import Capability, Trait, refusal_of
 
 
 def name_table(given: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -27,14 +28,15 @@ def not_of_vllm(engine: EngineSection, model: ModelSection) -> str:
     """Which setting vLLM would not obey, and what does what it does; "": none."""
     default = EngineSection()
     by_arguments = "set it by engine.arguments, as vLLM calls it"
+    without = f"{refusal_of(Capability.HEAD_DRAFTS, (Trait.VLLM,))}: leave it out"
     refused = {
         "model.quantization": (model.quantization, ("none", "fp8"), by_arguments),
         "engine.attention_backend": (engine.attention_backend, ("auto",), by_arguments),
         "engine.moe_backend": (engine.moe_backend, ("auto",), by_arguments),
-        "engine.drafter": (engine.drafter, ("",), "leave it out"),
+        "engine.drafter": (engine.drafter, ("",), without),
         "engine.num_speculative_tokens": (
             *(engine.num_speculative_tokens, (default.num_speculative_tokens, 0)),
-            "leave it out: it generates without draft tokens",
+            without,
         ),
         "engine.window": (engine.window, (0,), "leave it out"),
         "engine.sinks": (engine.sinks, (0,), "leave it out"),

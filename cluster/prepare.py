@@ -19,11 +19,13 @@ from kvrelay.cluster.config import ClusterSection, Config
 from kvrelay.decode_worker.vllm.build import check_blocks
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.identity import checkpoint_identity
+from kvrelay.engine.model.checkpoint.drafters import check_drafter
 from kvrelay.engine.model.checkpoint.resolve import commit_of, resolve_model
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import check_divides, num_machines
 from kvrelay.engine.stats import Role
+from kvrelay.engine.support import Capability, engine_traits, model_traits, refusal_of
 from kvrelay.engine.wire import channel
 from kvrelay.worker.kv_plan import (
     GIB,
@@ -33,6 +35,7 @@ from kvrelay.worker.kv_plan import (
     model_config,
     most_dtype,
     plan_kv,
+    plan_traits,
     resolve_max_model_len,
 )
 
@@ -138,12 +141,9 @@ def served_names(section: ModelSection) -> list[str]:
 
 def _check_hands_over(config: Config, plans: Mapping[Role, KVPlan]) -> None:
     """Raises BuildError where prompts would be computed for others by workers that copy no KV."""
-    if not all(plan.is_copied for plan in plans.values()):
-        raise BuildError(
-            f"prefill = {config.cluster.prefill}: workers that run vllm compute their own prompts"
-            " where the model has recurrent layers, KV is in 8 bits or they have several ranks:"
-            " set it to 0"
-        )
+    for plan in plans.values():
+        if why := refusal_of(Capability.HAND_OVER, plan_traits(config.engine, plan.spec)):
+            raise BuildError(f"prefill = {config.cluster.prefill}: {why}: set it to 0")
 
 
 def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:
@@ -156,6 +156,9 @@ def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, Eng
         num_ranks = config.ranks_of(role)
         check_divides(model, num_ranks, size_setting(config, role))
         found[role] = replace(engine, tensor_parallel_size=num_ranks)
+        if engine.drafter:
+            traits = engine_traits(found[role], on_gpu=on_gpu) | model_traits(model)
+            check_drafter(engine.drafter, traits)
     return found
 
 

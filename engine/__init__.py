@@ -1,7 +1,7 @@
 """The engine: what a worker is made of, independent of its role.
 
     request, service_class, needs, shares      what a request is: one vocabulary
-    plug, adapters, weights                    capabilities, and the hooks that they have
+    plug, adapters, weights, support           capabilities, their hooks, and where each works
     core, sequence, scheduling                 sequences, steps, and who is in the next one
     kv                                         blocks, their names, groups and windows; events
     cost, waiting, stats, messages             what workers publish, and what they are asked

@@ -20,10 +20,6 @@ from kvrelay.engine.stats import InfoChange, WorkerInfo
 from kvrelay.engine.wire.codec import register
 
 NAME_DIGITS = 12  # begin the digest, and name a version that was given no name
-ONLY_ON_CPUS = (
-    "weights are changed in place by workers of one process on a CPU, not on a GPU or with"
-    " engine.tensor_parallel_size above 1: restart the server with them instead"
-)
 
 
 @dataclass(frozen=True, slots=True)

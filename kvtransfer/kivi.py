@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
 from kvrelay.engine.native import declarations, load
+from kvrelay.engine.support import Capability, No, Trait, kv_traits, no_to
 
 SOURCE = Path(__file__).parent / "c" / "kivi.c"
 KINDS = {"bfloat16": 1, "float32": 2}  # as in kivi.h
@@ -35,8 +36,8 @@ class Quantizer:
     when it is made."""
 
     def __init__(self, spec: KVSpec, num_kv_heads: int) -> None:
-        """`num_kv_heads`: of each plane of a block, of one rank; `spec` is one that `fits`."""
-        assert fits(spec), spec
+        """`num_kv_heads`: of each plane of a block, of one rank. `spec`: not `why_exact`."""
+        assert why_exact(spec) is None, spec
         functions, matrix = _functions(), (spec.block_size, spec.head_dim)
         self._shape = KINDS[spec.dtype], spec.num_layers, num_kv_heads, *matrix
         self._encode, self._decode = functions.kvr_kivi_encode, functions.kvr_kivi_decode
@@ -60,16 +61,16 @@ class Quantizer:
         self._decode(*self._shape, coded.ctypes.data, block.ctypes.data)
 
 
-def fits(spec: KVSpec) -> bool:
-    """Whether blocks of this shape can be quantised."""
-    numbers = spec.block_size * spec.head_dim
-    uniform = spec.num_planes == 2 and not spec.heads and not spec.num_state_groups
-    uniform = uniform and not spec.draft_bytes
-    return spec.dtype in KINDS and uniform and numbers % 8 == 0 and numbers <= MAX_MATRIX
+def why_exact(spec: KVSpec) -> No | None:
+    """Why blocks of this shape cannot be quantised; None: they can."""
+    numbers, own = spec.block_size * spec.head_dim, set[Trait]()
+    if spec.dtype not in KINDS or numbers % 8 or numbers > MAX_MATRIX:
+        own = {Trait.UNEVEN_KV}
+    return no_to(Capability.APPROXIMATE_KV, kv_traits(spec) | own)
 
 
 def coded_bytes(spec: KVSpec, num_kv_heads: int) -> int:
-    """What a block takes, of a shape that `fits`."""
+    """What a block takes, of a shape that is not `why_exact`."""
     tokens, channels = spec.block_size, spec.head_dim
     groups = -(-tokens // GROUP_TOKENS) * channels + tokens * -(-channels // GROUP_CHANNELS)
     pair = 2 * groups * DTYPE_BYTES[spec.dtype] + tokens * channels

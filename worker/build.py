@@ -26,7 +26,14 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import Node
 from kvrelay.engine.step import Step
-from kvrelay.engine.weights import ONLY_ON_CPUS
+from kvrelay.engine.support import (
+    Capability,
+    engine_traits,
+    no_to,
+    notices_of,
+    refusal_of,
+    tiers_of,
+)
 from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.movers.ranks import join_ranks
 from kvrelay.kvtransfer.ranks import RankAnswers, add_checksums, first_with_heads
@@ -157,7 +164,10 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         engine = structs.replace(engine, num_blocks=plan.num_blocks, max_model_len=longest)
         spec = replace(spec, model=model, engine=engine)
         runner, parallel = open_runner(spec, path, MakeRankTransfers(spec, plan))
-        if not runner.verifies_drafts:  # to propose some would cost time for nothing
+        asked = [*runner.drafts, *tiers_of(spec.tiers)]
+        asked = [each for each in asked if each != Capability.OBJECT_TIER]  # which says it itself
+        missing = notices_of(asked, runner.traits)
+        if no_to(Capability.NGRAM_DRAFTS, runner.traits):  # to propose some would cost time
             spec = replace(spec, engine=structs.replace(engine, num_speculative_tokens=0))
         first = Shard(0, spec.engine.tensor_parallel_size)
         own = open_transfers(spec, path, plan, runner, first, options)
@@ -167,7 +177,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     ranks = None if parallel is None else Ranks(own, parallel)
     config = own.config if ranks is None else ranks.config()
     records = own.facts.records if ranks is None else ranks.records
-    notices = [*runner.notices, *(own.notices if ranks is None else ranks.notices())]
+    notices = [*runner.notices, *missing, *(own.notices if ranks is None else ranks.notices())]
     for notice in notices:
         log.warning("%s: %s", spec.worker, notice)
     steps = StepExecutor(
@@ -179,7 +189,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         close=ranks.close if ranks else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,
-        change_weights=Versions(None if parallel else runner).change,
+        change_weights=Versions(runner).change,
         num_passed=runner.num_passed,
     )
 
@@ -233,8 +243,10 @@ def open_runner(
         read = partial(read_weights, spec.weights) if spec.weights else None
         make = partial(ModelRunner, path, spec.model, spec.engine, read=read)
         return at_low_priority(make), None
-    if spec.weights is not None:
-        raise ModelError(f"{spec.weights.name}: {ONLY_ON_CPUS}")
+    traits = engine_traits(spec.engine, on_gpu=spec.on_gpu)
+    why = refusal_of(Capability.WEIGHT_UPDATES, traits)
+    if spec.weights is not None and why:
+        raise ModelError(f"{spec.weights.name}: {why}")
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(

@@ -16,7 +16,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.native import NativeBuildError
 from kvrelay.engine.node import NodeId
-from kvrelay.kvtransfer.kivi import Quantizer, fits
+from kvrelay.kvtransfer.kivi import Quantizer, why_exact
 from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.kvtransfer.movers.packed import FOLDER
 from kvrelay.kvtransfer.store import StoreError
@@ -66,7 +66,7 @@ def open_host_memory(
 def open_quantizer(spec: KVSpec, share: HeadShare) -> Quantizer | None:
     """None: KV stays exact, by its shape or for want of a C compiler."""
     try:
-        return Quantizer(spec, len(share.heads)) if fits(spec) else None
+        return None if why_exact(spec) else Quantizer(spec, len(share.heads))
     except NativeBuildError:
         return None
 

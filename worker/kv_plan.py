@@ -17,7 +17,8 @@ from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.device_memory import CUDA_BYTES, DeviceMemory, step_bytes
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
 from kvrelay.engine.stats import WorkerInfo
-from kvrelay.kvtransfer.kivi import coded_bytes, fits
+from kvrelay.engine.support import Capability, Trait, engine_traits, kv_traits, refusal_of
+from kvrelay.kvtransfer.kivi import coded_bytes, why_exact
 
 GIB = float(1 << 30)
 SPARE_BYTES = 500 << 20  # what a process has beside weights and KV: libraries, activations
@@ -76,7 +77,7 @@ class KVPlan:
 
     @property
     def packed_block_bytes(self) -> int:
-        """What one takes in four bits a number, where its shape `fits`."""
+        """What one takes in four bits a number, where it is not `why_exact`."""
         return coded_bytes(self.spec, self.spec.num_kv_heads) * self.num_copies
 
     @property
@@ -147,9 +148,12 @@ def plan_kv(
 def copies_kv(engine: EngineSection, spec: KVSpec) -> bool:
     """Whether KV of vLLM is copied to the worker's memory. Ranks are other processes, a state is
     not in blocks of tokens, and FP8 has scales beside them."""
-    is_alone = engine.tensor_parallel_size == 1
-    is_exact = spec.dtype in ("float32", "bfloat16", "float16")
-    return engine.runs == "vllm" and is_alone and is_exact and not spec.num_state_groups
+    return engine.runs == "vllm" and not refusal_of(Capability.HAND_OVER, plan_traits(engine, spec))
+
+
+def plan_traits(engine: EngineSection, spec: KVSpec, *, on_gpu: bool = False) -> frozenset[Trait]:
+    """Those of a worker that are known before it starts."""
+    return engine_traits(engine, on_gpu=on_gpu) | kv_traits(spec)
 
 
 def most_dtype(dtype: str, engine: EngineSection) -> str:
@@ -183,12 +187,8 @@ def plan_tiers(
 ) -> KVPlan:
     """`plan` with tiers of so many bytes; 0: no such tier. Raises BuildError where one would not
     hold a block, or cannot be."""
-    if packed_bytes and not fits(plan.spec):
-        raise BuildError(
-            f"tiers.packed_gib: KV in {plan.spec.dtype} with heads of this model stays exact, since"
-            " only keys and values in bfloat16 or float32, of one shape, are kept in four bits; set"
-            " it to 0"
-        )
+    if packed_bytes and (no := why_exact(plan.spec)):
+        raise BuildError(f"tiers.packed_gib: {no.text}; set it to 0")
     if packed_bytes and not host_bytes:
         raise BuildError(
             "tiers.packed_gib without tiers.host_gib: blocks reach it by way of host memory; set"

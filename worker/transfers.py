@@ -19,6 +19,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.support import Capability, engine_traits, refusal_of
 from kvrelay.kvtransfer.agent import StoreIndex
 from kvrelay.kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
 from kvrelay.kvtransfer.executor import ArenaExecutor, TransferExecutor
@@ -281,7 +282,7 @@ def worker_config(
         num_object_blocks=spec.tiers.object_blocks if spec.tiers.object_bucket else 0,
         object_after_s=spec.tiers.object_after_s,
         cores="" if spec.on_gpu else spec.machine,
-        loads=not spec.on_gpu,
+        loads=not refusal_of(Capability.ADAPTERS, engine_traits(spec.engine, on_gpu=spec.on_gpu)),
         left_reads_s=spec.left_reads_s,
         reads_left_kv=spec.num_peers > 0 and bool(spec.tiers.host_gib),
     )

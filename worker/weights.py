@@ -18,6 +18,7 @@ from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.plug import Handler, Plug
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.sequence import SeqState, Sequence
+from kvrelay.engine.support import Capability, Trait, no_to
 from kvrelay.engine.weights import (
     LoadWeights,
     PauseMode,
@@ -120,9 +121,9 @@ class WeightUpdates(Plug):
             return [self._answer(update, why)]
         if version.digest == self.version.digest or self.why_fixed:
             return [self._answer(update, self.why_fixed)]
-        if update.mode is UpdateMode.KEEP and self._core.config.has_states:
-            why = "recurrent layers leave no KV to keep: use recompute or drain"
-            return [self._answer(update, why)]
+        states = (Trait.STATES,) if self._core.config.has_states else ()
+        if update.mode is UpdateMode.KEEP and (no := no_to(Capability.WEIGHT_UPDATES, states)):
+            return [self._answer(update, no.text)]
         self.update = update
         self._enter(Phase.LOADING, now)
         return [LoadWeights(version)]

@@ -16,6 +16,7 @@ from kvrelay.engine.adapters import AdapterError
 from kvrelay.engine.model.checkpoint.adapter_check import check_adapters
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.needs import unserved
+from kvrelay.engine.support import Capability, engine_traits, refusal_of
 
 
 def base_digest(model_dir: Path) -> bytes:
@@ -46,9 +47,7 @@ def _why_not(config: Config, model_dir: Path, folders: list[Path]) -> list[str]:
 
 
 def _not_at_all(config: Config, *, on_gpu: bool = False) -> str:
-    if config.engine.runs == "vllm":
-        return "engine.runs = 'vllm' computes no adapters"
-    return "adapters are computed on CPUs, not on GPUs" if on_gpu else ""
+    return refusal_of(Capability.ADAPTERS, engine_traits(config.engine, on_gpu=on_gpu))
 
 
 def model_names(config: Config, served_names: Iterable[str]) -> dict[str, str]:

@@ -67,6 +67,7 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
 from kvrelay.engine.stderr import lines_dropped, num_open_files
+from kvrelay.engine.support import Capability, Trait, refusal_of
 from kvrelay.engine.wire import channel
 from kvrelay.engine.wire.context import TlsIdentity
 from kvrelay.engine.wire.wire import Wire
@@ -306,9 +307,9 @@ class RouterProcess:
 
     def _check_change(self, change: orders.ChangeModels) -> None:
         config = self.config
-        if config.cluster.name:
-            who = f"the servers of {config.cluster.name} read [[models]] of their files"
-            raise ConfigError(f"{who}: change those, then `kvrelay restart`")
+        shared = (Trait.SERVERS,) if config.cluster.name else ()
+        if why := refusal_of(Capability.MODEL_CHANGES, shared):
+            raise ConfigError(why)
         check_change(config, change.name, change.entry, self._spec.access.tenants.names())
         restart = self._ask_controller().restart
         if restart.version != channel.own_version():

@@ -25,6 +25,7 @@ from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.config import ModelConfig, check_unchanged, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.support import Capability, drafts_of, notices_of, tiers_of
 from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.worker.kv_plan import (
     BuildError,
@@ -34,6 +35,7 @@ from kvrelay.worker.kv_plan import (
     model_config,
     most_dtype,
     plan_kv,
+    plan_traits,
     resolve_max_model_len,
 )
 from kvrelay.worker.node import RoleHandler
@@ -110,7 +112,7 @@ def _built(
     num_blocks = (cache.num_gpu_blocks or 1) - 1  # one of them is its null block
     num_heads = model.get_num_kv_heads(vllm.config.parallel_config)
     copied = vllm.copies.spec(cache.block_size, num_heads)
-    whole = Windows.of(cache.block_size).groups[0]
+    whole, traits = Windows.of(cache.block_size).groups[0], plan_traits(spec.engine, plan.spec)
     spec = replace(spec, engine=structs.replace(spec.engine, block_size=cache.block_size))
     plan = replace(
         plan, spec=copied or plan.spec, num_blocks=num_blocks, window=whole, group_windows=()
@@ -121,10 +123,13 @@ def _built(
         plan = with_tiers(replace(plan, weights_bytes=0), spec)
     longest = min(model.max_model_len, num_blocks * cache.block_size)
     config = worker_config(spec, plan, longest, digest)
-    config = structs.replace(config, loads=False, num_packed_blocks=0)
+    config = structs.replace(config, num_packed_blocks=0)
+    asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers), Capability.CLASSES]
+    notices = tuple(notices_of(asked, traits))
     if copied is None:
         node = VllmWorker(config, roles, copies=False)
-        return BuiltWorker(node, replace(config.info(), hands_over=False), vllm.start)
+        info = replace(config.info(), hands_over=False)
+        return BuiltWorker(node, info, vllm.start, notices)
     pool = make_host_arena(num_blocks, config.bytes_per_block, spec.on_gpu)
     try:
         options = BuildOptions(make_agent)
@@ -139,7 +144,9 @@ def _built(
     # Its blocks are in the order of vLLM, which is not that of four bits.
     config = structs.replace(own.config, quantizes=False)
     node = VllmWorker(config, roles, own.facts.records)
-    return BuiltWorker(node, config.info(), make_executor, own.notices, leave_kv=own.leave_kv)
+    return BuiltWorker(
+        node, config.info(), make_executor, (*notices, *own.notices), leave_kv=own.leave_kv
+    )
 
 
 def _check_environment(python: str) -> None:

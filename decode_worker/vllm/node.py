@@ -45,13 +45,14 @@ from kvrelay.engine.request import (
 )
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import WorkerStats
+from kvrelay.engine.support import Capability, Trait, refusal_of
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.node import RoleHandler, Worker
 from kvrelay.worker.weights import weight_updates
 
 NO_COPIES = "KV of this model stays in vLLM's memory"
-FIXED_WEIGHTS = "workers that run vllm keep their weights: restart the server with the new ones"
+FIXED_WEIGHTS = refusal_of(Capability.WEIGHT_UPDATES, (Trait.VLLM,))
 
 
 @dataclass(slots=True, eq=False)
@@ -105,8 +106,7 @@ class VllmWorker(Worker):
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
-        if what := unsupported(request.sampling):
-            why = f"{what}: {self.node_id} computes with vLLM, which has none"
+        if why := unsupported(request.sampling):
             return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
         if not self._copies:
             if getattr(request, "prefill_from", None) or getattr(request, "decode_to", None):

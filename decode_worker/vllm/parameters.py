@@ -7,21 +7,23 @@ from hashlib import blake2b
 from typing import Any
 
 from kvrelay.engine.request import DEFAULTS, NUMBERS, SamplingParams
+from kvrelay.engine.support import Capability, Trait, no_to
 
 
 def unsupported(sampling: SamplingParams) -> str:
-    """What a request asks for that vLLM does not do by its public interface; "": nothing."""
-    if sampling.pooling is not None:
-        return "embeddings"
-    if sampling.reasoning is not None:
-        return "a budget for reasoning"
-    if sampling.bad_words:
-        return "bad_words"
-    if sampling.grammar and not structure(sampling.grammar):
-        return "a grammar of several parts, as tool calls beside reasoning need"
+    """Why a request asks for what vLLM does not do by its public interface; "": it does not."""
+    asked = {
+        Capability.EMBEDDINGS: sampling.pooling is not None,
+        Capability.REASONING_BUDGET: sampling.reasoning is not None,
+        Capability.PENALTIES: bool(sampling.bad_words),
+        Capability.GRAMMARS: bool(sampling.grammar) and not structure(sampling.grammar),
+    }
+    for capability in (each for each, is_asked in asked.items() if is_asked):
+        if no := no_to(capability, (Trait.VLLM,)):
+            return no.text
     for name, number in NUMBERS.items():
         if not number.in_vllm and getattr(sampling, name) != getattr(DEFAULTS, name):
-            return name
+            return f"vLLM has no {name}"
     return ""
 
 

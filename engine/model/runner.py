@@ -23,7 +23,7 @@ from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
-from kvrelay.engine.model.checkpoint.drafters import read_drafter
+from kvrelay.engine.model.checkpoint.drafters import check_drafter, read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig, with_window
@@ -57,6 +57,14 @@ from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.engine.support import (
+    Capability,
+    Trait,
+    drafts_of,
+    engine_traits,
+    kv_traits,
+    model_traits,
+)
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.gpu.steps import GpuSteps
@@ -105,7 +113,7 @@ class ModelRunner:
         self._own = self.config if member is None else member.config(self.config)  # its part
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
         spec = self.config.kv_spec(engine.block_size, kv_dtype)
-        self._draft_config = self._read_drafter(engine.drafter, member)
+        self._draft_config = self._read_drafter(engine.drafter)
         if self._draft_config is not None:
             spec = self._draft_config.added_to(spec)
         self.kv_spec = replace(spec, num_kv_heads=self._own.num_kv_heads)
@@ -117,7 +125,7 @@ class ModelRunner:
         self._draw: Draw = draw
         self._drafter: Drafter | None = None
         with torch.inference_mode():
-            own = self._ops(threads)
+            own = self._own_ops = self._ops(threads)
             if self.kv_spec.num_state_groups:
                 own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
@@ -135,19 +143,29 @@ class ModelRunner:
             make_real(self.kv_pool)
 
     @property
-    def verifies_drafts(self) -> bool:
-        """Whether draft tokens are looked at: not where each layer is a call of its own."""
-        return self._decode is not None or self._steps is not None
+    def traits(self) -> frozenset[Trait]:
+        """What decides which capabilities it has."""
+        torch_only = isinstance(self._own_ops, TorchOps)
+        own = kv_traits(self.kv_spec) | ({Trait.TORCH} if torch_only else set())
+        return self._first_traits | own
 
-    def _read_drafter(self, name: str, member: Member | None) -> DraftConfig | None:
+    @property
+    def drafts(self) -> list[Capability]:
+        """Those that its settings ask for."""
+        config = self._draft_config
+        return drafts_of(self._engine, "" if config is None else config.kind)
+
+    @property
+    def _first_traits(self) -> frozenset[Trait]:
+        """Those that are known before weights and KV are there."""
+        engine = engine_traits(self._engine, on_gpu=self.device.type == "cuda")
+        ranks = set[Trait]() if self._member is None else {Trait.RANKS}
+        return engine | ranks | model_traits(self.config)
+
+    def _read_drafter(self, name: str) -> DraftConfig | None:
         if not name:
             return None
-        if member is not None or self.device.type != "cpu" or self.config.is_layerwise:
-            raise ModelError(
-                f"engine.drafter {name}: drafts by a model are computed by workers of one process"
-                " on a CPU, for models whose layers the kernels run at once; without it there are"
-                " n-grams"
-            )
+        check_drafter(name, self._first_traits)
         return read_drafter(name, self.config)
 
     def _open_drafter(self, config: DraftConfig, weights: Weights, own: Ops) -> Drafter:

@@ -14,8 +14,8 @@ from kvrelay.engine.model.checkpoint.version import find_version, read_version
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.support import Capability, refusal_of
 from kvrelay.engine.weights import (
-    ONLY_ON_CPUS,
     LoadWeights,
     UseWeights,
     WeightsLoaded,
@@ -46,8 +46,7 @@ def read_weights(version: WeightVersion, runner: ModelRunner) -> Weights:
 class Versions:
     """Changes the weights of a runner in place. Called from one thread, which runs no steps."""
 
-    def __init__(self, runner: ModelRunner | None) -> None:
-        """`runner`: None where several processes are the worker, which keeps its weights."""
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._next: Weights | None = None  # loaded, and not in use yet
 
@@ -56,8 +55,8 @@ class Versions:
         why nothing has changed, if it has not."""
         began, why = time.monotonic(), ""
         try:
-            if self._runner is None or self._runner.launch is not None:
-                why = ONLY_ON_CPUS
+            if why := refusal_of(Capability.WEIGHT_UPDATES, self._runner.traits):
+                pass
             elif isinstance(request, UseWeights):
                 weights, self._next = self._next, None
                 assert weights is not None

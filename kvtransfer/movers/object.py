@@ -35,6 +35,7 @@ from xxhash import xxh3_64_intdigest
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.support import Capability, Trait, no_to
 from kvrelay.kvtransfer.agent import (
     DAMAGED,
     GIVEN_UP,
@@ -448,8 +449,8 @@ class ObjectMover:
 def open_tier(settings: TierSettings) -> Storage:
     """Opens the bucket. Raises AgentError, BucketError, NativeBuildError."""
     config, tiers = settings.config, settings.tiers
-    if settings.num_ranks > 1:
-        raise AgentError(f"it is for workers of one rank, and there are {settings.num_ranks}")
+    if settings.num_ranks > 1 and (no := no_to(Capability.OBJECT_TIER, (Trait.RANKS,))):
+        raise AgentError(no.text)
     bucket, prefix = bucket_of(tiers), key_prefix(tiers.object_prefix, config.fingerprint)
     what = settings.memory, bucket, prefix, ExponentCodec(), settings.share
     mover = ObjectMover(config.node_id, *what)

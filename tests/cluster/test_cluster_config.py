@@ -93,13 +93,13 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("[engine]\npython = 'p'", "engine.python = 'p' is for engine.runs = 'vllm'"),
         (
             "[engine]\nruns = 'vllm'\npython = 'p'\ntensor_parallel_size = 2",
-            "prefill = 1: workers that run vllm with tensor_parallel_size = 2 compute their own"
-            " prompts: set it to 0",
+            "prefill = 1: vLLM's workers compute their own prompts where they have several ranks:"
+            " set it to 0",
         ),
         (
             "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\ndecode_tensor_parallel_size = 2",
-            "prefill = 1: workers that run vllm with tensor_parallel_size = 2 compute their own"
-            " prompts: set it to 0",
+            "prefill = 1: vLLM's workers compute their own prompts where they have several ranks:"
+            " set it to 0",
         ),
         (
             "[model]\nquantization = 'int8'\n[engine]\nruns = 'vllm'\npython = 'p'",
@@ -118,7 +118,7 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         (
             "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\nprefill = 0\n"
             "[scaling]\nenabled = true",
-            "scaling.enabled: the number of workers that run vllm is fixed: set it to false",
+            "scaling.enabled: the number of vLLM's workers is fixed: set it to false",
         ),
         ("[engine", "not TOML"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.kv.spec import KVHeads, KVSpec
-from kvrelay.kvtransfer.kivi import Quantizer, fits
+from kvrelay.kvtransfer.kivi import Quantizer, why_exact
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
 DTYPES = ("bfloat16", "float32")
@@ -140,7 +140,7 @@ def test_it_takes_five_and_a_half_bits(dtype: str, ratio: float, head_dim: int) 
 
 
 def test_some_shapes_stay_exact() -> None:
-    assert fits(SPEC)
+    assert why_exact(SPEC) is None
     for exact in (
         spec_of("float8_e4m3"),
         spec_of("float16"),
@@ -149,4 +149,4 @@ def test_some_shapes_stay_exact() -> None:
         spec_of("bfloat16", block_size=1, head_dim=20),
         KVSpec(1, 2, 64, 16, "bfloat16", num_planes=1, heads=(KVHeads(2, 32, 32),)),
     ):
-        assert not fits(exact), exact
+        assert why_exact(exact) is not None, exact

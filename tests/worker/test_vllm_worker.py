@@ -393,12 +393,12 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
         (
             replace(WORK, sampling=replace(GREEDY, bad_words=((1,),))),
             Refusal.UNSUPPORTED,
-            "bad_words: decode-0 computes with vLLM",
+            "vLLM's bad_words are texts, not tokens",
         ),
         (
             replace(WORK, sampling=replace(GREEDY, reasoning=ReasoningBudget(4, 2))),
             Refusal.UNSUPPORTED,
-            "a budget for reasoning",
+            "vLLM has no budget for reasoning",
         ),
     ],
 )

@@ -36,6 +36,7 @@ from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.terms import RowTerms, Term
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.needs import Need
+from kvrelay.engine.support import Capability, Trait, refusal_of
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<root>(?:\w+\.)*?)layers\.(?P<layer>\d+)\."
@@ -78,8 +79,9 @@ class AdapterLoader:
 
     def __call__(self, need: Need) -> RowTerms:
         """Reads and prepares one. Raises AdapterError."""
-        if self.device.type != "cpu":
-            raise AdapterError("adapters are computed on CPUs, not on a GPU")
+        place = Trait.CPU if self.device.type == "cpu" else Trait.GPU
+        if why := refusal_of(Capability.ADAPTERS, (place,)):
+            raise AdapterError(why)
         most = 2 * self.max_bytes + MAX_CONFIG_BYTES  # a file may be twice as wide
         with torch.inference_mode():
             return load_adapter(need, self.model_dir, self.config, self.ops, self.weights, most)

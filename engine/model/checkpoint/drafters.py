@@ -10,7 +10,7 @@ here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig, Rope
 from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MODEL, MTP, OWN, DraftConfig
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.support import Trait, drafter_of, model_traits, refusal_of
 
 MARKS = {  # a tensor that only this kind has
     "midlayer.self_attn.q_proj.weight": EAGLE3,
@@ -38,7 +39,7 @@ def read_drafter(name: str, model: ModelConfig) -> DraftConfig:
     model's own checkpoint. Raises ModelError where it is none, or none for `model`."""
     path = Path(name).expanduser()
     if name == MTP and not path.is_dir():
-        _check_model(path, model)
+        _check(name, MTP, model_traits(model))
         return _mtp(path, model)
     if not path.is_dir():
         path = resolve_model(name, progress=lambda _: None)
@@ -55,7 +56,8 @@ def read_drafter(name: str, model: ModelConfig) -> DraftConfig:
             f"engine.drafter {path}: its tensors are of no drafter that is known: it has none of"
             f" {', '.join(MARKS)}"
         )
-    _check_model(path, model, reads_blocks=kind != MEDUSA)
+    reads_none = {Trait.ONLY_WINDOWS} if kind == MEDUSA else set[Trait]()
+    _check(path, kind, model_traits(model) - reads_none)
     digest = blake2b(digest_size=16, person=b"kvrelay-drafter")
     for file in (*files, path / "config.json"):
         digest.update(file.name.encode() + b"\0" + file_digest(file) if file.is_file() else b"")
@@ -190,14 +192,15 @@ def _mtp(path: Path, model: ModelConfig) -> DraftConfig:
     return DraftConfig(MTP, path, layers, (model.num_layers - 1,), model.hidden_size, digest=MTP)
 
 
-def _check_model(path: Path, model: ModelConfig, *, reads_blocks: bool = True) -> None:
-    if reads_blocks and model.kv_groups()[0][0]:
-        raise ModelError(
-            f"engine.drafter {path}: all layers of this model have a window, behind which no block"
-            " stays for a drafter to read"
-        )
-    if model.recurrent is not None:
-        raise ModelError(f"engine.drafter {path}: models with recurrent layers have no drafter yet")
+def check_drafter(name: str, traits: frozenset[Trait]) -> None:
+    """Raises ModelError where a worker with these traits computes none, whatever it is. `name`: as
+    in the settings."""
+    _check(name, name, traits - {Trait.ONLY_WINDOWS})  # Medusa reads no blocks
+
+
+def _check(name: str | Path, kind: str, traits: Iterable[Trait]) -> None:
+    if why := refusal_of(drafter_of(kind), traits):
+        raise ModelError(f"engine.drafter {name}: {why}")
 
 
 def _check_width(path: Path, hidden: int, model: ModelConfig) -> None:

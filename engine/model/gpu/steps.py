@@ -88,6 +88,12 @@ class GpuSteps:
                 return list(self._decode(step, tables, masks_of)), {}
             return self._ragged(step, tables, masks_of)
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Not with recurrent layers: each row of a pass stores the state that comes after it, and
+        nobody has the one from before a draft that is rejected."""
+        return not self._limits.num_state_groups
+
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's device, and each thread has its own."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
@@ -109,7 +115,8 @@ class GpuSteps:
         passes, seqs = self._passes, step.seqs
         num_rows = sum(len(seq.input_tokens) for seq in seqs)
         if num_rows > len(seqs):
-            if all(map(is_plain, seqs)) and passes.size_for(num_rows):
+            fits = all(map(is_plain, seqs)) and passes.size_for(num_rows)
+            if fits and self.verifies_drafts:
                 return self._verify(seqs, tables, masks_of)
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
         tokens = passes.begin(seqs, tables)()

@@ -26,6 +26,7 @@ from kvrelay.engine.step import Step
 from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.gpu.triton_ranks import InterpretedRunner
 from tests.engine.model.runners import model_runner, sections
+from tests.engine.model.talks import Talk
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import MAX_LEN, make_checkpoint, scheduled, tokens_of
 
@@ -167,3 +168,8 @@ def test_a_model_gives_the_tokens_that_the_cpu_gives(family, tmp_path):
     expected = generate(theirs, prompt, blocks, 4, temperature=0.0)
     assert generate(ours, prompt, blocks, 4, temperature=0.0) == expected
     assert len({*expected}) > 1
+    talk = Talk(prompt, blocks)
+    while len(talk.output) < len(expected):  # a draft that comes all the same changes no state
+        share = talk.next(draft=[expected[len(talk.output)] + 1] if talk.output else [])
+        talk.take(share, ours.execute(Step(0, [share])).sampled[0])
+    assert talk.output == expected

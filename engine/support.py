@@ -1,0 +1,252 @@
+"""The support matrix: which capability works where, and why it does not elsewhere.
+
+Whoever refuses a capability, or serves without it, asks this table and has no text of its own.
+docs/matrix.md is made of it, with the tests of what works. A capability without a rule works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvrelay.engine.config import EngineSection, TiersSection
+    from kvrelay.engine.kv.spec import KVSpec
+    from kvrelay.engine.model.config import ModelConfig
+
+
+class Capability(StrEnum):
+    """What a user may ask for."""
+
+    ADAPTERS = "LoRA adapters"
+    NGRAM_DRAFTS = "drafts by n-grams"
+    HEAD_DRAFTS = "drafts by a head"
+    MODEL_DRAFTS = "drafts by a model"
+    MTP_DRAFTS = "drafts by an MTP layer"
+    GRAMMARS = "grammars, JSON schemas, tools"
+    REASONING_BUDGET = "budgets for reasoning"
+    PENALTIES = "penalties, biases, bad_words"
+    LOGPROBS = "log-probabilities"
+    EMBEDDINGS = "embeddings"
+    HAND_OVER = "prompts computed for others"
+    HOST_TIER = "host tier"
+    DISK_TIER = "disk tier"
+    DISK_CODEC = "codec of the disk tier"
+    OBJECT_TIER = "object tier"
+    LEFT_KV = "KV that outlives its worker"
+    APPROXIMATE_KV = "KV in four bits"
+    SESSIONS = "parked sessions"
+    CLASSES = "classes of service"
+    WEIGHT_UPDATES = "weights changed in place"
+    SCALING = "autoscaling"
+    MODEL_CHANGES = "models added and removed live"
+
+
+class Trait(StrEnum):
+    """What a worker, its model or its server is like."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+    RANKS = "ranks"
+    MACHINES = "ranks on several machines"
+    TORCH = "plain torch"
+    STATES = "recurrent layers"
+    WINDOWS = "windows"
+    ONLY_WINDOWS = "windows in all layers"
+    LATENT = "latent attention"
+    LAYERWISE = "layer by layer"
+    QUANTIZED = "quantized weights"
+    FP8_KV = "KV in 8 bits"
+    UNEVEN_KV = "KV of several shapes"
+    VLLM = "vLLM"
+    MODELS = "several models"
+    ROUTERS = "several routers"
+    SERVERS = "several servers"
+
+
+# Why not, in a word.
+Word = Literal["bits", "device", "engine", "torch", "layers", "ranks", "servers", "shape", "states"]
+
+
+class How(StrEnum):
+    REFUSED = "no"  # an error, of the start or of the request
+    WITHOUT = "without"  # served without it: workers say so when they start
+    PART = "part"  # a part is refused, where somebody asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class No:
+    """Why a capability does not work, or not all of it, wherever all of `where` are."""
+
+    how: How
+    word: Word
+    text: str  # for users: one line, with what would be right if anything would
+    where: frozenset[Trait]
+
+
+def no_to(capability: Capability, traits: Iterable[Trait]) -> No | None:
+    """The first that holds in a place with these traits; None: the capability works there."""
+    found = frozenset(traits)
+    return next((no for no in RULES.get(capability, ()) if no.where <= found), None)
+
+
+def refusal_of(capability: Capability, traits: Iterable[Trait]) -> str:
+    """As `no_to`, for those who refuse all of it: the text; "": it is not refused."""
+    no = no_to(capability, traits)
+    return no.text if no is not None and no.how is How.REFUSED else ""
+
+
+def notices_of(capabilities: Iterable[Capability], traits: Iterable[Trait]) -> list[str]:
+    """What an operator should know of those that are asked for: lines, one for each text."""
+    missing: dict[str, list[str]] = {}
+    found = frozenset(traits)
+    for each in capabilities:
+        no = no_to(each, found)
+        if no is not None and no.how is How.WITHOUT:
+            missing.setdefault(no.text, []).append(each)
+    return [f"serving without {', '.join(names)}: {text}" for text, names in missing.items()]
+
+
+def engine_traits(engine: EngineSection, *, on_gpu: bool) -> frozenset[Trait]:
+    """Those of a worker by its settings. Another engine has its own rules for devices."""
+    device = Trait.GPU if on_gpu else Trait.CPU
+    of_engine = Trait.VLLM if engine.runs == "vllm" else device
+    return _of((of_engine, True), (Trait.RANKS, engine.tensor_parallel_size > 1))
+
+
+def model_traits(model: ModelConfig) -> frozenset[Trait]:
+    return _of(
+        (Trait.STATES, model.recurrent is not None),
+        (Trait.WINDOWS, any(model.windows)),
+        (Trait.ONLY_WINDOWS, model.kv_groups()[0][0] > 0),
+        (Trait.LATENT, model.latent is not None),
+        (Trait.LAYERWISE, model.is_layerwise),
+    )
+
+
+def kv_traits(spec: KVSpec) -> frozenset[Trait]:
+    return _of(
+        (Trait.STATES, spec.num_state_groups > 0),
+        (Trait.LATENT, spec.num_planes == 1 and not spec.heads),
+        (Trait.FP8_KV, spec.dtype == "float8_e4m3"),
+        (Trait.UNEVEN_KV, bool(spec.heads or spec.draft_bytes)),
+    )
+
+
+def _of(*known: tuple[Trait, bool]) -> frozenset[Trait]:
+    return frozenset(trait for trait, is_so in known if is_so)
+
+
+def drafts_of(engine: EngineSection, kind: str = "") -> list[Capability]:
+    """Those that the settings ask for. `kind`: of the drafter; "": nobody has looked."""
+    found = [Capability.NGRAM_DRAFTS] if engine.num_speculative_tokens else []
+    return [*found, drafter_of(kind or engine.drafter)] if engine.drafter else found
+
+
+def drafter_of(kind: str) -> Capability:
+    """`kind`: as of a DraftConfig, or engine.drafter, as far as that says it: those that are
+    folders work in the same places."""
+    named = {"mtp": Capability.MTP_DRAFTS, "model": Capability.MODEL_DRAFTS}
+    return named.get(kind, Capability.HEAD_DRAFTS)
+
+
+def tiers_of(tiers: TiersSection) -> list[Capability]:
+    """What the settings ask for below device memory."""
+    has_codec = tiers.disk_gib > 0 and tiers.disk_codec != "none"
+    host, disk = [Capability.HOST_TIER, Capability.LEFT_KV], [Capability.DISK_TIER]
+    found = [*(host if tiers.host_gib else ()), *(disk if tiers.disk_gib else ())]
+    found += [Capability.DISK_CODEC] if has_codec else []
+    found += [Capability.OBJECT_TIER] if tiers.object_bucket else []
+    found += [Capability.APPROXIMATE_KV] if tiers.packed_gib or has_codec else []
+    return [*found, Capability.SESSIONS]
+
+
+def _no(word: Word, text: str, *where: Trait, how: How = How.REFUSED) -> No:
+    return No(how, word, text, frozenset(where))
+
+
+def _without(word: Word, text: str, *where: Trait) -> No:
+    return _no(word, text, *where, how=How.WITHOUT)
+
+
+def _not_copied(how: How, text: str) -> tuple[No, ...]:
+    """Where workers that run vllm have no copy of its KV."""
+    return (
+        _no("ranks", f"{text} where they have several ranks", Trait.VLLM, Trait.RANKS, how=how),
+        _no("states", f"{text} where layers are recurrent", Trait.VLLM, Trait.STATES, how=how),
+        _no("bits", f"{text} where KV is in 8 bits", Trait.VLLM, Trait.FP8_KV, how=how),
+    )
+
+
+DRAFTERS = (Capability.HEAD_DRAFTS, Capability.MODEL_DRAFTS, Capability.MTP_DRAFTS)
+_NOT_VERIFIED = "draft tokens are not verified"
+_OF_MODEL = "drafters need one process on a CPU, whose kernels run all layers at once"
+_ALL_WINDOWS = "all layers have a window, behind which no block stays for a drafter to read"
+_IN_PLACE = "weights change in place in one process on a CPU: restart the server with them instead"
+_EXACT = "KV stays exact: only keys and values in 16 or 32 bits, of one shape, are kept in four"
+_CODE = "it says which code runs, so only the server's file and command line may"
+_FILES = "servers of one cluster.name read [[models]] of their files: change those, then restart"
+_KEPT = "workers that run vllm keep their weights: restart the server with the new ones"
+_KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
+_ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
+_PARTS = "vLLM takes no grammar of several parts, as tool calls beside reasoning need"
+
+_OF_DRAFTERS = (
+    _no("engine", "workers that run vllm generate without draft tokens", Trait.VLLM),
+    _no("ranks", _OF_MODEL, Trait.RANKS),
+    _no("device", _OF_MODEL, Trait.GPU),
+    _no("layers", _OF_MODEL, Trait.LAYERWISE),
+    _no("states", "models with recurrent layers have no drafter yet", Trait.STATES),
+    _no("layers", _ALL_WINDOWS, Trait.ONLY_WINDOWS),
+    _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
+)
+_OF_TIERS = _not_copied(How.WITHOUT, "KV stays in vLLM's memory")
+
+RULES: dict[Capability, tuple[No, ...]] = {
+    Capability.ADAPTERS: (
+        _no("engine", "workers that run vllm compute no adapters", Trait.VLLM),
+        _no("device", "adapters are computed on CPUs, not on GPUs", Trait.GPU),
+    ),
+    Capability.NGRAM_DRAFTS: (
+        _without("engine", "vLLM's steps have no draft tokens of ours", Trait.VLLM),
+        _without("ranks", f"{_NOT_VERIFIED} by ranks on CPUs", Trait.CPU, Trait.RANKS),
+        _without("states", f"{_NOT_VERIFIED} by states on GPUs", Trait.GPU, Trait.STATES),
+        _without("layers", f"{_NOT_VERIFIED} layer by layer", Trait.CPU, Trait.LAYERWISE),
+        _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
+    ),
+    **dict.fromkeys(DRAFTERS, _OF_DRAFTERS),
+    Capability.GRAMMARS: (_no("engine", _PARTS, Trait.VLLM, how=How.PART),),
+    Capability.REASONING_BUDGET: (_no("engine", "vLLM has no budget for reasoning", Trait.VLLM),),
+    Capability.PENALTIES: (
+        _no("engine", "vLLM's bad_words are texts, not tokens", Trait.VLLM, how=How.PART),
+    ),
+    Capability.EMBEDDINGS: (_no("engine", "vLLM's workers compute no embeddings", Trait.VLLM),),
+    Capability.HAND_OVER: _not_copied(How.REFUSED, "vLLM's workers compute their own prompts"),
+    Capability.HOST_TIER: _OF_TIERS,
+    Capability.DISK_TIER: _OF_TIERS,
+    Capability.DISK_CODEC: _OF_TIERS,
+    Capability.OBJECT_TIER: (*_OF_TIERS, _without("ranks", _ONE_RANK, Trait.RANKS)),
+    Capability.LEFT_KV: _OF_TIERS,
+    Capability.APPROXIMATE_KV: (
+        _without("engine", "KV stays exact: blocks have an order of vLLM's", Trait.VLLM),
+        _without("states", _EXACT, Trait.STATES),
+        _without("bits", _EXACT, Trait.FP8_KV),
+        _without("shape", _EXACT, Trait.LATENT),
+        _without("shape", _EXACT, Trait.UNEVEN_KV),
+    ),
+    Capability.SESSIONS: _OF_TIERS,
+    Capability.CLASSES: (_without("engine", "routers have them, not vLLM's steps", Trait.VLLM),),
+    Capability.WEIGHT_UPDATES: (
+        _no("engine", _KEPT, Trait.VLLM),
+        _no("ranks", _IN_PLACE, Trait.RANKS),
+        _no("device", _IN_PLACE, Trait.GPU),
+        _no("states", _KEEP_MODE, Trait.STATES, how=How.PART),
+    ),
+    Capability.SCALING: (_no("engine", "the number of vLLM's workers is fixed", Trait.VLLM),),
+    Capability.MODEL_CHANGES: (
+        _no("servers", _FILES, Trait.SERVERS),
+        _no("engine", _CODE, Trait.VLLM, how=How.PART),
+    ),
+}

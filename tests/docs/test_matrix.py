@@ -1,0 +1,315 @@
+"""The matrix is what happens: each "no" is asked for, and is refused, or told, with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kvrelay.cluster.config import Config, ConfigError, ModelEntry, build_config, check_added
+from kvrelay.cluster.orders import ChangeModels
+from kvrelay.cluster.prepare import prepare_model
+from kvrelay.cluster.processes.adapter_bases import adapter_base
+from kvrelay.cluster.processes.router_process import RouterProcess
+from kvrelay.cluster.roles import ROLES
+from kvrelay.decode_worker.vllm.build import build as build_vllm
+from kvrelay.decode_worker.vllm.node import VllmWorker
+from kvrelay.decode_worker.vllm.parameters import unsupported
+from kvrelay.engine.adapters import AdapterError
+from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.versions import Versions
+from kvrelay.engine.needs import Need
+from kvrelay.engine.request import Pooling, ReasoningBudget, SamplingParams
+from kvrelay.engine.stats import Role
+from kvrelay.engine.step import Step
+from kvrelay.engine.support import (
+    DRAFTERS,
+    RULES,
+    Capability,
+    How,
+    No,
+    Trait,
+    drafts_of,
+    notices_of,
+)
+from kvrelay.engine.weights import LoadWeights, UpdateMode, UpdateWeights, WeightVersion
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.movers import object as object_tier
+from kvrelay.kvtransfer.movers.opening import TierSettings
+from kvrelay.worker.build import build, open_runner
+from kvrelay.worker.kv_plan import BuildError, model_config, plan_kv, plan_tiers
+from kvrelay.worker.node import Worker
+from kvrelay.worker.spec import BuildOptions, WorkerSpec
+from tests.docs.matrix import PAGE, PLACES, README, TESTED, cell, with_counts, with_matrix
+from tests.engine.configs import worker_config
+from tests.engine.model.heads import make_head
+from tests.engine.model.runners import model_runner, parallel_runner
+from tests.engine.model.talks import Talk
+from tests.engine.model.test_runner import generate
+from tests.engine.model.tiny import tokens_of
+from tests.kvtransfer.fake_agent import FakeAgent
+from tests.structure import ROOT
+from tests.support import vllm_stand_in
+
+C, T = Capability, Trait
+Make = Callable[..., Path]  # a tiny checkpoint of a family
+FAMILY = {T.STATES: "qwen3.5", T.LAYERWISE: "minimax-m2", T.ONLY_WINDOWS: "mistral-window"}
+FAMILY |= {T.LATENT: "deepseek3", T.UNEVEN_KV: "gemma4"}
+VERSION = WeightVersion("new", b"d", "/nowhere")
+ERRORS = (ConfigError, BuildError, ModelError, AdapterError, AgentError)
+VLLM: dict[str, Any] = {"runs": "vllm", "python": "bin/python", "block_size": 32}
+RULE_LIST = [(capability, no) for capability, rules in RULES.items() for no in rules]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(ERRORS) as caught:
+        call()
+    return str(caught.value)
+
+
+def config_of(engine: dict[str, Any], prefill: int = 0, **sections: Any) -> Config:
+    return build_config({"engine": engine, "cluster": {"prefill": prefill}, **sections}, "")
+
+
+def prepared(path: Path, *, on_gpu: bool = False, prefill: int = 0, **engine: Any) -> object:
+    usual = {"num_blocks": 64}
+    config = config_of(usual | engine, prefill, model={"name": str(path), "dtype": "bfloat16"})
+    return prepare_model(config, 0, lambda _: None, on_gpu=on_gpu)
+
+
+def spec_of(path: Path, **engine: Any) -> WorkerSpec:
+    model = ModelSection(name=str(path), device="cpu", dtype="float32")
+    section = EngineSection(**{"num_blocks": 64, "threads": 1} | engine)
+    # All that there is below the device; a share of nothing, so that nothing is opened.
+    tiers = TiersSection(disk_gib=1.0, disk_codec="lossless", object_bucket="b", packed_gib=1.0)
+    return WorkerSpec("none", "decode-0", Role.DECODE, 1, str(path), model, section, tiers)
+
+
+def notices_of_ours(path: Path, **engine: Any) -> str:
+    """Those of a worker that was built, and proposes no drafts."""
+    configs: list[Any] = []
+    spec = replace(spec_of(path, **engine), tiers=TiersSection(host_gib=0.0))
+    make: Any = lambda config, records: configs.append(config)  # noqa: E731
+    built = build(spec, make, BuildOptions(cast(Any, FakeAgent)))
+    assert configs[0].num_speculative_tokens == 0
+    return "\n".join(built.notices)
+
+
+def notices_of_vllm(path: Path, monkeypatch: pytest.MonkeyPatch, **engine: Any) -> str:
+    vllm_stand_in.install(monkeypatch)
+    vllm_stand_in.EventPublisherFactory.registered.clear()
+    built = build_vllm(spec_of(path, max_model_len=128, **VLLM | engine), ROLES)
+    return "\n".join(built.notices)
+
+
+def of_adapters(no: No, make: Make, _: Any) -> str:
+    if T.VLLM in no.where:
+        return adapter_base(config_of(VLLM), Path()).refuses()
+    none = cast(Any, None)
+    loader = AdapterLoader(Path(), none, none, none, 1, torch.device("cuda"))
+    return error_of(lambda: loader(Need(b"", "", "adapter")))
+
+
+def of_ngrams(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
+    if T.VLLM in no.where:
+        return notices_of_vllm(make("llama"), monkeypatch, tensor_parallel_size=2)
+    if T.GPU in no.where:  # that no draft is looked at: gpu/test_triton_recurrent.py
+        return "\n".join(notices_of([C.NGRAM_DRAFTS], no.where))
+    if T.TORCH in no.where:
+        monkeypatch.setattr(kernels, "load", unavailable)
+    path = make(FAMILY.get(T.LAYERWISE if T.LAYERWISE in no.where else T.CPU, "llama"))
+    options: dict[str, Any] = {"num_blocks": 8, "dtype": "float32", "threads": 1}
+    runner: Any = model_runner(path, **options)
+    prompt, blocks = tokens_of(5, seed=1), [*range(runner.kv_spec.num_groups)]
+    expected: list[int] = cast(Any, generate)(runner, prompt, blocks, 3, temperature=0.0)
+    if T.RANKS in no.where:
+        runner = parallel_runner(path, 2, **options)
+    talk = Talk(prompt, blocks)
+    for draft in (expected[:0], expected[1:2]):  # which is right, and not looked at
+        share = talk.next(draft=draft)
+        [sampled] = runner.execute(Step(0, [share])).sampled
+        assert not sampled.more
+        talk.take(share, sampled)
+    assert talk.output == expected[:2]
+    if T.RANKS in no.where:
+        runner.close()
+        return "\n".join(notices_of(drafts_of(EngineSection()), runner.traits))
+    return notices_of_ours(path)
+
+
+def unavailable(*_: Any) -> Any:
+    raise kernels.KernelsUnavailable("no compiler")
+
+
+def of_drafters(
+    capability: Capability, no: No, make: Make, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> str:
+    make_head(folder, "own")
+    name = {C.MODEL_DRAFTS: str(make("llama")), C.MTP_DRAFTS: "mtp"}.get(capability, str(folder))
+    if T.VLLM in no.where:
+        return error_of(lambda: config_of({**VLLM, "drafter": name}))
+    if T.TORCH in no.where:
+        monkeypatch.setattr(kernels, "load", unavailable)
+        model = {} if capability is not C.MTP_DRAFTS else {"num_nextn_predict_layers": 1}
+        path = make("deepseek3", **model) if model else make("llama")
+        monkeypatch.setattr("kvrelay.engine.model.runner.open_drafter", lambda *_: Captures())
+        return notices_of_ours(path, drafter=name)
+    family = next((FAMILY[each] for each in no.where if each in FAMILY), "llama")
+    ranks = 2 if T.RANKS in no.where else 1
+    settings: dict[str, Any] = {"drafter": name, "tensor_parallel_size": ranks}
+    return error_of(lambda: prepared(make(family), on_gpu=T.GPU in no.where, **settings))
+
+
+class Captures:
+    captured = ()
+
+
+def of_requests(capability: Capability) -> str:
+    asked = {
+        C.EMBEDDINGS: SamplingParams(pooling=Pooling.MEAN),
+        C.REASONING_BUDGET: SamplingParams(reasoning=ReasoningBudget(4, 2)),
+        C.PENALTIES: SamplingParams(bad_words=((1,),)),
+        C.GRAMMARS: SamplingParams(grammar='{"grammars": [{}, {}]}'),
+    }
+    return unsupported(asked[capability])
+
+
+def of_handing_over(no: No, make: Make) -> str:
+    if T.RANKS in no.where:
+        return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, prefill=1))
+    path = make(FAMILY.get(T.STATES) if T.STATES in no.where else "llama")
+    kv: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
+    return error_of(lambda: prepared(path, prefill=1, **VLLM, **kv))
+
+
+def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
+    if T.VLLM not in no.where and capability is C.OBJECT_TIER:
+        settings = TierSettings(worker_config(), {}, num_ranks=2)
+        return error_of(lambda: object_tier.open_tier(settings))
+    if T.VLLM not in no.where:
+        family = next((FAMILY[each] for each in no.where if each in FAMILY), "llama")
+        own: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
+        engine = EngineSection(num_blocks=8, **own)
+        plan = plan_kv(model_config(make(family), engine), engine, "bfloat16")
+        return error_of(lambda: plan_tiers(plan, 1 << 30, 0, packed_bytes=1 << 30))
+    path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
+    kv: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
+    ranks = {} if T.STATES in no.where or kv else {"tensor_parallel_size": 2}
+    told = notices_of_vllm(path, monkeypatch, **kv, **ranks)
+    [line] = [each for each in told.splitlines() if capability in each]
+    return line
+
+
+def of_weights(no: No, make: Make) -> str:
+    if T.RANKS in no.where:
+        spec = replace(spec_of(make("llama"), tensor_parallel_size=2), weights=VERSION)
+        return error_of(lambda: open_runner(spec, Path(spec.model_dir)))
+    if T.GPU in no.where:
+        runner = cast(Any, SimpleNamespace(traits=frozenset({T.GPU})))
+        return Versions(runner).change(LoadWeights(VERSION)).why
+    config = worker_config(num_blocks=8, block_size=4, has_states=T.STATES in no.where)
+    node = VllmWorker(config, ROLES) if T.VLLM in no.where else Worker(config, ROLES)
+    [answer] = node.receive(0.0, UpdateWeights("controller", VERSION, UpdateMode.KEEP))
+    return str(cast(Any, answer).message.why)
+
+
+def of_model_changes(no: No) -> str:
+    if T.VLLM in no.where:
+        return error_of(lambda: check_added(ModelEntry("new", "x", engine={"python": "p"})))
+    cluster = {"name": "c", "token": 16 * "t"}
+    config = build_config({"cluster": cluster, "state": {"url": "redis://r:1"}}, "")
+    router = cast(Any, SimpleNamespace(config=config))
+    change = ChangeModels("new", ModelEntry("new", "x"))
+    return error_of(lambda: RouterProcess._check_change(router, change))
+
+
+def said(
+    capability: Capability, no: No, make: Make, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> str:
+    """What a user is told who asks for it where it is not."""
+    found = "kvrelay.cluster.prepare.resolve_model"
+    monkeypatch.setattr(found, lambda name, *_, **__: Path(name))  # which would want a tokenizer
+    if capability in DRAFTERS:
+        return of_drafters(capability, no, make, monkeypatch, folder)
+    match capability:
+        case C.ADAPTERS:
+            return of_adapters(no, make, monkeypatch)
+        case C.NGRAM_DRAFTS:
+            return of_ngrams(no, make, monkeypatch)
+        case C.GRAMMARS | C.REASONING_BUDGET | C.PENALTIES | C.EMBEDDINGS:
+            return of_requests(capability)
+        case C.HAND_OVER:
+            return of_handing_over(no, make)
+        case C.SCALING:
+            return error_of(lambda: config_of(VLLM, scaling={"enabled": True}))
+        case C.WEIGHT_UPDATES:
+            return of_weights(no, make)
+        case C.MODEL_CHANGES:
+            return of_model_changes(no)
+        case _:
+            return of_tiers(capability, no, make, monkeypatch)
+
+
+def name_of(value: object) -> str:
+    return "+".join(sorted(value.where)) if isinstance(value, No) else str(value)
+
+
+SLOW = {(C.NGRAM_DRAFTS, frozenset({T.CPU, T.RANKS}))}  # processes
+
+
+@pytest.mark.parametrize(
+    ("capability", "no"),
+    [
+        pytest.param(*rule, marks=[pytest.mark.slow] * ((rule[0], rule[1].where) in SLOW))
+        for rule in RULE_LIST
+    ],
+    ids=name_of,
+)
+def test_each_no_is_said_with_its_reason(
+    capability: Capability,
+    no: No,
+    checkpoint_of: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    told = said(capability, no, checkpoint_of, monkeypatch, tmp_path)
+    assert no.text in told
+    if no.how is How.WITHOUT and "serving without" in told:
+        assert capability in told
+
+
+def test_a_rule_is_never_hidden_by_one_before_it() -> None:
+    for rules in RULES.values():
+        for index, no in enumerate(rules):
+            assert not any(before.where <= no.where for before in rules[:index]), no
+
+
+def test_tests_that_are_named_exist_and_nothing_that_is_refused_has_one() -> None:
+    assert set(TESTED) == set(Capability)
+    for capability, named in TESTED.items():
+        for place, test in named.items():
+            assert cell(capability, place) == "yes", (capability, place)
+            file, _, name = test.partition("::")
+            text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert re.search(rf"def {name}\(", text), test
+
+
+def test_every_trait_is_in_a_column() -> None:
+    assert set(Trait) == set[Trait]().union(*PLACES.values())
+
+
+def test_the_pages_are_up_to_date() -> None:
+    """If this fails: `python -m tests.docs.matrix`."""
+    page, readme = PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
+    assert with_matrix(page) == page
+    assert with_counts(readme) == readme
+    assert " cells work" in readme
