@@ -94,7 +94,7 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.HEAD_DRAFTS: {
         "one process": _DRAFTERS,
         "FP8 KV": _PREFIX,
-        **dict.fromkeys(("windows", "MLA"), _GROUPED),
+        **dict.fromkeys(("windows", "MLA", "uneven KV"), _GROUPED),
     },
     C.MODEL_DRAFTS: {"one process": _DRAFTERS, "FP8 KV": _PREFIX},
     C.MTP_DRAFTS: dict.fromkeys(("one process", "MLA", "FP8 KV"), _MTP),
