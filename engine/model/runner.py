@@ -42,6 +42,7 @@ from kvrelay.engine.model.loads import ALONE, Loads
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
+from kvrelay.engine.model.running import Abandoned, Running
 from kvrelay.engine.model.sampling.grammar import Grammars
 from kvrelay.engine.model.sampling.sampler import (
     Draw,
@@ -130,6 +131,7 @@ class ModelRunner:
                     self._fit_pool(ops)
                 self._steps = self._gpu_steps(own, progress)
         self._guard = Guard(self._limits)
+        self._running = Running(ops if isinstance(ops, CpuOps) and self._may_abandon else None)
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
@@ -276,7 +278,26 @@ class ModelRunner:
             return True
         return False
 
+    @property
+    def _may_abandon(self) -> bool:
+        """Whether a step that ends early leaves all as it was but for what comes again: not states,
+        and not what a drafter keeps."""
+        return not self.kv_spec.num_state_groups and self._draft_config is None
+
+    def abandon(self, step_id: int) -> None:
+        """End this step at its next layer, if it runs; from any thread."""
+        self._running.abandon(step_id)
+
     def execute(self, step: Step) -> StepDone:
+        """As `AbandonStep` says of a step that was abandoned; else as `_execute`."""
+        try:
+            with self._running.step(step.step_id):
+                return self._execute(step)
+        except Abandoned:
+            again, sampled = frozenset(range(len(step.seqs))), [None] * len(step.seqs)
+            return StepDone(step.step_id, [*sampled], waiting=again)
+
+    def _execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is in `failed`, one
         outside the vocabulary in `invalid`, one that its grammar stops in `ungrammatical`, one
@@ -315,6 +336,7 @@ class ModelRunner:
                 sampled, outputs = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
                 sampled, outputs = self._run(step, tables, masks_of, loaded)
+                self._running.check()  # before anybody learns of tokens that are none
                 if self.device.type == "cuda":  # blocks are complete when this returns
                     torch.cuda.current_stream(self.device).synchronize()
         if masks_of is not None:
