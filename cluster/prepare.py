@@ -16,7 +16,6 @@ import psutil
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config
-from kvrelay.decode_worker.vllm.build import check_blocks
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.identity import checkpoint_identity
 from kvrelay.engine.model.checkpoint.drafters import check_drafter
@@ -106,6 +105,8 @@ def prepare_model(
         model = model_config(path, config.engine)
         engines = _engines(config, model, on_gpu)
         if config.engine.runs == "vllm":
+            from kvrelay.decode_worker.vllm.build import check_blocks  # a worker's, with numpy
+
             check_blocks(config.engine, on_gpu=on_gpu)
         progress(f"reading all of {path}")  # a later start finds the digests
         checkpoint = checkpoint_identity(path, config.engine.runs, config.engine.arguments)

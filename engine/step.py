@@ -124,6 +124,15 @@ class Execute:
 
 
 @dataclass(frozen=True, slots=True)
+class AbandonStep:
+    """Effect: end this step at its next layer, if it runs and its executor can: what came meanwhile
+    goes first. All its sequences are `waiting` in its StepDone, and come again as they were. One
+    that ends by itself is done as any other."""
+
+    step_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class AskProgress:
     """Effect: say how far the step in flight is; answered at once by `StepProgress`."""
 
@@ -170,8 +179,8 @@ class StepDone:
     unsampled: dict[int, str] = field(default_factory=dict)  # no token could be drawn for it
     ungrammatical: dict[int, str] = field(default_factory=dict)  # failed by its own grammar
     invalid: dict[int, str] = field(default_factory=dict)  # failed by token ids of its own
-    # Index of sequences that are to come again, for their grammars still compile, or what they need
-    # is still loaded.
+    # Index of sequences that are to come again, for their grammars still compile, what they need is
+    # still loaded, or the step was abandoned.
     waiting: frozenset[int] = frozenset()
     unloaded: dict[int, str] = field(default_factory=dict)  # what they need cannot be loaded
     loaded: Loaded | None = None  # None: as before

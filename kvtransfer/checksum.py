@@ -65,7 +65,7 @@ def checksum_blocks(
     if min(block_ids) < 0 or max(block_ids) >= num_blocks:
         raise IndexError(f"blocks {min(block_ids)} to {max(block_ids)} of {num_blocks}")
     weights = head_weights(share)
-    hasher = _hasher() if size >= len(weights) * LEAST_HEAD_BYTES else None
+    hasher = load_native() if size >= len(weights) * LEAST_HEAD_BYTES else None
     if hasher is None or not isinstance(pool_bytes, np.ndarray):
         return [_checksum(pool_bytes[block_id], weights) for block_id in block_ids]
     ids, sums = np.array(block_ids, np.int64), np.empty(len(block_ids), np.uint64)
@@ -109,7 +109,7 @@ def begin_checksums(
 
 
 @cache
-def _hasher() -> Callable[..., None] | None:
+def load_native() -> Callable[..., None] | None:
     """`kvr_checksum_blocks` of checksum.c; None: it cannot be compiled here."""
     try:
         header = declarations(SOURCE.with_suffix(".h"))

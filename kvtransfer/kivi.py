@@ -14,21 +14,22 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
 from kvrelay.engine.native import declarations, load
 from kvrelay.engine.support import Capability, No, Trait, kv_traits, no_to
 
+if TYPE_CHECKING:  # who only asks for sizes has no arrays
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
 SOURCE = Path(__file__).parent / "c" / "kivi.c"
 KINDS = {"bfloat16": 1, "float32": 2}  # as in kivi.h
 GROUP_TOKENS, GROUP_CHANNELS = 16, 32  # as in kivi.c
 MAX_MATRIX = 1 << 18  # numbers that a head has in a block
-
-Bytes = NDArray[np.uint8]
 
 
 class Quantizer:
@@ -38,7 +39,7 @@ class Quantizer:
     def __init__(self, spec: KVSpec, num_kv_heads: int) -> None:
         """`num_kv_heads`: of each plane of a block, of one rank. `spec`: not `why_exact`."""
         assert why_exact(spec) is None, spec
-        functions, matrix = _functions(), (spec.block_size, spec.head_dim)
+        functions, matrix = load_native(), (spec.block_size, spec.head_dim)
         self._shape = KINDS[spec.dtype], spec.num_layers, num_kv_heads, *matrix
         self._encode, self._decode = functions.kvr_kivi_encode, functions.kvr_kivi_decode
         self.block_bytes = spec.bytes_per_block // spec.num_kv_heads * num_kv_heads
@@ -78,5 +79,6 @@ def coded_bytes(spec: KVSpec, num_kv_heads: int) -> int:
 
 
 @cache
-def _functions() -> Any:
+def load_native() -> Any:
+    """Raises NativeBuildError."""
     return load(SOURCE, ("-march=native",), ffi=declarations(SOURCE.with_suffix(".h")))

@@ -29,9 +29,9 @@ from statistics import median
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import FinishReason, Refusal
-from kvrelay.router.placement.endpoint import LinkLoss
 from kvrelay.router.placement.policy import Option, RoutingDecision
 from kvrelay.router.record import Attempt, RequestRecord
+from kvrelay.router.status import LinkLoss
 
 MAX_ERRORS = 512  # predictions that the median is taken over
 TINY_S = 1e-9  # rounding error

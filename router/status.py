@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Struct, field
 
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Fact, Role, WorkerStats, facts_of, no_stats
-from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
+
+if TYPE_CHECKING:
+    from kvrelay.router.placement.endpoint import Endpoint
 
 LAYOUT_DIGITS = 12
+
+
+class LinkLoss(Struct, frozen=True):
+    """A bad link, as it is shown: by it, KV often does not come."""
+
+    source: NodeId
+    reader: NodeId
+    fetches: bool
+    lost_share: float
+    wait_s: float
 
 
 class Totals(Struct):

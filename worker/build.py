@@ -191,6 +191,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         is_device_lost=runner.is_device_lost,
         change_weights=Versions(runner).change,
         num_passed=runner.num_passed,
+        abandon=(lambda _: None) if parallel else runner.abandon,
     )
 
     def make_executor(deliver: Deliver) -> Executor:

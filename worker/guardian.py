@@ -59,10 +59,12 @@ class WorkerGuardian:
     both. The constructor does nothing, so that the actor is up at once and its death is noticed
     from then on. Orders and answers are packed as for a channel (`engine.wire.channel`)."""
 
-    def __init__(self, node: NodeId, stdout: int = 1) -> None:
-        """`stdout`: a file that the worker's process gets."""
+    def __init__(self, node: NodeId, stdout: int = 1, *, stays: bool = False) -> None:
+        """`stdout`: a file that the worker's process gets. `stays`: when that ends, the guardian is
+        there for the next one, until it is ended."""
         self._node = node
         self._stdout = stdout
+        self._stays = stays
         self._pid = 0
         self._why = "its process has ended"
         self._has_ended = threading.Event()
@@ -89,6 +91,7 @@ class WorkerGuardian:
 
     def _run(self, module: str, spec: WorkerSpec | RankHostSpec, order: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
+        self._pid, self._why, self._has_ended = 0, "its process has ended", threading.Event()
         mine, its = socket.socketpair()
         try:
             with its, choosing() if spec.num_gpus else contextlib.nullcontext():
@@ -104,13 +107,17 @@ class WorkerGuardian:
             self._pid = channel.hello().pid
             answer = channel.receive()
         except EOFError:
+            self._pid = 0
             return StartFailed(spec.worker, spec.epoch, "its process ended while it started", False)
         except ChannelError as error:
             return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
         if isinstance(answer, WorkerStarted) and isinstance(spec, WorkerSpec) and spec.fork_server:
             threading.Thread(target=self._have_fork_server, args=(spec, begun)).start()
-        if not isinstance(answer, StartFailed):
-            threading.Thread(target=self._watch, args=(channel,), daemon=True).start()
+        if isinstance(answer, StartFailed):
+            self._pid = 0  # it ends
+        else:
+            ends = channel, self._has_ended
+            threading.Thread(target=self._watch, args=ends, daemon=True).start()
         return answer
 
     def _begin(
@@ -182,14 +189,15 @@ class WorkerGuardian:
         names = ",".join(chosen)
         return env | {"CUDA_VISIBLE_DEVICES": names, GPUS: names}, ""
 
-    def _watch(self, channel: BlockingChannel) -> None:
+    def _watch(self, channel: BlockingChannel, has_ended: threading.Event) -> None:
         with contextlib.suppress(EOFError, ChannelError):
             while True:
                 message = channel.receive()
                 if isinstance(message, ProcessEnds):
                     self._why = message.reason
-        self._has_ended.set()
-        self._leave()
+        has_ended.set()
+        if not self._stays:
+            self._leave()
 
     def _leave(self) -> None:
         """Called once, when the worker has ended."""
@@ -202,12 +210,16 @@ class WorkerGuardian:
         self._has_ended.wait()
         return self._why
 
-    def end(self) -> None:
-        """The worker's process, by force; then this one ends."""
+    def stop(self) -> None:
+        """End the worker's process, by force."""
         if self._pid and not self._has_ended.is_set():
             with contextlib.suppress(psutil.Error):
                 kill_all(psutil.Process(self._pid))
             self._has_ended.wait(LAST_WORDS_S)
+
+    def end(self) -> None:
+        """The worker's process, by force; then this one ends."""
+        self.stop()
         os._exit(0)
 
 

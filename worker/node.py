@@ -33,7 +33,14 @@ from kvrelay.engine.stats import (
     RouterUp,
     WorkerStats,
 )
-from kvrelay.engine.step import AskProgress, Execute, PrepareGrammar, StepDone, StepProgress
+from kvrelay.engine.step import (
+    AbandonStep,
+    AskProgress,
+    Execute,
+    PrepareGrammar,
+    StepDone,
+    StepProgress,
+)
 from kvrelay.kvtransfer.agent import (
     CopyDone,
     PeerConnected,
@@ -451,6 +458,8 @@ class Worker:
     def _schedule(self, now: float) -> list[Effect]:
         effects = [*self._end_faults(), *self._admit(now)]
         steps: list[Effect] = []
+        if (step_id := self.core.scheduler.step_in_the_way()) is not None:
+            steps.append(AbandonStep(step_id))
         while (step := self.core.next_step()) is not None:
             steps.append(Execute(step))
         effects += self._end_faults()

@@ -19,6 +19,7 @@ from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.step import (
+    AbandonStep,
     AskProgress,
     Execute,
     Launch,
@@ -211,6 +212,8 @@ class WorkerThreads:
                 (self._low_priority if step.low_priority else self._steps).submit(step)
             case AskProgress():
                 self._deliver(StepProgress(self._model.num_passed()))
+            case AbandonStep(step_id):
+                self._model.abandon(step_id)
             case PrepareGrammar(grammar):
                 self._model.prepare_grammar(grammar)
             case LoadWeights() | UseWeights():

@@ -11,7 +11,7 @@ copy of it in host memory, and the host tier, come on top.
 * chat: short prompts at a rate, open loop
 * mixed: chats once a second beside a 2,000-token prompt every 4 s
 * swing: only prompts, then only decodes, in turns of 20 s
-* kill: the decode worker, and then the prefill worker, dies under 16 streams
+* kill: the decode worker, the prefill worker, and one 3 s after the other, die under 16 streams
 * flip: roles change back and forth under load
 """
 

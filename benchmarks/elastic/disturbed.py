@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -23,30 +23,40 @@ from kvrelay.lab.bench.load import LoadSpec, RequestTiming, make_prompts, percen
 STREAMS, INPUT, OUTPUT = 16, 100, 200
 NUM_FLIPS = 50
 BEGUN_S = 1.5  # so long after the start, streams have begun
+APART_S = 3.0  # the death of a worker, and of the one that has taken its streams over
 BACK_S = 60.0
 
 
 async def kills(url: str, seed: int) -> Figures:
-    """The first worker of each role dies by SIGKILL while streams run."""
+    """The first worker of each role dies by SIGKILL while streams run, and then one after the
+    other."""
     found: Figures = {}
     async with httpx.AsyncClient(base_url=url, timeout=60.0, auth=OwnKey()) as http:
-        for number, role in enumerate(("decode", "prefill")):
-            worker = f"{role}-0"
-            if worker not in {each["worker"] for each in await _workers(http)}:
+        first = [f"{role}-0" for role in ("decode", "prefill")]
+        cases = {"decode": first[:1], "prefill": first[1:], "both": first}
+        for number, (name, victims) in enumerate(cases.items()):
+            if not set(victims) <= {each["worker"] for each in await _workers(http)}:
                 continue
 
-            async def kill(worker: str = worker) -> None:
+            async def kill(victims: Sequence[str] = victims) -> None:
                 await asyncio.sleep(BEGUN_S)
-                os.kill((await _worker(http, worker))["pid"], signal.SIGKILL)
+                for count, worker in enumerate(victims):
+                    await asyncio.sleep(APART_S * bool(count))
+                    os.kill((await _worker(http, worker))["pid"], signal.SIGKILL)
 
-            figures = await _disturbed(url, 10 * seed + number, kill)
-            found |= {f"{role}_{name}": value for name, value in figures.items()}
-            began = time.monotonic()
-            while (await _worker(http, worker))["state"] != "up":
-                if time.monotonic() > began + BACK_S:
-                    raise RuntimeError(f"{worker} is not back after {BACK_S:g} s")
-                await asyncio.sleep(0.1)
+            several = len(victims) > 1
+            figures = await _disturbed(url, 10 * seed + number, kill, repeat=several)
+            found |= {f"{name}_{key}": value for key, value in figures.items()}
+            await asyncio.gather(*(_until_back(http, worker) for worker in victims))
     return found
+
+
+async def _until_back(http: httpx.AsyncClient, worker: str) -> None:
+    began = time.monotonic()
+    while (await _worker(http, worker))["state"] != "up":
+        if time.monotonic() > began + BACK_S:
+            raise RuntimeError(f"{worker} is not back after {BACK_S:g} s")
+        await asyncio.sleep(0.1)
 
 
 async def flips(url: str, seed: int) -> Figures:

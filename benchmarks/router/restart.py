@@ -32,7 +32,7 @@ from benchmarks.report import make_console, number_table, write_json
 from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.cluster.config import ApiSection, Config, StateSection
-from kvrelay.cluster.processes.router_api import ServedModel
+from kvrelay.cluster.processes.router_spec import ServedModel
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.kv.block_hash import HASH_BYTES, hash_blocks
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
@@ -165,7 +165,8 @@ class RouterProcess:
 
 async def serve_as_router() -> None:
     """The child: what `cluster.processes.child` does."""
-    from kvrelay.cluster.processes.router_process import RouterProcess, RouterProcessSpec, bind
+    from kvrelay.cluster.processes.router_process import RouterProcess
+    from kvrelay.cluster.processes.router_spec import RouterProcessSpec, bind
     from kvrelay.worker.process import update_peers
 
     spec, token, peers = pickle.load(sys.stdin.buffer)

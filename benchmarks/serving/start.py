@@ -3,7 +3,8 @@
     python -m benchmarks.serving.start [--rounds 10] [--kills 0] [--set cluster.fork_server=false]
 
 Each round starts a server, has it answer, kills each of its workers in turn so many times, and ends
-it. An idle worker is killed: nothing waits for it. The first round may fill the cache of the disk.
+it. An idle worker is killed: nothing waits for it. The first round may fill the cache of the disk,
+and compiles what was not imported before.
 
 The medians of all rounds, and each value: when the API answers, when the server is ready, when the
 first token is there. Then by process, of the start until it was ready: when it began, and what it
@@ -62,6 +63,7 @@ def main() -> None:
     found: defaultdict[str, list[float]] = defaultdict(list)
     began: defaultdict[str, list[float]] = defaultdict(list)
     took: defaultdict[str, list[float]] = defaultdict(list)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as `make serve` does
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as state:
             one_round(settings | {"sessions.state_dir": state}, args.kills, found, began, took)

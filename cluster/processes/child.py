@@ -69,12 +69,8 @@ class Parent:
 
 
 async def run_router(parent: Parent) -> int:
-    from kvrelay.cluster.processes.router_process import (
-        RouterOrder,
-        RouterProcess,
-        RouterProcessError,
-        UseModels,
-    )
+    from kvrelay.cluster.processes.router_process import RouterProcess
+    from kvrelay.cluster.processes.router_spec import RouterOrder, RouterProcessError, UseModels
 
     order: RouterOrder = await parent.first()
     spec = order.spec

@@ -2,7 +2,8 @@
 
 `python -m kvrelay.cluster.processes.fork_server NAME KEY PRIORITY ROOM FD`. NAME says in `ps` whose
 it is, KEY what it has to be, and ROOM is there for the command lines of workers. PRIORITY is `low`
-where workers serve already, or `normal`. FD is a connection of who has started it."""
+where workers serve already, or `normal`. FD is a connection of who has started it. With the one
+word `compile` it only imports what a server does, once, so that this is compiled."""
 
 from __future__ import annotations
 
@@ -61,6 +62,9 @@ MODULES = (
 
 
 def import_all() -> None:
+    from kvrelay.engine.kv import block_hash
+    from kvrelay.engine.native import NativeBuildError
+    from kvrelay.kvtransfer import checksum, kivi
     from kvrelay.kvtransfer.agent import AgentError
     from kvrelay.kvtransfer.movers.nixl_bindings import open_nixl
 
@@ -68,6 +72,9 @@ def import_all() -> None:
         import_module(module)
     with contextlib.suppress(AgentError):  # the worker that needs it says so
         open_nixl(on_cpu=True)  # each worker has its own environment, and opens it again
+    for load_native in (block_hash.load_native, checksum.load_native, kivi.load_native):
+        with contextlib.suppress(NativeBuildError):
+            load_native()
 
 
 def listen(key: str) -> socket.socket | None:
@@ -213,9 +220,10 @@ def load(wanted: KeepWeights) -> None:
 
 
 def freeze() -> None:
-    """Or collections in workers would write to pages that they share."""
-    gc.collect()
+    """Or collections in workers would write to pages that they share. What imports have left over
+    stays: pages with holes would be written to."""
     gc.freeze()
+    gc.enable()
 
 
 def _body(connection: socket.socket, head: bytes) -> bytes:
@@ -285,11 +293,24 @@ def follow() -> None:
     main()
 
 
+def compile_all() -> None:
+    """Have all that a server's processes import compiled, as importing it does."""
+    for module in ("supervisor", "control_process", "router_process", "child", "launch"):
+        import_module(f"kvrelay.cluster.processes.{module}")
+    for module in ("cluster.api.app", "cluster.api.constraints.compiler", "cluster.cli.main"):
+        import_module(f"kvrelay.{module}")
+    import_all()
+
+
 def main() -> None:
+    if sys.argv[1:] == ["compile"]:
+        compile_all()
+        return
     name, key, priority, _room, fd = sys.argv[1:]
     if os.fork():  # a daemon: its parent does not wait for it
         os._exit(0)
     os.setsid()
+    gc.disable()  # a quarter of the imports would be collections: see `freeze`
     environment = dict(os.environ)  # before imports add to it
     pin_installation()
     starter = inherited(fd)

@@ -42,9 +42,9 @@ from kvrelay.cluster.processes.here import num_cpus, own_host
 from kvrelay.cluster.processes.life import Life, SharedLife, open_life, shared_life
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
-from kvrelay.cluster.processes.router_process import RouterProcessError, bind
+from kvrelay.cluster.processes.router_spec import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import Supervisor
-from kvrelay.cluster.state.opening import with_cluster_token, with_url
+from kvrelay.cluster.state.given import with_cluster_token, with_url
 from kvrelay.cluster.state.server_lock import ServerLock, StateInUse
 from kvrelay.engine.host import in_thread, keep_running
 from kvrelay.engine.model.checkpoint.resolve import license_notice

@@ -26,8 +26,7 @@ from kvrelay.cluster.prepare import (
 from kvrelay.cluster.processes.adapter_bases import check_names
 from kvrelay.cluster.processes.handover import HandoverError
 from kvrelay.cluster.processes.kept_models import changes_file, keep_change
-from kvrelay.cluster.processes.router_api import ServedModel
-from kvrelay.cluster.processes.router_process import UseModels
+from kvrelay.cluster.processes.router_spec import ServedModel, UseModels
 from kvrelay.cluster.processes.supervised import Child
 from kvrelay.engine.host import in_thread
 from kvrelay.engine.node import NodeId

@@ -58,6 +58,7 @@ RANKS_WAIT_S = 120.0  # for a worker to connect to its ranks; it imports torch b
 # Each worker holds so much of its machine: Ray's autoscaler would think that idle otherwise.
 HELD = 0.001
 REACH_TIMEOUT_S = 5.0
+SPARE_S = 30.0  # that a guardian waits for the next worker; longer than a pause between starts
 NAMESPACE = "kvrelay"  # where actors have their names
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 ACTORS = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
@@ -163,14 +164,27 @@ class _Running:
     epoch: int
     guardian: Any  # None: not created yet
     task: asyncio.Task[None]
+    role: Role
     # Guardians of its ranks on other machines end with the worker; by force where it never began.
     of_ranks: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """A guardian without a worker, in its placement group."""
+
+    guardian: Any
+    role: Role
+    group: str
+    stopped: asyncio.Future[bool]  # once its last worker has ended; False: it does not answer
 
 
 class RayWorkers:
     """Starts workers and ends them. Lives on the controller's loop.
 
-    Invariant: at most one guardian per worker is known here, that of the latest epoch.
+    Invariant: at most one guardian per worker is known here, that of the latest epoch. In a Ray of
+    this machine's own, which no other controller comes to know, it guards the next epoch too: Ray
+    takes a second of a core for another one.
     """
 
     def __init__(
@@ -187,12 +201,14 @@ class RayWorkers:
         self._raylets: dict[str, tuple[str, int, str]] = {}  # by machine; Ray's name for it last
         self._running: dict[NodeId, _Running] = {}
         self._placed: dict[NodeId, tuple[int, str]] = {}  # epoch and placement group of each worker
+        self._spares: dict[NodeId, _Spare] = {}
+        self._is_closing = False
         self._ending: set[asyncio.Future[Any]] = set()
         self.is_answered = False  # by Ray, when it was asked last
 
     def start(self, spec: WorkerSpec) -> None:
         task = asyncio.create_task(self._start(spec))
-        self._running[spec.worker] = _Running(spec.epoch, None, task)
+        self._running[spec.worker] = _Running(spec.epoch, None, task, spec.role)
 
     def attach(self, cluster: str, worker: NodeId, epoch: int) -> None:
         """To the guardian that an earlier controller has created, if it is there."""
@@ -204,7 +220,7 @@ class RayWorkers:
             log.info("%s has no guardian any more; it goes on without", worker)
             return
         task = asyncio.create_task(self._watch(worker, epoch, guardian))
-        self._running[worker] = _Running(epoch, guardian, task)
+        self._running[worker] = _Running(epoch, guardian, task, Role.BOTH)
 
     def end(self, worker: NodeId, epoch: int) -> asyncio.Future[Any] | None:
         """By force, up to this epoch. None: no guardian of it is known here."""
@@ -216,21 +232,43 @@ class RayWorkers:
         if running is not None:
             del self._running[worker]
             running.task.cancel()
+            if self._here is not None and running.guardian is not None and not self._is_closing:
+                return self._spare(worker, running)
             guardians = [*running.of_ranks, *filter(None, [running.guardian])]
         ending = self._release(worker, guardians)
         return ending if guardians else None
 
+    def _spare(self, worker: NodeId, running: _Running) -> asyncio.Future[Any]:
+        """End its process; its guardian waits for the next one, for a while."""
+        _, group = self._placed.pop(worker, (0, ""))
+        stopped = asyncio.ensure_future(_stop(running.guardian))
+        spare = self._spares[worker] = _Spare(running.guardian, running.role, group, stopped)
+
+        def drop() -> None:
+            if self._spares.get(worker) is spare:
+                self._drop_spare(worker)
+
+        asyncio.get_running_loop().call_later(SPARE_S, drop)
+        return stopped
+
+    def _drop_spare(self, worker: NodeId) -> None:
+        spare = self._spares.pop(worker)
+        self._give_back(spare.group, [spare.guardian])
+
     def _release(self, worker: NodeId, guardians: Sequence[Any] = ()) -> asyncio.Future[Any]:
         """End its guardians, with their processes, and then give back what it held."""
+        return self._give_back(self._placed.pop(worker, (0, ""))[1], guardians)
 
-        async def release(name: str) -> None:
+    def _give_back(self, group: str, guardians: Sequence[Any]) -> asyncio.Future[Any]:
+
+        async def give_back() -> None:
             try:
                 await asyncio.gather(*map(_end, guardians))
             finally:
-                if name:
-                    await asyncio.to_thread(_remove_group, name)
+                if group:
+                    await asyncio.to_thread(_remove_group, group)
 
-        ending = asyncio.ensure_future(release(self._placed.pop(worker, (0, ""))[1]))
+        ending = asyncio.ensure_future(give_back())
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         return ending
@@ -300,6 +338,9 @@ class RayWorkers:
 
     async def close(self) -> None:
         """End all workers, within `END_TIMEOUT_S`."""
+        self._is_closing = True
+        for worker in [*self._spares]:
+            self._drop_spare(worker)
         for worker in {*self._running, *self._placed}:
             self.end(worker, sys.maxsize)
         if self._ending:
@@ -325,6 +366,9 @@ class RayWorkers:
                 failed = StartFailed(spec.worker, spec.epoch, "its machine does not answer", False)
                 return None, failed
         listening = replace(listening, host=self._host_of(spec.machine))
+        if await self._take_spare(spec, running):
+            order = pack(WorkerOrder(spec, listening))
+            return running.guardian, unpack(await _result(running.guardian.start.remote(order)))
         group = await self._place(spec)
         if group is None:
             gpus = f"{spec.num_gpus} GPU(s) of {listening.host} are not free" * (spec.num_gpus > 0)
@@ -339,6 +383,18 @@ class RayWorkers:
         running.guardian = await self._guardian(spec, group, 0)
         order = pack(WorkerOrder(spec, listening))
         return running.guardian, unpack(await _result(running.guardian.start.remote(order)))
+
+    async def _take_spare(self, spec: WorkerSpec, running: _Running) -> bool:
+        """Whether the guardian of an epoch before this one takes this one too."""
+        spare = self._spares.pop(spec.worker, None)
+        if spare is None:
+            return False
+        running.guardian, self._placed[spec.worker] = spare.guardian, (spec.epoch, spare.group)
+        if spare.role is spec.role and await asyncio.shield(spare.stopped):
+            return True
+        running.guardian = None
+        self._release(spec.worker, [spare.guardian])
+        return False
 
     async def _place(self, spec: WorkerSpec) -> PlacementGroup | None:
         """A bundle for each of the worker's machines, once Ray holds them; None: it does not."""
@@ -406,7 +462,7 @@ class RayWorkers:
             max_concurrency=4,  # start, wait and end may overlap
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
         )
-        return await _apart(partial(actor.remote, who))
+        return await _apart(partial(actor.remote, who, stays=self._here is not None))
 
     async def _watch(self, worker: NodeId, epoch: int, guardian: Any) -> None:
         try:
@@ -419,7 +475,8 @@ class RayWorkers:
                 del self._running[worker]
             return
         running = self._running.get(worker)
-        if running is not None and running.guardian is guardian:
+        is_latest = running is not None and running.guardian is guardian
+        if is_latest and self._here is None:  # else it is spare once the controller has heard
             self._release(worker)
         self._tell(WorkerLost(worker, epoch, why))
 
@@ -470,6 +527,16 @@ def _remove_group(name: str) -> None:
         return  # there is none
     except RayError as error:
         log.warning("the placement group %s is not given back: %s", name, first_line(error))
+
+
+async def _stop(guardian: Any) -> bool:
+    """Whether it has ended its worker, and so can have another."""
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await _result(guardian.stop.remote())
+    except (RayError, TimeoutError):
+        return False
+    return True
 
 
 async def _end(guardian: Any) -> None:

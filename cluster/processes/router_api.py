@@ -8,8 +8,6 @@ import logging
 import socket
 import sqlite3
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
@@ -19,6 +17,7 @@ from kvrelay.cluster.api.tenants import Access, made_operations_key
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.cluster.processes.adapter_bases import adapter_base
+from kvrelay.cluster.processes.router_spec import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.host import NodeHost, settle_memory
 from kvrelay.engine.node import NodeId
@@ -29,28 +28,9 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.context import ApiContext, ApiSettings
     from kvrelay.cluster.api.server import ServerCertificate
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
-    from kvrelay.cluster.prepare import PreparedModels
 
 _log = logging.getLogger("kvrelay.api")
 _M_MMAP_THRESHOLD = -3  # as mallopt(3) numbers it
-SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What an API has to know of its model."""
-
-    path: Path
-    served_name: str
-    max_model_len: int  # tokens, prompt and output together
-
-    @classmethod
-    def by_name(cls, models: PreparedModels) -> dict[str, ServedModel]:
-        """Returns what routers get of them."""
-        return {
-            name: cls(each.path, each.served_name, each.max_model_len)
-            for name, each in models.by_name.items()
-        }
 
 
 class RouterHost(Operations, Protocol):

@@ -15,7 +15,7 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter, time
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvrelay.cluster import orders
-from kvrelay.cluster.api.tenants import Access
 from kvrelay.cluster.config import Config, ConfigError
 from kvrelay.cluster.control.audits import AuditService
 from kvrelay.cluster.control.lifecycle import ProcessState
@@ -44,11 +43,14 @@ from kvrelay.cluster.processes.certificates import ends_of, follow_certificates,
 from kvrelay.cluster.processes.orders import ModelsUsed
 from kvrelay.cluster.processes.reload import Source, follow
 from kvrelay.cluster.processes.router_api import (
-    ServedModel,
     forget_model,
     load_of,
     offer_model,
     serve_api,
+)
+from kvrelay.cluster.processes.router_spec import (
+    RouterProcessSpec,
+    UseModels,
 )
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
 from kvrelay.cluster.scaling.planner import router_config
@@ -88,51 +90,6 @@ REPORT_S = 1.0
 LOOK_S, LOOK_TIMEOUT_S = 2.0, 2.0  # at the disk of the state folder
 LEAST_FREE, LEAST_FREE_FILES, MAX_FILES_SHARE = 64 << 20, 1000, 0.8  # as the alerts have it
 AWAY_S = 5.0  # without a word of the controller it counts as gone
-
-
-class RouterProcessError(Exception):
-    """It cannot serve here; one line for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterProcessSpec:
-    """Everything that a process needs to become a router."""
-
-    cluster: str  # this life of the cluster
-    router: NodeId
-    epoch: int
-    routers: tuple[NodeId, ...]  # all of the cluster
-    config: Config
-    models: dict[str, ServedModel]  # by name, the one of calls that name none first
-    access: Access
-    # where tenants come from that may change: `path` and `overrides` of a `Source`
-    source: tuple[Path | None, dict[str, Any]] | None = None
-    kept: Path | None = None  # the `kept` of that `Source`
-
-
-@dataclass(frozen=True, slots=True)
-class RouterOrder:
-    """What a router's process is to be. `sock`: the number of its listening socket here."""
-
-    spec: RouterProcessSpec
-    listening: Listening
-    host: str  # where its wire listens
-    sock: int
-
-
-@dataclass(frozen=True, slots=True)
-class UseModels:
-    """To a router: serve these models, and offer clients those whose names are in `offered`.
-    Answered by `ModelsUsed` when no request for another one is left, or after `drain_s`."""
-
-    number: int
-    config: Config
-    models: dict[str, ServedModel]
-    offered: tuple[str, ...]
-    drain_s: float
-
-
-channel.register(RouterOrder, UseModels)
 
 
 class RouterProcess:
@@ -582,15 +539,3 @@ def _load_tokenizer(path: Path, config: Config) -> Any:
         chat_template=config.model.chat_template,
         parse_special_tokens_in_messages=config.api.parse_special_tokens_in_messages,
     )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Raises RouterProcessError."""
-    from kvrelay.cluster.api.server import PortTaken, bind_socket
-
-    try:
-        return bind_socket(host, port)
-    except PortTaken as error:
-        raise RouterProcessError(str(error)) from error
-    except OSError as error:
-        raise RouterProcessError(f"cannot listen at {host}:{port}: {error.strerror}") from error

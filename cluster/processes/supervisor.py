@@ -38,8 +38,12 @@ from kvrelay.cluster.processes.model_changes import ModelChanges, OnModel
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.restarts import Ends, Restarts
-from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
-from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
+from kvrelay.cluster.processes.router_spec import (
+    SHUTDOWN_S,
+    RouterOrder,
+    RouterProcessSpec,
+    ServedModel,
+)
 from kvrelay.cluster.processes.servers import Servers
 from kvrelay.cluster.processes.supervised import END_S, WATCH_S, Child, end, end_silent, shown
 from kvrelay.cluster.status import RestartStatus

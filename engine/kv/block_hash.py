@@ -164,7 +164,7 @@ class BlockChain:
 def _chain(parent: bytes, tokens: bytes, step: int) -> list[bytes]:
     """Hashes of the blocks of `step` bytes each that follow `parent`."""
     count = len(tokens) // step
-    hashed = _hasher()
+    hashed = load_native()
     if hashed is None:
         block_hashes = []
         for at in range(0, count * step, step):
@@ -178,7 +178,7 @@ def _chain(parent: bytes, tokens: bytes, step: int) -> list[bytes]:
 
 
 @cache
-def _hasher() -> Callable[..., None] | None:
+def load_native() -> Callable[..., None] | None:
     """`kvr_chain_hashes` of block_chain.c; None: it cannot be compiled here."""
     try:
         library = load(SOURCE, ffi=declarations(SOURCE.with_suffix(".h")), hold_gil=True)

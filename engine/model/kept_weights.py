@@ -1,14 +1,17 @@
-"""Weights that a process has loaded for those that are forked from it: packed once, in memory that
-all of them share, in huge pages.
+"""What a process has loaded for those that are forked from it: weights, packed once, in memory that
+all of them share, in huge pages, and the vocabulary for grammars, which takes a second or, of
+262,144 tokens, five, with Python's lock.
 
 A `ModelRunner` of such a process takes what it finds here if it would have loaded the same. Nothing
-writes to weights, so nothing is copied.
+writes to them, so nothing is copied.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+import llguidance
 
 from kvrelay.engine.identity import files_of
 from kvrelay.engine.model.config import ModelConfig, versions_of
@@ -26,21 +29,30 @@ class WeightsIdentity:
 
     @classmethod
     def of(cls, path: Path, config: ModelConfig, dtype: str, quantization: str) -> WeightsIdentity:
-        return cls(versions_of(files_of(path)), config, dtype, quantization)
+        ends = path / "tokenizer_config.json"  # which names the token that ends an output
+        files = [*files_of(path), *([ends] if ends.is_file() else [])]
+        return cls(versions_of(files), config, dtype, quantization)
 
 
-_kept: dict[str, tuple[WeightsIdentity, Weights]] = {}
+@dataclass(frozen=True, slots=True)
+class Kept:
+    identity: WeightsIdentity
+    weights: Weights
+    vocabulary: llguidance.LLTokenizer | None  # None: there is none for grammars
 
 
-def keep(name: str, identity: WeightsIdentity, weights: Weights) -> None:
+_kept: dict[str, Kept] = {}
+
+
+def keep(name: str, kept: Kept) -> None:
     """In place of what was kept under that name before."""
-    _kept[name] = identity, weights
+    _kept[name] = kept
 
 
 def drop(name: str) -> None:
     _kept.pop(name, None)
 
 
-def kept(identity: WeightsIdentity) -> Weights | None:
+def find_kept(identity: WeightsIdentity) -> Kept | None:
     """Returns None unless just these are kept."""
-    return next((weights for known, weights in _kept.values() if known == identity), None)
+    return next((each for each in _kept.values() if each.identity == identity), None)

@@ -37,11 +37,12 @@ from kvrelay.engine.model.device_memory import GIB, spread
 from kvrelay.engine.model.draft_config import DraftConfig
 from kvrelay.engine.model.drafter import Drafter, Served, computed, open_drafter
 from kvrelay.engine.model.errors import ModelError, check_one_of
-from kvrelay.engine.model.kept_weights import WeightsIdentity, keep, kept
+from kvrelay.engine.model.kept_weights import Kept, WeightsIdentity, find_kept, keep
 from kvrelay.engine.model.loads import ALONE, Loads
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
+from kvrelay.engine.model.running import Abandoned, Running
 from kvrelay.engine.model.sampling.grammar import Grammars
 from kvrelay.engine.model.sampling.sampler import (
     Draw,
@@ -96,7 +97,7 @@ class ModelRunner:
         `gpu_memory_utilization` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
-        keep_as: a name for the weights, for processes that are forked from this one
+        keep_as: a name for weights and vocabulary, for processes that are forked from this one
         (`kept_weights`); "": they are its own.
         read: the weights, in place of those in `model_dir`.
         Raises ModelError."""
@@ -107,7 +108,6 @@ class ModelRunner:
         if engine.threads:
             torch.set_num_threads(engine.threads)
         self.config = with_window(read_config(model_dir), engine.window, engine.sinks)
-        self._keep_as = keep_as
         self.cache_dir = Path(model.cache_dir) if model.cache_dir else default_cache_dir()
         self._member, self._quantization, self._engine = member, model.quantization, engine
         self._own = self.config if member is None else member.config(self.config)  # its part
@@ -121,7 +121,8 @@ class ModelRunner:
         self.kv_pool = self._pool(engine.num_blocks or 1, kv_pool)
         threads = engine.threads or torch.get_num_threads()
         self._limits = self._limits_of(engine)
-        self.grammars = self._grammars(model_dir, threads)
+        identity = self._identity(model_dir)
+        self.grammars = self._grammars(model_dir, threads, identity)
         self._draw: Draw = draw
         self._drafter: Drafter | None = None
         with torch.inference_mode():
@@ -130,7 +131,7 @@ class ModelRunner:
                 own.use_states(self._states(spec))
             ops = own if member is None else member.ops(own, self.config)
             self.model_dir, self.ops = model_dir, ops
-            self._install(read(self) if read else self._weights(model_dir, ops, progress))
+            self._install(read(self) if read else self._weights(ops, identity, progress, keep_as))
             if member is not None:
                 member.group.wait_for_all()
             with self._first_launches():
@@ -138,6 +139,7 @@ class ModelRunner:
                     self._fit_pool(ops)
                 self._steps = self._gpu_steps(own, progress)
         self._guard = Guard(self._limits)
+        self._running = Running(ops if isinstance(ops, CpuOps) and self._may_abandon else None)
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
@@ -243,14 +245,29 @@ class ModelRunner:
             self._decoder, self._decode, self.loads, self._drafter = before
             raise
 
-    def _weights(self, path: Path, ops: Ops, progress: Callable[[str], None]) -> Weights:
+    def _identity(self, path: Path) -> WeightsIdentity | None:
+        """Of what a process that this one was forked from may have kept; None: it keeps nothing for
+        this one."""
+        if self.device.type != "cpu" or self._member is not None:
+            return None
+        return WeightsIdentity.of(path, self.config, self.dtype, self._quantization)
+
+    def _weights(
+        self,
+        ops: Ops,
+        identity: WeightsIdentity | None,
+        progress: Callable[[str], None],
+        keep_as: str,
+    ) -> Weights:
         """Those that the process it was forked from has kept, or loaded."""
-        if not isinstance(ops, CpuOps) or self._member is not None:
-            return load_weights(path, self.config, ops, progress)
-        identity = WeightsIdentity.of(path, self.config, self.dtype, self._quantization)
-        weights = kept(identity) or load_weights(path, self.config, ops, progress)
-        if self._keep_as:
-            keep(self._keep_as, identity, weights)
+        if identity is None or not isinstance(ops, CpuOps):
+            return load_weights(self.model_dir, self.config, ops, progress)
+        found = find_kept(identity)
+        weights = (
+            found.weights if found else load_weights(self.model_dir, self.config, ops, progress)
+        )
+        if keep_as:
+            keep(keep_as, Kept(identity, weights, self.grammars.vocabulary()))
         return weights
 
     def _limits_of(self, engine: EngineSection) -> Limits:
@@ -279,12 +296,31 @@ class ModelRunner:
             return True
         return False
 
+    @property
+    def _may_abandon(self) -> bool:
+        """Whether a step that ends early leaves all as it was but for what comes again: not states,
+        and not what a drafter keeps."""
+        return not self.kv_spec.num_state_groups and self._draft_config is None
+
+    def abandon(self, step_id: int) -> None:
+        """End this step at its next layer, if it runs; from any thread."""
+        self._running.abandon(step_id)
+
     def execute(self, step: Step) -> StepDone:
+        """As `AbandonStep` says of a step that was abandoned; else as `_execute`."""
+        try:
+            with self._running.step(step.step_id):
+                return self._execute(step)
+        except Abandoned:
+            again, sampled = frozenset(range(len(step.seqs))), [None] * len(step.seqs)
+            return StepDone(step.step_id, [*sampled], waiting=again)
+
+    def _execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
-        left to the caller. A sequence outside the pool or the model's length is left out, and its
-        error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
-        in `ungrammatical`, one without what it needs in `waiting` or `unloaded`, and one for
-        which no token can be drawn in `unsampled`."""
+        left to the caller. A sequence outside the pool or the model's length is in `failed`, one
+        outside the vocabulary in `invalid`, one that its grammar stops in `ungrammatical`, one
+        without what it needs in `waiting` or `unloaded`, and one for which no token can be drawn in
+        `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
@@ -318,6 +354,7 @@ class ModelRunner:
                 sampled, outputs = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
                 sampled, outputs = self._run(step, tables, masks_of, loaded)
+                self._running.check()  # before anybody learns of tokens that are none
                 if self.device.type == "cuda":  # blocks are complete when this returns
                     torch.cuda.current_stream(self.device).synchronize()
         if masks_of is not None:
@@ -389,11 +426,14 @@ class ModelRunner:
         tokens = iter(draw(logits, [seq for seq in step.seqs if seq.sample]))
         return [next(tokens) if seq.sample else None for seq in step.seqs], {}
 
-    def _grammars(self, model_dir: Path, threads: int) -> Grammars:
+    def _grammars(
+        self, model_dir: Path, threads: int, identity: WeightsIdentity | None
+    ) -> Grammars:
         config = self.config
         grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, threads)
         if self._member is None or self._member.group.shard.rank == 0:  # others know no grammar
-            grammars.warm_up()
+            found = None if identity is None else find_kept(identity)
+            grammars.warm_up(None if found is None else found.vocabulary)
         return grammars
 
     def _launches(self) -> Launch | None:

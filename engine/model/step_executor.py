@@ -43,6 +43,7 @@ class StepExecutor:
         is_device_lost: Callable[[], bool] = lambda: False,
         change_weights: Callable[[Any], Any] = lambda request: None,
         num_passed: Callable[[], int] = lambda: 0,
+        abandon: Callable[[int], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`checksum_blocks`: of the device pool, one number per block id; `begin_checksums`: the
@@ -51,7 +52,7 @@ class StepExecutor:
         processes that `run_step` has, if any. `prepare_grammar` begins to compile one; it may be
         called from any thread. `is_device_lost`: asked after a step that failed; it waits for all
         that was launched. `change_weights`: as `Versions.change`. `num_passed`: layers that steps
-        have passed until now; from any thread."""
+        have passed until now; `abandon`: as `AbandonStep` says; both from any thread."""
         self._run_step = run_step
         self._checksum_blocks = checksum_blocks
         self._launch_step = launch_step
@@ -63,6 +64,7 @@ class StepExecutor:
         self._is_device_lost = is_device_lost
         self.change_weights = change_weights
         self.num_passed = num_passed
+        self.abandon = abandon
         self._clock = clock
 
     @property

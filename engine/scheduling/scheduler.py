@@ -87,6 +87,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.lacks_room = False  # one that may go on waits for blocks
         self._is_to_preempt = False  # once no step is in flight
+        self._abandoned = -1  # the last step that was
         self.is_paused = False  # no step begins
         self.may_preempt = True  # False: those that run cannot be taken their blocks from
         self.admits_until = inf  # those that have come later wait
@@ -283,6 +284,20 @@ class Scheduler:
         elif self._paused_at is None:
             self._paused_at = now
 
+    def step_in_the_way(self) -> int | None:
+        """The step that runs, if it is of low classes alone and an interactive sequence waits for
+        its end; once for each step. States could not go back to where they were."""
+        config, under_way = self.config, self._isolation.is_under_way
+        if len(self.in_flight) != 1 or config.steps_ahead or config.has_states or under_way:
+            return None
+        step, seqs = self.in_flight[0]
+        if not seqs or step.step_id == self._abandoned or not all(seq.is_low for seq in seqs):
+            return None
+        if all(seq.is_low for seq in self.running):
+            return None
+        self._abandoned = step.step_id
+        return step.step_id
+
     def _step_apart(self) -> Step | None:
         """The next step after one that failed, of some of its sequences; None: all were tried."""
         isolation = self._isolation
@@ -393,7 +408,7 @@ class Scheduler:
             self._judge(done.error)
             return []
         survivors: list[tuple[Sequence, int]] = []
-        if done.error is None:
+        if done.error is None and len(done.waiting) < len(seqs):
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
         windows = self.kv.windows
         for index, (seq, share) in enumerate(zip(seqs, step.seqs, strict=True)):

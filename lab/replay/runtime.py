@@ -30,7 +30,15 @@ from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.stats import Role
-from kvrelay.engine.step import AskProgress, Execute, Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.engine.step import (
+    AbandonStep,
+    AskProgress,
+    Execute,
+    Sampled,
+    ScheduledSeq,
+    Step,
+    StepDone,
+)
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
 from kvrelay.lab.timing.timing import Overheads, Timing, overheads_of
 from kvrelay.lab.virtual_time import VirtualTime
@@ -330,8 +338,8 @@ class ReplayRuntime(VirtualTime[ReplayNode, Any]):
                 self._connect(life, effect)
             elif kind is Note:
                 self.notes[effect.counter] = self.notes.get(effect.counter, 0) + 1
-            elif kind is AskProgress:
-                pass  # no pass of the replayed hardware hangs
+            elif kind is AskProgress or kind is AbandonStep:
+                pass  # no pass of the replayed hardware hangs, or ends early
             else:
                 assert kind is StoreIndex, f"unknown effect {effect!r}"
 

@@ -121,6 +121,7 @@ class _InFlight:
     tables: list[list[int]]  # as they were when it was handed out
     error: str | None = None  # that it will end with
     failed: dict[int, str] = field(default_factory=dict)  # rows that are left out, and why
+    is_abandoned: bool = False
 
 
 class SimExecutor:
@@ -177,6 +178,11 @@ class SimExecutor:
         self._start()
         return True
 
+    def abandon(self, step_id: int) -> None:
+        """What this step writes from now on is rubbish, if it still runs."""
+        if self._in_flight and self._in_flight[0].step.step_id == step_id:
+            self._in_flight[0].is_abandoned = True
+
     def _start(self) -> None:
         """Check the step that runs from now on; its tokens are known."""
         runs = self._in_flight[0]
@@ -228,13 +234,17 @@ class SimExecutor:
 
     def _finish(self, ended: _InFlight, elapsed_s: float, error: str | None) -> StepDone:
         step, tables, error = ended.step, ended.tables, error or ended.error
+        is_void = error is not None or ended.is_abandoned
         sampled = [
-            None if index in ended.failed else self._run(seq, table, failed=error is not None)
+            None if index in ended.failed else self._run(seq, table, failed=is_void)
             for index, (seq, table) in enumerate(zip(step.seqs, tables, strict=True))
         ]
         self.failed_in_a_row = 0 if error is None else self.failed_in_a_row + 1
         if error is not None:
             return StepDone(step.step_id, [None] * len(sampled), [], elapsed_s, error)
+        if ended.is_abandoned:
+            again = frozenset(range(len(sampled)))
+            return StepDone(step.step_id, [None] * len(sampled), [], elapsed_s, waiting=again)
         prompts = {
             index: self._prompt_outputs(seq, table)
             for index, (seq, table) in enumerate(zip(step.seqs, tables, strict=True))

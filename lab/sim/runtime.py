@@ -28,7 +28,14 @@ import msgspec
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
-from kvrelay.engine.step import AskProgress, Execute, PrepareGrammar, StepDone, StepProgress
+from kvrelay.engine.step import (
+    AbandonStep,
+    AskProgress,
+    Execute,
+    PrepareGrammar,
+    StepDone,
+    StepProgress,
+)
 from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
@@ -366,6 +373,8 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
                 error = self.faults.connect()
                 after_s = 0.001 + 0.01 * self.rng.random()
                 self._push(after_s, life, lambda: self._connect(life, effect, error))
+            case AbandonStep(step_id):
+                life.executor.abandon(step_id)
             case AskProgress():
                 self.to_self(life, 0.0, StepProgress(life.executor.num_passed(self.now)))
             case PrepareGrammar():  # this model has no vocabulary to compile one for

@@ -18,11 +18,8 @@ from math import exp
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from msgspec import Struct
-
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.needs import key_of
-from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 
@@ -346,13 +343,3 @@ class Ends(NamedTuple):
     source: Endpoint
     reader: Endpoint
     fetches: bool
-
-
-class LinkLoss(Struct, frozen=True):
-    """A bad link, as it is shown: by it, KV often does not come."""
-
-    source: NodeId
-    reader: NodeId
-    fetches: bool
-    lost_share: float
-    wait_s: float

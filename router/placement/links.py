@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import exp
 
 from kvrelay.engine.backoff import Backoff
-from kvrelay.router.placement.endpoint import Endpoint, Ends, LinkLoss
+from kvrelay.router.placement.endpoint import Endpoint, Ends
+from kvrelay.router.status import LinkLoss
 
 LEAST_LOST = 2.5  # about three losses; with fewer nothing changes
 MAX_CASES = 16.0  # cases that are remembered

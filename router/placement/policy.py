@@ -46,9 +46,10 @@ from kvrelay.engine.stats import Role
 from kvrelay.router.index.prefix_index import Held, IndexTable
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 from kvrelay.router.placement.cost import COMPUTING, READING, CostModel, Seconds
-from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
+from kvrelay.router.placement.endpoint import Endpoint
 from kvrelay.router.placement.links import KVLinks
 from kvrelay.router.placement.work import Intake, Work
+from kvrelay.router.status import LinkLoss
 
 
 class Fleet:

@@ -16,8 +16,7 @@ from kvrelay.cluster.control.messages import RouterStarted
 from kvrelay.cluster.prepare import prepare_models
 from kvrelay.cluster.processes.certificates import identity_of, with_certificates
 from kvrelay.cluster.processes.orders import ControlSpec
-from kvrelay.cluster.processes.router_api import ServedModel
-from kvrelay.cluster.processes.router_process import RouterOrder, RouterProcessSpec
+from kvrelay.cluster.processes.router_spec import RouterOrder, RouterProcessSpec, ServedModel
 from kvrelay.cluster.processes.supervisor import Child
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.stats import Role

@@ -29,10 +29,10 @@ from kvrelay.cluster.processes.orders import (
     LeaseOrder,
 )
 from kvrelay.cluster.processes.ready import ServeError
-from kvrelay.cluster.processes.router_process import RouterOrder
+from kvrelay.cluster.processes.router_spec import RouterOrder
 from kvrelay.cluster.processes.servers import Leadership
 from kvrelay.cluster.processes.supervisor import Supervisor
-from kvrelay.cluster.state.opening import with_cluster_token
+from kvrelay.cluster.state.given import with_cluster_token
 from kvrelay.worker.messages import Peer, UpdatePeers
 from tests.cluster.state.stores import Server
 

@@ -131,6 +131,30 @@ def test_stream_goes_on_when_the_decode_worker_is_killed(url: str, options: dict
     wait_until_replaced(url, before)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.9, "seed": 7, "max_tokens": 90},
+        {"temperature": 0.9, "seed": 7, "max_tokens": 90, "response_format": STORY_FORMAT},
+    ],
+    ids=["sampled", "as JSON"],
+)
+def test_stream_goes_on_when_the_worker_that_took_it_over_is_killed_too(
+    url: str, options: dict[str, Any]
+) -> None:
+    """Before the first one is back: for a while there is none."""
+    undisturbed = stream(url, options)
+    before = {name: worker_of(status(url), name) for name in ("decode-0", "prefill-0")}
+
+    def disturb(number: int) -> None:
+        if number in (5, 9):
+            kill(url, "decode-0" if number == 5 else "prefill-0")
+
+    assert stream(url, options, disturb) == undisturbed
+    for worker in before.values():
+        wait_until_replaced(url, worker)
+
+
 def test_a_stopped_worker_is_left_by_its_streams_and_then_replaced(url: str) -> None:
     """Its process is there, and answers nothing."""
     options = {"temperature": 0, "max_tokens": 300}

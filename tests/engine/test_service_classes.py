@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,7 @@ from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.scheduling.selection import taking_part
 from kvrelay.engine.sequence import SeqState
 from kvrelay.engine.service_class import ServiceClass
-from kvrelay.engine.step import Execute, Step
+from kvrelay.engine.step import AbandonStep, Execute, Step, StepDone
 from tests.engine.configs import worker_config
 from tests.engine.sequences import sequence
 from tests.worker.world import BLOCK_SIZE, World, reference
@@ -29,6 +30,7 @@ class Steps(World):
     def __init__(self, **limits: Any) -> None:
         self.steps: list[dict[str, int]] = []
         self.may_be_followed: list[bool] = []
+        self.abandoned: list[int] = []
         super().__init__(**limits)
 
     def perform(self, node: str, effects: list[Any]) -> None:
@@ -37,7 +39,25 @@ class Steps(World):
                 self.may_be_followed.append(effect.step.may_be_followed)
                 shares = effect.step.seqs
                 self.steps.append({s.request_id.split("#")[0]: len(s.tokens) for s in shares})
+            if isinstance(effect, AbandonStep):
+                self.abandoned.append(effect.step_id)
+                self.queue = deque((to, self._void(each, effect)) for to, each in self.queue)
         super().perform(node, effects)
+
+    @staticmethod
+    def _void(message: Any, abandon: AbandonStep) -> Any:
+        if not isinstance(message, StepDone) or message.step_id != abandon.step_id:
+            return message
+        again = [None] * len(message.sampled)
+        return StepDone(message.step_id, [*again], waiting=frozenset(range(len(again))))
+
+    def while_a_step_runs(self) -> None:
+        """All that has come is there before its end."""
+        ends = [each for each in self.queue if isinstance(each[1], StepDone)]
+        self.queue = deque(each for each in self.queue if each not in ends)
+        while self.queue:
+            self.step()
+        self.queue.extend(ends)
 
     def ask(self, name: str, num_tokens: int, max_tokens: int, of: ServiceClass) -> list[int]:
         prompt = [2 + crc32(f"{name} {i}".encode()) % 90 for i in range(num_tokens)]
@@ -83,6 +103,47 @@ def test_where_a_row_needs_a_block_the_lowest_class_is_preempted_though_it_strea
     for name, prompt in prompts.items():
         assert world.output(name, prompt) == reference(prompt, 14)
     world.assert_idle()
+
+
+@pytest.mark.parametrize("num_tokens", [BLOCK_SIZE, 6 * BLOCK_SIZE], ids=["decodes", "a prompt"])
+def test_a_step_of_low_classes_alone_ends_for_one_that_comes_meanwhile(num_tokens: int) -> None:
+    world = Steps(num_blocks=64, max_num_batched_tokens=2 * BLOCK_SIZE)
+    low = world.ask("low", num_tokens, 8, BATCH)
+    world.until_in_step("low")
+    if num_tokens == BLOCK_SIZE:
+        while world.steps[-1] != {"low": 1}:
+            world.step()
+    running = world.decode.core.scheduler.in_flight[0].step.step_id
+    more = world.ask("more", BLOCK_SIZE, 2, FLEX)
+    world.while_a_step_runs()
+    assert world.abandoned == [], "nobody goes before it"
+    high = world.ask("high", BLOCK_SIZE, 8, DEFAULT)
+    world.while_a_step_runs()
+    world.ask("higher", BLOCK_SIZE, 8, PRIORITY)
+    world.while_a_step_runs()
+    assert world.abandoned == [running], "once"
+    num_steps = len(world.steps)
+    world.step()
+    assert "low" not in world.steps[num_steps]
+    world.drain()
+    for name, prompt, count in (("low", low, 8), ("more", more, 2), ("high", high, 8)):
+        assert world.output(name, prompt) == reference(prompt, count)
+    world.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("first", "limits"),
+    [(DEFAULT, {}), (BATCH, {"steps_ahead": 1})],
+    ids=["an interactive one is in it", "one runs behind it"],
+)
+def test_other_steps_go_on(first: ServiceClass, limits: dict[str, Any]) -> None:
+    world = Steps(num_blocks=64, **limits)
+    world.ask("first", BLOCK_SIZE, 8, first)
+    world.until_in_step("first")
+    world.ask("high", BLOCK_SIZE, 2, PRIORITY)
+    world.while_a_step_runs()
+    assert world.abandoned == []
+    world.drain()
 
 
 def test_prompts_of_a_higher_class_are_computed_first_and_alone() -> None:

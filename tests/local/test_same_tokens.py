@@ -185,6 +185,20 @@ def test_a_worker_is_killed(asked: Asked) -> None:
                 assert cluster.status().totals.retries
 
 
+def test_the_worker_that_took_them_over_is_killed_too(asked: Asked) -> None:
+    with asked.cluster(decode=3) as cluster:
+        futures = asked.submit(cluster)
+        for worker in ("decode-0", "decode-1"):
+            begun = cluster.status().totals.output_tokens + len(futures)
+            while cluster.status().totals.output_tokens < begun and not all(
+                future.done() for future in futures
+            ):
+                cluster.check()
+            cluster.kill(worker)
+        asked.check(futures)
+        assert sum(cluster.status().totals.retries.values()) > 0
+
+
 def test_migrated(asked: Asked, at_once: None, unhurried: None) -> None:
     with asked.cluster(decode=2) as cluster:
         futures = asked.submit(cluster)

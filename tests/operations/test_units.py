@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.config import ClusterSection
-from kvrelay.cluster.processes.router_api import SHUTDOWN_S
+from kvrelay.cluster.processes.router_spec import SHUTDOWN_S
 from kvrelay.cluster.processes.supervisor import END_S
 from tests.structure import ROOT
 

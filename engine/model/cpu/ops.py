@@ -82,6 +82,10 @@ class CpuOps:
     def num_passed(self) -> int:
         return int(self._lib.kvr_num_passed())
 
+    def abandon(self, is_on: bool) -> None:
+        """Whether steps of this process end at their next layer; from any thread."""
+        self._lib.kvr_abandon(is_on)
+
     def use_new_chunks(self) -> None:
         """Weights that are packed from now on share no memory with those before, which is free
         once they are gone."""

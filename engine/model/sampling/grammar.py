@@ -120,11 +120,20 @@ class Grammars:
         self._faults: dict[str, str] = {}  # outputs whose mask could not be computed
         self._waits: OrderedDict[str, float] = OrderedDict()  # request -> since when
 
-    def warm_up(self) -> None:
-        """Begin to read the vocabulary: it holds Python's lock for up to a second, which streams
-        would wait for later."""
+    def warm_up(self, known: llguidance.LLTokenizer | None = None) -> None:
+        """Take the vocabulary, if it is `known`, or begin to read it: that holds Python's lock for
+        seconds, which streams would wait for later."""
         with self._lock:
+            if known is not None:
+                self._vocabulary = Future()
+                self._vocabulary.set_result(known)
             self._vocabulary_under_way()
+
+    def vocabulary(self) -> llguidance.LLTokenizer | None:
+        """Waits until it is read; None: this model has none for grammars."""
+        with self._lock:
+            under_way = self._vocabulary_under_way()
+        return None if under_way.exception() else under_way.result()
 
     def _vocabulary_under_way(self) -> Future[llguidance.LLTokenizer]:
         if self._vocabulary is None:

@@ -24,8 +24,9 @@ from kvrelay.cluster.api.app import create_app
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.api.context import ApiContext, ApiSettings
+from kvrelay.cluster.api.listening import bind_socket
 from kvrelay.cluster.api.metrics import ApiMetrics
-from kvrelay.cluster.api.server import bind_socket, serve_app
+from kvrelay.cluster.api.server import serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.orders import Order, SetRole
 from kvrelay.cluster.state.server_lock import ServerLock

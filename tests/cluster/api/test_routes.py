@@ -18,8 +18,9 @@ from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
 from kvrelay.cluster.api.tenants import load_access
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import build_config
-from kvrelay.cluster.processes.router_api import ServedModel, open_context
-from kvrelay.cluster.processes.router_process import RouterProcess, RouterProcessSpec
+from kvrelay.cluster.processes.router_api import open_context
+from kvrelay.cluster.processes.router_process import RouterProcess
+from kvrelay.cluster.processes.router_spec import RouterProcessSpec, ServedModel
 from kvrelay.worker.process import Listening
 
 OPERATOR = {"authorization": "Bearer the-operator-of-it"}

@@ -18,7 +18,7 @@ import pytest
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.http.connection import ConnectionLimits
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter
-from kvrelay.cluster.api.server import bind_socket
+from kvrelay.cluster.api.listening import bind_socket
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
 

@@ -14,7 +14,8 @@ from redis.connection import parse_url
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.cluster.config import ClusterSection, Config, ConfigError, StateSection
 from kvrelay.cluster.state import index_keys, redis, session_keys
-from kvrelay.cluster.state.opening import open_state, with_cluster_token, with_url
+from kvrelay.cluster.state.given import with_cluster_token, with_url
+from kvrelay.cluster.state.opening import open_state
 from kvrelay.cluster.status import ClusterStatus, StoreStatus
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import Retention

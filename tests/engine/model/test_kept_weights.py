@@ -10,7 +10,10 @@ import pytest
 
 from kvrelay.engine.model import kept_weights
 from kvrelay.engine.model.cpu.linear import Matrix
+from kvrelay.engine.model.kept_weights import WeightsIdentity
 from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.sampling import grammar
+from kvrelay.engine.model.sampling.vocabulary import read_vocabulary
 from tests.engine.model.runners import model_runner
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, tokens_of
@@ -72,3 +75,30 @@ def test_a_checkpoint_that_was_replaced_is_loaded(tmp_path: Path) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     taker = model_runner(tmp_path, **OPTIONS)
     assert head_of(taker) != head_of(keeper)
+
+
+def test_the_vocabulary_for_grammars_is_kept_with_them(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read once: it takes seconds with Python's lock, in a worker that has streams to take over."""
+    num_read = []
+
+    def read(*source: Any) -> Any:
+        num_read.append(source)
+        return read_vocabulary(*source)
+
+    monkeypatch.setattr(grammar, "read_vocabulary", read)
+    keeper = model_runner(smollm2_dir, **(OPTIONS | {"num_blocks": 1}), keep_as="a")
+    taker = model_runner(smollm2_dir, **OPTIONS)
+    assert taker.grammars.vocabulary() is keeper.grammars.vocabulary() is not None
+    assert len(num_read) == 1
+
+
+def test_another_end_of_outputs_is_another_vocabulary(tmp_path: Path) -> None:
+    make_checkpoint("qwen2", tmp_path)
+    model_runner(tmp_path, **OPTIONS, keep_as="a")
+    identity = next(iter(kept_weights._kept.values())).identity
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    now = WeightsIdentity.of(tmp_path, identity.config, identity.dtype, identity.quantization)
+    assert kept_weights.find_kept(identity)
+    assert kept_weights.find_kept(now) is None

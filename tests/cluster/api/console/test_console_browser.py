@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.cluster.api.context import ApiSettings
-from kvrelay.cluster.api.server import bind_socket
+from kvrelay.cluster.api.listening import bind_socket
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.cli.operate import console
 from kvrelay.engine.stats import Role

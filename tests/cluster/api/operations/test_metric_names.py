@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.cluster.api.cluster_metrics import ClusterCollector
 from kvrelay.kvtransfer.peer.rates import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
-from kvrelay.router.placement.endpoint import LinkLoss
+from kvrelay.router.status import LinkLoss
 from tests.cluster.api.conftest import MODEL, Served, cluster_status
 from tests.cluster.api.operations.test_operations import ASK, samples
 

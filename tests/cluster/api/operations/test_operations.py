@@ -21,8 +21,7 @@ from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.api.utility import tokens
 from kvrelay.cluster.status import ClusterStatus
 from kvrelay.engine.stats import Role
-from kvrelay.router.placement.endpoint import LinkLoss
-from kvrelay.router.status import Totals, WorkerStatus
+from kvrelay.router.status import LinkLoss, Totals, WorkerStatus
 from tests.cluster.api.conftest import MODEL, STATUS, Served, serve, wait_until
 from tests.operations.prometheus import binary, would_fire
 

@@ -95,6 +95,10 @@ void kvr_layers(const Layer *layers, int64_t count, const Step *step);
  * does not. May be called while one runs. */
 int64_t kvr_num_passed(void);
 
+/* Whether steps end at their next layer, whatever is missing then: 1 or 0. While one runs, from another
+ * thread. */
+void kvr_abandon(int32_t is_on);
+
 /* A layer up to the queries, keys and values, and from attention's result on. */
 void kvr_before_attention(const Layer *layer, const Step *step);
 void kvr_after_attention(const Layer *layer, const Step *step);

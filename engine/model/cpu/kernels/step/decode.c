@@ -106,6 +106,7 @@ static void pass(const Decode *d, int64_t number, int64_t *drawn) {
         return;
     }
     kvr_layers(d->layers, d->num_layers, s);
+    if (is_abandoned()) return;
     if (d->before) memcpy(d->before, s->hidden, sizeof(float) * rows * width);
     kvr_rms_norm(s->hidden, width, d->norm, s->norm, rows, width, s->eps, s->threads);
     Gemm head = gemm_of(s, s->norm, &d->head, d->logits);
@@ -129,7 +130,7 @@ int64_t kvr_decode(const Decode *d) {
         int64_t *drawn = d->drawn + (passes - 1) * d->step.rows;
         int stopped = 0;
         pass(d, passes - 1, drawn);
-        if (passes >= d->max_passes) return passes;
+        if (passes >= d->max_passes || is_abandoned()) return passes;
         for (int64_t s = 0; s < d->num_seqs; s++) {
             stopped |= is_stop(d, s, drawn[s]);
             d->tokens[s] = drawn[s], d->positions[s]++;

@@ -211,8 +211,14 @@ static int64_t num_passed; /* layers, by this process */
 
 int64_t kvr_num_passed(void) { return __atomic_load_n(&num_passed, __ATOMIC_RELAXED); }
 
+static int32_t abandoned;
+
+void kvr_abandon(int32_t is_on) { __atomic_store_n(&abandoned, is_on, __ATOMIC_RELAXED); }
+
+int is_abandoned(void) { return __atomic_load_n(&abandoned, __ATOMIC_RELAXED); }
+
 void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
-    for (const Layer *l = layers; l < layers + count; l++) {
+    for (const Layer *l = layers; l < layers + count && !is_abandoned(); l++) {
         if (l->recurrent.project.packed) kvr_recur(l, s);
         if (l->attention) {
             run_side(l, s, 0);

@@ -11,6 +11,9 @@ INLINE Gemm gemm_of(const Step *s, const float *x, const Matrix *m, float *y) {
     return t;
 }
 
+/* As kvr_abandon says. */
+int is_abandoned(void);
+
 /* The product, and what the terms of its rows add to it (terms.c). */
 void kvr_run_with_terms(const Step *step, Gemm *product);
 
