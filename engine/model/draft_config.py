@@ -10,6 +10,7 @@ from kvrelay.engine.model.config import ModelConfig, weights_bytes
 
 OWN, EAGLE, EAGLE3, MEDUSA = "own", "eagle", "eagle3", "medusa"  # kinds
 MODEL, MTP = "model", "mtp"
+PREFIXES = {OWN: "layer.", EAGLE: "layers.0.", EAGLE3: "midlayer."}  # of a head's layer
 ALIGNMENT = 64  # bytes
 
 

@@ -40,7 +40,7 @@ MAX_ROW_COST = 0.35  # the most that is believed, or a few slow passes would end
 # Expected gain of a row more over its cost. The cost is not known exactly, at the beginning even
 # less: to the least of them the error of what was measured is added.
 LEAST_GAIN, MIN_GAIN = 1.1, 1.5
-ROUNDS = 3  # in which a plan is made for the yield of the one before
+ROUNDS = 2  # in which a plan is made for the yield of the one before
 MAX_SLOWDOWN = 1.5  # a pass may take so long with drafts, where other sequences wait
 TOKEN_BYTES = 4  # a token has in what is searched
 # Passes of one sequence without the drafter, after which what it would go on from is made no more;
@@ -253,14 +253,16 @@ class Drafts:
         prices, gain = self._prices(seqs, costs), _least_gain(costs)
         limits = [max(0, min(self.max_drafts, room)) for room in rooms]
         own = [self._own(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
-        asked = [self._asked(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        asked = list[_Source]()
+        if self._has_drafter:
+            asked = [self._asked(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         self._num_seqs = len(seqs)
         yielded = float(len(seqs))
         best = _chosen(own, asked, prices, gain * yielded)
         for _ in range(ROUNDS - 1):
-            yielded = max(yielded, best.tokens / best.cost)
             if not best.num_rows:
                 return None
+            yielded = max(yielded, best.tokens / best.cost)
             best = _chosen(own, asked, prices, gain * yielded)
         best.cut(self._max_rows - len(seqs), MAX_SLOWDOWN if len(seqs) > 1 else inf)
         if not best.num_rows:
@@ -312,7 +314,7 @@ class Drafts:
 
     def _asked(self, seq: Sequence, limit: int) -> _Source:
         """What the executor's drafter would propose; nothing where a grammar leaves no choice."""
-        most = 0 if seq.forced or not self._has_drafter else limit
+        most = 0 if seq.forced else limit
         rate = self._asked_rates.get(seq, self._asked_rate)
         return _Source([], most, rate, is_asked=True)
 
@@ -352,6 +354,8 @@ def _chosen(own: Seq[_Source], asked: Seq[_Source], prices: _Prices, worth: floa
     """What gains most, where the time of a pass is worth so many tokens: the drafter's depth, and
     for each sequence one of its two sources."""
     alone = [source.gains(prices.row * worth) for source in own]
+    if not asked:
+        return _Plan(own, [len(gains) - 1 for gains in alone], prices)
     drafting = [source.gains((prices.row + prices.token) * worth) for source in asked]
     depth, most = 0, 0.0
     for passes in range(1, max(map(len, drafting))):

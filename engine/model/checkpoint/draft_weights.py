@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.model.checkpoint.drafters import PREFIXES
 from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
 from kvrelay.engine.model.checkpoint.names import table_and_head
 from kvrelay.engine.model.config import ModelConfig
-from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MTP, DraftConfig
+from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MTP, PREFIXES, DraftConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import LayerWeights

@@ -22,10 +22,18 @@ from kvrelay.engine.model.checkpoint.fields import count, number, read_json
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.checkpoint.rope import read_rope
 from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig
-from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MODEL, MTP, OWN, DraftConfig
+from kvrelay.engine.model.draft_config import (
+    EAGLE,
+    EAGLE3,
+    MEDUSA,
+    MODEL,
+    MTP,
+    OWN,
+    PREFIXES,
+    DraftConfig,
+)
 from kvrelay.engine.model.errors import ModelError
 
-PREFIXES = {OWN: "layer.", EAGLE: "layers.0.", EAGLE3: "midlayer."}  # of the layer's tensors
 MARKS = {  # a tensor that only this kind has
     "midlayer.self_attn.q_proj.weight": EAGLE3,
     "layer.self_attn.q_proj.weight": OWN,

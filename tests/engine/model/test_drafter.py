@@ -15,7 +15,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
-from tests.engine.model.heads import Straight, make_head
+from tests.engine.model.heads import DIM, HEADS, KV_HEADS, Straight, make_head
 from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import Talk
 from tests.engine.model.tiny import tokens_of
@@ -92,6 +92,28 @@ def reference(llama8):
 @pytest.fixture(scope="module")
 def expected(llama8) -> list[list[int]]:
     return spoken(Drafting(llama8), talks(GREEDY, DRAWN, HOT))
+
+
+def test_what_an_eagle3_head_may_state_beside_is_computed(llama8, reference, tmp_path):
+    """Other layers, biases, and a residual that begins normed."""
+    width = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
+    biases = {
+        f"midlayer.self_attn.{name}_proj.bias": torch.linspace(-2, 2, count)
+        for name, count in width.items()
+    }
+    tensors = make_head(tmp_path, "eagle3", tensors=biases, norm_before_residual=True)
+    world, straight = Drafting(llama8, tmp_path), Straight(reference, "eagle3", tensors)
+    talk, differ = Talk(PROMPTS[0], BLOCKS[0]), 0
+    world.step(talk)
+    for _ in range(4):
+        known = list(talk.tokens)
+        world.step(talk, num_drafts=4)
+        count = len(world.proposed[-1])
+        straight.adds_normed = False
+        differ += straight.drafts(known, count) != world.proposed[-1]
+        straight.adds_normed = True
+        assert world.proposed[-1] == straight.drafts(known, count)
+    assert differ, "it shows in what is drafted"
 
 
 @pytest.mark.slow
